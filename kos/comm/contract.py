@@ -149,8 +149,8 @@ class Backend(ABC):
 
     check_seconds: ClassVar[float] = 0.0
     """The least number of seconds between two calls of ``end_of`` for a rank; set it if these calls are slow."""
-    last_polls: ClassVar[int] = 0
-    """How many polls may pass between the end of a rank and the arrival of its last messages."""
+    last_checks: ClassVar[int] = 0
+    """How many calls of ``end_of`` may report the end of a rank before the last messages of that rank have arrived."""
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         """The envelope of a message with that tag from one of ``ranks``, or None.  Never blocks.

@@ -107,6 +107,8 @@ class Late(NamedTuple):
     """World ranks for which this rank waits in other groups."""
     others: Sequence[int] = ()
     """If nothing else is known: the ranks of which some are late."""
+    all_wait: bool = False
+    """Whether a rank that has begun the call waits in it.  Then a rank that does not wait is late."""
     one_suffices: bool = False
     """Whether the call waits for any one of ``ranks``, and not for all of them."""
 
@@ -194,13 +196,16 @@ class FailureLog:
 
     # Questions.
 
-    def ask(self, sequence: int | None, what: object = None) -> None:
-        """Raise the reported failure, if any, that ends collective ``sequence`` (None: any message) of this group."""
+    def ask(self, sequence: int | None, what: object = None, begun: bool = False) -> None:
+        """Raise the reported failure, if any, that ends collective ``sequence`` (None: any message) of this group.
+
+        If all ranks have ``begun`` it, a rank whose process has ended since may have completed it.
+        """
         if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
             raise again(self.reported[1])
         if sequence is not None:
             for rank, (end, why, cause) in self.ends.copy().items():
-                if end <= sequence:
+                if end <= sequence and not (begun and end == 0 and why in DEATHS):
                     raise self.lost(rank, why, what, cause)
 
     def refuse(self, what: object) -> None:
@@ -293,7 +298,9 @@ class FailureLog:
         """The error of the call ``what`` at its timeout.  It names the ranks that block those that are ``late``."""
         if late.others and not late.ranks and not late.elsewhere:
             error = self.overdue(Late(late.others), what, seconds, kind)
-            if error.ranks and (len(error.ranks) < len(late.others) or all(map(self.status.halted, error.ranks))):
+            halted, awaited = self.status.halted, self.status.awaited
+            certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
+            if error.ranks and (certain or len(error.ranks) < len(late.others)):
                 return error
         world = [*self.in_world(late.ranks), *late.elsewhere]
         for rank in world:

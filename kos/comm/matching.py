@@ -68,7 +68,7 @@ class Matching:
     def poll(self, src: int, tag: int) -> Envelope | None:
         """The envelope of the next message; None if none has arrived.  Raises if no message can arrive any more."""
         expected = self._polled.setdefault(src, Expected(self, src, tag))
-        expected.tag = tag  # the polls that wait for the last messages of a rank count for all tags
+        expected.tag = tag  # the checks that wait for the last messages of a rank count for all tags
         try:
             if not expected.done():
                 return None
@@ -126,7 +126,7 @@ class Expected:
         self.matching, self.src, self.tag = matching, src, tag
         self.envelope: Envelope | None = None
         messages = matching.messages
-        self._check_at, self._polls = time.monotonic() + messages.check_seconds, messages.last_polls
+        self._check_at, self._checks = time.monotonic() + messages.check_seconds, messages.last_checks
 
     def done(self) -> bool:
         """Whether the message has arrived.  Raises if it cannot, because ranks failed or ended."""
@@ -150,13 +150,13 @@ class Expected:
         messages, sources = self.matching.messages, self.matching.sources(self.src)
         if (now := time.monotonic()) < self._check_at:
             return None
+        self._check_at = now + messages.check_seconds
         ends = {rank: end for rank in sources if (end := messages.end_of(rank)) is not None}
         failed = [end for end in ends.values() if not end.orderly]
         if not failed and len(ends) < len(sources):  # after a rank has closed, others may still send
-            self._check_at = now + messages.check_seconds
             return None
-        if self._polls:
-            self._polls -= 1
+        if self._checks:
+            self._checks -= 1
             return None
         if failed or len(ends) == 1:
             return again((failed or [*ends.values()])[0])

@@ -87,6 +87,20 @@ class _Waits(PeerStatus):
 
 
 @pytest.mark.parametrize(
+    ("waits", "all_wait", "named"),
+    [({}, True, (1,)), ({1: (0,)}, True, ()), ({}, False, ())],
+    ids=["late", "both wait", "its GPU may wait"],
+)
+def test_the_only_other_rank_is_late_if_it_would_wait(
+    waits: dict[int, tuple[int, ...]], all_wait: bool, named: tuple[int, ...]
+) -> None:
+    """As in a barrier of mpi between hosts, which does not know who has not arrived."""
+    late = Late(words="which ranks did not arrive is not known", others=[1], all_wait=all_wait)
+    error = FailureLog(range(2), 0, _Waits(waits, {})).overdue(late, "barrier #1", 1.0)
+    assert error.ranks == named and ("rank" in str(error)) and ("not known" in str(error)) != bool(named)
+
+
+@pytest.mark.parametrize(
     ("cause", "named"),
     [
         ("world: all_reduce #1 of int8[1]: late", ""),

@@ -247,8 +247,10 @@ class HostBackend(GroupBackend):
             return Late(late, timeouts.late(names(late)))
         if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
             return Late(late, timeouts.stuck(names(late)))
-        late = self.messages.awaited(self.scheduled.tag(work))
-        return Late(late, timeouts.awaited(names(late)) if late else timeouts.UNKNOWN)
+        if late := self.messages.awaited(self.scheduled.tag(work)):
+            return Late(late, timeouts.awaited(names(late)))
+        others = [rank for rank in range(self.size) if rank != self.rank] if self.scheduled.arriving else []
+        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""

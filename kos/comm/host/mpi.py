@@ -25,11 +25,11 @@ from kos.comm.control.mpi import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.group_backend import CHANGES
-from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, LAST_POLLS, TAG, MPIMessage, as_bytes
+from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, LAST_CHECKS, TAG, MPIMessage, as_bytes
 from kos.comm.host.shared.calls import CHECK_SECONDS
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.matching import Envelope, envelope
-from kos.comm.operation import AUTO, Operation
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import described
 from kos.comm.records import again
 from kos.comm.reduction import ReduceOp, Reduction, resolve
@@ -67,7 +67,7 @@ class MPITransport(Backend):
 
     name = "mpi"
     processes = True
-    check_seconds, last_polls = CHECK_SECONDS, LAST_POLLS
+    check_seconds, last_checks = CHECK_SECONDS, LAST_CHECKS
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
         super().__init__(rendezvous, engine)
@@ -213,7 +213,7 @@ class MPITransport(Backend):
                 local()
             if time.monotonic() >= self.next_check:
                 self.receive_notices()
-            self.failures.ask(work.sequence, work)
+            self.failures.ask(work.sequence, work, agreed)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
@@ -314,6 +314,14 @@ class MPITransport(Backend):
             if why is None and end is not None:
                 return end
         return None if why is None else failures.lost(peer, why, None, cause)
+
+    def may_complete(self, peer: int, tag: int) -> bool:
+        """Whether a collective of that tag may complete although that rank has ended, or a later one has failed."""
+        if tag < COLLECTIVE_TAGS:
+            return False
+        if (end := self.failures.ends.get(peer)) is None:
+            return self.failures.reported is not None  # ``agree`` raises it if it concerns this collective
+        return end[0] > 0 and 0 < (self.tag(end[0]) - tag) % COLLECTIVE_TAGS < COLLECTIVE_TAGS // 2
 
     def check_sender(self, peer: int) -> None:
         """Raise if the sender may have changed the message in flight: it aborted while MPI still read its memory."""

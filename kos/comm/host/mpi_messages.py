@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 _BYTES = np.dtype(np.uint8)
 DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # an MPI tag holds kos's tag and, above it, a dtype's code
 TAG = (1 << DTYPE_SHIFT) - 1
-LAST_POLLS = 100  # polls in which MPI delivers the last messages of a rank that has ended
+LAST_CHECKS = 100  # in which MPI delivers the last messages of a rank that has ended: a second or more
 LARGEST = 2**31 - 1  # the largest count; Open MPI 5 has no large counts
 _BLOCK = 1 << 16
 
@@ -26,7 +26,8 @@ class MPIMessage:
     """One end of a message; ``transport`` is its MPITransport."""
 
     __slots__ = (
-        "_checks", "_transport", "array", "complete", "error", "peer", "receives", "request", "tag", "wire_tag",
+        "_checked", "_checks_left", "_transport", "array", "complete", "error", "peer", "receives", "request", "tag",
+        "wire_tag",
     )  # fmt: skip
 
     def __init__(self, transport: Any, array: Array, peer: int, tag: int) -> None:
@@ -35,7 +36,7 @@ class MPIMessage:
         self.request: Any = None  # while MPI holds the message
         self.complete = self.receives = False
         self.error: CollectiveMismatch | None = None
-        self._checks = transport.checks  # once ``end_of`` returned an error: minus the polls left
+        self._checked, self._checks_left = transport.checks, LAST_CHECKS
 
     def post(self, request: Any) -> None:
         self.request = request
@@ -61,19 +62,18 @@ class MPIMessage:
         if not self.complete:
             if time.monotonic() >= transport.next_check:
                 transport.receive_notices()
-            if self._checks != transport.checks:
+            if self._checked != transport.checks:
                 self._check()
         return self.complete
 
     def _check(self) -> None:
         """Raise if the message cannot complete."""
-        self._checks += self._checks < 0
-        if self._checks < 0:
+        self._checked, error = self._transport.checks, self._transport.end_of(self.peer)
+        if error is None or self._transport.may_complete(self.peer, self.tag):
             return
-        error = self._transport.end_of(self.peer)
-        if error is not None and self._checks == 0:
+        if not self._checks_left:
             raise error
-        self._checks = self._transport.checks if error is None else -LAST_POLLS
+        self._checks_left -= 1
 
 
 def as_bytes(array: Array, MPI: Any) -> list[Any]:

@@ -88,6 +88,9 @@ class Node:
         self._status = self.failures.status
         self.active: set[SegmentMessage] = set()
         self.waiting: dict[int, Any] = {}  # by tag, receives that the core does not know (``Matching``)
+        alone = len(self.ranks) == transport.size  # else the transport has the program's messages
+        self.check_seconds = LONGEST_CHECK_SECONDS if alone else transport.check_seconds
+        self.last_checks = 0 if alone else transport.last_checks
         self.one_copy = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
         vendor = cpu_vendor()
@@ -300,12 +303,6 @@ class Node:
         return wrong_message(self.failures, self.ranks[found.rank], theirs, self.failures.rank, mine)
 
     # The transport.
-
-    check_seconds = LONGEST_CHECK_SECONDS
-
-    @property
-    def last_polls(self) -> int:
-        return 0 if len(self.ranks) == self._transport.size else self._transport.last_polls
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
         if not self._is_inside(ranks[0], tag):

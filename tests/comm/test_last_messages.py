@@ -1,0 +1,234 @@
+"""What a rank has sent before it ends arrives: its end fails no call that can complete, and a failed one names it."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.control import mpi_job
+from kos.comm.failures import WHY_CLOSED, FailureLog
+from kos.comm.host.mpi import MPITransport
+from kos.comm.host.mpi_messages import LAST_CHECKS
+from kos.comm.matching import Matching
+from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.work import Engine
+from kos.errors import CollectiveTimeout, KosError, RankLost
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
+
+pytestmark = pytest.mark.usefixtures("apart")
+
+
+def end(comm: kos.Communicator) -> None:
+    """As the end of the process: the connections close without a word."""
+    transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+    for peer in transport.peers.values():
+        peer.sock.shutdown(socket.SHUT_RDWR)
+
+
+def notice_end(comm: kos.Communicator, work: Any) -> None:
+    """Poll ``work``, which stays in flight, until the end of rank 1 is known."""
+    transport, deadline = comm.backend.transport, time.monotonic() + TIMEOUT  # type: ignore[attr-defined]
+    while transport.peers[1].gone is None:
+        assert not work.done()
+        assert time.monotonic() < deadline
+    assert not work.done()
+
+
+def test_a_rank_that_ends_right_after_a_barrier_fails_it_nowhere() -> None:
+    """Rank 0 is late in it, and rank 2 waits for rank 0 when rank 1 has completed it and ended."""
+    begun, known = threading.Event(), threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            work = comm.barrier(async_op=True)
+            assert not work.done()
+            begun.set()
+            assert known.wait(TIMEOUT)
+            work.wait()
+        assert begun.wait(TIMEOUT)
+        if comm.rank == 1:
+            comm.barrier()
+            end(comm)
+        elif comm.rank == 2:
+            work = comm.barrier(async_op=True)
+            notice_end(comm, work)
+            known.set()
+            work.wait()
+        if comm.rank != 1:
+            with pytest.raises(RankLost, match="barrier #1: rank 1 is gone: its connection was closed") as caught:
+                comm.barrier()
+            assert caught.value.ranks == (1,)
+
+    TCPRanks(3).run(body)
+
+
+def test_ranks_that_remain_exchange_messages() -> None:
+    """They do not wait for the one that has ended."""
+    known = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            end(comm)
+        elif comm.rank == 0:
+            work = comm.recv(np.zeros(3), 2, async_op=True)
+            notice_end(comm, work)
+            known.set()
+            assert (work.wait() == 2).all()
+            comm.send(np.ones(3), 2)
+        else:
+            assert known.wait(TIMEOUT)
+            comm.send(np.full(3, 2.0), 0)
+            assert (comm.recv(np.zeros(3), 0) == 1).all()
+
+    TCPRanks(3).run(body)
+
+
+def test_a_rank_that_has_ended_is_named_where_another_one_is_late() -> None:
+    """Rank 0 waits for rank 2, which does not come and so does not report the loss."""
+    over = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            comm.gather(np.ones(3), root=0)
+            end(comm)
+        elif comm.rank == 0:
+            work = comm.gather(np.ones(3), root=0, async_op=True)
+            notice_end(comm, work)
+            with pytest.raises(CollectiveTimeout, match=r"waiting for ranks \[1\]") as caught:
+                work.wait(0.1)
+            assert caught.value.ranks == (1,)
+            over.set()
+        else:
+            assert over.wait(TIMEOUT)
+
+    TCPRanks(3).run(body)
+
+
+def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender() -> None:
+    """The sender has not read what the receiver has sent meanwhile, for which Linux would reset the connection."""
+    posted, sent, unread, ended = (threading.Event() for _ in range(4))
+    count = 150_000  # bytes: the sender's system holds them, that of the receiver does not
+
+    def body(comm: kos.Communicator) -> None:
+        transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+        sock = transport.peers[1 - comm.rank].sock
+        if comm.rank == 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            assert posted.wait(TIMEOUT)
+            comm.send(np.full(count, 7, np.uint8), 1)
+            sent.set()
+            assert unread.wait(TIMEOUT)
+            comm.abort()
+            ended.set()
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+            work = comm.recv(np.zeros(count, np.uint8), 0, async_op=True)
+            posted.set()
+            assert sent.wait(TIMEOUT)
+            transport.describe(0, COLLECTIVE_TAGS)
+            unread.set()
+            assert ended.wait(TIMEOUT)
+            assert (work.wait() == 7).all()
+            comm.abort()
+
+    TCPRanks(2).run(body)
+
+
+@pytest.fixture
+def mpi(monkeypatch: pytest.MonkeyPatch) -> MPITransport:
+    """Rank 0 of three, over a stand-in for MPI.  Comparisons of calls are complete, and no message comes."""
+    request = SimpleNamespace(Test=lambda: True)
+    comm = SimpleNamespace(
+        Idup=lambda: (comm, request), Set_errhandler=lambda handler: None, Iallreduce=lambda *given: request,
+        Improbe=lambda *given: None,
+    )  # fmt: skip
+    library = SimpleNamespace(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0)
+    monkeypatch.setattr(mpi_job, "load_mpi", lambda: library)
+    monkeypatch.setattr("kos.comm.host.mpi.await_request", lambda *given: None)
+    place: Any = SimpleNamespace(
+        rank=0, size=3, failures=FailureLog(range(3), 0), ranks_per_host=1, mpi_comm=comm, open_channel=lambda: None
+    )
+    transport = MPITransport(place, Engine())
+    transport.open(SimpleNamespace(one_host=False))
+    transport.next_check = math.inf
+    return transport
+
+
+SEQUENCES = pytest.mark.parametrize("sequence", [7, COLLECTIVE_TAGS - 1, 3 * COLLECTIVE_TAGS], ids=str)
+
+
+@SEQUENCES
+def test_a_message_of_mpi_of_a_rank_that_left_later_is_awaited(mpi: MPITransport, sequence: int) -> None:
+    mpi.failures.record_end(1, sequence + 1, WHY_CLOSED)
+    message: Any = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence))
+    for _ in range(10 * LAST_CHECKS):
+        mpi.receive_notices()
+        assert not message.done()
+    message.complete = True
+    assert message.done()
+
+
+@SEQUENCES
+@pytest.mark.parametrize("collective", [True, False])
+def test_a_message_of_mpi_that_never_comes_fails_after_some_time(
+    mpi: MPITransport, sequence: int, collective: bool
+) -> None:
+    """However often it was polled meanwhile."""
+    mpi.failures.record_end(1, sequence, WHY_CLOSED)
+    message = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence) if collective else 3)
+    for _ in range(LAST_CHECKS):
+        mpi.receive_notices()
+        mpi.next_check = math.inf
+        for _ in range(3):
+            assert not message.done()
+    mpi.receive_notices()
+    with pytest.raises(RankLost, match="rank 1 is gone: it closed its communicator"):
+        message.done()
+
+
+def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi: MPITransport) -> None:
+    """Once all have begun it.  The ranks that wait for the killed one report it; an abort is reported with its call."""
+    work: Any = SimpleNamespace(sequence=4, prepared=SimpleNamespace(fingerprint=1, text=b""))
+    arrived = mpi.agree(work, None)
+    assert arrived is not None and arrived()
+    mpi.failures.record_end(1, 0, "its process ended")
+    assert arrived()
+    mpi.failures.record_end(2, 4, "it was aborted")
+    with pytest.raises(RankLost, match="rank 2 is gone: it was aborted"):
+        arrived()
+    late = mpi.agree(SimpleNamespace(sequence=5, prepared=work.prepared), None)  # type: ignore[arg-type]
+    with pytest.raises(RankLost, match="rank 1 is gone: its process ended"):
+        assert late is not None and late()
+
+
+class Silent:
+    """The messages of a transport that knows the end of rank 1, but not yet its last messages."""
+
+    check_seconds, last_checks = 1.0, 5
+
+    def arrived(self, ranks: Any, tag: int) -> None:
+        return None
+
+    def end_of(self, rank: int) -> KosError:
+        return RankLost(f"rank {rank} is gone", ranks=[rank])
+
+
+def test_a_receive_of_any_length_waits_for_last_messages_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("kos.comm.matching.time", SimpleNamespace(monotonic=lambda: clock.now))
+    matching = Matching(0, 2, Silent(), FailureLog(range(2), 0))
+    for _ in range(Silent.last_checks + 1):
+        for _ in range(10):
+            assert matching.poll(1, 0) is None
+        clock.now += Silent.check_seconds
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        matching.poll(1, 0)
