@@ -400,6 +400,8 @@ class Communicator(Groups):
         with nullcontext() if first is None else one_thread(self, first):
             try:
                 ordered = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
+                if self.backend.on_gpu:
+                    self.backend.check_start(ordered)
                 for work in ordered:
                     note(self, work)
                 with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):

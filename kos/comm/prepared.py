@@ -121,6 +121,8 @@ class Prepared:
                 if begun:
                     steps = backend.resume(work)
                 else:
+                    if backend.on_gpu:
+                        backend.check_start((work,))
                     note(comm, work)
                     if backend.failures.first is not None:
                         backend.refuse(work)

@@ -11,18 +11,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import kos
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.order import Order, Streams
 from kos.comm.gpu.peer import engine
+from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
+from kos.comm.work import Engine
 from kos.cuda import driver, streams
-from kos.errors import CollectiveMismatch, KosError
+from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
 from tests.comm.fake_nccl import Comm, FakeGraph, FakeNCCL, alone, launching_alone, no_gpu
@@ -380,14 +384,17 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.
 
 
 def test_a_serial_party_follows_its_own_work(fake_device: Device, follows: list[tuple[int, int]]) -> None:
-    """Its kernels share memory.  What came in between may be on several streams, which are not ordered."""
+    """Its kernels share memory.  What came in between may be on several streams, which are not ordered.
+
+    NCCL orders its kernels on several streams, but a call may queue none on its stream.
+    """
     held, kept = Streams(0), [Stream(fake_device, 1000 + k) for k in range(4)]
     for stream in kept:
         held.hold(stream.handle, stream)
     order = Order(held)
     for party, stream in (("peer", 1000), ("other", 1001), ("other", 1002), ("peer", 1003)):
         order.enter(party, (stream,), party == "peer")
-    assert follows == [(1001, 1000), (1003, 1002), (1003, 1000)]
+    assert follows == [(1001, 1000), (1002, 1000), (1003, 1001), (1003, 1002), (1003, 1000)]
 
 
 def test_communicators_are_ordered_on_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,8 +524,45 @@ def test_a_call_that_would_wait_for_a_capture_is_refused(comm: kos.Communicator,
         return  # which orders its own
     first, second = (Stream(device, 1000 + k) for k in range(2))
     call(first)
-    with device.capturing(first.handle), pytest.raises(KosError, match="is being captured now"):
-        call(second)
+    count, x = comm.recorder.count, Array.zeros(40, np.float16, 0)
+    with device.capturing(first.handle):
+        for start in (
+            lambda: call(second),
+            lambda: comm.all_reduce(x, stream=second, async_op=True),
+            lambda: in_batch(comm, x, second),
+        ):
+            with pytest.raises(InvalidArgument, match="is being captured now"):
+                start()
+    assert comm.recorder.count == count, "a refused call was counted"
+    call(second)  # the communicator is intact
+
+
+def in_batch(comm: kos.Communicator, x: Any, stream: Stream) -> None:
+    with comm.batch():
+        comm.all_reduce(x, stream=stream)
+
+
+def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several communicators use a GPU, each launch of ``peer`` is ordered among those of the others."""
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+
+    class Broken(PeerBackend):
+        name = "z"
+
+        def open(self, backend: Any) -> None:
+            raise MemoryError("all is used")
+
+    launching_alone(monkeypatch)
+    with fake_peer.no_gpus(monkeypatch, 1):
+        place = ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+        routes = [kind(place, Engine(), 0) for kind in (PeerBackend, Broken)]
+        with pytest.raises(MemoryError):
+            GPUBackend(place, routes)
+        comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+        monkeypatch.setattr(ConcurrentKernels, "order", Mock(side_effect=AssertionError("not alone on its GPU")))
+        comm.all_reduce(Array.zeros(40, np.float16, 0))
+        comm.close()
 
 
 @on_each_rank("run")

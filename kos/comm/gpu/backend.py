@@ -17,7 +17,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -40,7 +40,7 @@ from kos.comm.work import Steps, Work
 from kos.cuda import create_stream, driver
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.streams import PER_THREAD, Event, capture_of, is_captured
-from kos.errors import InvalidArgument, PeerMemoryError
+from kos.errors import CudaError, InvalidArgument, PeerMemoryError
 from kos.memory import Array, Buffer, windows
 from kos.memory.libraries import immutable
 from kos.memory.windows import Run
@@ -76,6 +76,9 @@ class GPUBackend(WatchedBackend):
         except BaseException:
             self.shared.report_end(UNMADE)
             self.shared.close()
+            for route in [route for route in routes if route.backend is self]:
+                route.abort(UNMADE)
+                route.drained(True)  # nothing was queued
             raise
         watchdog.add(self)
 
@@ -205,6 +208,16 @@ class GPUBackend(WatchedBackend):
         return [*party, (order, "stream", work.stream)]
 
     # Launching.
+
+    def check_start(self, works: Sequence[Work[Any]]) -> None:
+        """Raise InvalidArgument if a call would follow one whose stream is being captured.  It is not counted then."""
+        for each in works if self.order is not None and self.failures.first is None else ():
+            prepared, route = each.prepared, each.prepared.route
+            if prepared.backend is not self or self._may_follow(prepared, each.stream):
+                continue
+            with suppress(CudaError):  # which ends the communicator when the call starts
+                stream = each.stream if prepared.waits else self.side
+                self.order.check(route, stream, capture_of(each.stream), route.serial)
 
     def launch(self, work: Work[Any]) -> None:
         """Queue ``work`` on its stream or, if it overlaps, on the communicator's stream."""

@@ -75,15 +75,22 @@ class Streams:
             return
         if (end := self._ends.get((capture, before))) is not None:
             end.hold(stream)  # even if the handles are equal: ``stream`` may be a new stream with this handle
-        if before == stream or not self.is_kept(before) or self._waited_if_closed(before, self.keepers[before]):
-            return
+        if self.must_follow(stream, before, capture):
+            self._event.record(before)
+            self._event.hold(stream)
+
+    def must_follow(self, stream: int, before: int, capture: int) -> bool:
+        """Whether work on ``stream`` has to wait for ``before`` itself.  Raises InvalidArgument if it cannot."""
+        if before == stream or before not in self.keepers or not self.is_kept(before):
+            return False
+        if self._waited_if_closed(before, self.keepers[before]):
+            return False
         if capture_of(before) != capture:
             raise InvalidArgument(
                 "stream: this call must follow one whose stream is being captured now; "
                 "call synchronize() before the capture, or make this call after it"
             )
-        self._event.record(before)
-        self._event.hold(stream)
+        return True
 
     def _waited_if_closed(self, stream: int, keeper: Any) -> bool:
         """Whether the owner of ``stream`` has closed it; if so, waits on the host, since closing does not."""
@@ -106,6 +113,9 @@ class Streams:
             self._spare.append(self._ends.pop(place))
 
 
+_Turn = tuple[Collection[int], Collection[int], dict[Any, Collection[int]]]
+
+
 class Order:
     """Orders the work of several parties (routes, which take turns) on any of the ``streams``.
 
@@ -117,8 +127,9 @@ class Order:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        # By capture: the last party, the streams of its last work, and the streams of each serial party's last work.
-        self._last: dict[int, tuple[Any, Collection[int], dict[Any, Collection[int]]]] = {}
+        # By capture: the last party, and its turn: its streams, those that each of them follows, and the streams of the
+        # last work of each serial party.  A party that is not serial may use several streams in its turn.
+        self._last: dict[int, tuple[Any, _Turn]] = {}
         self.party: Any = None
         """The last party.  It may queue more work on ``stream`` without another call of ``enter``."""
         self.stream = -1  # no stream
@@ -136,26 +147,40 @@ class Order:
         for stream in mine:
             captures.setdefault(capture_of(stream), []).append(stream)
         for capture, here in captures.items():
-            former, last, own = self._last.get(capture, (party, (), {}))
-            follows = serial or former is not party or not all(map(held.is_kept, last))
-            mine_before = own.get(party, ()) if serial else ()
-            for stream, before in product(here, dict.fromkeys((*(last if follows else ()), *mine_before))):
+            together, followed, own = self._turn_of(party, capture, serial)
+            new = [stream for stream in here if stream not in together]
+            for stream, before in product(new, followed):
                 held.follow(stream, before, capture)
             if capture and capture not in self._last:
                 self._follow_started_capture(here, capture)
             if turn != self._turn:  # a finalizer has made a call meanwhile: this one follows it
                 return self.enter(party, mine, serial)
-            self._last[capture] = party, here, {**own, party: here} if serial else own
+            here = [*together, *new]
+            self._last[capture] = party, (here, followed, {**own, party: here} if serial else own)
         for ended in sorted(each for each in self._last if each)[:-_MANY]:
             del self._last[ended]
         if captures.keys() == {0} and len(mine) == 1 and all(map(held.is_kept, mine)):
             self.stream = next(iter(mine))
 
+    def _turn_of(self, party: Any, capture: int, serial: bool) -> _Turn:
+        """The streams that are in the turn of ``party`` already, and those that its other streams have to follow."""
+        held = self._streams
+        former, (last, followed, own) = self._last.get(capture, (party, ((), (), {})))
+        if serial or former is not party or not all(map(held.is_kept, last)):
+            return (), dict.fromkeys((*last, *(own.get(party, ()) if serial else ()))), own
+        return [stream for stream in last if stream in held.keepers], followed, own
+
+    def check(self, party: Any, stream: int, capture: int, serial: bool) -> None:
+        """Raise InvalidArgument if ``enter`` would: work on ``stream`` would follow a stream that is being captured."""
+        together, followed, _ = self._turn_of(party, capture, serial)
+        for before in followed if stream not in together else ():
+            self._streams.must_follow(stream, before, capture)
+
     def _follow_started_capture(self, here: Collection[int], capture: int) -> None:
         """Follow work queued without a new ``enter`` on a stream that is being captured now."""
         if 0 not in self._last:
             return
-        held, (_, last, _) = self._streams, self._last[0]
+        held, (_, (last, _, _)) = self._streams, self._last[0]
         for stream, before in product(here, last):
             kept = before in held.keepers and held.is_kept(before)
             if kept and before != stream and capture_of(before) == capture:
