@@ -107,6 +107,22 @@ def raised_by(comm: Any, *calls: Callable[[], Any]) -> KosError:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(no_gpu: None, waits: bool) -> None:
+    """NCCL does not say it."""
+
+    def body(gpu: Any) -> None:
+        backend = gpu.comm.backend
+        work = gpu.comm.all_reduce(filled(gpu, 1000), async_op=True)
+        route = next(route for route in backend.routes if route.name == PHASES)
+        route.node.kernel_waits = lambda: [0] * waits
+        route.node.end_waits = lambda: "the GPU waited for rank 9"
+        text = str(backend.timed_out(work, 1.0))
+        assert work.prepared.route is route and ("waited for rank 9" in text) == waits, text
+
+    HostRanks((2, 2)).run(body)
+
+
 @needs_core
 @pytest.mark.parametrize(
     ("name", "late", "connected"),

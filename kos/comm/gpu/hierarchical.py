@@ -255,6 +255,10 @@ class HierarchicalBackend(Backend):
     def abort_flags(self) -> list[int]:
         return [flag for part in self._parts for flag in part.abort_flags]
 
+    def end_waits(self) -> str:
+        """Only a kernel of ``node`` says what it waits for.  Perhaps one of NCCL is running."""
+        return self.node.end_waits() if self.node is not None and self.node.kernel_waits() else ""
+
     def kernel_waits(self) -> list[int]:
         return [] if self.node is None else [self._local[rank] for rank in self.node.kernel_waits()]
 
