@@ -77,6 +77,7 @@ def test_round_trip() -> None:
         (changed("launches", "ordinary", to=[]), "ordinary: expected increasing sizes, the last null, got []"),
         (changed("launches", "ordinary", to=[[5, {"algorithm": "push"}]]), "the last null, got [5]"),
         (launched(algorithm="rm"), "algorithm: expected one of one_shot"),
+        (launched(algorithm="ring"), "algorithm: expected one of one_shot, two_shot, direct"),
         (launched(algorithm="push", blocks=129), "push: blocks: expected 0 to 128, got 129"),
         (launched(algorithm="push", threads=100), "push: threads: expected a multiple of 32, got 100"),
         (launched(algorithm="push", tile=1.5), "push: tile: expected 256 to 65536, got 1.5"),

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from kos.errors import InvalidArgument
 
 PACKETS = ("one_shot", "two_shot", "ring", "tree")
-ALGORITHMS = (*PACKETS, "direct", "push", "specialized", "copies")
+IN_RANK_ORDER = ("one_shot", "two_shot", "direct", "push", "specialized", "copies")
+"""The algorithms that a tuning table may name: ``deterministic=True`` promises that they add in rank order."""
 T = TypeVar("T")
 _RANGES = {"blocks": (0, 128), "threads": (32, 1024), "tile": (256, 65536), "pieces": (1, 8)}
 _KINDS = ("symmetric", "ordinary")
@@ -45,10 +46,10 @@ class KernelConfig:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> KernelConfig:
-        """Raises InvalidArgument for values that no kernel accepts."""
+        """Raises InvalidArgument for values that no table may have."""
         launch = KernelConfig(**data)
-        if launch.algorithm not in ALGORITHMS:
-            raise InvalidArgument(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {launch.algorithm!r}")
+        if launch.algorithm not in IN_RANK_ORDER:
+            raise InvalidArgument(f"algorithm: expected one of {', '.join(IN_RANK_ORDER)}, got {launch.algorithm!r}")
         for name, (least, most) in _RANGES.items():
             value = getattr(launch, name)
             if type(value) is not int or not least <= value <= most:
