@@ -572,7 +572,7 @@ meet("told", 2)  # else one is gone when the other looks who is
 os._exit(0)
 """
     lines = job(tmp_path, 3, text, *ULFM)
-    told = re.compile("rendezvous: rank 1 is gone: (start: MPI: |MPI reports that its process failed)")
+    told = re.compile("rendezvous: rank 1 is gone: (start: MPI: |its process ended)")
     assert len(lines) == 2 and all(map(told.match, lines)), lines
 
 

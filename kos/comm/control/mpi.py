@@ -140,7 +140,7 @@ class MPIRendezvous(Rendezvous):
 
     def deaths(self) -> dict[int, str]:
         failed = mpi_job.failed_ranks(self.mpi.shared)
-        why = "MPI reports that its process failed"
+        why = "its process ended"
         return {rank: why for rank, each in enumerate(self.mpi.ranks) if each in failed}
 
     def _exchange(self, message: bytes) -> list[bytes]:
