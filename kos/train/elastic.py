@@ -203,9 +203,8 @@ class Elastic(Runner):
         kept.check(present)
         move_to(run, comm, run.epoch + 1)
         kept.load(run.device, comm, present)
-        if run.device.state.of_files:
-            run.device.state.read_frozen(run.base_weights())
-            run.device.loaded()
+        if run.base is not None:
+            run.device.state.read_base(run.base_weights())
         gather_json(comm, None)
         self._commit()
 

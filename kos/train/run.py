@@ -43,6 +43,7 @@ from kos.train.generate import sample_text
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import Parameters
 from kos.train.ops import CudaLoss
+from kos.train.ops.fp8 import MULTIPLE
 from kos.train.parallel.failures import (
     STOP,
     Stop,
@@ -421,8 +422,10 @@ class Trainer(RunContext):
             raise InvalidArgument(f"model: expected ranks that hold the whole model, got {got}; save it and load that")
         whole, to_host, config = self.device.whole_weights(), self.device.step.models[0].ops.to_host, self.model_config
         copy = Parameters(config.parameter_shapes(), groups=config.fused_groups())
+        in_8 = {name for each in self.device.step.quantized.values() for name in each.members}
+        base: Any = self.base_weights() if in_8 else None  # as they are before they are quantized
         for name, weight in copy.items():
-            weight[...] = to_host(whole[name])
+            weight[...] = base.read(name) if name in in_8 else to_host(whole[name])
         tokenizer = self.data.tokenizer
         return TrainedModel(config, copy, tokenizer, ends=[] if tokenizer.eos is None else [tokenizer.eos])
 
@@ -484,6 +487,8 @@ class Trainer(RunContext):
         if next_logits is None or (model.size == 1 and self.comm.rank > 0):
             return ""
         context = self.model_config.max_position_embeddings
+        if self.device.step.quantized and context > MULTIPLE:
+            context -= context % MULTIPLE  # sequences are padded to it
         return sample_text(
             next_logits, context, self.data.tokenizer, config.prompt or self.data.question(context // 2),
             config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k,

@@ -262,19 +262,23 @@ class Step:
             bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
             compress=config.compress, twice=buckets.twice, more=more,
         )  # fmt: skip
-        frozen = {name: shape for name, shape in model.parameter_shapes(*parts).items() if name not in gradients}
-        stacked = {name: each for name, each in model.fused_groups(*parts).items() if each[0] in frozen}
-        self.frozen = Parameters(frozen, dtype, stacked, ops.zeros)
-        """The weights that are not trained."""
+        shapes, stacks = model.parameter_shapes(*parts), model.fused_groups(*parts)
+        store = weight_store(linear_names(self.models) if config.dtype == "fp8" else (), shapes, stacks, ops)
+        alone = config.lora is not None and not config.publish_merged
+        self.store, self.quantized = ({}, store) if alone else (store, {})
+        """In 8 bits, the weights of linear layers: ``store`` is memory for those that each step quantizes. Those in
+        ``quantized``, of the base of adapters, are there alone, unless they are published merged."""
+        others = {*gradients}.union(*(each.members for each in self.quantized.values()))
+        frozen = {name: shape for name, shape in shapes.items() if name not in others}
+        stacks = {name: each for name, each in stacks.items() if each[0] in frozen}
+        self.frozen = Parameters(frozen, dtype, stacks, ops.zeros)
+        """The other weights that are not trained."""
         in_order = config.deterministic and model.embedding in gradients
         if in_order and model.tie_word_embeddings and first:  # as on two ends of a pipeline
             table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
             apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
             lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
-        names = linear_names(self.models) if config.dtype == "fp8" else []
-        self.store = weight_store(names, self.with_frozen(gradients), ops)
-        """Memory for the weights of linear layers in 8 bits, if they are."""
         tied_apart = model.tie_word_embeddings and first != last
         over_tp = {name for axes, names in buckets.regions.items() if "tp" in axes for name in names}
         self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups, over_tp)
@@ -316,7 +320,8 @@ class Step:
 
     def with_frozen(self, weights: Weights) -> Weights:
         """The weights of all tensors: ``weights``, which are trained, and the frozen ones."""
-        return ChainMap[str, Any](weights, self.frozen) if self.frozen else weights  # type: ignore[arg-type]
+        frozen: list[Any] = [held for held in (self.frozen, self.quantized) if held]
+        return ChainMap[str, Any](weights, *frozen) if frozen else weights  # type: ignore[arg-type]
 
     def norm(self) -> None:
         """The norm of the gradient of all ranks."""

@@ -30,7 +30,7 @@ from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
 from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end
-from tests.train.models import part_of
+from tests.train.models import InMemory
 
 STEPS = 3
 RUN: dict[str, Any] = {
@@ -70,15 +70,7 @@ def make_device(
     whole = Parameters(model.parameter_shapes())
     init_weights(model, whole, 3)
     device = CudaDevice(config, model, make_data(config), mesh, lambda what, share: None)
-    held, gradients = device.step.optimizer.weights, device.step.gradients
-    parts = Parameters(gradients.shapes, multiple=gradients.multiple, counts=gradients.counts)
-    for name in parts:
-        parts[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
-    for part, local in held.parts():
-        on_host(held.flat[local])[...] = parts.flat[part]
-    device.step.optimizer.refresh_copy()
-    for name, weight in device.step.frozen.items():
-        on_host(weight)[...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
+    device.read(InMemory(whole))
     return device
 
 

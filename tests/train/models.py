@@ -36,6 +36,16 @@ def read_weights(folder: Path, weights: Parameters) -> None:
         target[...] = files.read(name)
 
 
+class InMemory:
+    """The tensors of a whole model, as a device reads them from files."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        return self._tensors[name][index]
+
+
 def small(**changes: Any) -> LlamaConfig:
     """Three layers of grouped-query attention, 24 wide, of odd sizes where they may be odd."""
     shape: dict[str, Any] = {

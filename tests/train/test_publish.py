@@ -125,6 +125,7 @@ def test_adapters_are_published_alone(tmp_path: Path) -> None:
         pytest.param(2, {"pp": 2, "lora_targets": ("q_proj", "down_proj")}, id="pp, two targets"),
         pytest.param(2, {"deterministic": True}, id="deterministic"),
         pytest.param(2, {"model": GPT2}, id="GPT-2"),
+        pytest.param(2, {"dtype": "fp8", "zero": 1}, id="8 bits"),
     ],
 )
 def test_adapters_are_published_merged(ranks: int, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.llama import LlamaConfig, Stages
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
+from kos.train.ops.fp8 import Quantized
 from kos.train.optim import overlap
 from kos.train.parallel.data import DataParallel, make_buckets
 from kos.train.parallel.mesh import Layout, Mesh
@@ -141,20 +144,21 @@ class ShardedState:
 
     The state of ``optimizer`` has the layout of ``parallel.gradients``, which covers this rank's ``stages``.  ``ops``
     are the operations on its arrays. ``arena``, which is idle between steps, holds a bucket in fp32, or two with tensor
-    parallelism.  ``frozen`` are the weights that are not trained.
+    parallelism.  ``frozen`` are weights that are not trained, and ``quantized`` those of them that are held in 8 bits.
     """
 
     def __init__(
         self, mesh: Mesh, model: LlamaConfig, stages: Stages, optimizer: Any, parallel: DataParallel,
-        ops: Any, arena: Arena, frozen: Parameters | None = None,
+        ops: Any, arena: Arena, frozen: Parameters | None = None, quantized: Iterable[Quantized] = (),
     ) -> None:  # fmt: skip
         self.mesh, self.model, self.optimizer, self.parallel = mesh, model, optimizer, parallel
         self.ops, self.arena, self.frozen = ops, arena, Parameters({}) if frozen is None else frozen
+        self.quantized = [*quantized]
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
         self.placements = model.placements(*self.parts)
         self.of_files = model.lora is not None and not any(map(is_adapter, self.frozen))
         """Whether ``frozen`` is the base of adapters alone, whose files every rank reads."""
-        self.names = [*parallel.gradients, *self.frozen]
+        self.names = [*parallel.gradients, *self.frozen, *chain(*(each.members for each in self.quantized))]
         """The tensors, in the order in which they are read and written."""
         kept, compress = optimizer.names_of_state, parallel.compress
         self.plan = WritePlan(model, mesh.layout, stages, kept, compress, self.names, self.frozen)
@@ -244,18 +248,32 @@ class ShardedState:
         if residual is not None and self.parallel.residual is not None:
             sources.append((self.parallel.residual, residual, ""))
         parts = [
-            (source, name) for source in sources for name in source[0].spans
+            partial(self._read, *source, name) for source in sources for name in source[0].spans
             if not source[2] or name in self.plan.state[source[2][:-1]]
         ]  # fmt: skip
-        for index, ((held, tensors, prefix), name) in enumerate(parts):
+        parts += [partial(self._quantize, weights, each) for each in self.quantized]
+        for index, part in enumerate(parts):
             show(index / len(parts))
-            self._read(held, tensors, prefix, name)
+            part()
         self.optimizer.step_count = step
 
-    def read_frozen(self, weights: Tensors) -> None:
-        """Fill the weights that are not trained."""
+    def read_base(self, weights: Tensors) -> None:
+        """Fill the weights that are not trained, except adapters."""
         for name in self.frozen:
-            self._read(self.frozen, weights, "", name)
+            if not is_adapter(name):
+                self._read(self.frozen, weights, "", name)
+        for each in self.quantized:
+            self._quantize(weights, each)
+
+    def _quantize(self, weights: Tensors, made: Quantized) -> None:
+        """Fill a matrix of which only copies in 8 bits are held: it is in ``arena`` meanwhile."""
+        shapes = {name: self.placements[name].local for name in made.members}
+        with self.ops.step(self.arena):
+            zeros = lambda size, dtype: self.arena.take((size,), dtype)  # noqa: E731
+            whole = Parameters(shapes, self.frozen.flat.dtype, {made.name: made.members}, zeros)
+            for name in made.members:
+                self._read(whole, weights, "", name)
+            self.ops.quantize(whole[made.name], made.rows, made.columns, self.arena)
 
     def _read(self, held: Parameters | OwnedSlices, tensors: Tensors, prefix: str, name: str) -> None:
         placement, dtype = self.placements[name], as_dtype(held.flat.dtype).numpy

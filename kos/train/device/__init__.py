@@ -24,7 +24,8 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
-from kos.train.ops.fp8 import first_of
+from kos.train.ops.fp8 import MULTIPLE, Fp8Ops, first_of
+from kos.train.ops.linear import LinearOps
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.failures import LEAVE, STOP, raised_on_every_rank
@@ -260,16 +261,21 @@ class Device(Runner):
         weights, mesh, ops = self.whole_weights(), self.mesh, self.step.models[0].ops
         if mesh.dp.rank or mesh.cp.rank:  # one of the ranks that hold the same weights is enough
             return None
+        arena, multiple, wrapped = ops.make_arena(), mesh.tp.size, ops
+        if self.step.quantized:
+            wrapped = Fp8Ops(LinearOps(ops), arena, mesh.tp.size == 1)
+            multiple *= MULTIPLE * min(2, mesh.tp.size)  # halves are multiplied apart
         models = [
-            Model(each.config, ops, local=each.local, tensor=TensorParallel(ops, mesh.tp, each.local.vocabulary.start))
+            Model(each.config, wrapped, local=each.local, arena=arena,
+                  tensor=TensorParallel(ops, mesh.tp, each.local.vocabulary.start))
             for each in self.step.models
-        ]
+        ]  # fmt: skip
         (_, hidden), dtype = self.step.message
         stages = Stages(models, self.pipeline)
 
         def next_logits(tokens: np.ndarray) -> np.ndarray:
             length = tokens.shape[1]
-            batch = Batch(np.pad(tokens, ((0, 0), (0, -length % mesh.tp.size))))  # what comes later changes nothing
+            batch = Batch(np.pad(tokens, ((0, 0), (0, -length % multiple))))  # what comes later is not seen
             shape = models[0].tensor.rows(batch.tokens.size), hidden
             last = partial(Model.logits_of, rows=slice(length - 1, length))
             for chunk, model in enumerate(models):
@@ -290,7 +296,7 @@ class Device(Runner):
         """The weights and the optimizer's state of this rank, to be read and saved."""
         step, model, stages = self.step, self.step.models[0], self.pipeline.schedule.stages_of_ranks
         about = self.mesh, model.config, stages, step.optimizer, step.parallel, model.ops, model.arena
-        return ShardedState(*about, step.frozen)
+        return ShardedState(*about, step.frozen, step.quantized.values())
 
     def read(
         self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None

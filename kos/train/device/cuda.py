@@ -269,7 +269,8 @@ class CudaDevice(Device):
             gradients, loss = drawn.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(drawn, random, trying, places)
-            store = weight_store(linear_names([stage]), drawn, trying) if config.dtype == "fp8" else {}
+            names = linear_names([stage]) if config.dtype == "fp8" else []
+            store = weight_store(names, shapes, groups, trying)
             weights = fp8_weights(drawn, store, trying, stage.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)

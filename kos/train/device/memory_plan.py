@@ -161,6 +161,10 @@ class DryRun(Step):
         arena = self.models[0].arena
         actions = [action for action in self.pipeline.actions if action.micro_batch == 0]
         weights = self.as_read(self.with_frozen(self.weights))
+        for each in self.quantized.values():  # as ShardedState reads it
+            with self.dry.step(arena):
+                whole = arena.take(each.shape, self.frozen.flat.dtype)
+                self.dry.quantize(whole, each.rows, each.columns, arena)
         for action, received in self.pipeline.inputs(actions):
             self.act(action, weights, received)
         message = Buffer(self.dry.zeros(*self.message))
@@ -206,7 +210,7 @@ def plan_memory(
         f"weights, {dtype}": count * DTYPES[dtype].itemsize * has_copy,
         f"frozen weights, {dtype}": sum(x.size for x in run.frozen.values()) * DTYPES[dtype].itemsize,
         f"{weights}{'' if on_cpu else share}": DTYPES[master].itemsize * held,
-        "weights of layers, fp8, and transposed": sum(each.nbytes for each in run.store.values()),
+        "weights of layers, fp8, and transposed": sum(each.nbytes for each in (run.store | run.quantized).values()),
         f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,

@@ -13,12 +13,13 @@ they are.
   backward sum over features, outputs and tokens, so most tensors are needed twice: ``rows`` and, transposed,
   ``columns``. One pass writes both.
 - *Weights* are quantized when a step first reads them (``fp8_weights``), so with ZeRO-1, a step waits for
-  the all-gather of a weight as late as it does without fp8.
+  the all-gather of a weight as late as it does without fp8. The base of adapters never changes: it is quantized
+  when it is loaded, and not held in 16 bits (``Step.quantized``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ import numpy as np
 
 from kos.errors import SettingError
 from kos.memory.arena import Arena
-from kos.train.model.parameters import OnFirstRead
+from kos.train.model.parameters import OnFirstRead, Shape
 from kos.train.ops import SCALE_BLOCK, Array, Ops, Scaled, scales_shape
 from kos.train.ops.linear import Wrapper
 from kos.train.ops.norm import Normalize
@@ -75,6 +76,9 @@ class Quantized:
     name: str = ""
     """Of a weight."""
 
+    members: Sequence[str] = ()
+    """The tensors that are stacked in a weight, or its own name."""
+
     @classmethod
     def empty(
         cls, shape: tuple[int, int], role: Role, ops: Ops, rows: Take | None, columns: Take | None, parts: int = 1,
@@ -103,6 +107,11 @@ class Quantized:
         if len(scales.shape) == 3:
             scales = scales[rows.start // scales.shape[2]]
         return Quantized(Scaled(values[rows], scales), None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        assert self.rows is not None
+        return tuple(self.rows.values.shape)
 
     @property
     def nbytes(self) -> int:
@@ -261,12 +270,16 @@ def linear_names(models: Iterable[Any]) -> list[str]:
     return [linear.name for model in models for linear in linears(model.layers)]
 
 
-def weight_store(names: Iterable[str], weights: Mapping[str, Array], ops: Ops) -> dict[str, Quantized]:
-    """Memory for the weights of linear layers, whose shapes are those of ``weights``."""
-    return {
-        name: Quantized.empty(tuple(weights[name].shape), WEIGHTS, ops, ops.zeros, ops.zeros, name=name)
-        for name in names
-    }
+def weight_store(
+    names: Iterable[str], shapes: Mapping[str, Shape], stacks: Mapping[str, Sequence[str]], ops: Ops
+) -> dict[str, Quantized]:
+    """Memory for the weights of linear layers.  ``shapes`` are those of tensors, ``stacks`` name stacked ones."""
+    store = dict[str, Quantized]()
+    for name in names:
+        members = stacks.get(name, (name,))
+        shape = sum(shapes[each][0] for each in members), shapes[members[0]][1]
+        store[name] = replace(Quantized.empty(shape, WEIGHTS, ops, ops.zeros, ops.zeros, name=name), members=members)
+    return store
 
 
 def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]]) -> str | None:
