@@ -244,7 +244,17 @@ def test_a_run_whose_base_has_moved_resumes(text: Path, base: Path, tmp_path: Pa
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected True, got 'pissa'"),
         ({"target_modules": "all-linear"}, "target_modules: expected a list of names"),
         ({"base_model_name_or_path": "org/model"}, "expected a folder, got 'org/model'; kos downloads no models"),
-        ({"r": None}, "expected the settings of LoRA adapters, got ValueError"),
+        ({"r": None}, "r: expected an integer of at least 1, got None"), ({"r": 0}, "r: expected .* 1, got 0"),
+        ({"r": 2.5}, "r: expected .* 1, got 2.5"), ({"r": True}, "r: expected .* 1, got True"),
+        ({"lora_alpha": 0}, "lora_alpha: expected a number greater than 0, got 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha: expected a number greater than 0, got nan"),
+        ({"lora_alpha": "8"}, "lora_alpha: expected a number greater than 0, got '8'"),
+        ({"lora_alpha": 7}, "lora_alpha: expected 5.0, which the run had, got 7"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern: expected"),
+        ({"target_modules": r".*\.q_proj"}, "target_modules: expected a list of names"),
+        ({"target_modules": []}, "target_modules: expected a list of names"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules: expected some of q_proj, .*, got lm_head"),
+        ({"use_something_new": {"a": 1}}, "use_something_new: expected none, got {'a': 1}"),
     ],
     ids=str,
 )  # fmt: skip
@@ -255,6 +265,40 @@ def test_adapters_that_are_refused_by_name(changes: dict[str, Any], said: str, w
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError, match=f"--init-from: .*{said}"):
         parse([f"--init-from={folder}"])
+
+
+def test_an_edited_alpha_of_a_checkpoint_is_refused(text: Path, base: Path, whole: Any, tmp_path: Path) -> None:
+    """To resume from, to load and to merge.  An exported folder may be edited."""
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    path = checkpoint.find(out).path / adapter.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 10.0}))
+    said = r"adapter_config.json: lora_alpha: expected 5.0, which the run had, got 10.0; kos export writes"
+    with pytest.raises(CheckpointError, match=said):
+        run(text, tmp_path / "more", f"--init-from={base}", *ADAPT, "--lora-alpha=10", "--steps=7", f"--resume={out}")
+    for use in (load, adapter.Merged):
+        with pytest.raises(CheckpointError, match=said):
+            use(path.parent)
+    export([str(whole[0]), str(tmp_path / "peft"), "--dtype", "float32"])
+    settings = json.loads((tmp_path / "peft" / adapter.CONFIG).read_text())
+    (tmp_path / "peft" / adapter.CONFIG).write_text(json.dumps(settings | {"lora_alpha": 10}))
+    plain, once, twice = (load(each).weights["model.layers.0.mlp.up_proj.weight"]
+                          for each in (base, whole[0], tmp_path / "peft"))  # fmt: skip
+    np.testing.assert_allclose(twice - plain, 2 * (once - plain), rtol=1e-3, atol=1e-6)
+
+
+def test_a_base_in_8_bits(text: Path, base: Path, tmp_path: Path) -> None:
+    """A run resumes with the same bits; the whole model is made of the base in its file."""
+    flags = [f"--init-from={base}", *ADAPT, "--dtype=fp8", "--schedule=constant"]
+    straight = run(text, tmp_path / "straight", *flags, "--sample-tokens=4")
+    first = checkpoint.find(tmp_path / "straight").path.with_name("step-3")
+    got = run(text, tmp_path / "second", *flags, f"--resume={first}")
+    assert got.tobytes() == straight[-3:].tobytes()
+    assert {each.name for each in first.glob("*.safetensors")} == {adapter.WEIGHTS, "optimizer.safetensors"}
+    plain = load(base).weights
+    with Trainer(parse([f"--data={text}", *SHORT, f"--out={tmp_path / 'own'}", "--backend=mock", *flags])) as trainer:
+        now = trainer.model.weights
+        assert all(np.array_equal(now[name], weight) for name, weight in plain.items())
 
 
 def test_adapters_of_another_shape_are_refused(whole: Any, tmp_path: Path) -> None:
@@ -292,12 +336,16 @@ def small(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(checkpoint.find(out / "run").path)
 
 
-@pytest.mark.parametrize(("zero", "freeze"), [(0, ()), (1, ()), (1, ("*.layers.0.*",))])
+@pytest.mark.parametrize(
+    ("zero", "freeze", "dtype"),
+    [(0, (), "float32"), (1, (), "float32"), (1, ("*.layers.0.*",), "float32"), (1, ("*.layers.0.*",), "fp8")],
+)
 def test_a_rank_is_lost_or_two_join(
-    zero: int, freeze: tuple[str, ...], text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    zero: int, freeze: tuple[str, ...], dtype: str, text: Path, small: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With the bits of a run in which nothing happened; a newcomer reads the base from its files."""
-    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze}
+    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze, "dtype": dtype}
     plain = elastic_runs.train(text, tmp_path / "plain", **{**how, "elastic": None, "zero": 0})
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, **how) == plain

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,12 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 
 CONFIG, WEIGHTS = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors"
-REFUSED = """
-    modules_to_save use_dora use_rslora rank_pattern alpha_pattern layers_to_transform layer_replication lora_bias
-    target_parameters trainable_token_indices exclude_modules use_qalora use_bdlora alora_invocation_tokens arrow_config
-    kasa_config velora_config monteclora_config
+IGNORED = """
+    task_type auto_mapping peft_version revision inference_mode fan_in_fan_out layers_pattern megatron_config
+    megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size runtime_config
+    ensure_weight_tying r lora_alpha target_modules lora_dropout base_model_name_or_path
 """.split()  # noqa: SIM905
-"""Settings of peft that kos does not support.  They must be off."""
+"""Settings of peft that change no result, or are checked otherwise.  Any other that kos does not know must be off."""
 
 
 class Found(NamedTuple):
@@ -55,17 +56,25 @@ def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
     with huggingface.whole(path, "the settings of LoRA adapters"):
         settings = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha, base = settings["r"], settings["lora_alpha"], settings.get("base_model_name_or_path")
-        targets = settings["target_modules"]
-        if not all(isinstance(x, int | float) for x in (rank, alpha)):
-            raise ValueError(f"r {rank!r} and lora_alpha {alpha!r}")
+        targets, others = settings["target_modules"], settings.keys() - {*IGNORED}
+    if type(rank) is not int or rank < 1:
+        raise CheckpointError(f"{path}: r: expected an integer of at least 1, got {rank!r}")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise CheckpointError(f"{path}: lora_alpha: expected a number greater than 0, got {alpha!r}")
     fixed: dict[str, tuple[Any, ...]] = {
-        "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
-        **dict.fromkeys(["lora_dropout"] * trains, (0,)), **dict.fromkeys(REFUSED, ("none", None, False, [], {}, "")),
+        **dict.fromkeys(sorted(others), ("none", None, False, [], {}, "")), "peft_type": ("LORA",), "bias": ("none",),
+        "init_lora_weights": (True, False, "gaussian"), **dict.fromkeys(["lora_dropout"] * trains, (0,)),
     }  # fmt: skip
     for name, values in fixed.items():
         if (got := settings.get(name, values[0])) not in values:
             raise CheckpointError(f"{path}: {name}: expected {values[0]}, got {got!r}")
-    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+    with huggingface.whole(folder / "manifest.json"):
+        asked = run_of(folder).get("config", {})
+        of_run = asked.get("lora_alpha") or 2.0 * rank if asked.get("lora") else alpha
+    if alpha != of_run:
+        how = "kos export writes a folder that may be edited"
+        raise CheckpointError(f"{path}: lora_alpha: expected {of_run}, which the run had, got {alpha}; {how}")
+    if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(f"{path}: target_modules: expected a list of names, got {targets!r}")
     if not isinstance(base, str) or (has_base and not os.path.isdir(base)):
         how = "kos downloads no models; set it to the folder of the base"
@@ -76,7 +85,11 @@ def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
 def model_of(folder: Path) -> LlamaConfig:
     """The configuration of the model with the adapters in ``folder``."""
     lora, base = read(folder)
-    return huggingface.read_config(base).adapted(*lora)
+    try:
+        return huggingface.read_config(base).adapted(*lora)
+    except SettingError as error:
+        text = f"{folder / CONFIG}: target_modules: expected {error.expected}, got {error.got}"
+        raise CheckpointError(text) from None
 
 
 def to_peft(model: LlamaConfig, base: str) -> dict[str, Any]:
@@ -87,6 +100,13 @@ def to_peft(model: LlamaConfig, base: str) -> dict[str, Any]:
         "r": model.lora.rank, "lora_alpha": model.lora.alpha, "target_modules": [*model.lora.targets],
         "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": model.model_type == "gpt2", "init_lora_weights": True,
     }  # fmt: skip
+
+
+def run_of(folder: Path) -> dict[str, Any]:
+    """The run that wrote the checkpoint ``folder``, as its manifest describes it.  Empty for any other folder."""
+    path = folder / "manifest.json"
+    with huggingface.whole(path):
+        return dict(json.loads(path.read_text(encoding="utf-8"))["config"]) if path.exists() else {}
 
 
 def shapes_of(model: LlamaConfig) -> dict[str, Shape]:
@@ -179,8 +199,7 @@ class Merged:
         assert model.lora is not None
         self.model, self._scale, self._adapters = model.base, model.lora.scale, files_of(folder, model)
         self._adapted = {name.removesuffix(A) + "weight" for name in shapes_of(model) if name.endswith(A)}
-        if (manifest := folder / "manifest.json").exists():
-            run = json.loads(manifest.read_text(encoding="utf-8"))["config"]
+        if run := run_of(folder):
             check_base(folder, run, fingerprint(self.base), self.base)
         self._weights = huggingface.weight_files(self.base, self.model.parameter_shapes())
 

@@ -75,6 +75,7 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
     adapters = dict[str, Any]()
     try:
         if adapter.is_folder(folder):
+            adapter.model_of(folder)  # checks the targets
             lora, folder = adapter.read(folder, trains=True)
             adapters = dict(zip(("lora", "lora_alpha", "lora_targets"), lora, strict=True))
         model = read_config(folder)
