@@ -11,9 +11,6 @@ import kos.train
 from tests.forked import python
 from tests.launcher import run_program
 from tests.train.test_cli import ENVIRONMENT, SHAPE
-from tests.train.test_loop import text
-
-__all__ = ["text"]
 
 THREAD = """
 import signal, sys, threading

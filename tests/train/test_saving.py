@@ -23,11 +23,9 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program, running_program
+from tests.train.runs import _config, _losses, _train
 from tests.train.sharded import tensors_of_run
 from tests.train.test_cli import ENVIRONMENT
-from tests.train.test_loop import _config, _losses, _train, text
-
-__all__ = ["text"]
 
 SHORT: dict[str, Any] = {"steps": 6, "eval_batches": 0, "sample_tokens": 0, "save_every": 2, "keep": 9}
 
