@@ -1,6 +1,6 @@
 """Count the lines of code of each folder, and compare them with their bounds (``python tests/lines.py``).
 
-The bounds are the present sizes, rounded up a little. ``test_lines.py`` fails if one is exceeded. A change that needs
+The bounds are the present sizes, rounded up a little. ``test_tools.py`` fails if one is exceeded. A change that needs
 more raises the bound, so that its review sees the growth. A change that removes much lowers it.
 
 A line counts that is neither blank, nor comment, nor docstring; a string that is a statement is a docstring.

@@ -90,7 +90,6 @@ EMULATED = (
     "tests/train/test_engine_choice_on_host.py",
     "tests/train/test_engine_failures_on_host.py",
     "tests/train/test_engine_on_host.py",
-    "tests/train/test_kernel_zoo.py",
     "tests/train/test_kernels_on_host.py",
     "tests/train/test_matmul_search_on_host.py",
 )

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -22,7 +21,7 @@ from benchmarks import programme as pieces
 from benchmarks import train
 from benchmarks.programme import Piece, Programme, programme
 from kos.bench import options
-from kos.errors import ConfigError, CudaError
+from kos.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 Begin = Callable[..., tuple[int, str]]
@@ -161,22 +160,6 @@ def test_subjects_by_name(program: Callable[..., Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(pieces, "programme", lambda *_: wanted)
     listed = program("benchmarks.all", "--gpus 0 --only oth --list")
     assert (listed.code, listed.out) == (0, "others: 55 s\n  y\n  z\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--gpus 0 --only nothing", "--only: expected the beginning of a subject, got nothing"),
-        ("--gpus -1", "--gpus: expected 0 or more, got -1"),
-        ("--gpus 2", "--gpus 2: no CUDA driver"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(
-    words: str, said: str, program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kos.cuda.device_info", Mock(side_effect=CudaError("no CUDA driver")))
-    done = program("benchmarks.all", words)
-    assert done.code == 2 and done.out == "" and said in done.err
 
 
 def test_parts_measured_apart_are_refused() -> None:

@@ -1,7 +1,15 @@
-"""The benchmark of collectives on emulated GPUs: slots, checks, timers, device limits."""
+"""Benchmarks on emulated GPUs: collectives, calls, matmuls in 8 bits, idle time of a pipeline."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,20 +19,31 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
+import kos
+from benchmarks import fp8, gpu_calls, idle, train
+from kos.bench import report
 from kos.bench.cases import Case, Data
 from kos.bench.implementations import Ours
 from kos.bench.limits import DeviceLimits
 from kos.bench.measure import DeviceTimer, Job, Run, measure
 from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
-from kos.comm import Communicator
+from kos.comm import Communicator, watchdog
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu import nccl_binding
 from kos.cuda import driver, kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
+from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import Group, at, communicator, no_gpu
+from kos.train.config import PRESETS
+from kos.train.ops.cuda.cublaslt import scale_mode
+from tests.comm.fake_nccl import FakeRanks, Group, at, communicator, no_gpu
+from tests.comm.shared_ranks import needs_core
+from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES
+from tests.train.host_kernels import emulator
+from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -134,3 +153,171 @@ def test_device_code_compiles(tmp_path: Path, arch: str) -> None:
     source = ROOT / "kos" / "bench" / "device.cu"
     cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
     assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))
+
+
+class Ops(emulator.HostOps):
+    """Without products of two operands of fine scales."""
+
+    def __init__(self, device: int, search: bool) -> None:
+        super().__init__()
+        self.modes = set[int]()
+
+    def matmul(self, a: Any, b: Any, out: Any, *, scales: Any = (), **options: Any) -> None:
+        modes = [scale_mode(scale.shape, *x.shape) for x, scale in zip((a, b), scales, strict=False)]
+        self.modes.update(modes)
+        if modes == [4, 4]:
+            raise BackendUnavailable("cuBLASLt has no algorithm")
+        super().matmul(a, b, out, scales=scales if 5 in modes else (), **options)
+
+
+@needs_compiler
+def test_all_tables(monkeypatch, tmp_path, capsys):
+    emulator.host_memory(monkeypatch)
+    made: list[Ops] = []
+    monkeypatch.setattr(fp8, "CudaOps", lambda *given, **options: made.append(Ops(*given, **options)) or made[-1])
+    monkeypatch.setattr(fp8.cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(report, "provenance", lambda *about: {"command": "python -m benchmarks.fp8"})
+    monkeypatch.setattr(fp8, "streams", SimpleNamespace(milliseconds=lambda run, stream: (run(), 1.0)[1]))
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setitem(PRESETS, "baby", SimpleNamespace(values={"model": shape}))
+    path = tmp_path / "fp8.json"
+    settings = ["--preset", "baby", "--tokens", "128", "--repeats", "1", "--settle", "1", "--measure", "1"]
+    monkeypatch.setattr(sys, "argv", ["fp8", *settings, "--json", str(path)])
+    assert fp8.main() == 0
+    result = json.loads(path.read_text())
+    tables = [row["table"] for row in result["rows"]]
+    assert [tables.count(name) for name in ("products", "casts", "layers")] == [12, 9, 5]
+    assert made[0].modes == {0, 3, 4, 5} and set(result["reasons"]) == {"1x128 1x128"}
+    first, last = result["rows"][0], result["rows"][-1]
+    assert (first["name"], first["shape"]) == ("qkv forward", [128, 256, 128])
+    assert first["bf16"] == pytest.approx(2e-9 * 128 * 256 * 128) and first["1x128 1x128"] is None
+    assert last["fp8_over_bf16"] == 1 and last["with_weight_cast"] == 0.5
+    said = capsys.readouterr().out
+    assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
+
+
+def test_shapes_of_a_preset():
+    assert fp8.layers_of("8b") == {
+        "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+    }  # fmt: skip
+    assert fp8.product_sizes(6144, 4096, 8192)["weight gradient"] == (6144, 4096, 8192)
+
+
+CALLS, TURNS = 5, 3
+
+
+@needs_core
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce", "scatter", "scan"])
+def test_four_variants_of_the_same_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What the core does not make, such as scan, is timed by Python alone."""
+    loop, rows = gpu_calls.build(), []
+
+    def body(gpu: Any) -> None:
+        arrays = [Array.from_numpy(np.zeros(n, np.float32), 0) for n in (4, 8, 8)]
+        rows.append(gpu_calls.Timer(gpu.comm, loop, CALLS, TURNS).row(gpu_calls.OPERATIONS[name], *arrays))
+
+    with no_gpu(monkeypatch) as fake:
+        monkeypatch.setattr(watchdog, "add", lambda backend: None)  # a tick makes Python order the next call
+        monkeypatch.setattr(driver, "synchronize", lambda device: None)
+        FakeRanks(2).run(body)
+        launches = fake.driver.launches
+    row = rows[0]
+    if name == "scan":
+        assert row["kernels"] == row["by_core"] == 0 and "core_us" not in row and row["python_us"] > 0
+        return
+    assert rows[1] == row
+    assert row["kernels"] == 1 and min(row[key] for key in ("python_us", "core_us", "c_us", "bare_us")) > 0
+    # The core's first call after the GPU was waited for is ordered by Python.
+    assert row["by_core"] == pytest.approx(CALLS / (CALLS + 1), abs=0.01)
+    made = 2 * TURNS * (3 * CALLS + 1)  # by the core, the loop in C, and the function in C, called once more first
+    assert launches - made in range(2 * 10), "a few launches before the timed ones"
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(BackendUnavailable, match="needs a C compiler"):
+        gpu_calls.build()
+
+
+def test_every_function_has_a_name_in_nccl() -> None:
+    """As in nccl.h."""
+    operations = shlex.split("all_reduce reduce reduce_scatter broadcast all_gather all_to_all gather scatter")
+    names = "ncclAllReduce ncclReduce ncclReduceScatter ncclBroadcast ncclAllGather ncclAlltoAll ncclGather ncclScatter"
+    assert " ".join(map(nccl_binding.function_name, operations)) == names
+
+
+FLAGS = shlex.split("""
+--seq-len 8 --batch-size 4 --micro-batch-size 1 --hidden-size 16 --intermediate-size 16 --num-hidden-layers 3 --pp 2
+--num-attention-heads 2 --num-key-value-heads 2 --vocab-size 64 --dtype float32 --ranks 2 --device cpu --idle
+""")
+
+
+def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any], None], *flags: str) -> dict[str, Any]:
+    """The results of the third step of two ranks.  ``prepare`` gets each device before it records timestamps."""
+    options, config = train.read_arguments([*FLAGS, *flags])
+    assert options.idle
+    config = config.for_world(1, device)
+
+    own = threading.local()
+    monkeypatch.setattr(kos, "init", lambda *_, **__: own.comm)
+
+    def run(comm: Communicator) -> dict[str, Any]:
+        own.comm = DeviceComm(comm) if device == "cuda" else comm
+        model = train.model_of(config)
+        training = train.KosTraining(config, model, train.random_tokens(config, model), 1)
+        prepare(training.device)
+        stamps = idle.Stamps(training.device)
+        training.run(0, 3)
+        found = stamps.facts()
+        training.device.close()
+        return found
+
+    first, second = spawn(run, 2)
+    assert first == second
+    return first
+
+
+def test_a_rank_waits_for_a_slow_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def slow_down(device: Any) -> None:
+        act = device.step.act
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(0.02)
+            act(*arguments)
+
+        device.step.act = slow if device.mesh.pp.rank == 1 else act
+
+    found = facts(monkeypatch, "cpu", slow_down)
+    quick, slow = found["ranks"]
+    assert set(slow["passes_ms"]) == {"F0", "B0"} and min(slow["passes_ms"].values()) >= 20
+    assert slow["computes_ms"] >= 8 * 20 and slow["idle"] < 0.3
+    assert quick["idle"] > 0.5 and found["simulated_idle"][0] > 0.5
+    assert found["idle"] == pytest.approx((quick["idle"] + slow["idle"]) / 2)
+    idle.print_facts(found)
+    assert f"rank 0  {quick['layers'][0]:>10}" in capsys.readouterr().out
+
+
+def test_stamps_are_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock ticks once per timestamp, so each pass takes a tick, and so does each gap between two passes."""
+    host_engine(monkeypatch)
+
+    class Ticks:
+        def __init__(self, stream: Any) -> None:
+            self.ticks = itertools.count()
+
+        def mark(self) -> Any:
+            event = SimpleNamespace()
+            on_device(lambda: setattr(event, "tick", next(self.ticks)))
+            return event
+
+        def microseconds(self, begin: Any, end: Any) -> float:
+            return 1e3 * (end.tick - begin.tick)
+
+    monkeypatch.setattr(idle, "Marks", Ticks)
+    found = facts(monkeypatch, "cuda", lambda device: None, "--pp-schedule", "zero-bubble-v")
+    for rank in found["ranks"]:
+        assert rank["passes_ms"] == dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 1.0)
+        spans = 3 * 2 * 4 + 2  # and norm and update
+        assert (rank["computes_ms"], rank["step_ms"]) == (spans, 2 * spans + 1)
+    assert [rank["layers"] for rank in found["ranks"]] == [[1, 0], [1, 1]]

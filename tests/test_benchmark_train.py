@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -35,7 +34,6 @@ SMALL = shlex.split(
     "--steps 3 --repeats 1 --limit 100 --device cpu"
 )
 PICOTRON = os.environ.get("KOS_PICOTRON", "")
-COUNTS = ("--ranks", "--per-rank", "--threads", "--steps", "--repeats")
 HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skipped", "rows"]
 
 
@@ -338,33 +336,6 @@ def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, variant: str, 
     kos, picotron = json.loads(file.read_text())["rows"]
     assert picotron["variant"] == variant and picotron["loss_difference"] < 2e-6
     assert kos["loss"] < 6.2, "nothing learned: the losses would be equal whatever the updates are"
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--compare torch", "--compare torch: expected PyTorch"),
-        ("--json /nowhere/a.json", "/nowhere/a.json: expected a file to write, got no such folder"),
-        *((f"{flag} 0", f"{flag}: expected at least 1, got 0") for flag in COUNTS),
-        ("--ranks -1", "--ranks: expected at least 1, got -1"),
-        ("--lr fast", "--lr: expected a valid number, got 'fast'"),
-        ("--ranks 3", r"--batch-size: expected a multiple of 3 \(ranks\), got 16"),
-        ("--no-graph", "--no-graph: expected a GPU, got the CPU"),
-        ("--torch flash-best", "--torch: expected words of .*, got best"),
-        ("--compare torch --preset gpt2-124m", "expected a llama, got gpt2"),
-        ("--compare picotron", "--compare picotron: expected --picotron PATH, got none"),
-        ("--hidden-size 4000000", "memory: expected at most .*"),  # which the ranks refuse
-    ],
-)
-def test_what_cannot_be_is_said_in_one_line(
-    flags: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before anything runs, but for what the ranks refuse."""
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    if "hidden" not in flags:
-        monkeypatch.setattr(train, "measure", None)
-    assert train.main(["--device", "cpu", *flags.split()]) == 2
-    assert re.fullmatch(f"kos: error: .*{expected}.*\n", capsys.readouterr().err)
 
 
 def test_torch_takes_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:

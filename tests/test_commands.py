@@ -1,17 +1,25 @@
-"""The commands that kos prints run this Python and its own mpirun, as root too."""
+"""Commands: those that kos prints, exit statuses, repeated options, environment variables."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+import runpy
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kos import commands, errors
+import kos
+from kos import commands, errors, reporting
+from kos.__main__ import COMMANDS
 from kos.doctor import checks
 from kos.errors import install
+from kos.reporting import ArgumentParser, Parser
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 OPEN_MPI, HYDRA = "mpirun (Open MPI) 5.0.11", "HYDRA build details:"
@@ -124,3 +132,176 @@ def test_the_doctor_says_that_mpirun_refuses_root(
     (check,) = checks.mpi()
     expected = "for root: mpirun --allow-run-as-root, or export " + " ".join(f"{name}=1" for name in commands.ROOT)
     assert check.verdict == checks.OK and check.remedy == expected * said, check.found
+
+
+MISSING = {
+    "kos.bench": ["--json no/x.json", "--plot no/x.png", "--ranks 0"],
+    "kos.bench.join": ["no.json --json x.json", "result.json --json no/x.json", "other.json --json x.json"],
+    "kos.bench.plot": ["no.json x.png", "result.json no/x.png", "other.json x.png", "broken.json x.png"],
+    "kos.comm.recorder": ["no", "empty", "no.json", "broken.json", "other.json"],
+    "kos.comm.schedules": ["no", "ring --draw no/x.svg", "ring --import no", "ring --predict --topology no"],
+    "kos.doctor": ["--timeout 0", "no"],
+    "kos.testing.conformance": ["--backend no", "--ranks 0"],
+    "kos.train.parallel.schedules": ["no"],
+    "kos.train.tools.plot": ["no", "empty", "empty -o no/x.png"],
+    "kos.tune": ["--out no/x.json", "--largest no"],
+}
+"""Arguments by command, each with one thing that does not exist or is something else."""
+TRAINING = {f"kos.train{name}" for name in ("", ".sample", ".chat", ".evaluate", ".export", ".tokenize")}  # tests/train
+
+
+def test_every_command_is_here() -> None:
+    assert {module for module, _ in COMMANDS.values()} <= MISSING.keys() | TRAINING
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [(module, words) for module, several in MISSING.items() for words in several]
+)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_what_does_not_exist_is_refused_with_status_2(
+    module: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "result.json").write_text(json.dumps({"rows": []}))
+    (tmp_path / "other.json").write_text("[]")
+    (tmp_path / "broken.json").write_text('{"rows": [')
+    monkeypatch.setattr(sys, "argv", [module, *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert "error: " in said.err.splitlines()[-1] and "Traceback" not in said.err, said.err
+
+
+def test_what_is_refused_and_what_has_failed() -> None:
+    """The rule of the page."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KosError)]
+    status = {kind: reporting.exit_status(kind("x")) for kind in kinds if kind is not errors.SettingError}
+    refused = {errors.ConfigError, errors.InvalidArgument, errors.DataError, errors.BackendUnavailable}
+    assert {kind for kind, code in status.items() if code == 2} >= refused
+    assert {kind for kind, code in status.items() if code == 1} >= {errors.RankLost, errors.CudaError}
+    assert set(status.values()) == {1, 2}
+
+
+def parser(kind: type[ArgumentParser]) -> ArgumentParser:
+    made = kind()
+    made.add_argument("--one", f"--first-{kind.__name__}", type=int)
+    made.add_argument("--several", action="append")
+    made.add_argument("--on", action="store_true")
+    return made
+
+
+@pytest.mark.parametrize("kind", [ArgumentParser, Parser])
+def test_the_last_value_counts_and_this_is_said(kind: type[ArgumentParser], caplog: pytest.LogCaptureFixture) -> None:
+    made = parser(kind)
+    name = f"--first-{kind.__name__}"  # each warning is given once in a process
+    assert [made.parse_args(["--one=1", name, "2"]).one for _ in range(2)] == [2, 2]
+    assert [record.getMessage() for record in caplog.records] == [f"{name} is given twice: 2 counts, not 1"]
+
+
+@pytest.mark.parametrize("kind", [ArgumentParser, Parser])
+def test_nothing_is_said_of_equal_values_and_of_options_of_several(
+    kind: type[ArgumentParser], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = parser(kind)
+    for _ in range(2):  # a parser may be used again
+        found = made.parse_args(["--one", "1", "--one", "1", "--several", "a", "--several", "b", "--on", "--on"])
+        assert (found.one, found.several, found.on) == (1, ["a", "b"], True)
+    assert not made.parse_args(["--one", "3"]).on and not caplog.records
+
+
+def test_the_trainer_says_it_once_for_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("pydantic", reason="needs the extra 'train'")
+    command = [sys.executable, "-m", "kos.train", "--steps", "4", "--steps=3", "--plan", "--ranks=1"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("--steps is given twice: 3 counts, not 4") == 1
+
+
+def test_every_command_has_such_a_parser() -> None:
+    folder = Path(kos.__path__[0])
+    others = [path for path in folder.rglob("*.py") if re.search(r"argparse\.ArgumentParser\(\w", path.read_text())]
+    assert others == []
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference" / "environment.md"
+OF_TESTS = "Of the tests and benchmarks"
+PREFIXES = r"(KOS|OMPI|PMIX?|MPI_LOCAL|SLURM|TORCHELASTIC|MASTER|XDG)_?[A-Za-z0-9_]+|RANK|WORLD_SIZE|LOCAL_RANK"
+"""Names that nothing but a variable has: also those that a table of the source holds are found."""
+BUILT = {"WANDB_PROJECT", "TRACKIO_PROJECT"}
+"""Names that the sources put together."""
+
+
+def listed(only: str = "") -> dict[str, str]:
+    """The section of each variable of the page's tables; ``only``: of one section."""
+    found, section = dict[str, str](), ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| `") and (not only or only == section):
+            for name in re.findall(r"`([A-Z][A-Za-z0-9_]+)`", line.split("|")[1]):
+                assert name not in found, f"{name} is listed twice"
+                found[name] = section
+    return found
+
+
+def read_by(tree: ast.AST) -> Iterator[str]:
+    """The names of variables that a module reads, or may read."""
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if re.fullmatch(PREFIXES, text) and not text.endswith("_"):  # else it is the start of several names
+            yield text
+        of: ast.expr | None = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            of, key = node.func.value, node.args[0]
+        elif isinstance(node, ast.Subscript):
+            of, key = node.value, node.slice
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            of, key = node.comparators[0], node.left
+        named = of is not None and ast.unparse(of) in ("environ", "os.environ")
+        if named and isinstance(key, ast.Constant) and isinstance(key.value, str):
+            yield key.value
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_every_variable_that_kos_reads_is_on_the_page() -> None:
+    documented = listed()
+    for path in python_files("kos"):
+        missing = {*read_by(ast.parse(path.read_text()))} - documented.keys()
+        assert not missing, f"{path.relative_to(ROOT)} reads {missing}: expected on {PAGE.relative_to(ROOT)}"
+    for path in (ROOT / "kos" / "_core").glob("*.[ch]"):
+        assert "getenv" not in path.read_text(), "the core reads none"
+
+
+def test_every_variable_of_kos_that_a_page_names_is_on_the_page() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir(), ROOT / "README.md", ROOT / "Makefile"]
+    for path in pages:
+        if path.is_file() and path.parent.name != "releases":  # which say what is gone
+            missing = {*re.findall(r"\bKOS_[A-Z_]*[A-Z]\b", path.read_text())} - listed().keys()
+            assert not missing, f"{path.relative_to(ROOT)} names {missing}, which the page lacks"
+
+
+def test_every_variable_on_the_page_is_read() -> None:
+    """By kos, or by the tests and benchmarks."""
+    constants = re.compile(r"[\"']([A-Z][A-Za-z0-9_]+)[\"']")
+    sections = listed()
+    of_kos = {name for path in python_files("kos") for name in constants.findall(path.read_text())} | BUILT
+    assert sections.keys() - listed(OF_TESTS).keys() <= of_kos, sections.keys() - listed(OF_TESTS).keys() - of_kos
+    files = [path for path in python_files("tests", "benchmarks", "docs/hooks") if path != Path(__file__)]
+    elsewhere = {name for path in files for name in constants.findall(path.read_text())}
+    assert listed(OF_TESTS).keys() <= elsewhere
+
+
+def test_every_variable_of_the_tests_is_on_the_page() -> None:
+    """Those of kos's own name that a test, a benchmark or a hook of the site reads."""
+    reads = re.compile(r"environ(?:\.get\(|\[)\"(KOS_[A-Z_]+)\"")
+    files = python_files("tests", "benchmarks", "docs/hooks")
+    names = {name for path in files for name in reads.findall(path.read_text())}
+    names -= {"KOS_TEST_FIRST"}  # a test sets it for its own ranks
+    assert names <= listed().keys(), names - listed().keys()

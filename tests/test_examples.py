@@ -191,21 +191,20 @@ def test_a_slurm_job_trains_and_resumes_when_requeued(tmp_path: Path, slurm: dic
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == [*range(1, last + 3)]
 
 
-@pytest.mark.parametrize("more", [["--out=mine"], ["--out", "mine"], ["--config", "runs/slurm-1/config.json"]])
-def test_a_slurm_job_keeps_the_folder_of_out(tmp_path: Path, slurm: dict[str, str], more: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("more", "own"),
+    [
+        ("--out=mine", ""), ("--out mine", ""), ("--config runs/slurm-1/config.json", ""),
+        ("--config my.config.json --init-from=models/config.json", "--out runs/slurm-JOB "),
+    ],
+)
+def test_the_folder_of_a_slurm_job(tmp_path: Path, slurm: dict[str, str], more: str, own: str) -> None:
+    """That of --out, or one of its own, not that of another run, whatever the configuration file is called."""
     slurm["PYTHON"] = "echo"
     (tmp_path / "runs/slurm-1/checkpoints").mkdir(parents=True)
-    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *more, env=slurm, cwd=tmp_path)
-    assert output(done).splitlines() == [" ".join(["-m kos.train --resume auto", *more])] * 2
-
-
-def test_a_slurm_job_has_a_folder_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Not that of another run, whatever the configuration file is called."""
-    slurm["PYTHON"] = "echo"
-    more = ["--config", "my.config.json", "--init-from=models/config.json"]
-    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *more, env=slurm, cwd=tmp_path)
-    own = f"-m kos.train --resume auto --out runs/slurm-{slurm['SLURM_JOB_ID']}"
-    assert output(done).splitlines() == [" ".join([own, *more])] * 2
+    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *more.split(), env=slurm, cwd=tmp_path)
+    own = own.replace("JOB", slurm["SLURM_JOB_ID"])
+    assert output(done).splitlines() == [f"-m kos.train --resume auto {own}{more}"] * 2
 
 
 @pytest.mark.parametrize(("last", "requeued"), [(6, True), (10, False)])

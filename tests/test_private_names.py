@@ -47,10 +47,11 @@ def used(text: str) -> Iterator[tuple[int, str]]:
         node.attr for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node)
     }  # fmt: skip
+    of_others = of_kos() - own
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kos":
             yield from ((node.lineno, each.name) for each in node.names if is_private(each.name))
-        elif isinstance(node, ast.Attribute) and not of_self(node) and node.attr in of_kos() - own:
+        elif isinstance(node, ast.Attribute) and not of_self(node) and node.attr in of_others:
             yield node.lineno, node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.rpartition(".")[2]

@@ -125,30 +125,34 @@ def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(no_gpu: N
 
 @needs_core
 @pytest.mark.parametrize(
-    ("name", "late", "connected"),
+    ("name", "rank", "connected"),
     [("all_reduce", 0, False), ("all_reduce", 3, True), ("all_gather", 0, True), ("broadcast", 3, True),
-     ("reduce_scatter", 3, False)],
+     ("reduce_scatter", 3, False), ("abort", 0, True), ("abort", 3, True)],
 )  # fmt: skip
-def test_a_rank_that_does_not_come_is_named_on_all(
-    kernels: None, name: str, late: int, connected: bool
+def test_a_rank_that_does_not_come_or_ends_is_named_on_all(
+    kernels: None, name: str, rank: int, connected: bool
 ) -> None:
     """Whatever phase a rank waits in, on whichever host."""
 
     def body(comm: Any) -> str:
-        call = getattr(comm, name)
-        if connected:
-            call(filled(comm, 1000))
+        call = comm.all_reduce if name == "abort" else getattr(comm, name)
+        for _ in range(2 * connected):
             call(filled(comm, 1000))
         comm.rendezvous.barrier()
         error: KosError = CollectiveError("")
-        if comm.rank != late:
+        if comm.rank == rank:
+            comm.abort(reason="of the test") if name == "abort" else None
+        elif name == "abort":
+            error = raised_by(comm, *[lambda: call(filled(comm, 1000))] * 3)
+            assert isinstance(error, RankLost) and f"rank {rank} is gone: of the test" in str(error), error
+        else:
             error = raised_by(comm, lambda: call(filled(comm, 1000), timeout=1.0))
             assert type(error) is CollectiveTimeout, error
         return str(error.ranks)
 
     found = run(body)
-    del found[late]
-    assert found == [f"({late},)"] * 3
+    del found[rank]
+    assert found == [f"({rank},)"] * 3
 
 
 @pytest.mark.parametrize(("dead", "way"), [((4, 5), PHASES), ((0, 1), PHASES), ((5,), "nccl")], ids=str)
@@ -171,25 +175,6 @@ def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[i
         rest.close()
 
     HostRanks((2, 2, 2)).run_bare(body)
-
-
-@needs_core
-@pytest.mark.parametrize("ends", [0, 3])
-def test_a_rank_that_ends_is_named_on_all(kernels: None, ends: int) -> None:
-    def body(comm: Any) -> str:
-        comm.all_reduce(filled(comm, 1000))
-        comm.rendezvous.barrier()
-        error: KosError = CollectiveError("")
-        if comm.rank == ends:
-            comm.abort(reason="of the test")
-        else:
-            error = raised_by(comm, *[lambda: comm.all_reduce(filled(comm, 1000))] * 3)
-            assert isinstance(error, RankLost) and f"rank {ends} is gone: of the test" in str(error), error
-        return str(error.ranks)
-
-    found = run(body)
-    del found[ends]
-    assert found == [f"({ends},)"] * 3
 
 
 @needs_core

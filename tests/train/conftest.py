@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kos.train import machine
 from kos.train.device import cpu
+from tests.train.emulated_runs import emulated
+from tests.train.tokenizer_files import huggingface_file
+
+__all__ = ["emulated", "huggingface_file"]
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 
@@ -31,3 +36,13 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def _two_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Precede the first step, and no more of them to tell how long it takes: most runs here have fewer steps."""
     monkeypatch.setattr(cpu, "WARM_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words drawn at random: enough to learn from."""
+    rng = np.random.default_rng(0)
+    words = ["ring ", "tree ", "one shot ", "two shot ", "all reduce\n", "barrier ", "rank "]
+    path = tmp_path_factory.mktemp("data") / "words.txt"
+    path.write_text("".join(rng.choice(words, 4000)))
+    return path

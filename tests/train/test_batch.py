@@ -21,11 +21,11 @@ from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.tensor import ALONE
-from tests.train.emulated_runs import emulated, text, train
+from tests.train.emulated_runs import text, train
 from tests.train.host_kernels.engine import on_host
 from tests.train.refusal import refused
 
-__all__ = ["emulated", "text"]
+__all__ = ["text"]
 DRY = DryOps, DryCudaOps
 
 

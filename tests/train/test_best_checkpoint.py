@@ -21,13 +21,10 @@ from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from kos.train.tools.metrics import read_metrics
 from tests.train import emulated_runs, fits
-from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
+from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
-from tests.train.test_loop import _config, _train, text
 from tests.train.test_loss_masks import write_lines
-
-__all__ = ["emulated", "text"]
 
 
 @pytest.fixture(scope="module")

@@ -18,22 +18,12 @@ from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.tokens import Tokens
 from kos.train.run import Trainer
-from tests.train.chat_templates import (
-    CHATML,
-    GEMMA,
-    LLAMA,
-    MISTRAL,
-    MISTRAL_LAST,
-    QWEN,
-    SPECIAL,
-    THINKING,
-    bare,
-)
+from tests.train.chat_templates import CHATML, GEMMA, LLAMA, MISTRAL, MISTRAL_LAST, QWEN, SPECIAL, THINKING, bare
 from tests.train.refusal import refused
+from tests.train.runs import _config
 from tests.train.test_corpus import token_bytes
-from tests.train.test_loop import _config
 from tests.train.test_loss_masks import data_text, read, write_lines
-from tests.train.test_tokenizers import byte_level_bpe
+from tests.train.tokenizer_files import byte_level_bpe
 
 CALL = "CALL {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}"
 OPEN = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
@@ -394,19 +384,9 @@ def test_chats_by_other_names_are_the_same(tmp_path: Path, kind: str) -> None:
 def test_only_the_call_counts_where_a_template_leaves_the_content_out(tmp_path: Path) -> None:
     """Neither the result of the tool nor what the user says next."""
     folder = folder_of(tmp_path, IGNORES)
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHATS["counted"]}, {"text": "val"}])
-    tokens, counted, _ = read(path, "--tokenizer", str(folder))
-    ones = [token for token, count in zip(tokens, counted, strict=True) if count]
-    assert data_text(folder, ones) == 'CALL weather {"city": "Ulm"}<|end|>'
-
-
-def test_an_answer_of_no_weight_and_a_call_of_weight(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, IGNORES)
+    assert texts_that_count(tmp_path, folder, [{"messages": CHATS["counted"]}]) == 'CALL weather {"city": "Ulm"}<|end|>'
     chat = [USER, calling(weight=0), TOOL, ANSWER]
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}, {"text": "val"}])
-    tokens, counted, _ = read(path, "--tokenizer", str(folder))
-    ones = [token for token, count in zip(tokens, counted, strict=True) if count]
-    assert data_text(folder, ones) == "take an umbrella<|end|>"
+    assert texts_that_count(tmp_path, folder, [{"messages": chat}]) == "take an umbrella<|end|>"
 
 
 CHANGING = bare(IGNORES).replace("<|end|>{%", "{% if loop.last %}!{% endif %}<|end|>{%")

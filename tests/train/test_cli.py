@@ -1,4 +1,4 @@
-"""The main job as a user starts it: ``mpirun python -m kos.train``, with what goes wrong and what is pressed."""
+"""The trainer as a user starts it: under mpirun, in a program, from pasted commands; what goes wrong; exit codes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kos.train
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, SettingError, install
+from kos.errors import ConfigError, KosError, SettingError, install
 from kos.testing import spawn
 from kos.train import checkpoint
+from kos.train.checkpoint import huggingface
 from kos.train.config.flags import overrides, parse
+from kos.train.data.tokenizers import make_tokenizer
 from kos.train.parallel.failures import together
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
@@ -351,3 +355,106 @@ def test_learns_the_text(text: Path, tmp_path: Path) -> None:
         timeout=SECONDS,
     )
     assert "brown fox jumps over the lazy dog" in sampled.stdout
+
+
+TRAIN = ["kos.train", "--out", "{out}"]
+MISSING = {
+    "data": [*TRAIN, "--data", "{missing}"],
+    "val_data": [*TRAIN, "--val-data", "{missing}"],
+    "tokenizer": [*TRAIN, "--tokenizer", "{missing}"],
+    "resume": [*TRAIN, "--resume", "{missing}"],
+    "init_from": [*TRAIN, "--init-from", "{missing}"],
+    "config": [*TRAIN, "--config", "{missing}.toml"],
+    "sample": ["kos.train.sample", "{missing}"],
+    "export": ["kos.train.export", "{missing}", "{out}"],
+    "tokenize": ["kos.train.tokenize", "{missing}", "{out}"],
+    "plot": ["kos.train.tools.plot", "{missing}"],
+}
+EMPTY = [[word.replace("{missing}", "{empty}") for word in MISSING[name]] for name in ("data", "resume", "sample")]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [*((each, 2) for each in [*MISSING.values(), EMPTY[0]]), *((each, 1) for each in EMPTY[1:])]
+)
+def test_the_exit_code_of_what_is_missing(words: list[str], code: int, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {name: str(tmp_path / name) for name in ("missing", "empty", "out")}
+    done = run_program(*python(), "-m", *(word.format(**places) for word in words), env=ENVIRONMENT)
+    assert done.returncode == code and done.stderr.startswith("kos: error: "), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+THREAD = """
+import signal, sys, threading
+from kos.train.__main__ import main
+before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+codes = []
+thread = threading.Thread(target=lambda: codes.append(main(sys.argv[1:])))
+thread.start()
+thread.join()
+assert {number: signal.getsignal(number) for number in before} == before, "signals are the program's"
+print("exit codes", codes)
+"""
+
+
+def test_a_run_in_a_thread_leaves_signals_to_the_program(text: Path, tmp_path: Path) -> None:
+    flags = [*SHAPE, "--data", text, "--out", tmp_path / "run", "--steps=2", "--eval-batches=0", "--sample-tokens=0"]
+    done = run_program(*map(str, [*python(), "-c", THREAD, *flags]), env=ENVIRONMENT)
+    assert done.returncode == 0 and done.stdout.endswith("exit codes [0]\n"), (done.stdout, done.stderr)
+    assert [row["step"] for row in kos.train.read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_an_error_in_a_thread_is_one_line(tmp_path: Path) -> None:
+    flags = ["--data", tmp_path / "nowhere", "--out", tmp_path / "run"]
+    done = run_program(*map(str, [*python(), "-c", THREAD, *flags]), env=ENVIRONMENT)
+    assert done.returncode == 2 and done.stderr.startswith("kos: error: --data: expected "), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [Path, str], ids=["path", "str"])
+def test_metrics_of_a_file_or_of_the_folder_of_a_run(tmp_path: Path, kind: type) -> None:
+    rows = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3')
+    for place in (tmp_path / "metrics.jsonl", tmp_path):
+        assert kos.train.read_metrics(kind(place)) == rows
+    assert kos.train.read_metrics(kind(tmp_path / "missing")) == []
+
+
+FOLDERS = ["plain", "it's", 'a "quoted" one', "$HOME `date` \\ *", "é %s {0} !x"]
+
+TRANSFORMERS = """
+import pathlib
+class AutoTokenizer:
+    @classmethod
+    def from_pretrained(cls, folder):
+        made = cls()
+        made.folder = folder
+        return made
+    def save_pretrained(self, folder):
+        assert self.folder == folder
+        pathlib.Path(folder, "saved").write_text(type(self).__name__)
+class AutoModelForCausalLM(AutoTokenizer):
+    pass
+"""
+
+
+def paste(error: Callable[[], object]) -> None:
+    """Run what follows ``run: `` in the error, in this folder."""
+    with pytest.raises(KosError) as caught:
+        error()
+    command = str(caught.value).partition("run: ")[2]
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_of_transformers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text(TRANSFORMERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (folder := tmp_path / name).mkdir()
+    (folder / "vocab.json").write_text("{}")
+    paste(lambda: make_tokenizer(str(folder)))
+    assert (folder / "saved").read_text() == "AutoTokenizer"
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    paste(lambda: huggingface.check_weights(folder))
+    assert (folder / "saved").read_text() == "AutoModelForCausalLM"

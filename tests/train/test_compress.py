@@ -26,11 +26,9 @@ from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
 from tests.train import layouts
 from tests.train.refusal import refused
+from tests.train.runs import _config, _losses, _train
 from tests.train.sharded import make_state, save, tensors_of_run
 from tests.train.test_checkpoint_layouts import grouped
-from tests.train.test_loop import _config, _losses, _train, text
-
-__all__ = ["text"]
 
 QUIET: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9}
 NEAR = {"fp8": 1e-3, "int8": 1e-3, "int4": 2e-2}

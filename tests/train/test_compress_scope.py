@@ -20,11 +20,9 @@ from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh, ranks_of_a_host
 from tests.train.refusal import refused
+from tests.train.runs import _losses, _train
 from tests.train.sharded import tensors_of_run
 from tests.train.test_compress import residuals, whole_residual
-from tests.train.test_loop import _losses, _train, text
-
-__all__ = ["text"]
 
 HOW: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9, "compress": "int8", "compress_scope": "hosts"}
 

@@ -1,7 +1,8 @@
-"""Attention split over ranks gives what one rank gives: outputs, loss and every gradient, in float64."""
+"""Layers and attention split over ranks give what one rank gives: outputs, loss and every gradient, in float64."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,33 +170,39 @@ def test_every_exchange_counts(size):
             attention_of_ranks(size, group=lambda comm, lost=lost: Deferred(comm, lost))
 
 
-def compare(layout, kind="untied", samples=3, recompute="none"):
-    """Loss and gradients of a layout of cp and tp against the whole model's."""
-    config, whole, weights, expected = make(kind, np.float64, vocab_size=40, intermediate_size=28)
-    tokens, targets = make_batch(config, samples, 24, seed=3)
-    targets[0, :5] = -1
-    count = np.array([np.count_nonzero(targets >= 0)], np.float64)
-    loss = loss_and_gradients(whole, weights, tokens, targets, expected, accumulate=False)
+def compare(layout, kind="untied", samples=3, recompute="none", head_rows=None, **shape):
+    """Loss and gradients of a layout of cp and tp against the whole model's; of tp alone the logits, too."""
+    config, whole, weights, expected = make(kind, np.float64, vocab_size=40, intermediate_size=28, **shape)
+    batch = Batch(*make_batch(config, samples, 24, seed=3))
+    batch.targets[0, :5] = -1
+    count = np.array([np.count_nonzero(batch.targets >= 0)], np.float64) if layout.cp > 1 else None
+    loss = loss_and_gradients(whole, weights, batch.tokens, batch.targets, expected, accumulate=False)
+    logits = whole.logits(weights, batch.tokens)
 
     def run(comm):
         mesh = Mesh(comm, layout)
         local = config.local(mesh.tp.rank, layout.tp)
+        add = np.copy if layout.cp == 1 else mesh.replicas.comm.all_reduce
         own = Parameters(config.parameter_shapes(local), np.float64, config.fused_groups(local))
         for name in own:
             own[name][...] = part_of(name, weights[name], config, layout.tp, mesh.tp.rank)
         gradients = own.like()
         gradients.flat[:] = np.nan
         model = Model(
-            config, numpy_ops, recompute=recompute, local=local,
+            config, numpy_ops, recompute=recompute, local=local, head_rows=head_rows,
             tensor=(tensor := TensorParallel(numpy_ops, mesh.tp, local.vocabulary.start)),
             context=(context := ContextParallel(numpy_ops, mesh.cp)),
         )  # fmt: skip
         for accumulate in (False, True):
             got = loss_and_gradients(
-                model, own, *context.take(Batch(tokens, targets))[:2], gradients, accumulate=accumulate, count=count
+                model, own, *context.take(batch)[:2], gradients, accumulate=accumulate, count=count
             )
-            assert mesh.replicas.comm.all_reduce(np.array([got])) == pytest.approx(loss, rel=1e-12)
-        mesh.replicas.comm.all_reduce(gradients.flat)
+            assert add(np.array([got])) == pytest.approx(loss, rel=1e-12)
+        if layout.cp == 1:
+            assert model.loss(own, batch) == pytest.approx(loss, rel=1e-12)
+            mine = logits[..., local.vocabulary.start : local.vocabulary.stop]
+            np.testing.assert_allclose(model.logits(own, batch.tokens), mine, atol=1e-10)
+        add(gradients.flat)
         for name, value in gradients.items():
             if value.ndim == 1:
                 tensor.sum_replicated(value)
@@ -203,6 +210,18 @@ def compare(layout, kind="untied", samples=3, recompute="none"):
             np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-12, err_msg=name)
 
     spawn(run, layout.ranks)
+
+
+OF_TP = [*itertools.product([2, 4], ["tied", "untied", "llama3"], ["none", "norms", "block"], [None, 7])]
+QUICK = [case for case in OF_TP if case[:2] in ((2, "tied"), (2, "untied"), (4, "llama3")) and case[2:] != ("block", 7)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "kind", "recompute", "head_rows"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in OF_TP],
+)
+def test_gradients_of_tensor_parallelism(tp, kind, recompute, head_rows):
+    compare(Layout(tp=tp), kind, 2, recompute, head_rows, num_key_value_heads=4, num_attention_heads=8)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "llama3", "multi-query", "multi-head"])

@@ -17,10 +17,10 @@ from kos.train.generate import Decoder
 from kos.train.trained import TrainedModel
 from tests.train import generate_cases as cases
 from tests.train.ops_cases import DTYPES, Side, arena, case, on_gpu, ops, side, sides
+from tests.train.runs import _train
 from tests.train.test_generate import CASES, GREEDY, PROMPTS, decoder, random_weights, tokens_of
-from tests.train.test_loop import _train, text
 
-__all__ = ["arena", "ops", "side", "text"]
+__all__ = ["arena", "ops", "side"]
 
 
 @sides("shape", [(each,) for each in cases.ATTENTIONS], turns=[(cases.ATTENTIONS[n],) for n in (0, 2, 1, 3)])

@@ -54,10 +54,9 @@ from tests.train.elastic_runs import (
     train,
     unhurt,
 )
-from tests.train.emulated_runs import emulated
 from tests.train.host_kernels.engine import DeviceComm
 
-__all__ = ["emulated", "no_dry_run", "text", "unhurt"]
+__all__ = ["no_dry_run", "text", "unhurt"]
 
 
 FAULTS: dict[str, list[Fault]] = {

@@ -41,10 +41,9 @@ from tests.train.elastic_runs import (
     unhurt,
     until,
 )
-from tests.train.emulated_runs import emulated
 from tests.train.test_loss_masks import write_lines
 
-__all__ = ["emulated", "no_dry_run", "text", "unhurt"]
+__all__ = ["no_dry_run", "text", "unhurt"]
 
 
 def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading.Thread, list[BaseException]]:
@@ -67,50 +66,33 @@ def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading
     return thread, errors
 
 
+@pytest.mark.parametrize("newcomers", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_newcomer_gets_all_from_the_ranks(
-    zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
+def test_newcomers_get_all_from_the_ranks(
+    zero: int, newcomers: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It replaces a lost rank."""
+    """It replaces a lost rank. Or two join one: with ZeRO-1 ranks hold different parts of what one rank held whole."""
     threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
 
     def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
         comm = self.run.comm
-        if comm.size == 3 and comm.rank == 0 and not threads:
-            threads.append(join(text, tmp_path, comm.address, zero=zero))
-            while not comm.newcomers():  # it reads the data first
+        if (step == 2 if newcomers == 2 else comm.size == 3 and comm.rank == 0) and not threads:
+            threads.extend([join(text, tmp_path, comm.address, zero=zero) for _ in range(newcomers)])
+            while comm.newcomers() < newcomers:  # they read the data first
                 time.sleep(0.01)
         start(self, step, wish)
 
     monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
-    assert train(text, tmp_path, [Fault("crash", 1, 4, call="all_to_all")], zero=zero) == unhurt
-    ((thread, errors),) = threads
-    thread.join(30)
-    assert not errors and not thread.is_alive()
-    assert ranks_of(tmp_path) == [(4, 0)] * 2 + [(3, 1)] + [(4, 2)] * 3
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_two_join_one(
-    zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With ZeRO-1 ranks hold different parts of what one rank held whole."""
-    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
-
-    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
-        comm = self.run.comm
-        if step == 2 and not threads:
-            threads.extend([join(text, tmp_path, comm.address, zero=zero) for _ in range(2)])
-            while comm.newcomers() < 2:
-                time.sleep(0.01)
-        start(self, step, wish)
-
-    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
-    assert train(text, tmp_path, ranks=1, zero=zero, elastic="1:3") == unhurt
+    if newcomers == 1:
+        assert train(text, tmp_path, [Fault("crash", 1, 4, call="all_to_all")], zero=zero) == unhurt
+        assert ranks_of(tmp_path) == [(4, 0)] * 2 + [(3, 1)] + [(4, 2)] * 3
+    else:
+        assert train(text, tmp_path, ranks=1, zero=zero, elastic="1:3") == unhurt
+        assert ranks_of(tmp_path) == [(1, 0)] * 3 + [(3, 1)] * 3
     for thread, errors in threads:
         thread.join(30)
         assert not errors and not thread.is_alive()
-    assert ranks_of(tmp_path) == [(1, 0)] * 3 + [(3, 1)] * 3
+    assert len(threads) == newcomers
 
 
 def invite(

@@ -25,10 +25,10 @@ from kos.train.ops.cuda import cublaslt
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout
-from tests.train.emulated_runs import SMALL, emulated, text, train
+from tests.train.emulated_runs import SMALL, text, train
 from tests.train.host_kernels.engine import DeviceComm
 
-__all__ = ["emulated", "text"]
+__all__ = ["text"]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
-from tests.train.emulated_runs import column, emulated, text, train
+from tests.train.emulated_runs import column, text, train
 from tests.train.host_kernels.engine import DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
 
-__all__ = ["emulated", "text"]
+__all__ = ["text"]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])

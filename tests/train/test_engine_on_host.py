@@ -24,12 +24,12 @@ from kos.train.model.parameters import Parameters
 from kos.train.optim.cuda import CHUNK
 from kos.train.run import Trainer
 from kos.train.train import Step
-from tests.train.emulated_runs import SMALL, column, emulated, text, train
+from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, captured
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 
-__all__ = ["emulated", "text"]
+__all__ = ["text"]
 
 
 def test_steps_are_those_of_the_cpu(emulated, text, tmp_path, capsys):

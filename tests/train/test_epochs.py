@@ -20,15 +20,14 @@ from kos.train.parallel.data import shard_batch
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train import emulated_runs
-from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
+from tests.train.runs import SMALL, _losses
 from tests.train.sharded import tensors_of_run
 from tests.train.test_data import make
 from tests.train.test_left_out_targets import mean_loss
-from tests.train.test_loop import SMALL, _losses
 from tests.train.test_loss_masks import pairs
 
-__all__ = ["emulated", "pairs"]
+__all__ = ["pairs"]
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,11 @@ from kos.train.data.choices import read_questions
 from kos.train.data.tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, NumberTokenizer
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-from tests.train.emulated_runs import emulated
 from tests.train.evaluation_cases import FORMS, questions, write_llmc, write_model, write_questions
 from tests.train.host_kernels.engine import DeviceComm
-from tests.train.test_loop import _train, text
+from tests.train.runs import _train
 from tests.train.test_loss_masks import write_lines
-from tests.train.test_tokenizers import byte_level_bpe
-
-__all__ = ["emulated", "text"]
+from tests.train.tokenizer_files import byte_level_bpe
 
 LOSSES = {64: 6.669540956946722, 32: 6.640006680250871}
 """Of the model and the contexts of ``evaluation_cases``, by the tokens of a window: transformers 5.24 in float64."""

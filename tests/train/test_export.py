@@ -16,10 +16,7 @@ import kos.train
 from kos.train import checkpoint, export
 from kos.train.checkpoint import saving
 from tests.forked import python
-from tests.train.test_loop import _train, text
-from tests.train.test_tokenizers import huggingface_file
-
-__all__ = ["huggingface_file", "text"]
+from tests.train.runs import _train
 
 KEPT = {"chat_template.jinja": "{{ messages }}", "LICENSE": "as you like", "modelcard.md": "a model"}
 

@@ -13,10 +13,7 @@ import pytest
 from kos.errors import CheckpointError
 from kos.train import checkpoint
 from kos.train.data.tokenizers import ByteTokenizer, NumberTokenizer
-from tests.train.test_loop import _train, text
-from tests.train.test_tokenizers import huggingface_file
-
-__all__ = ["huggingface_file", "text"]
+from tests.train.runs import _train
 
 EXTRA = {
     "chat_template.jinja": "{{ messages }}",

@@ -10,10 +10,10 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import FULL, SLIDING
-from tests.train.emulated_runs import SMALL, column, emulated, text, train
+from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.sharded import tensors_of_run
 
-__all__ = ["emulated", "text"]
+__all__ = ["text"]
 
 GPT2 = {"intermediate_size": 48, "num_key_value_heads": 4, "tie_word_embeddings": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}

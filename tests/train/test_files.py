@@ -30,8 +30,8 @@ from kos.train.data.documents import Lines
 from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from tests.train.refusal import refused
+from tests.train.runs import SMALL
 from tests.train.test_corpus import documents, jsonl, refusal
-from tests.train.test_loop import SMALL
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

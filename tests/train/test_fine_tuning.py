@@ -20,7 +20,7 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train.chat_templates import CHATML, SPECIAL
 from tests.train.test_loss_masks import write_lines
-from tests.train.test_tokenizers import byte_level_bpe
+from tests.train.tokenizer_files import byte_level_bpe
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)

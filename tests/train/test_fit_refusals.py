@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,28 @@ import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, DataError, InvalidArgument
+from kos.errors import ConfigError, DataError, InvalidArgument, KosError
 from kos.testing import spawn
-from kos.train import Batch, Callback, fit
+from kos.train import Batch, Callback, TrainConfig, fit
 from tests.train.fits import ROWS, SHAPE, TOKENS, batch_of, batches_of, config_of, cross_entropy, on_ranks
 
 
 def changed(**fields: Any) -> list[Batch]:
     return [batch_of(0), batch_of(1)._replace(**fields)]
+
+
+def refused_on_both(
+    kind: type[KosError], said: str, config: TrainConfig, batches: Callable[[int], Any], **program: Any
+) -> None:
+    errors = list[str]()
+
+    def run(comm: Communicator) -> None:
+        with pytest.raises(kind) as error:
+            fit(config, comm, batches=batches(comm.rank), verbose=False, **program)
+        errors.append(str(error.value))
+
+    spawn(run, 2, timeout=60)
+    assert all(said in error for error in errors) and len(errors) == 2, errors
 
 
 TOO_MANY = np.zeros((ROWS, TOKENS + 1), np.int32)
@@ -40,32 +54,18 @@ REFUSED_BATCHES: dict[str, tuple[Iterable[Any], str]] = {
 def test_wrong_batches_are_refused_on_all_ranks(what: str, tmp_path: Path) -> None:
     """Those of one rank too; and nothing of that step is trained."""
     batches, said = REFUSED_BATCHES[what]
-    errors = list[str]()
-
-    def run(comm: Communicator) -> None:
-        with pytest.raises(DataError) as error:
-            fit(config_of(tmp_path, eval_every=0), comm, batches=batches, verbose=False)
-        errors.append(str(error.value))
-
-    spawn(run, 2, timeout=60)
-    assert all(said in error for error in errors) and len(errors) == 2, errors
+    refused_on_both(DataError, said, config_of(tmp_path, eval_every=0), lambda rank: batches)
 
 
 @pytest.mark.parametrize(("rows", "layout"), [("all", {}), ("own", {"pp": 2})])
 @pytest.mark.parametrize("other", ["another", "none"])
 def test_ranks_with_other_batches_raise(other: str, rows: Any, layout: dict[str, Any], tmp_path: Path) -> None:
-    errors = list[str]()
+    def batches(rank: int) -> list[Batch]:
+        return [batch_of(0), *([batch_of(1 + rank)] if other == "another" or rank == 0 else [])]
 
-    def run(comm: Communicator) -> None:
-        batches = [batch_of(0), *([batch_of(1 + comm.rank)] if other == "another" or comm.rank == 0 else [])]
-        with pytest.raises(DataError) as error:
-            fit(config_of(tmp_path, **layout), comm, batches=batches, rows=rows, verbose=False)
-        errors.append(str(error.value))
-
-    spawn(run, 2, timeout=60)
     got = "other batches" if other == "another" else "none"
     said = f"batch of step 2: expected the same on both (rows='{rows}'), got batches on rank 0 and {got} on rank 1"
-    assert all(said in error for error in errors) and len(errors) == 2, errors
+    refused_on_both(DataError, said, config_of(tmp_path, **layout), batches, rows=rows)
 
 
 BATCHES: dict[str, Any] = {"batches": [batch_of(0)]}
@@ -101,16 +101,8 @@ def test_refused_by_name(what: str, tmp_path: Path) -> None:
 
 
 def test_a_loss_of_ones_own_is_refused_with_tp(tmp_path: Path) -> None:
-    errors = list[str]()
-
-    def run(comm: Communicator) -> None:
-        with pytest.raises(ConfigError) as error:
-            fit(config_of(tmp_path, tp=2), comm, batches=batches_of(), loss=cross_entropy)
-        errors.append(str(error.value))
-
-    spawn(run, 2, timeout=60)
     said = "--tp: expected 1 with a loss of one's own, which needs logits of the whole vocabulary, got 2"
-    assert errors == [said] * 2
+    refused_on_both(ConfigError, said, config_of(tmp_path, tp=2), lambda rank: batches_of(), loss=cross_entropy)
 
 
 def test_ranks_that_bring_other_things_are_refused(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from kos.errors import CheckpointError, DataError
 from kos.train import chat, checkpoint, sample
 from kos.train.data.tokenizers import ByteTokenizer
 from tests.forked import python
-from tests.train.test_loop import _train, text
-
-__all__ = ["text"]
+from tests.train.runs import _train
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

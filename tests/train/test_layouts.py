@@ -122,18 +122,14 @@ def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any]) -> No
             assert len({each["weights"][name].tobytes() for each in neighbours}) == 1
 
 
-def test_validation_batches_that_micro_batches_do_not_divide() -> None:
-    """The last message of a batch between two stages is shorter than the others."""
-    how: dict[str, Any] = {"micro_batch_size": 4, "seq_len": 160}
-    (alone,) = train(Layout(), Precise, 2, True, 1, **how)
-    both = train(Layout(pp=2), Precise, 2, True, 1, **how)
-    assert [rank["loss"] for rank in both] == pytest.approx([alone["loss"]] * 2, rel=1e-10)
-
-
-def test_validation_has_more_micro_batches_in_flight_than_a_step() -> None:
-    """A step has one; where the V turns, a validation has one for each rank."""
-    how: dict[str, Any] = {"batch_size": 1, "seq_len": 32}
-    (alone,) = train(Layout(), Precise, 5, True, 1, **how)
-    both = train(Layout(pp=2), Precise, 5, True, 1, pp_schedule="zero-bubble-v", **how)
+@pytest.mark.parametrize(
+    ("layers", "schedule", "how"),
+    [(2, "1f1b", {"micro_batch_size": 4, "seq_len": 160}), (5, "zero-bubble-v", {"batch_size": 1, "seq_len": 32})],
+)
+def test_validation_batches_of_a_pipeline(layers: int, schedule: str, how: dict[str, Any]) -> None:
+    """Which micro-batches do not divide: the last message of a batch is shorter. Or which has more micro-batches in
+    flight than a step, which has one: where the V turns, a validation has one for each rank."""
+    (alone,) = train(Layout(), Precise, layers, True, 1, **how)
+    both = train(Layout(pp=2), Precise, layers, True, 1, pp_schedule=schedule, **how)
     assert [rank["loss"] for rank in both] == pytest.approx([alone["loss"]] * 2, rel=1e-10)
     assert {str(rank["text"]) for rank in both} == {str(alone["text"])}

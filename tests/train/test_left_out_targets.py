@@ -18,12 +18,9 @@ from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from tests.train.emulated_runs import emulated
 from tests.train.emulated_runs import train as train_on_host
+from tests.train.runs import _config, _losses, _train
 from tests.train.sharded import tensors_of_run
-from tests.train.test_loop import _config, _losses, _train, text
-
-__all__ = ["emulated", "text"]
 
 
 class LeftOut(Dataset):

@@ -13,7 +13,7 @@ from kos.testing import spawn
 from kos.train import evaluator
 from kos.train.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from tests.train.evaluation_cases import FORMS, WORDS, write_model, write_questions
-from tests.train.test_tokenizers import byte_level_bpe
+from tests.train.tokenizer_files import byte_level_bpe
 
 REASON = "the reference needs lm-evaluation-harness (pip install 'lm-eval[hf]' transformers torch)"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before it is imported

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +27,8 @@ from kos.train.optim import BLOCK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog, read_metrics
+from tests.train.runs import SMALL, _config, _losses, _train
 from tests.train.sharded import tensors_of_run
-
-SMALL: dict[str, Any] = {
-    "steps": 50, "batch_size": 8, "seq_len": 32, "lr": 3e-3, "warmup_steps": 5, "eval_every": 25, "eval_batches": 3,
-    "sample_tokens": 8, "save_every": 20,
-    "model": {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 48,
-    },
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Words drawn at random: enough to learn from."""
-    rng = np.random.default_rng(0)
-    words = ["ring ", "tree ", "one shot ", "two shot ", "all reduce\n", "barrier ", "rank "]
-    path = tmp_path_factory.mktemp("data") / "words.txt"
-    path.write_text("".join(rng.choice(words, 4000)))
-    return path
-
-
-def _config(text: Path, out: Path | None, **changes: Any) -> TrainConfig:
-    return TrainConfig.from_preset("tiny", data=str(text), out=out, **{**SMALL, **changes})
-
-
-def _train(
-    text: Path, out: Path, ranks: int = 1, hosts: Sequence[int] = (), **changes: Any
-) -> list[dict[str, Any]]:
-    config = _config(text, out, **changes)
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100, hosts=hosts)
-    return read_metrics(out / "metrics.jsonl")
-
-
-def _losses(rows: list[dict[str, Any]], key: str = "loss") -> np.ndarray:
-    return np.array([row[key] for row in rows])
 
 
 @pytest.mark.parametrize(("ranks", "deterministic"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])

@@ -13,10 +13,8 @@ from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
+from tests.train.runs import _config, _losses, _train
 from tests.train.sharded import tensors_of_run
-from tests.train.test_loop import _config, _losses, _train, text
-
-__all__ = ["text"]  # a fixture
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, None), (2, 2)])

@@ -133,12 +133,9 @@ def test_a_run_with_other_adapters_does_not_resume(
         run(text, tmp_path / "a", f"--init-from={base}", *flags, "--steps=7", f"--resume={whole[0]}")
 
 
-def test_a_run_of_all_weights_does_not_resume_with_adapters(text: Path, base: Path, tmp_path: Path) -> None:
+def test_adapters_and_a_run_without_them_or_without_a_base(text: Path, base: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a run that trains --lora 3 .*, got one with all weights"):
         run(text, tmp_path / "a", f"--init-from={base}", *ADAPT, f"--resume={base}")
-
-
-def test_adapters_without_a_base_are_refused(text: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--lora: expected --init-from with the folder of the model to adapt"):
         run(text, tmp_path / "a", *SHAPE, *ADAPT)
 

@@ -24,16 +24,13 @@ from kos.train.data.batches import Dataset, load_data
 from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from tests.train.emulated_runs import SMALL as ON_HOST
-from tests.train.emulated_runs import emulated
 from tests.train.emulated_runs import train as train_on_host
 from tests.train.refusal import refused
+from tests.train.runs import _config, _losses, _train
 from tests.train.sharded import tensors_of_run
 from tests.train.test_corpus import token_bytes
 from tests.train.test_left_out_targets import mean_loss
-from tests.train.test_loop import _config, _losses, _train
-from tests.train.test_tokenizers import byte_level_bpe
-
-__all__ = ["emulated"]
+from tests.train.tokenizer_files import byte_level_bpe
 
 CHATML = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

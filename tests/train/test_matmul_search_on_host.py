@@ -11,10 +11,10 @@ import pytest
 from kos.train.device import cuda as engine_module
 from kos.train.model.model import Model
 from kos.train.ops.cuda import cublaslt
-from tests.train.emulated_runs import SMALL, column, emulated, text, train
+from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.host_kernels.engine import QueuedOps, on_host
 
-__all__ = ["emulated", "text"]
+__all__ = ["text"]
 
 
 def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):

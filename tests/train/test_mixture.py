@@ -25,13 +25,10 @@ from kos.train.run import Trainer
 from kos.train.tools import plan
 from kos.train.tools.metrics import read_metrics
 from tests.train import emulated_runs
-from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
+from tests.train.runs import SMALL, _losses
 from tests.train.sharded import tensors_of_run
-from tests.train.test_loop import SMALL, _losses
 from tests.train.test_loss_masks import write_lines
-
-__all__ = ["emulated"]
 
 
 @pytest.mark.parametrize("limit", [0.0, 2**-60, 0.1, 0.25, 1 / 3, 0.5, 0.7, 1 - 2**-50, 1.0])

@@ -33,13 +33,11 @@ from kos.train.tools.dry_step import TimedDryRun
 from tests.train.layouts import Precise, check, check_bits, length, named
 from tests.train.models import small
 from tests.train.refusal import refused
+from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
 from tests.train.test_dry_step import SHAPE as PLANNED
 from tests.train.test_dry_step import SLOW as SLOW_RATES
 from tests.train.test_dry_step import make_job
-from tests.train.test_loop import _config, _train, text
-
-__all__ = ["text"]
 
 MUON: dict[str, Any] = {"optimizer": "muon"}
 SHAPES = {

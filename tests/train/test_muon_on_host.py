@@ -24,10 +24,9 @@ from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler, ops
 from tests.train.models import queue
 from tests.train.sharded import tensors_of_run
-from tests.train.test_loop import text
 from tests.train.test_muon import HIDDEN, MUON, SHAPES, cases, groups
 
-__all__ = ["ops", "text"]
+__all__ = ["ops"]
 
 
 

@@ -29,15 +29,12 @@ from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train import emulated_runs, layouts
-from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
+from tests.train.runs import SMALL, _config, _losses
 from tests.train.sharded import tensors_of_run
 from tests.train.test_corpus import token_bytes
-from tests.train.test_loop import SMALL, _config, _losses
 from tests.train.test_loss_masks import write_lines
-from tests.train.test_tokenizers import byte_level_bpe
-
-__all__ = ["emulated"]
+from tests.train.tokenizer_files import byte_level_bpe
 
 
 def row_of(lengths: list[int], masked: bool = False) -> Tokens:

@@ -28,15 +28,14 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import DENSE, Layout, Mesh
 from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
-from tests.train import elastic_runs, layouts, layouts_on_host, test_elastic_joins, test_loop
+from tests.train import elastic_runs, layouts, layouts_on_host, runs, test_elastic_joins
 from tests.train.elastic_runs import no_dry_run
 from tests.train.layouts import Precise, compare
 from tests.train.layouts_on_host import HEAD_ALONE, emulated
 from tests.train.models import part_of
 from tests.train.sharded import tensors_of_run
-from tests.train.test_loop import text
 
-__all__ = ["emulated", "no_dry_run", "text"]
+__all__ = ["emulated", "no_dry_run"]
 
 OVER_TP = (*DENSE, "tp")
 Kind = Callable[[str], dict[str, Any]]
@@ -185,7 +184,7 @@ def test_no_product_for_the_gradient_of_a_frozen_matrix(
 
 def steps(text: Path, out: Path, ranks: int = 1, **changes: Any) -> np.ndarray:
     how: dict[str, Any] = {"steps": 6, "eval_batches": 0, "sample_tokens": 0, "save_every": 3, "batch_size": 8}
-    rows = test_loop._train(text, out, ranks, **{**how, **changes})
+    rows = runs._train(text, out, ranks, **{**how, **changes})
     return np.array([[row["loss"], row["grad_norm"]] for row in rows])
 
 
@@ -246,7 +245,7 @@ def test_an_elastic_run_keeps_frozen_tensors(
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, zero=zero) == plain
     assert elastic_runs.ranks_of(tmp_path / "hurt")[-1] == (3, 1)
-    test_elastic_joins.test_two_join_one(zero, text, tmp_path / "joined", plain, monkeypatch)
+    test_elastic_joins.test_newcomers_get_all_from_the_ranks(zero, 2, text, tmp_path / "joined", plain, monkeypatch)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -18,8 +18,8 @@ from kos.train.config.options import TrainConfig
 from kos.train.data import loading, prepared, tokenizers
 from kos.train.data.batches import Dataset, load_data
 from kos.train.run import Trainer
+from tests.train.runs import SMALL
 from tests.train.test_corpus import token_bytes
-from tests.train.test_loop import SMALL
 
 TEXT = "one ring, two rings\nand a tree of é\n" * 200
 

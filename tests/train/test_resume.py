@@ -27,10 +27,8 @@ from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.refusal import refused
+from tests.train.runs import SMALL, _config, _train
 from tests.train.test_cli import ENVIRONMENT, _command
-from tests.train.test_loop import SMALL, _config, _train, text
-
-__all__ = ["text"]
 
 CONSTANT: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
 

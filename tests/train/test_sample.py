@@ -19,9 +19,7 @@ from kos.train import checkpoint, sample
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer, Tokenizer
 from kos.train.generate import Sampling, Uncached, generate, sample_text
 from tests.forked import python
-from tests.train.test_loop import _train, text
-
-__all__ = ["text"]
+from tests.train.runs import _train
 
 LOGITS = np.array([1.5, -0.5, 3.0, 2.0, 0.0, 2.5, -np.inf, 1.0], np.float32)
 RANKED = [2, 5, 3, 0, 7, 4, 1]  # the likeliest first; token 6 cannot be

@@ -20,8 +20,8 @@ from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from tests.train.chat_templates import QWEN, bare
 from tests.train.refusal import refused
+from tests.train.runs import _config
 from tests.train.test_chats import ANSWER, TOOL, USER, calling, folder_of
-from tests.train.test_loop import _config
 from tests.train.test_loss_masks import write_lines
 
 CALL = '«\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>\n»'

@@ -20,18 +20,15 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim.adamw import AdamW
-from tests.train import test_loop
+from tests.train import runs
 from tests.train.beside_torch import losses_beside_torch
 from tests.train.models import loss_and_gradients
-from tests.train.test_loop import text
-
-__all__ = ["text"]
 
 SHORT: dict[str, Any] = {"steps": 7, "schedule": "constant", "eval_batches": 1, "sample_tokens": 0, "keep": 99}
 
 
 def _train(text: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
-    return test_loop._train(text, out, ranks, **{**SHORT, **changes})
+    return runs._train(text, out, ranks, **{**SHORT, **changes})
 
 
 def _first_batch(config: TrainConfig) -> tuple[float, np.ndarray]:
@@ -71,7 +68,7 @@ def test_the_gradient_is_the_mean_and_clipped(
     """AdamW hides the scale of its gradients in the weights, but its first moments show it: (1 - beta) g."""
     changes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "grad_clip": grad_clip}
     (row,) = _train(text, tmp_path, ranks, steps=1, deterministic=deterministic, **changes)
-    config = test_loop._config(text, tmp_path, **changes)
+    config = runs._config(text, tmp_path, **changes)
     loss, gradient = _first_batch(config)
     norm = np.linalg.norm(gradient)
     assert 0.2 < norm < 100  # 0.1 clips, 100 does not

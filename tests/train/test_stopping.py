@@ -39,11 +39,9 @@ from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
+from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
 from tests.train.test_cli import ENVIRONMENT, SHAPE
-from tests.train.test_loop import _config, _train, text
-
-__all__ = ["text"]
 
 
 def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(

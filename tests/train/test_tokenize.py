@@ -26,12 +26,9 @@ from kos.train.run import Trainer
 from kos.train.tokenize import SETTINGS, tokenize
 from tests.launcher import run_program
 from tests.train.refusal import refused
+from tests.train.runs import SMALL
 from tests.train.test_cli import ENVIRONMENT
 from tests.train.test_corpus import jsonl
-from tests.train.test_loop import SMALL
-from tests.train.test_tokenizers import huggingface_file
-
-__all__ = ["huggingface_file"]
 
 TEXT = "def f(x):\n    return the the é\n" * 40
 SECONDS = 120

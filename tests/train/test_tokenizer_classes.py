@@ -11,8 +11,8 @@ import pytest
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import HuggingFaceTokenizer, make_tokenizer
-from tests.train.test_loop import _train
-from tests.train.test_tokenizers import TEXT, byte_level_bpe
+from tests.train.runs import _train
+from tests.train.tokenizer_files import TEXT, byte_level_bpe
 
 CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"]
 CASES = [

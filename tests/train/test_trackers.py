@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -22,10 +21,8 @@ from kos.train.tools import trackers
 from kos.train.tools.metrics import METRICS, MetricsLog
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.refusal import refused
+from tests.train.runs import _train
 from tests.train.test_cli import ENVIRONMENT, SHAPE
-from tests.train.test_loop import _train, text
-
-__all__ = ["text"]
 
 RUN: dict[str, Any] = {"steps": 6, "save_every": 3, "eval_every": 3, "sample_tokens": 0}
 
@@ -100,36 +97,6 @@ def _check_events(folder: Path, rows: list[dict[str, Any]], kept: list[int]) -> 
     return texts
 
 
-def _wandb_records(path: Path) -> Iterator[bytes]:
-    """LevelDB's log format (google/leveldb, doc/log_format.md), after a header of 7 bytes."""
-    content, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if (left := -at % 32_768) and left < 7:  # no header begins there
-            at += left
-            continue
-        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        record += content[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
-
-
-def _wandb_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    runs = sorted((out / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(runs) == 2 and len({path.name for path in runs}) == 1, "the second goes on with the first's id"
-    seen: dict[float, float] = {}
-    config: dict[str, Any] = {}
-    for record in map(Record.FromString, itertools.chain.from_iterable(map(_wandb_records, runs))):
-        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        values = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
-        if "loss" in values:
-            seen[record.history.step.num] = values["loss"]
-    return config, seen
-
-
 def _trackio_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
     import sqlite3
 
@@ -143,11 +110,10 @@ def _trackio_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "read"), [("wandb", _wandb_rows), ("trackio", _trackio_rows)])
-def test_a_package_has_one_run_with_its_config(text: Path, tmp_path: Path, package: str, read: Any) -> None:
-    pytest.importorskip(package, reason=f"make test-all installs the extra {package}")
-    rows = _interrupted_and_resumed(text, tmp_path / "run", package)
-    config, losses = read(tmp_path / "run")
+def test_a_package_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="make test-all installs the extra trackio")
+    rows = _interrupted_and_resumed(text, tmp_path / "run", "trackio")
+    config, losses = _trackio_rows(tmp_path / "run")
     assert losses == {row["step"]: row["loss"] for row in rows}
     assert config["steps"] == 8 and config["model"]["hidden_size"] == 32
 

@@ -18,10 +18,8 @@ from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.train.models import small
+from tests.train.runs import SMALL, _train
 from tests.train.sharded import save_in, whole_state
-from tests.train.test_loop import SMALL, _train, text
-
-__all__ = ["text"]
 
 PROMPT = "one ring"
 

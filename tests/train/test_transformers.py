@@ -29,7 +29,7 @@ from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from tests.train.models import SCALING, loss_and_gradients, read_weights, tensors_of
 from tests.train.sharded import save_in, whole_state
-from tests.train.test_tokenizers import byte_level_bpe
+from tests.train.tokenizer_files import byte_level_bpe
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)

@@ -1,7 +1,8 @@
-"""The trainer's kernels compile for every architecture, without a GPU, in all the ways they are asked for."""
+"""Every kernel compiles for every architecture, without a GPU, in all the ways it is asked for."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 
+from kos.comm.gpu.peer.engine import KERNELS as OF_COMM
 from kos.cuda import kernels
 from kos.cuda.kernels import compile_kernels
-from kos.errors import BackendUnavailable
+from kos.errors import BackendUnavailable, CompileError
 from kos.train import ops
 from kos.train.config.flags import parse
 from kos.train.config.optimizers import OPTIMIZERS
 from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda import CudaOps, attention
+from kos.train.ops.cuda.attention import KERNELS as ATTENTION
+from kos.train.ops.cuda.attention import macros
 from kos.train.ops.norm import Normalize
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
@@ -128,21 +132,6 @@ EIGHT_BITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_100"])
-@pytest.mark.parametrize("macros", EIGHT_BITS, ids=str)
-def test_kernels_in_8_bits_compile(arch: str, macros: dict) -> None:
-    cubin = compile_kernels(KERNELS / "fp8.cu", arch, macros, KEPT)
-    assert all(b".text." + name + b"\0" in cubin for name in (b"largest", b"quantize"))
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("file", "macros", "names"), CASES)
-def test_compiles(arch: str, file: str, macros: dict, names: list[bytes]) -> None:
-    cubin = compile_kernels(KERNELS / file, arch, macros, KEPT)
-    assert cubin[:4] == b"\x7fELF"
-    assert all(b".text." + name + b"\0" in cubin for name in names)
-
-
 @pytest.mark.parametrize(
     ("preset", "gradients", "layout", "dtype"),
     [
@@ -178,3 +167,122 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, dtype, monkeyp
     for (file, defines), names in launches.items():
         cubin = compile_kernels(KERNELS / file, "sm_90a", dict(defines), KEPT)
         assert all(name in cubin for name in names), (file, names)
+
+
+FORWARD, BACKWARD = [b"attention_forward"], [b"attention_backward_q", b"attention_backward_kv"]
+ONE_PASS = [b"attention_backward", b"attention_finish"]
+PORTABLE = [
+    ("mma", "bfloat16", 128, FORWARD + BACKWARD),
+    ("mma", "float16", 64, FORWARD + BACKWARD),
+    ("simple", "float32", 48, FORWARD + BACKWARD),
+    ("simple", "bfloat16", 256, FORWARD + BACKWARD),
+    ("statistics", "bfloat16", 64, [b"attention_statistics", b"attention_bounds"]),
+    ("mask", "bfloat16", 64, [b"attention_mask"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stages", "masked"),
+    [("bfloat16", 2, False), ("bfloat16", 3, False), ("float16", 2, False), ("bfloat16", 2, True)],
+)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", ONE_PASS)])
+def test_compiles_for_hopper(
+    file: str, head_dim: int, names: list[bytes], dtype: str, stages: int, causal: bool, masked: bool
+) -> None:
+    tiles = attention.FORWARD if file == "forward_hopper" else attention.BACKWARD
+    defines = {**macros(dtype, head_dim, causal, masked), **tiles, "STAGES": stages}
+    cubin = compile_kernels(ATTENTION / f"attention_{file}.cu", "sm_90a", defines, KEPT)
+    assert all(b".text." + name in cubin for name in names)
+    with pytest.raises(CompileError):  # these instructions are Hopper's alone
+        compile_kernels(ATTENTION / f"attention_{file}.cu", "sm_80", defines, KEPT)
+
+
+PACKETS = [b"one_shot", b"two_shot", b"reduce_scatter", b"ring", b"tree"]
+COMPRESSED = [b"encode", b"decode", b"add_encoded", b"feed_back"]
+ONE_KERNEL = [b"all_reduce_compressed"]
+ORDERED = [b"reduce_ordered", b"scan_ordered", b"scale"]
+COMM_CASES = [
+    ("barrier.cu", {}, [b"barrier"]),
+    ("exchange.cu", {}, [b"exchange"]),
+    ("all_gather.cu", {}, [b"all_gather", b"all_to_all"]),
+    ("copy_box.cu", {"FROM": "float32", "TO": "bfloat16", "AXES": 2}, [b"copy_box"]),
+    ("copy_box.cu", {"FROM": "bytes16", "TO": "bytes16", "AXES": 4}, [b"copy_box"]),
+    ("quantize_blocks.cu", {}, [b"quantize_blocks"]),
+    ("exchange.cu", {"WHOLE": 1}, [b"exchange"]),
+    ("exchange.cu", {"SEVERAL": 1}, [b"exchange"]),
+    ("exchange.cu", {"LARGE": 1}, [b"exchange"]),
+    ("exchange.cu", {"LARGE": 1, "STALL": 1000, "BROKEN": 1}, [b"exchange"]),
+    ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "AVG", "STALL": 1000}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "float16", "OP": "PREMUL_SUM", "PARTIALS": 1}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "float64", "OP": "PROD"}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "uint8", "OP": "BXOR", "BROKEN": 1}, PACKETS),
+    ("all_reduce_push.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"push", b"reduce_scatter"]),
+    ("all_reduce_push.cu", {"DTYPE": "float64", "OP": "MAX", "STALL": 1000}, [b"push", b"reduce_scatter"]),
+    ("all_reduce_specialized.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"specialized"]),
+    ("all_reduce_specialized.cu", {"DTYPE": "int8", "OP": "MAX", "STALL": 1000}, [b"specialized"]),
+    ("all_reduce_copies.cu", {"DTYPE": "bfloat16", "OP": "SUM", "THREADS": 512}, [b"copies"]),
+    ("all_reduce_direct.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"direct"]),
+    ("all_reduce_direct.cu", {"DTYPE": "int64", "OP": "MIN", "UNROLL": 2}, [b"direct"]),
+    ("compressed.cu", {"DTYPE": "bfloat16", "OP": "SUM", "INT8": 1}, COMPRESSED),
+    ("compressed.cu", {"DTYPE": "float32", "OP": "AVG", "FP8": 1}, COMPRESSED),
+    ("compressed.cu", {"DTYPE": "float16", "OP": "SUM", "INT4": 1}, COMPRESSED),
+    ("all_reduce_compressed.cu", {"DTYPE": "bfloat16", "OP": "SUM", "INT8": 1}, ONE_KERNEL),
+    ("all_reduce_compressed.cu", {"DTYPE": "float32", "OP": "AVG", "FP8": 1, "STALL": 1000}, ONE_KERNEL),
+    ("all_reduce_compressed.cu", {"DTYPE": "float16", "OP": "SUM", "INT4": 1, "BROKEN": 1}, ONE_KERNEL),
+    ("reduce_ordered.cu", {"DTYPE": "bfloat16", "RESULT": "bfloat16", "OP": "SUM"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "float32", "RESULT": "float16", "OP": "AVG"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "float16", "RESULT": "float32", "OP": "SUM"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "int16", "RESULT": "int16", "OP": "PROD"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "uint8", "RESULT": "uint8", "OP": "BOR"}, ORDERED),
+]
+
+
+FIRST = [*{case[0]: case for case in reversed(COMM_CASES)}.values()]  # one of each file
+ASKED = [("sm_90a", 8, *case) for case in COMM_CASES] + [("sm_90a", 2, *case) for case in FIRST]
+ASKED += [(arch, 8, *case) for arch in ("sm_80", "sm_100") for case in FIRST if case[0] != "quantize_blocks.cu"]
+ASKED += [(arch, 8, "quantize_blocks.cu", {}, [b"quantize_blocks"]) for arch in ("sm_89", "sm_100")]  # sm_80 has no fp8
+IN_8_BITS = [b"largest", b"quantize"]
+EVERY = [
+    *((OF_COMM / file, arch, {**macros, "RANKS": ranks}, names) for arch, ranks, file, macros, names in ASKED),
+    *((KERNELS / file, arch, macros, names) for arch in ARCHITECTURES for file, macros, names in CASES),
+    *((KERNELS / "fp8.cu", arch, macros, IN_8_BITS) for arch in ("sm_89", "sm_90a", "sm_100") for macros in EIGHT_BITS),
+    *((ATTENTION / f"attention_{file}.cu", arch, macros(dtype, head_dim, causal, masked), names)
+      for arch in ARCHITECTURES for file, dtype, head_dim, names in PORTABLE
+      for causal in (True, False) for masked in (True, False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "arch", "macros", "names"), EVERY, ids=lambda x: getattr(x, "name", None))
+def test_compiles(path: Path, arch: str, macros: dict, names: list[bytes]) -> None:
+    cubin = compile_kernels(path, arch, macros, KEPT)
+    assert cubin[:4] == b"\x7fELF"
+    assert all(b".text." + name + b"\0" in cubin for name in names)
+
+
+def test_no_multicast() -> None:
+    texts = [path.read_text() for path in OF_COMM.glob("*.cu*")]
+    assert texts and not any(word in text for text in texts for word in ("multimem", "Multicast", "multicast"))
+
+
+def test_layout_is_the_hosts() -> None:
+    """The offsets that the package peer computes are those of the headers."""
+    from kos.comm.gpu.peer import compressed, exchange
+    from kos.comm.gpu.peer import engine as peer
+    from kos.comm.gpu.peer import record as words
+
+    text = (OF_COMM / "channel.cuh").read_text() + (OF_COMM / "packets.cuh").read_text()
+    assert f"#define CHANNELS {peer.CHANNELS}\n" in text
+    assert f"#define LINE_BYTES {peer._LINE_BYTES}\n" in text
+    assert f"#define CAPACITY {peer._CAPACITY} " in text
+    pieces = (OF_COMM / "pieces.cuh").read_text()
+    assert f"#define BOX_PACKETS {exchange.BOX_PACKETS}\n" in pieces
+    (number,) = re.findall(r"#define NUMBER (\d+)\n", pieces)  # the tag's other bits: a kind, and bytes
+    assert 1 << 63 - int(number) > peer.CHANNELS * exchange.BOX_PACKETS * exchange.PACKET_BYTES
+    fused = (OF_COMM / "all_reduce_compressed.cu").read_text()
+    assert f"constexpr int SLOTS = {compressed._SLOTS}, " in fused
+    record = text[text.index("struct Record {") :].split("}")[0]
+    names = re.findall(r"\b\w+(?=[,;])", record)
+    assert [getattr(words, name.upper().removesuffix("_NS")) for name in names] == [*range(words.WAITS + 1)]

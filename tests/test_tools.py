@@ -1,0 +1,303 @@
+"""The tools in tests/: lines, stubs, paths, settings, mutations, and how tests are run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos._core import native
+from kos.comm.arguments import in_and_out
+from kos.comm.collectives import Operations
+from kos.comm.control.identity import process
+from kos.dtypes import DTYPES
+from tests import lines, paths, settings, stubs
+from tests import run as stages
+from tests.launcher import needs_mpirun
+from tests.mutations import MUTATIONS, Mutation
+from tests.random_mutations import defects, replaced
+from tests.run import ROOT
+
+PYTHON = '''"""A docstring
+of two lines."""
+
+from __future__ import annotations  # code
+
+
+class Half(list):
+    # A comment.
+
+    size = 1
+    """The docstring of an attribute."""
+
+    def text(self) -> str:
+        """Of a function."""
+        return """text,
+
+# and no comment
+"""
+'''
+CUDA = """// a comment
+/* one of
+   two lines */ int x;  // code
+
+const char* name = "/* no comment */";
+/* another */
+char quote = '"';  /* it ends
+here */
+"""
+
+
+def test_what_counts_as_code() -> None:
+    python = lines.count("comm", "kos/comm/half.py", PYTHON)
+    assert (python.code, python.total, python.classes, python.functions) == (8, 18, 1, (("text", 5),))
+    cuda = lines.count("comm", "kos/comm/half.cuh", CUDA)
+    assert (cuda.language, cuda.code, cuda.total) == ("CUDA", 3, 8)
+
+
+def test_a_bound_that_is_exceeded_names_what_exceeds_it() -> None:
+    """In the message of ``test_bounds``, since its failure is all that a developer sees."""
+    long = "def long():\n" + "    x = 1\n" * lines.MOST_IN_FUNCTION
+    files = [lines.count("train", "kos/train/a.py", long), lines.count("comm", "kos/comm/b.py", "\n" * 501)]
+    said = [str(bound) for bound in lines.bounds(files) if bound.value > bound.most]
+    assert len(said) == 2 and "kos/train/a.py: long: 61" in said[0] and "kos/comm/b.py: 501" in said[1]
+
+
+def test_bounds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints every bound and its value. None may be exceeded."""
+    counted = list(lines.files())
+    assert {file.folder for file in counted} <= set(lines.FOLDERS)
+    monkeypatch.setattr(lines, "files", lambda: counted)
+    lines.main()
+    printed = capsys.readouterr().out
+    for bound in lines.bounds(counted):
+        assert f"{bound.value:>8,}{bound.most:>9,}" in printed
+        assert bound.value <= bound.most, bound
+    assert "exceeded" not in printed
+    print(printed)
+
+
+def test_the_stub_is_current() -> None:
+    """Else: ``python tests/stubs.py``."""
+    assert stubs.TARGET.read_text() == stubs.generate(stubs.SOURCE.read_text())
+
+
+def test_every_operation_has_overloads() -> None:
+    public = {name for name, value in vars(Operations).items() if callable(value) and not name.startswith("_")}
+    persistent = {f"{name}_init" for name in {*stubs.RESULTS} - {"send_bytes", "recv_bytes"}}
+    assert public - {"feed_back", "probe"} == {*stubs.RESULTS, *persistent}
+
+
+MOST: dict[str, dict[str, tuple[int, int | None]]] = {
+    "mock": {"miss": (9, 5), "hit": (7, 1)},  # of the rank that comes last, and computes
+    "tcp": {"miss": (8, 6), "hit": (0, 0)},  # one file and two returns hold Ctrl-C back
+    "mpi": {"miss": (8, 6), "hit": (0, 0)},
+    "nccl": {"miss": (9, 10), "hit": (0, 0)},  # a miss describes the launch, and the core makes the hits
+    "peer": {"miss": (11, 12), "hit": (0, 0)},
+    "nccl+peer": {"miss": (11, 10), "hit": (0, 0)},  # contract.py: whether a route carries the operation
+}
+"""Files, and returns to one of them, with the compiled core; these numbers only go down."""
+TIMES = 3 if native is None else 2
+"""How often a call returns to any one file."""
+if native is None:  # how often ranks return depends on their timing
+    MOST["mock"] = {"miss": (10, 6), "hit": (8, 2)}
+    MOST["tcp"] = MOST["mpi"] = {"miss": (16, None), "hit": (13, None)}
+    MOST["nccl"] = {"miss": (9, 9), "hit": (5, 0)}
+    MOST["peer"] = {"miss": (11, 10), "hit": (5, 0)}
+    MOST["nccl+peer"] = {"miss": (11, 10), "hit": (6, 0)}
+
+
+def test_the_path_of_a_trace() -> None:
+    trace = [("", "a"), ("a", "b"), ("b", "b"), ("a", "b"), ("a", "a"), ("a", "c"), ("c", "b"), ("b", "a"), ("a", "c")]
+    passed = paths.path(trace)
+    assert passed == ["a", "b", "c", "b", "a", "c"]
+    assert paths.files(passed) == ["a", "b", "c"] and paths.returns(passed) == ["b", "a", "c"]
+    assert paths.shortest([passed, ["a", "b", "a"], ["a", "b"]]) == ["a", "b"]
+
+
+def test_a_trace_follows_python_calls_of_kos() -> None:
+    """Not those of other packages, and a generator where it begins alone."""
+    assert paths.trace(lambda: [DTYPES["float32"], np.ones(3).mean()]) == []
+    calls = paths.trace(lambda: in_and_out(np.ones(3), None, None))
+    assert calls[0] == ("", "comm/arguments.py") and ("comm/arguments.py", "memory/buffer.py") in calls
+
+    source = "def numbers():\n    yield 1\n    yield 2\n\ndef run():\n    return list(numbers())\n"
+    exec(compile(source, f"{paths.KOS}of_a_test.py", "exec"), space := {})
+    assert paths.trace(space["run"]) == [("", "of_a_test.py"), ("of_a_test.py", "of_a_test.py")]
+
+
+# An id of "mpi" would be taken for the mark.
+BACKENDS = [
+    pytest.param(backend, marks=needs_mpirun, id="under mpirun") if backend == "mpi" else backend for backend in MOST
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_files_that_an_all_reduce_passes(backend: str) -> None:
+    for kind, passed in paths.TRACED[backend]().items():
+        most_files, most_returns = MOST[backend][kind]
+        told = f"{backend}, {kind}: {passed}"
+        assert len(paths.files(passed)) <= most_files, told
+        back = paths.returns(passed)
+        assert most_returns is None or len(back) <= most_returns, told
+        assert most_returns is None or max(map(back.count, back), default=0) <= TIMES, told
+
+
+PROGRAM = """
+import os, shutil, signal, socket, sys, sysconfig, tempfile
+def writable(path):
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+def ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+            return True
+    except OSError:
+        return False
+print({
+    "background": lambda: signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+    "nohup": lambda: signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
+    "one-cpu": lambda: len(os.sched_getaffinity(0)) == 1,
+    "core-intel": lambda: os.environ["KOS_CPU_VENDOR"] == "intel",
+    "core-other": lambda: os.environ["KOS_CPU_VENDOR"] == "other",
+    "no-core": lambda: os.environ["KOS_CORE"] == "0",
+    "no-valgrind": lambda: not shutil.which("valgrind") and shutil.which("sh"),
+    "no-gcc": lambda: not any(map(shutil.which, ("gcc", "cc", "c++"))) and shutil.which("sh"),
+    "no-headers": lambda: not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"),
+    "long-tmpdir": lambda: len(tempfile.gettempdir()) > 160,
+    "read-only-home": lambda: not writable(os.path.expanduser("~")),
+    "no-shm": lambda: not writable("/dev/shm"),
+    "no-ipv6": lambda: not ipv6(),
+}.get(sys.argv[1], lambda: True)() and "changed")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("name", [name for name in settings.SETTINGS if name != "nobody"])  # it covers /root
+def test_a_setting_changes_what_it_says(name: str) -> None:
+    python = sorted(os.listdir(sys.base_prefix))
+    command = [sys.executable, settings.__file__, name, sys.executable, "-c", PROGRAM, name]
+    done = subprocess.run(command, cwd=settings.ROOT, capture_output=True, text=True, timeout=120)
+    assert sorted(os.listdir(sys.base_prefix)) == python, "a setting mounts it, and must not remove it"
+    tools = ("unshare", "mount", "setpriv", "taskset", " ip: ")
+    if done.returncode != 3 and any(tool in done.stderr for tool in tools):
+        pytest.skip(f"needs root and namespaces: {done.stderr.strip().splitlines()[-1]}")
+    assert (done.returncode, done.stdout) == (3, "changed\n"), done.stderr
+
+
+def test_an_unknown_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings.main(["no", "true"]) == settings.main(["as-is"]) == settings.main([]) == 2
+    assert "long-tmpdir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.old}")
+def test_the_text_is_there(mutation: Mutation) -> None:
+    assert mutation.old in (ROOT / mutation.file).read_text()
+
+
+def test_random_defects_are_other_programs() -> None:
+    text = "def f(é, x):\n    if not x < 2 and é:\n        g(x + 1)\n    return True\n"
+    changed = {ast.unparse(ast.parse(replaced(text, node, new))) for node, new in defects(text, ast.parse(text))}
+    found = {line.strip() for each in changed for line in each.splitlines()}
+    assert found == {
+        "def f(é, x):", "if not x < 2 and é:", "if not x <= 2 and é:", "if not x < 3 and é:", "if bool(x < 2) and é:",
+        "if not x < 2 or é:", "if True:", "if False:", "g(x + 1)", "g(x - 1)", "g(x + 2)", "pass", "return True",
+        "return False", "return None",
+    }  # fmt: skip
+
+
+SECONDS = 60
+
+WAITS = """
+import subprocess
+from pathlib import Path
+
+def test_waits():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        Path("children").write_text(str(child.pid))
+        child.wait()
+    finally:
+        child.kill()
+        child.wait()
+"""
+RUN = "import sys; from tests import run; run.run_once([sys.executable, '-m', 'pytest', *sys.argv[1:]], 600)"
+
+
+def until(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not reached():
+        if time.monotonic() > deadline:
+            pytest.fail(f"expected {what} within {SECONDS} s")
+        time.sleep(0.05)
+
+
+def ignore_sigint() -> None:
+    """As a shell without job control does for its jobs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("number", "start"),
+    [(signal.SIGTERM, None), (signal.SIGINT, None), (signal.SIGTERM, ignore_sigint)],
+    ids=["SIGTERM", "SIGINT", "SIGTERM, SIGINT ignored"],
+)
+def test_a_test_under_way_ends_what_it_started(
+    tmp_path: Path, number: signal.Signals, start: Callable[[], None] | None
+) -> None:
+    file, children = tmp_path / "test_waits.py", tmp_path / "children"
+    file.write_text(WAITS.replace('"children"', repr(str(children))))
+    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-c", RUN, *options, str(file)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=start, **quiet) as run:
+        try:
+            until(lambda: children.exists() and children.read_text() != "", "the test")
+            run.send_signal(number)
+            assert run.wait(SECONDS) != 0
+        finally:
+            run.kill()
+    child = int(children.read_text())
+    until(lambda: process(child)[0] in "ZX", "the end of what the test started")
+
+
+def test_what_tests_start_heeds_sigint() -> None:
+    ignored = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    done = subprocess.run([sys.executable, "-c", ignored], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout == "False\n"
+
+
+def test_tests_that_a_shell_began_in_the_background() -> None:
+    """There SIGINT is ignored, by all children too."""
+    this = f"{__file__}::{test_what_tests_start_heeds_sigint.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", this]
+    done = subprocess.run(
+        command, cwd=ROOT, preexec_fn=ignore_sigint, capture_output=True, text=True, timeout=2 * SECONDS
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("passed", "code"), [((True, None, True), 0), ((None, None, None), 5), ((True, False, None), 1)]
+)
+def test_a_selection_without_a_test_fails(
+    passed: tuple[bool | None, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt ``-k`` is no success; a stage alone may be empty."""
+    left = iter(passed)
+    monkeypatch.setattr(stages, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(stages, "run_stage", lambda *_: next(left))
+    assert stages.main(False, ["-k", "name"]) == code
+    assert next(left, "all ran") == "all ran"

@@ -1,0 +1,39 @@
+"""Short runs of the trainer on CPUs: settings, the run, and its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.testing import spawn
+from kos.train.config.options import TrainConfig
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+
+SMALL: dict[str, Any] = {
+    "steps": 50, "batch_size": 8, "seq_len": 32, "lr": 3e-3, "warmup_steps": 5, "eval_every": 25, "eval_batches": 3,
+    "sample_tokens": 8, "save_every": 20,
+    "model": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    },
+}  # fmt: skip
+
+
+def _config(text: Path, out: Path | None, **changes: Any) -> TrainConfig:
+    return TrainConfig.from_preset("tiny", data=str(text), out=out, **{**SMALL, **changes})
+
+
+def _train(
+    text: Path, out: Path, ranks: int = 1, hosts: Sequence[int] = (), **changes: Any
+) -> list[dict[str, Any]]:
+    config = _config(text, out, **changes)
+    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100, hosts=hosts)
+    return read_metrics(out / "metrics.jsonl")
+
+
+def _losses(rows: list[dict[str, Any]], key: str = "loss") -> np.ndarray:
+    return np.array([row[key] for row in rows])

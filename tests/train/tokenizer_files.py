@@ -1,0 +1,41 @@
+"""Tokenizers of Hugging Face that tests train, and their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEXT = "Öl & naïve 漢字 🙂\n\ndef f(x):\n\treturn x  # one\r\n" * 3
+
+
+def byte_level_bpe(texts: list[str], vocab_size: int, added: list[str]) -> Any:
+    """A tokenizer of Hugging Face, trained on the texts; ``added``: those of <|begin|> and <|end|> that it adds."""
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    parts = [token for token in ("<|begin|>", "$A", "<|end|>") if token == "$A" or token in added]
+    special = [(token, bpe.token_to_id(token)) for token in added]
+    bpe.post_processor = library.processors.TemplateProcessing(parts, special_tokens=special)
+    return bpe
+
+
+@pytest.fixture(scope="module")
+def huggingface_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE trained here, with bos and eos in both spellings of tokenizer_config.json."""
+    bpe = byte_level_bpe([TEXT, "return return def def the the\n" * 20], 330, ["<|begin|>"])
+    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    bpe.save(str(path))
+    settings = {"bos_token": {"content": "<|begin|>", "special": True}, "eos_token": "<|end|>"}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(settings))
+    return path
