@@ -150,7 +150,7 @@ MUTATIONS = [
     Mutation(PARALLEL + "tensor.py", "scatter(term_ND[half.rows]", "scatter(0 * term_ND[half.rows]", TENSOR),
     Mutation(PARALLEL + "tensor.py", "            work.wait()\n        return out", "            pass\n"
              "        return out", HALVES),
-    Mutation(LAYERS + "linear.py", "wait()\n            ctx.ops.add", "ctx.ops.add", HALVES),
+    Mutation(LAYERS + "linear.py", "wait()\n            if later:", "if later:", HALVES),
     Mutation(PARALLEL + "tensor.py", "slice(*map(self.rows, each))", "slice(0, self.rows(tokens) // count)", HALVES),
     Mutation(TRAIN + "model/model.py", "            for _ in itertools.zip_longest(*turns):\n                pass",
              "            for turn in turns:\n                for _ in turn:\n                    pass",
