@@ -74,7 +74,7 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         cuda.set_device(0)
         return cuda.create_stream(0)
     emulator.host_memory(monkeypatch)
-    monkeypatch.setattr(ops, "_tensor_map", emulator.HostMap.of)
+    monkeypatch.setattr(ops, "tensor_map", emulator.HostMap.of)
     return None
 
 

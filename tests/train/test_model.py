@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -138,6 +139,24 @@ def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
     assert loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False) == first
     assert np.array_equal(gradients.flat, kept)
     assert model.arena.in_use == 0 and model.arena.capacity == capacity
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_swiglu_within_a_product_gives_the_bits_of_both(recompute):
+    """A model asks for each MLP."""
+    asked = []
+
+    def fuses(d_out, weight, gate_up, arena):
+        asked.append((d_out.shape, weight.shape, gate_up.shape))
+        return True
+
+    config, _, weights, expected = make("tied", np.float32)
+    batch, gradients = make_batch(config, 2, 9, seed=4), weights.like()
+    fused = SimpleNamespace(**vars(numpy_ops) | {"fuses_swiglu": fuses})
+    for ops, of in ((numpy_ops, expected), (fused, gradients)):
+        loss_and_gradients(Model(config, ops, recompute=recompute), weights, *batch, of, accumulate=False)
+    assert asked == [((18, 24), (24, 29), (18, 58))] * config.num_hidden_layers
+    assert gradients.flat.tobytes() == expected.flat.tobytes()
 
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "block"])

@@ -37,6 +37,14 @@ class MLP(Sublayer):
             return super().column_gradient(ctx, saved, inner, d_inner)
         return self.quantized_gradient(ctx, d_columns)
 
+    def fused_gradient(self, ctx: PassContext, saved: Saved, d_out: Any) -> Any:
+        operands = d_out, ctx.ops.matrix(ctx.weights, self.row.name), saved.columns_NW
+        if self.row.adapters or not ctx.ops.fuses_swiglu(*operands, ctx.arena):
+            return None
+        d_columns = self.empty_gradient(ctx, saved)
+        ctx.ops.linear_swiglu_backward(*operands, d_columns, ctx.arena)
+        return self.quantized_gradient(ctx, d_columns)
+
 
 class GeluMLP(MLP):
     """``row`` takes gelu(column)."""
@@ -46,6 +54,9 @@ class GeluMLP(MLP):
 
     def activate(self, ctx: PassContext, columns_NW: Array, inner_NF: Array) -> None:
         ctx.ops.gelu(columns_NW, inner_NF, ctx.arena)
+
+    def fused_gradient(self, ctx: PassContext, saved: Saved, d_out: Any) -> None:
+        """None: there is no such kernel."""
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
         ctx.ops.gelu_backward(d_inner, saved.columns_NW, d_columns, ctx.arena)

@@ -102,10 +102,17 @@ class Sublayer:
 
     def column_gradient(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array) -> Any:
         """The gradient of the first product's output, as ``LinearOps.gradient`` gives it to both of the backward."""
-        arena = ctx.keep_for(self.column) if ctx.ops.reads_16(self.column.bias) else ctx.arena
-        d_columns = self._empty_columns(ctx, len(saved.columns_NW), d_inner.dtype, arena)
+        d_columns = self.empty_gradient(ctx, saved)
         self.core_backward(ctx, saved, inner, d_inner, d_columns)
         return self.quantized_gradient(ctx, d_columns)
+
+    def fused_gradient(self, ctx: PassContext, saved: Saved, d_out: Any) -> Any:
+        """``column_gradient`` within the second product's backward, where one kernel is faster; None: it is not."""
+
+    def empty_gradient(self, ctx: PassContext, saved: Saved) -> Array:
+        """Memory for the gradient of the first product's output."""
+        arena = ctx.keep_for(self.column) if ctx.ops.reads_16(self.column.bias) else ctx.arena
+        return self._empty_columns(ctx, len(saved.columns_NW), saved.columns_NW.dtype, arena)
 
     def quantized_gradient(self, ctx: PassContext, d_columns: Any) -> Any:
         """``LinearOps.gradient`` of the first product's output, whose halves are multiplied apart."""
@@ -190,10 +197,12 @@ class Sublayer:
             if saved.branch is not None:
                 d_out_ND = self._branch_gradient(ctx, saved.branch, dx_nD)
             normed, inner = self._operands(ctx, saved)
-            d_inner_NF = self.empty_inner(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
             d_out = ctx.ops.gradient(d_out_ND, ctx.keep if ctx.trains(self.row) else None)
-            self.row.backward(ctx, d_out, d_out_ND, d_inner_NF, inner, saved.row_lows)
-            d_columns, d_lows = self.column_gradient(ctx, saved, inner, d_inner_NF), list[Array]()
+            d_columns, d_lows = self.fused_gradient(ctx, saved, d_out), list[Array]()
+            if d_columns is None:
+                d_inner_NF = self.empty_inner(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
+                self.row.backward(ctx, d_out, d_out_ND, d_inner_NF, inner, saved.row_lows)
+                d_columns = self.column_gradient(ctx, saved, inner, d_inner_NF)
             if self.column.adapters:
                 d_lows = self.column.adapters.empty(ctx, len(saved.columns_NW), dx_nD.dtype, arena)
                 self.column.adapters.backward(ctx, ctx.ops.read_16(d_columns), saved.column_lows, d_lows)

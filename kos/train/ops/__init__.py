@@ -382,6 +382,20 @@ class Ops(Protocol):
     def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
         """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote, if that was saved."""
 
+    def fuses_swiglu(self, d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
+        """Whether ``linear_swiglu_backward`` takes these operands, and is faster than the two operations.
+
+        What is not known yet may be measured, with memory of ``arena``.
+        """
+
+    def linear_swiglu_backward(
+        self, d_out: Array, weight: Array, gate_up: Array, d_gate_up: Array, arena: Arena
+    ) -> None:
+        """``swiglu_backward`` of what ``linear_input_gradient`` computes, which a GPU does not write.
+
+        A GPU has it for operands that ``fuses_swiglu`` takes.
+        """
+
     def gelu(self, x: Array, out: Array, arena: Arena) -> None:
         """out (N, F) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GPT-2's approximation by tanh."""
 

@@ -226,6 +226,17 @@ def swiglu(gate_up: Array, out: Array, arena: Arena) -> None:
             t *= up
 
 
+def fuses_swiglu(d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
+    return False
+
+
+def linear_swiglu_backward(d_out: Array, weight: Array, gate_up: Array, d_gate_up: Array, arena: Arena) -> None:
+    with arena.scope():
+        d_inner = empty_columns(arena, len(d_out), weight.shape[1], d_out.dtype)
+        linear_input_gradient(d_out, weight, d_inner)
+        swiglu_backward(d_inner, gate_up, None, d_gate_up, arena)
+
+
 def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
     """With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out (out + s (up - out))."""
     if out is None:

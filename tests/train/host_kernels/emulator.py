@@ -63,7 +63,7 @@ PTX = [
     # Hopper's: what happens beside a thread happens at once, and all lanes of a warp come to what is in order.
     (r"(?s)#define SHARED32.*?(?=__device__ inline void wgmma_fence)", ""),  # tensor_cores.h has these functions
     (r'asm volatile\("wgmma\.(?:fence|commit_group|wait_group)[^;]*;"[^;]*;', "warp_barrier();"),
-    (r'asm volatile\("(?:fence\.proxy|prefetch|setmaxnreg|cp\.async\.bulk\.commit)[^"]*"[^;]*;', ""),
+    (r'asm volatile\("(?:fence\.proxy|prefetch|setmaxnreg|cp\.async\.bulk\.[cw])[^"]*"[^;]*;', ""),
     (r'asm volatile\("(?:griddepcontrol|cp\.async\.bulk\.prefetch)[^"]*"[^;]*;', ""),
     (r'asm volatile\("" : [^;]*;', ";"),
     (r'asm volatile\("mbarrier\.init[^;]*;"[^;]*;', "init_arrivals(barrier, arrivals);"),

@@ -74,22 +74,27 @@ static void multiply_groups(float (&d)[Values], const float (&rows)[2][16], unsi
     }
 }
 template <int Values>
-static void multiply_shared(float (&d)[Values], unsigned a, unsigned b, bool inner_last, bool add) {
+static void multiply_shared(float (&d)[Values], unsigned a, unsigned b, bool a_inner_last, bool inner_last, bool add) {
     float rows[2][16];
     const int row = current / 32 % 4 * 16 + current % 32 / 4;
     for (int k = 0; k < 16; ++k)
-        for (int below = 0; below < 2; ++below) rows[below][k] = operand_at(a, inner_last, row + 8 * below, k);
+        for (int below = 0; below < 2; ++below) rows[below][k] = operand_at(a, a_inner_last, row + 8 * below, k);
     if (!add) memset(d, 0, sizeof d);
     multiply_groups(d, rows, b, inner_last);
 }
 template <int Values>
-static void wgmma_first(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, true, false); }
+static void wgmma_first(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, true, true, false); }
 template <int Values>
-static void wgmma(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, true, true); }
+static void wgmma(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, true, true, true); }
 template <int Values>
-static void wgmma_crossed_first(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, false, false); }
+static void wgmma_crossed_first(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, false, false, false); }
 template <int Values>
-static void wgmma_crossed(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, false, true); }
+static void wgmma_crossed(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, false, false, true); }
+// A and B from shared memory, A K-major and B MN-major.
+template <int Values>
+static void wgmma(float (&d)[Values], unsigned a, unsigned b, int add) {
+    multiply_shared(d, a, b, true, false, add);
+}
 template <int Values>
 static void wgmma(float (&d)[Values], const unsigned* a, unsigned b) {
     float rows[2][16];
@@ -153,7 +158,8 @@ static void load_a_box(void* target, const void* map, void* barrier, int column,
     for (int row = 0; row < 64; ++row)
         for (int chunk = 0; chunk < 8; ++chunk)
             memcpy((void*)permuted(address + row * 128 + chunk * 16),
-                   token + row < from.tokens ? from.at(column + 8 * chunk, token + row, sample) : zeros, 16);
+                   token + row < from.tokens && column + 8 * chunk < from.columns
+                       ? from.at(column + 8 * chunk, token + row, sample) : zeros, 16);
     bytes_came(barrier, 64 * 128);
 }
 static void store_a_box(const void* map, const void* source, int column, int token, int sample) {

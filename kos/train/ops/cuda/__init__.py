@@ -32,6 +32,7 @@ from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Columns, Matmul
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
+from kos.train.ops.cuda.swiglu import HOPPER, SwigluOps
 from kos.train.ops.norm import Normalize
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -39,7 +40,7 @@ DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
 INT32 = DTYPES["int32"]
 
 
-class CudaOps(NormOps):
+class CudaOps(NormOps, SwigluOps):
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products use ``algorithms``, to which callers may add before a shape's first use; ``search`` times those
@@ -61,10 +62,12 @@ class CudaOps(NormOps):
         self.device = device
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
         self.algorithms = {} if algorithms is None else algorithms
+        self.search = search
         self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
         self.attention_kernels = attention.fastest_kernels(device)  # from which ``attention.kernel_set`` chooses
         self.overlaps = device_info(device).compute_capability >= (9, 0)  # programmatic dependent launch
+        self.swiglu_kernel = device_info(device).arch == HOPPER
         self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
@@ -172,16 +175,6 @@ class CudaOps(NormOps):
     def cast(self, source: Array, out: Array) -> None:
         """out = source, of another dtype."""
         self._elementwise("cast", out, source, out, SOURCE=source.dtype.name)
-
-    def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
-        rows, columns = out.shape
-        self._elementwise(
-            "swiglu", out, gate_up, out, row=columns, COLUMNS=columns, overlap=rows <= self.few_rows
-        )  # fmt: skip
-
-    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
-        columns = d_out.shape[1]
-        self._elementwise("swiglu_backward", d_out, d_out, gate_up, d_gate_up, row=columns, COLUMNS=columns)
 
     def gelu(self, x: Array, out: Array, arena: Arena) -> None:
         self._elementwise("gelu", out, x, out)

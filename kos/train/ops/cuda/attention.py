@@ -305,11 +305,11 @@ class Tokens(NamedTuple):
     def encode(self) -> Any:
         tokens = self.tokens or slice(0, self.length)
         size, columns = tokens.stop - tokens.start, self.array.shape[1]
-        return _tensor_map(_row(self.array, tokens), self.samples, size, self.length, columns)
+        return tensor_map(_row(self.array, tokens), self.samples, size, self.length, columns)
 
 
 @functools.lru_cache(maxsize=1024)
-def _tensor_map(pointer: int, samples: int, tokens: int, length: int, columns: int) -> Any:
+def tensor_map(pointer: int, samples: int, tokens: int, length: int, columns: int) -> Any:
     """A TMA descriptor for boxes of 64 tokens and 64 columns.
 
     Tokens beyond the ``tokens`` of a sample are read as zeros and not written.

@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -261,43 +261,50 @@ class Matmul:
     def _fastest(
         self, plan: Plan, candidates: list[np.ndarray[Any, Any]], a: Array, b: Array, c: Array | None, out: Array
     ) -> np.ndarray[Any, Any]:
-        """Of the algorithms that are nearly the fastest in a short test, the fastest in a long one.
-
-        Brief runs are taken in turns, so that none has a cooler GPU than others.
-        """
         shape = (*out.shape[:-1], row_of(out))
         scratch = Array.empty(shape, out.dtype, self.device, stream=self.stream, label="matmul search")
 
-        def each(algorithm: np.ndarray[Any, Any], runs: int = 1) -> float:
-            """Milliseconds of one of ``runs`` that are queued behind each other."""
+        def run(algorithm: np.ndarray[Any, Any]) -> None:
+            self._run(plan, algorithm.ctypes.data, a, b, c, scratch)
 
-            def run() -> None:
-                for _ in range(runs):
-                    self._run(plan, algorithm.ctypes.data, a, b, c, scratch)
-
-            return streams.milliseconds(run, self.stream) / runs
-
-        def lasting(index: int) -> float:
-            each(candidates[index], math.ceil(SETTLE / brief[index]))
-            return each(candidates[index], math.ceil(MEASURE / brief[index]))
-
-        def first_of(algorithm: np.ndarray[Any, Any]) -> float:
+        def runs(algorithm: np.ndarray[Any, Any]) -> bool:
             try:
-                return each(algorithm)
-            except self.lt.cuBLASLtError:  # it does not run: others will
+                streams.milliseconds(functools.partial(run, algorithm), self.stream)
+            except self.lt.cuBLASLtError:  # others will
                 if driver.broken():
                     raise
-                return math.inf
+                return False
+            return True
 
-        usable = [algorithm for algorithm in candidates if first_of(algorithm) < math.inf]
-        candidates = usable or candidates
-        rounds = [[each(algorithm) for algorithm in candidates] for _ in range(REPEATS)]
-        brief = np.min(rounds, axis=0)
-        first, *others = (int(index) for index in np.argsort(brief, kind="stable")[:FINALISTS])
-        near = [index for index in others if brief[index] <= NEAR * brief[first]]
-        if brief[first] < SHORT or not near:
-            return candidates[first]
-        return candidates[min(first, *near, key=lasting)]
+        candidates = [*filter(runs, candidates)] or candidates
+        return candidates[fastest([functools.partial(run, each) for each in candidates], self.stream)]
+
+
+def fastest(runs: Sequence[Callable[[], None]], stream: Any) -> int:
+    """Which of ``runs`` is the fastest in a long test, of those that are nearly the fastest in a short one.
+
+    Brief runs are taken in turns, so that none has a cooler GPU than others.
+    """
+
+    def each(run: Callable[[], None], count: int = 1) -> float:
+        """Milliseconds of one of ``count`` that are queued behind each other."""
+
+        def all_of_them() -> None:
+            for _ in range(count):
+                run()
+
+        return streams.milliseconds(all_of_them, stream) / count
+
+    def lasting(index: int) -> float:
+        each(runs[index], math.ceil(SETTLE / brief[index]))
+        return each(runs[index], math.ceil(MEASURE / brief[index]))
+
+    brief = np.min([[each(run) for run in runs] for _ in range(REPEATS)], axis=0)
+    first, *others = (int(index) for index in np.argsort(brief, kind="stable")[:FINALISTS])
+    near = [index for index in others if brief[index] <= NEAR * brief[first]]
+    if brief[first] < SHORT or not near:
+        return first
+    return min(first, *near, key=lasting)
 
 
 def scale_mode(shape: tuple[int, ...], rows: int, columns: int) -> int:
