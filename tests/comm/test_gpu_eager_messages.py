@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kos
 from kos.comm.gpu import memory as gpu_memory
 from kos.cuda import driver, kernels
 from kos.errors import CudaError, KosError
@@ -151,6 +152,27 @@ def counted(fake: FakeNCCL, *names: str) -> dict[str, int]:
     for name in names:
         setattr(fake, name, count(name, getattr(fake, name)))
     return counts
+
+
+SUM, PROD, MAX, AVG = kos.ReduceOp.SUM, kos.ReduceOp.PROD, kos.ReduceOp.MAX, kos.ReduceOp.AVG
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "op", "alike"),
+    [(2, np.float32, SUM, True), (2, np.float16, PROD, True), (2, np.float32, AVG, False),
+     (2, np.float32, kos.PremulSum(2.0), False), (2, np.float32, MAX, False), (3, np.float32, SUM, False),
+     (3, np.complex64, SUM, False), (3, np.int32, SUM, True), (3, np.bool_, MAX, True)],
+)  # fmt: skip
+def test_sums_that_have_one_order(fake: FakeNCCL, size: int, dtype: Any, op: Any, alike: bool) -> None:
+    """A reduce_scatter_v is then a group of NCCL's own reduces, which needs no kernel of kos."""
+    counts = counted(fake, "reduce", "send")
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu(np.ones(2 * size, dtype))
+        comm.reduce_scatter_v(x, [2] * size, on_gpu(np.zeros(2, dtype)), op)
+
+    FakeRanks(size).run(body)
+    assert counts == {"reduce": size**2 * alike, "send": size**2 * (not alike)}
 
 
 class NCCLError(Exception):

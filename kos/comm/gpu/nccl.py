@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
-from itertools import starmap
+from itertools import accumulate, starmap
 from math import prod
 from mmap import PAGESIZE
 from typing import Any
@@ -37,7 +37,7 @@ from kos.comm.gpu.nccl_staging import MESSAGES, Copy, as_messages, copy, stage, 
 from kos.comm.gpu.routes import nothing
 from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
-from kos.comm.reduction import Reduction
+from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.waits import start_in_thread
 from kos.comm.work import Engine, Work
 from kos.cuda import driver
@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 
 _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
+_PLAIN = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
 _FREE_SECONDS = 1.0
 _POLL_SECONDS = 0.02  # between two checks of the other ranks while a call of NCCL has not returned
 
@@ -378,9 +379,13 @@ class NCCLBackend(Backend):
         """The launch of a reduction, and what runs it."""
         reduction, send, recv = o.reduction, o.send, o.recv
         assert reduction is not None and send is not None
-        lacking = o.name in ("reduce_scatter_v", "scan", "exscan")
-        known = None if lacking else binding.native(reduction.op, reduction.dtype)
-        if o.options.deterministic and reduction.dtype.kind in ("float", "complex"):
+        known = None if o.name in ("scan", "exscan") else binding.native(reduction.op, reduction.dtype)
+        any_order = reduction.dtype.kind not in ("float", "complex")
+        if not any_order and o.options.deterministic:
+            known = None
+        if o.name == "reduce_scatter_v":
+            if known is not None and reduction.op in _PLAIN and (any_order or self.size == 2):  # it has one order
+                return self._reduces(o, *known), "reduces"
             known = None
         if known is None:
             return self._by_exchanges(o), "ordered"
@@ -394,6 +399,19 @@ class NCCLBackend(Backend):
             function = getattr(self._nccl, o.name)
             return partial(self._premultiplied, function, count * per, reduction, last), "premultiplied"
         return native_call(o.name, count * per, code, op, *last, comm), "native"
+
+    def _reduces(self, o: Operation, code: int, op: int, per: int) -> Run:
+        """A reduce_scatter_v as one reduce for each rank, to that rank, in a group.
+
+        NCCL reduces in no registered memory, so arrays in windows need no staging memory.
+        """
+        assert o.send is not None and o.send_counts is not None
+        send, recv, size = o.send.pointer, 0 if o.recv is None else o.recv.pointer, o.send.dtype.itemsize
+        parts = zip(accumulate(o.send_counts, initial=0), o.send_counts, strict=False)
+        return partial(make_in_group, [
+            ("reduce", send + start * size, recv, count * per, code, op, root, self._comm)
+            for root, (start, count) in enumerate(parts) if count
+        ])  # fmt: skip
 
     def _premultiplied(
         self, function: Callable[..., None], count: int, reduction: Reduction, root: tuple[int, ...], stream: int,
