@@ -4,14 +4,14 @@ Four variants of the same call are timed in turns:
 
 - ``core_us``: the compiled core;
 - ``python_us``: Python, with the core off;
-- ``c_us``: a loop in C that only makes the launch;
-- ``bare_us``: a loop in Python that calls a function in C which only makes the launch.
+- ``c_us``: a loop in C that only makes the launches;
+- ``bare_us``: a loop in Python that calls a function in C which only makes the launches.
 
-For peer the launch is that of the same kernel with the same attributes, for nccl a call of NCCL's own function.  A
-figure is the time until a call returns, back to back, in microseconds: the median of all turns on the slowest rank.
-The launch queue is never full: after each turn the ranks wait for the GPU.  ``kernels`` is the number of kernels that a
-call launches.  It is 0 where the core does not make the call, such as one of several launches; there only Python is
-timed.
+For peer the launch is that of the same kernel with the same attributes.  For nccl it is a call of NCCL's own function,
+or a group of sends and receives, which kernels of kos may follow.  A figure is the time until a call returns, back to
+back, in microseconds: the median of all turns on the slowest rank.  The launch queue is never full: after each turn the
+ranks wait for the GPU.  ``launches`` is the number of functions that a call calls to queue its work.  It is 0 where the
+core does not make the call; there only Python is timed.
 
 One GPU for two ranks serves peer alone, whose kernels take turns of a millisecond there: a few calls and turns will do.
 Arrays of torch are on its current stream, those of kos on a stream of their own and on the legacy default stream.
@@ -39,6 +39,7 @@ import kos
 from kos.bench.report import provenance, to_json
 from kos.commands import program
 from kos.cuda import create_stream, driver
+from kos.cuda.kernels import Launch
 from kos.errors import BackendUnavailable, KosError
 from kos.files import check_writable
 from kos.memory import Array
@@ -57,6 +58,11 @@ OPERATIONS: dict[str, Callable[[Any, Any, Any, Any], Call]] = {
     "scatter": lambda c, x, y, z: partial(c.scatter, y if c.rank == 0 else None, x, 0),
     "scan": lambda c, x, y, z: partial(c.scan, x),
     "send_recv": lambda c, x, y, z: partial(c.send_recv, x, z[: x.shape[0]], 1 - c.rank, 1 - c.rank),
+    "all_gather_v": lambda c, x, y, z: partial(c.all_gather_v, x, [*x.shape] * c.size, y),
+    "all_to_all_v": lambda c, x, y, z: partial(c.all_to_all_v, y, [*x.shape] * c.size, [*x.shape] * c.size, z),
+    "gather_v": lambda c, x, y, z: partial(c.gather_v, x, [*x.shape] * c.size, 0, y if c.rank == 0 else None),
+    "scatter_v": lambda c, x, y, z: partial(c.scatter_v, y if c.rank == 0 else None, [*x.shape] * c.size, x, 0),
+    "reduce_scatter_v": lambda c, x, y, z: partial(c.reduce_scatter_v, y, [*x.shape] * c.size, x),
 }
 """By name, of x with a part of each rank, and y and z with the parts of all."""
 
@@ -108,16 +114,16 @@ class Timer:
             run()
         return (time.perf_counter_ns() - began) / self._calls / 1e3
 
-    def _launch(self, run: Call) -> tuple[Any, Any] | None:
-        """The launch of a call by Python, and its Work, which has the addresses and the stream."""
+    def _launches(self, run: Call) -> tuple[list[Launch], Any] | None:
+        """The launches of a call by Python, and its Work, which has the addresses and the stream."""
         backend = self._comm.backend
         backend._last = None
         run()
         work = backend._last
         run = work.prepared.run
         bare = run.launch if isinstance(run, InWindows) else run
-        known = self._comm._eager is not None and work.prepared.route.launch_words(bare)
-        return (known[0], work) if known else None
+        known = self._comm._eager is not None and work.prepared.route.launches(bare, work.stream)
+        return (known, work) if known else None
 
     def row(self, make: Callable[..., Call], *arrays: Any) -> dict[str, Any]:
         """The figures of one call.  Collective."""
@@ -128,29 +134,31 @@ class Timer:
         self._settle()
         if eager is not None:
             eager.off = True
-        launch = self._launch(run)
-        if b"" in comm.rendezvous.allgather(b"" if launch is None else b"1"):
-            launch = None
-        sources = None if launch is None else struct.pack("=3Q", launch[1].send, launch[1].recv, launch[1].stream)
+        found = self._launches(run)
+        if b"" in comm.rendezvous.allgather(b"" if found is None else b"1"):
+            found = None
+        launches, work = ([], None) if found is None else found
+        sources = struct.pack("=3Q", *(getattr(work, name, 0) or 0 for name in ("send", "recv", "stream")))
+        packed = b"".join(each.packed for each in launches)
         times: dict[str, list[float]] = {"python_us": [], "core_us": [], "c_us": [], "bare_us": []}
         hits = 0
         for _ in range(self._turns):
             times["python_us"].append(self._time(run))
-            if launch is None:
+            if found is None:
                 continue
             eager.off, before = False, eager.hits
             times["core_us"].append(self._time(run))
             hits += eager.hits - before
             eager.off = True
             self._settle()
-            self._loop.prepare_launches(launch[0], sources)
+            self._loop.prepare_launches(packed, len(launches), sources)
             times["c_us"].append(self._loop.time_launches(self._calls))
             times["bare_us"].append(self._time(self._loop.launch_function()))
         if eager is not None:
             eager.off = False
         self._settle()
         mine = {name: statistics.median(each) for name, each in times.items() if each}
-        mine |= {"kernels": int(launch is not None), "by_core": hits / self._turns / (self._calls + 1)}
+        mine |= {"launches": len(launches), "by_core": hits / self._turns / (self._calls + 1)}
         everyone = [json.loads(text) for text in comm.rendezvous.allgather(json.dumps(mine).encode())]
         return {name: round(max(each.get(name, 0) for each in everyone), 3) for name in mine}
 

@@ -1,4 +1,4 @@
-// The lower bound of a call on a GPU: the core's launch alone, in a loop in C or called from Python.
+// The lower bound of a call on a GPU: the core's launches alone, in a loop in C or called from Python.
 #include "core.h"
 
 #include <time.h>
@@ -9,36 +9,46 @@ static double now(void) {
     return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
 }
 
-static struct {
+enum { MOST = 64 };
+static _Thread_local struct {
     const kos_launch *l;
     kos_config config;
     uint64_t w[KOS_MOST_WORDS];
     void *parameters[KOS_MOST_WORDS];
-} bare;
+} bare[MOST];
+static _Thread_local int number;  // of launches
 
-// Sets the launch that time_launches and launch_function make.
-void prepare_launches(const kos_launch *l, const uint64_t *sources) {
-    const kos_patch *patch = (const kos_patch *)(l->data + l->words);
-    bare.l = l;
-    bare.config = l->config;
-    bare.config.stream = sources[KOS_STREAM];
-    for (uint64_t i = 0; i < l->words; i++) {
-        bare.w[i] = l->data[i];
-        bare.parameters[i] = &bare.w[i];
+// Sets the launches that time_launches and launch_function make, MOST at most.
+void prepare_launches(const kos_launch *l, int count, const uint64_t *sources) {
+    number = count;
+    for (int n = 0; n < count; n++) {
+        const kos_patch *patch = (const kos_patch *)(l->data + l->words);
+        bare[n].l = l;
+        bare[n].config = l->config;
+        bare[n].config.stream = sources[KOS_STREAM];
+        for (uint64_t i = 0; i < l->words; i++) {
+            bare[n].w[i] = l->data[i];
+            bare[n].parameters[i] = &bare[n].w[i];
+        }
+        for (uint64_t i = 0; i < l->patches; i++)
+            bare[n].w[patch[i].word] = sources[patch[i].source] + patch[i].offset;
+        l = (const kos_launch *)(patch + l->patches);
     }
-    for (uint64_t i = 0; i < l->patches; i++)
-        bare.w[patch[i].word] = sources[patch[i].source] + patch[i].offset;
 }
 
 static int launch(void) {
-    int (*kernel)(kos_config *, uint64_t, void **, void **) = (void *)bare.l->function;
-    int (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t) = (void *)kernel;
-    const uint64_t *w = bare.w;
-    return bare.l->kernel ? kernel(&bare.config, bare.l->kernel, bare.parameters, 0)
-                          : function(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
+    int error = 0;
+    for (int n = 0; n < number; n++) {
+        int (*kernel)(kos_config *, uint64_t, void **, void **) = (void *)bare[n].l->function;
+        int (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t) = (void *)kernel;
+        const uint64_t *w = bare[n].w;
+        error |= bare[n].l->kernel ? kernel(&bare[n].config, bare[n].l->kernel, bare[n].parameters, 0)
+                                   : function(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
+    }
+    return error;
 }
 
-// The mean time of `calls` launches in microseconds; -1 after an error.
+// The mean time of `calls` calls in microseconds; -1 after an error.
 double time_launches(int calls) {
     const double began = now();
     int error = 0;
@@ -59,7 +69,7 @@ static void *launch_once(void *self, void *unused) {
     return _Py_NoneStruct;
 }
 
-// Returns a Python function that only makes the launch.
+// Returns a Python function that only makes the launches.
 void *launch_function(void) {
     static method definition = {"launch", launch_once, 4, 0};  // METH_NOARGS
     return PyCFunction_NewEx(&definition, 0, 0);

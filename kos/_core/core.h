@@ -302,7 +302,7 @@ typedef struct {
 } kos_group;
 
 // --- Launches on a GPU ---------------------------------------------------------------------------------------------
-// What one start queues: a kernel, by the driver's cuLaunchKernelEx, or an operation of NCCL, by its function.  Both
+// What one start queues: kernels, by the driver's cuLaunchKernelEx, copies, and calls of NCCL, by their functions.  Both
 // libraries are loaded by Python, which gives the addresses of their functions and makes all of this.
 
 // As CUDA's CUlaunchConfig.
@@ -312,14 +312,15 @@ typedef struct {
 } kos_config;
 
 enum kos_source { KOS_SEND_ADDRESS, KOS_RECV_ADDRESS, KOS_STREAM, KOS_SOURCES };
-enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 304 };  // PLAN_AT: bytes of objects before the words of a queued call
+enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 80 };  // PLAN_AT: bytes of objects before the words of a queued call
 
 // The words are the parameters of a kernel, or the arguments of the function.  Patches follow them, which say what
 // differs between two starts: a word is a source plus an offset.
 typedef struct {
-    uint64_t function;  // an address, or 0: nothing is queued
+    uint64_t function;  // an address
     uint64_t kernel;    // a CUfunction, or 0
     uint64_t words, patches;
+    uint64_t closes;    // ncclGroupEnd is called even if one of so many launches right before it has failed
     kos_config config;  // of a kernel
     uint64_t data[];
 } kos_launch;
@@ -457,7 +458,8 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it
 void kos_rest(int64_t start, int yields);
 
 // launch.c
-// Queues it; returns 0, or the error of the function.  It needs no GIL, and may block until the GPU has run others.
-int kos_queue_launch(const kos_launch *launch, const uint64_t sources[KOS_SOURCES]);
+// Queues one after another; returns 0, or the error of the function that `failed` then tells the number of.  It needs no
+// GIL, and may block until the GPU has run others.
+int kos_queue_launches(const kos_launch *l, uint64_t count, const uint64_t sources[KOS_SOURCES], uint64_t *failed);
 
 #endif

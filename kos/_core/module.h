@@ -50,7 +50,7 @@ PyObject *nanoseconds(void);  // for it
 // of the entry before whose end may run Python: the caller releases them when its call is on its way.
 PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame, PyObject **old);
 
-extern PyObject *s_closed, *s_requires_grad, *s_is_neg;
+extern PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
 // An attribute, or what a method returns, to be compared with a constant: NULL on an error.
 const PyObject *peek(PyObject *x, PyObject *name, int is_method);
 // The address of an attribute that is in the ``__slots__`` of a class of the object; NULL for other attributes.

@@ -60,7 +60,7 @@ typedef struct {
 
 static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
-PyObject *s_closed, *s_requires_grad, *s_is_neg;
+PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
 static PyObject *s_remember, *s_finish, *s_asked, *s_start;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
@@ -469,6 +469,7 @@ int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
         {&s_closed, "closed"}, {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
         {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+        {&s_cuda_stream, "__cuda_stream__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))

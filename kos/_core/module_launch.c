@@ -5,42 +5,35 @@
 // numbers, records, publishes and queues the call.  In every other case Python does.
 #include "module.h"
 
-// State that is compared before a call: the attribute at `at`, or the result of a method if `at` is NULL.
-typedef struct { PyObject **at, *object, *name, *value; } guard;
-enum { MOST_GUARDS = 8 };
-
-// A cached call; its launch follows.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
+// A cached call; its launches follow.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
 typedef struct {
     PyObject *description, *works[2], **last_of_backend, **last;  // works[1]: of a Persistent; slots of the last Work
-    Py_ssize_t guards;
-    guard guard[MOST_GUARDS];
+    PyObject **current, **party;  // slots: the owner of the stream of the last call, and the route whose turn it was
+    PyObject *owner, *route;      // what these must be
+    PyObject *handle;             // what the owner says of its stream unless it has closed it; None if it cannot
+    uint64_t launches;
     uint64_t fingerprint;           // 0 of a message
     uint64_t stream;                // a handle
     uint64_t failed;                // the address of a word that is not 0 once a kernel has ended early, or 0
+    uint64_t room, blocks, blocks_per_sm;  // an address, or 0: of the most blocks and the least blocks_per_sm
     uint64_t context, get_context;  // that must be current, and the driver's function; 0: any may be
     uint64_t is_captured;           // the driver's function, for a call that runs otherwise in a graph; or 0
     uint64_t send_bytes, recv_bytes, distance;  // from output to input if they overlap
 } queued_call;
-_Static_assert(offsetof(queued_call, fingerprint) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
+_Static_assert(offsetof(queued_call, launches) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
-enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 9, BACKEND, SHARED };  // of what EagerCalls.remember returns
+enum { PLAN, DESCRIPTION = 2, WORK, ORDER = 9, BACKEND, SHARED };  // of what EagerCalls.remember returns
+enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES };        // of its ORDER
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
-static long long number_at(PyObject *tuple, Py_ssize_t at) { return PyLong_AsLongLong(PyTuple_GetItem(tuple, at)); }
-
-// Whether an attribute is what it was: the same object, an equal number, or (blocks, blocks of a multiprocessor) of
-// kernels that leave as much room; or a method returns what it did: __cuda_stream__, unless the stream was closed.
-static int is_still(const guard *g) {
-    PyObject *value = g->at ? *g->at : PyObject_CallMethodObjArgs(g->object, g->name, NULL), *expected = g->value;
-    int same = value == expected;
-    if (value && !same && g->at && PyTuple_Check(value) && PyTuple_Check(expected))
-        same = number_at(value, 0) >= number_at(expected, 0) && number_at(value, 1) <= number_at(expected, 1);
-    else if (value && !same && (!g->at || PyLong_CheckExact(value)))
-        same = PyObject_RichCompareBool(value, expected, Py_EQ) == 1;
-    if (g->at)
-        return same;
-    Py_XDECREF(value);
+// Whether the owner of the stream has not closed it, which it is asked: that may run Python.
+static int is_open(const queued_call *q) {
+    if (q->handle == Py_None)
+        return 1;
+    PyObject *handle = PyObject_CallMethodObjArgs(q->owner, s_cuda_stream, NULL);
+    const int same = handle && PyObject_RichCompareBool(handle, q->handle, Py_EQ) == 1;
+    Py_XDECREF(handle);
     PyErr_Clear();
     return same;
 }
@@ -54,14 +47,14 @@ static int is_as_far(const queued_call *q, const char *send, const char *recv) {
 static int may_queue(Group *g, const queued_call *q, const char *send, const char *recv) {
     int (*get_context)(uint64_t *) = (int (*)(uint64_t *))(uintptr_t)q->get_context;
     int (*is_captured)(uint64_t, int *) = (int (*)(uint64_t, int *))(uintptr_t)q->is_captured;
+    const volatile uint64_t *failed = (uint64_t *)(uintptr_t)q->failed, *room = (uint64_t *)(uintptr_t)q->room;
     uint64_t context = 0;
     int captured = 0;
-    for (const guard *each = q->guard; each < q->guard + q->guards; each++)
-        if (!is_still(each))
-            return 0;
-    if (g->off || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED
-        || (q->failed && *(volatile uint64_t *)(uintptr_t)q->failed) || !is_as_far(q, send, recv)
-        || (q->fingerprint && atomic_load_explicit(&g->core.line->arrived, memory_order_relaxed) >= g->compare_at))
+    if (!is_open(q) || *q->current != q->owner || *q->party != q->route || *g->first != Py_None || g->off
+        || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || (failed && *failed)
+        || (room && (q->blocks > room[0] || q->blocks_per_sm < room[1])) || !is_as_far(q, send, recv)
+        || (q->fingerprint && (*g->active != Py_None
+            || atomic_load_explicit(&g->core.line->arrived, memory_order_relaxed) >= g->compare_at)))
         return 0;
     return (!q->context || (!get_context(&context) && context == q->context))
         && (!q->is_captured || (!is_captured(q->stream, &captured) && !captured));
@@ -69,18 +62,18 @@ static int may_queue(Group *g, const queued_call *q, const char *send, const cha
 
 int find_slots(PyObject *how) {
     queued_call *q = (queued_call *)PyByteArray_AsString(PyTuple_GetItem(how, PLAN));
-    PyObject *guards = PyTuple_GetItem(how, GUARDS), *work = PyTuple_GetItem(how, WORK);
+    PyObject *order = PyTuple_GetItem(how, ORDER), *work = PyTuple_GetItem(how, WORK);
     q->description = PyTuple_GetItem(how, DESCRIPTION);
     for (int i = 0; i < 2; i++)
         q->works[i] = PyTuple_Check(work) ? PyTuple_GetItem(work, i) : i ? NULL : work;
     q->last_of_backend = slot_of(PyTuple_GetItem(how, BACKEND), "_last");
     q->last = slot_of(PyTuple_GetItem(how, SHARED), "last");
-    q->guards = PyList_Size(guards);
-    guard *each = q->guard;
-    for (Py_ssize_t i = 0; i < q->guards && i < MOST_GUARDS; i++, each++)
-        if (PyArg_ParseTuple(PyList_GetItem(guards, i), "OUO", &each->object, &each->name, &each->value))
-            each->at = slot_of(each->object, PyUnicode_AsUTF8AndSize(each->name, NULL));
-    return q->last_of_backend && q->last && q->guards <= MOST_GUARDS && !PyErr_Occurred();
+    q->current = slot_of(PyTuple_GetItem(order, STREAMS), "current");
+    q->party = slot_of(PyTuple_GetItem(order, STREAMS), "party");
+    q->owner = PyTuple_GetItem(order, OWNER_OF_STREAM);
+    q->route = PyTuple_GetItem(order, PARTY);
+    q->handle = PyTuple_GetItem(order, HANDLE);
+    return q->last_of_backend && q->last && q->current && q->party;
 }
 
 PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result, char *send, char *recv) {
@@ -114,13 +107,16 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result,
     }
     Py_DECREF(sequence);
     const uint64_t sources[] = {(uintptr_t)send, (uintptr_t)recv, q->stream};
+    uint64_t failed = 0;
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = kos_queue_launch((const kos_launch *)(q + 1), sources);
+    error = kos_queue_launches((const kos_launch *)(q + 1), q->launches, sources, &failed);
     Py_END_ALLOW_THREADS
     if (error) {
+        PyObject *launches = PyTuple_GetItem(PyTuple_GetItem(how, ORDER), LAUNCHES);
         Py_XDECREF(result);
-        result = PyObject_CallMethod(g->objects[NODE], "launch_failed", "Oi", work, error);  // raises
+        result = PyObject_CallMethod(g->objects[NODE], "launch_failed", "OOi", work,
+                                     PyList_GetItem(launches, (Py_ssize_t)failed), error);  // raises
     }
     if (q->fingerprint)
         put(g->active, Py_None);

@@ -48,6 +48,7 @@ from kos.comm.tuning import Table
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
 from kos.cuda import Kernel, load_kernel
+from kos.cuda.kernels import Launch
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Array as GPUArray
 from kos.memory import Buffer
@@ -63,8 +64,6 @@ Resolved = tuple[Run, str | None, bool]
 """How a route runs calls of one signature on a GPU.  First: the function that queues a call.  Second: the name of the
 kernel, if its choice depends on more than the arguments; kos checks that all ranks have chosen the same.  Third:
 whether later calls may use the function."""
-Guard = tuple[Any, str, Any]
-"""An object, the name of one of its slots, and the value that the slot must have for the core to make a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +336,11 @@ class Backend(ABC):
         """A launch that sends piece j to rank j and receives piece j from it.  None: kos uses ``exchange``."""
         return None
 
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run | None:
+        """A launch of an all-gather, as ``collect``.  None: kos uses ``collect``."""
+        recvs = [(recv + rank * nbytes, nbytes) for rank in range(self.size)]
+        return self.bind_exchange([(send, nbytes)] * self.size, recvs)
+
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         """A kernel of kos for this GPU."""
         assert self.device is not None
@@ -349,16 +353,12 @@ class Backend(ABC):
     def entered(self, stream: int) -> None:  # noqa: B027
         """kos calls this after it has ordered ``stream`` behind earlier launches, before the next launch on it."""
 
-    def launch_words(self, run: Run) -> tuple[bytes, list[Guard]] | None:
-        """The launch of ``run`` as a ``kos_launch`` of ``core.h``, and the guards under which it is valid.
+    def launches(self, run: Run, stream: int) -> Sequence[Launch] | None:
+        """What ``run`` queues on ``stream`` outside of a graph.  The compiled core then makes such calls.
 
-        The compiled core then makes such calls.  None if ``run`` queues more than this launch.
+        None if the core cannot.  kos drops the launches when it frees scratch memory or changes windows.
         """
         return None
-
-    def launch_error(self, run: Run, status: int) -> Exception:
-        """The error to raise if the core's launch of ``run`` has failed with ``status``."""
-        raise NotImplementedError
 
     def inspect(self, work: Work[Any]) -> None:
         """Raise an error of ``work`` if the library or a kernel has reported a failure.  Never waits."""

@@ -13,12 +13,13 @@ import hashlib
 import logging
 import re
 import struct
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,9 +56,46 @@ class Address:
         return (self.alignment + self.offset) % divisor
 
 
-def resolved(address: Any, arrays: Sequence[int]) -> int:
-    """An Address, or a number, as a number."""
+def resolved(address: Any, arrays: Sequence[Any]) -> Any:
+    """An Address, or a number, as a number.  If ``arrays`` are Addresses, it remains an Address."""
     return arrays[address.number] + address.offset if type(address) is Address else int(address)
+
+
+SEND, RECV, STREAM = (Address(number, 0, 0) for number in range(3))
+"""The two arrays of a launch, and its stream, as arguments of ``pack``."""
+
+
+class Launch(NamedTuple):
+    """A call of a C function that queues work on a stream, for the compiled core."""
+
+    packed: bytes
+    """What ``pack`` returns."""
+    error: Callable[[int], Exception]
+    """The error to raise if the function has returned this status."""
+    context_up_to: int = 0
+    """The largest handle of a stream on which the GPU must be current for it; 0 if it never must be."""
+    room: tuple[int, int, int] = (0, 0, 0)
+    """The address of two words, and bounds: the core queues it while the first word is at least the first bound, and
+    the second word at most the second one.  0 if there are no such words."""
+
+
+def pack(function: int, arguments: Sequence[Any], *, kernel: int = 0, config: bytes = b"", closes: int = 0) -> bytes:
+    """A ``kos_launch`` of ``core.h``: a call of the function at this address.
+
+    ``arguments`` are numbers, and Addresses for what differs between two launches.  With ``closes``, the function is
+    called even if one of so many launches right before it has failed.
+    """
+    words = [0 if type(x) is Address else int(x) for x in arguments]
+    words += [0] * (8 - len(words))  # the core always passes 8 words to a function
+    patches = [n for i, x in enumerate(arguments) if type(x) is Address for n in (i, x.number, x.offset)]
+    header = struct.pack("=5Q", function, kernel, len(words), len(patches) // 3, closes)
+    return header + (config or bytes(_CONFIG_BYTES)) + struct.pack(f"={len(words)}Q{len(patches)}q", *words, *patches)
+
+
+def copy_launch(target: Any, source: Any, nbytes: int) -> Launch:
+    """The launch of a copy; each address may be an ``Address``."""
+    packed = pack(driver.address("cuMemcpyDtoDAsync_v2"), (target, source, nbytes, STREAM))
+    return Launch(packed, lambda status: driver.error_of("cuMemcpyDtoDAsync", cu.CUresult(status)), sys.maxsize)
 
 
 class KernelCache:
@@ -303,15 +341,14 @@ class BoundKernel:
         """The error of a launch that the driver has refused with ``status``."""
         return driver.error_of(f"launch of {self._kernel.name}: cuLaunchKernelEx", cu.CUresult(status))
 
-    def packed(self) -> bytes:
-        """The launch for the compiled core, which needs this object meanwhile: a ``kos_launch`` (``core.h``)."""
-        count = len(self._words) // 2
-        numbers = driver.address("cuLaunchKernelEx"), int(self._kernel._function), count, len(self._addresses)
+    def as_launch(self) -> Launch:
+        """The launch for the compiled core, which needs this object meanwhile."""
+        words: list[Any] = self._words[: len(self._words) // 2]
+        for i, number, offset in self._addresses:
+            words[i] = Address(number, offset, 0)
         config = ctypes.string_at(int(self._config.getPtr()), _CONFIG_BYTES)
-        addresses = [number for each in self._addresses for number in each]
-        return struct.pack("=4Q", *numbers) + config + struct.pack(f"={count}Q", *self._words[:count]) + struct.pack(
-            f"={len(addresses)}q", *addresses
-        )
+        packed = pack(driver.address("cuLaunchKernelEx"), words, kernel=int(self._kernel._function), config=config)
+        return Launch(packed, self.error, streams.PER_THREAD)
 
 
 _CONFIG_BYTES = 56

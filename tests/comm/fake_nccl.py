@@ -12,9 +12,10 @@ import gc
 import itertools
 import os
 import queue
+import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -37,7 +38,7 @@ from kos.comm.host.backend import HostBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Engine
 from kos.cuda import driver, graphs, kernels, streams
-from kos.cuda.kernels import Address, resolved
+from kos.cuda.kernels import BoundKernel
 from kos.dtypes import DTYPES
 from kos.memory import array, windows
 from tests.comm import fake_driver
@@ -311,9 +312,19 @@ class FakeKernel:
         self.dtype, self.result = DTYPES[DTYPE], DTYPES[RESULT]
         self.reduction = resolve(ReduceOp[OP], self.result if DTYPE == RESULT else self.dtype, RANKS)
 
-    def bind(self, grid: int, block: int, *arguments: Any) -> Callable[..., None]:
+        self._function = fake_driver.number(self)
+
+    def bind(self, grid: int, block: int, *arguments: Any) -> BoundKernel:
         assert 0 < grid <= 1024
-        return lambda stream, *arrays: self._run(*with_addresses(arguments, arrays))
+        self._count = len(arguments)
+        return BoundKernel(self, fake_driver.Config(grid, block), arguments)
+
+    def run(self, config: fake_driver.Config, parameters: int) -> None:
+        """Run it; ``parameters`` is the address of the addresses of its parameters."""
+        places = (ctypes.c_uint64 * self._count).from_address(parameters)
+        words = [ctypes.c_uint64.from_address(place).value for place in places]
+        factor = [struct.unpack("=d", struct.pack("=Q", words.pop()))[0]] if self.name == "scale" else []
+        self._run(*words, *factor)
 
     def _run(self, source: int, *rest: Any) -> None:
         if self.name == "scale":
@@ -339,11 +350,6 @@ class FakeKernel:
             for row, out in places:
                 place = target + row * stride * self.result.itemsize
                 at(place, count, self.result.numpy)[:] = out.astype(self.result.numpy)
-
-
-def with_addresses(arguments: Sequence[Any], arrays: Sequence[int]) -> list[Any]:
-    """The arguments of a launch on these arrays."""
-    return [resolved(x, arrays) if type(x) is Address else x for x in arguments]
 
 
 class Memory:

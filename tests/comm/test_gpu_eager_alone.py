@@ -16,7 +16,7 @@ import pytest
 
 import kos
 from kos.comm.failures import EndedEarly
-from kos.cuda import driver
+from kos.cuda import driver, kernels
 from kos.errors import CollectiveTimeout, CudaError
 from tests.comm.fake_nccl import Stream, captures
 from tests.comm.gpu_eager import by, known, needs_compiler, on_gpu
@@ -132,7 +132,8 @@ def test_a_copy_that_is_refused(gpu_alone: Callable[..., None], monkeypatch: pyt
         x, y = on_gpu([1.0]), on_gpu([0.0])
         known(comm, x, out=y)
         stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
-        monkeypatch.setattr(driver, "cu", SimpleNamespace(**vars(driver.cu) | stubs))
+        for module in (driver, kernels):
+            monkeypatch.setattr(module, "cu", SimpleNamespace(**vars(driver.cu) | stubs))
         monkeypatch.setattr(driver, "error_of", lambda name, status: CudaError(f"{name} failed: status {status}"))
         fake.instead["cuMemcpyDtoDAsync_v2"] = lambda *words: 1
         with pytest.raises(CudaError, match="cuMemcpyDtoDAsync failed: status 1"):

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.peer.launches import Occupancy
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
@@ -47,8 +45,7 @@ def test_whatever_a_launch_depends_on(gpu_run: Run, monkeypatch: pytest.MonkeyPa
         x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
         known(comm, x)
         changes: list[tuple[Any, str, Any]] = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
-        if backend.name == "peer":
-            changes.append((backend.order, "stream", -1))
+        changes.append((backend.shared.streams, "party", object()))
         for where, name, value in changes:
             setattr(where, name, value)
             with by(comm, 0):
@@ -74,12 +71,13 @@ def test_other_communicators_leave_too_little_room(monkeypatch: pytest.MonkeyPat
         for _ in range(3):
             other.all_reduce(x)
         known(comm, x)
-        room = comm.backend.routes[0]._occupancy
-        for less in (Occupancy(room.blocks - 1, room.blocks_per_sm), Occupancy(room.blocks, room.blocks_per_sm + 1)):
-            comm.backend.routes[0]._occupancy = less
+        room = comm.backend.routes[0]._room
+        blocks, per_sm = room
+        for less in ((blocks - 1, per_sm), (blocks, per_sm + 1)):
+            room[0], room[1] = less
             with by(comm, 0):
                 comm.all_reduce(x)
-        comm.backend.routes[0]._occupancy = Occupancy(room.blocks + 1, room.blocks_per_sm - 1)
+        room[0], room[1] = blocks + 1, per_sm - 1
         with by(comm, 1):
             comm.all_reduce(x)
         other.close()
@@ -101,22 +99,6 @@ def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch: pytest.Mon
 
     with no_gpus(monkeypatch, 2) as fake:
         ThreadRanks(2).run(body)
-
-
-@pytest.mark.parametrize("starts", [False, True])
-def test_python_makes_calls_with_more_guards_than_the_core_compares(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, starts: bool
-) -> None:
-    def body(gpu: Any) -> None:
-        x = on_gpu(np.ones(4, np.float32))
-        call = gpu.comm.all_reduce_init(x).start if starts else partial(gpu.comm.all_reduce, x)
-        with by(gpu.comm, 0):
-            for _ in range(6):
-                call()
-        assert x.numpy().tolist() == [2.0**6] * 4
-
-    monkeypatch.setattr(GPUBackend, "guards", lambda self, work, run: [(self.failures, "first", None)] * 9)
-    FakeRanks(2).run(body)
 
 
 def test_every_64th_call_compares(fake: FakeNCCL) -> None:

@@ -17,7 +17,7 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
-from kos.cuda import driver, kernels
+from kos.cuda import driver, kernels, streams
 from kos.cuda.kernels import Address, KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument
 from kos.memory.array import Array
@@ -224,15 +224,16 @@ def test_a_bound_launch_as_the_core_reads_it(monkeypatch: pytest.MonkeyPatch) ->
     kernel = object.__new__(kernels.Kernel)
     kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
     bound = kernel.bind((7, 8), 128, 99, Address(1, 12, 0), np.float32(1), shared=1000, cooperative=True, overlap=True)
-    head, config, rest = struct.unpack("=4Q", (text := bound.packed())[:32]), text[32:88], text[88:]
-    assert head == (0x5000, 0x4000, 3, 1)
+    launch = bound.as_launch()
+    head, config, rest = struct.unpack("=5Q", (text := launch.packed)[:40]), text[40:96], text[96:]
+    assert head == (0x5000, 0x4000, 8, 1, 0) and launch.context_up_to == streams.PER_THREAD
     *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", config)
     assert (sizes, stream, count) == ([7, 8, 1, 128, 1, 1, 1000], 1, 2)
     ids = bindings.CUlaunchAttributeID
     for at, name in enumerate(("COOPERATIVE", "PROGRAMMATIC_STREAM_SERIALIZATION")):
         number, value = struct.unpack("=I4xI", ctypes.string_at(attributes + 72 * at, 12))
         assert (number, value) == (int(getattr(ids, f"CU_LAUNCH_ATTRIBUTE_{name}")), 1)
-    assert struct.unpack("=6Q", rest) == (99, 0, int(np.float32(1).view(np.uint32)), 1, 1, 12)
+    assert struct.unpack("=11Q", rest) == (99, 0, int(np.float32(1).view(np.uint32)), *[0] * 5, 1, 1, 12)
 
 
 @pytest.mark.parametrize(

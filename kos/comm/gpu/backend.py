@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from kos.comm import watchdog
-from kos.comm.contract import Backend, Guard, Message, Resolved
+from kos.comm.contract import Backend, Message, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation, feed_back
 from kos.comm.gpu.devices import check_float8
@@ -199,13 +199,10 @@ class GPUBackend(WatchedBackend):
     def eager(self, comm: Any) -> Any:
         return self.shared.eager_calls(comm, self)
 
-    def guards(self, work: Work[Any]) -> list[Guard]:
-        """The guards under which a call like ``work`` needs no new order."""
-        prepared, order = work.prepared, self.order
-        if order is None or (self.size == 1 and is_copy(prepared.run)):
-            return []
-        party: list[Guard] = [(order, "party", prepared.route)] if len(self.routes) > 1 else []
-        return [*party, (order, "stream", work.stream)]
+    def party(self, prepared: Prepared) -> Any:
+        """The route, if its calls must be ordered among those of other parties; None if not, as for a copy."""
+        alone = self.order is None or (self.size == 1 and is_copy(prepared.run))
+        return None if alone else prepared.route
 
     # Launching.
 
@@ -246,12 +243,10 @@ class GPUBackend(WatchedBackend):
 
     def _may_follow(self, prepared: Prepared, stream: int) -> bool:
         """Whether the call may follow the last call on ``stream`` without a new order."""
-        order, route = self.order, prepared.route
-        if order is None or (self.size == 1 and is_copy(prepared.run)):  # a copy waits for no rank
-            return True
-        in_turn = order.party is route and order.stream == stream
+        party = self.party(prepared)
         # A kernel on a default stream goes to the current device.
-        return in_turn and (stream > PER_THREAD or not route.serial or driver.is_current(self.device))
+        on_device = party is None or stream > PER_THREAD or not party.serial or driver.is_current(self.device)
+        return on_device and party is self.streams.party
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
         self.shared.announce_on_host(work)
@@ -339,7 +334,11 @@ class GPUBackend(WatchedBackend):
                 held.hold(each.stream, each.queue)
             alone = all(each.stream == first.stream for each in works)
             self._queue_marked(works, first.stream if alone else None)
-            held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
+            order, party, kept = self.order, self.party(first.prepared), alone and held.is_kept(first.stream)
+            held.current, held.party = held.NONE, party
+            # Nothing is called from here on, since another thread or a finalizer could make a call meanwhile.
+            if kept and (order is None or party is None or (order.party is party and order.stream == first.stream)):
+                held.current = first.queue
             for each in works:
                 if type(each.queue) is int:  # nothing keeps the stream alive: record the end of the call
                     held.mark(each.stream)

@@ -1,7 +1,8 @@
 """Calls on GPUs that the compiled core makes: what it must know of a call (``kos/_core/module_launch.c``).
 
-The core makes a call as Python has made it before, if that was one launch on the stream of its arrays, and nothing has
-changed that the launch depended on.  These are the *guards*.
+The core makes a call as Python has made it before, if all that it queued was launches on the stream of its arrays, and
+nothing has changed that these depended on.  The stream and the route of the last call (``Streams.current``, ``party``)
+must be those of this one; whoever ends that, such as the watchdog, sets ``current`` to ``Streams.NONE``.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from typing import Any
 import numpy as np
 
 from kos._core import native
-from kos.comm.contract import Guard
 from kos.comm.gpu.routes import is_copy
-from kos.comm.prepared import Prepared
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.streams import LEGACY, PER_THREAD, is_captured
+from kos.cuda.kernels import RECV, SEND, Launch, copy_launch
+from kos.cuda.streams import LEGACY, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
 from kos.memory.libraries import library_of, may_close, may_die
-from kos.memory.windows import InWindows, Run
+from kos.memory.windows import InWindows
 
 _APART = (1 << 64) - 1
+_MOST_LAUNCHES = 1024
+"""Launches of a cached call at most: each takes some 200 bytes."""
 _MOST_STREAMS = 16
 """Streams that cached calls keep alive at most."""
 
@@ -80,9 +82,9 @@ class EagerCalls:
 
         What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, whether
         it returns no Work, and which arguments are input, output and result, -1 for none.  Then the objects by whose
-        identity calls are compared, which must live on, and the guards.  Last two objects that keep the last Work: the
-        backend and what is shared.  For a Persistent, the result has the Works that its starts return in turn, and
-        addresses instead of objects.
+        identity calls are compared, which must live on, and those of ``_plan``.  Last two objects that keep the last
+        Work: the backend and what is shared.  For a Persistent, the result has the Works that its starts return in
+        turn, and addresses instead of objects.
         """
         thread, self.asked, last, self.last = self.asked, 0, self.last, None
         if thread or last is None or last[0] != get_ident():
@@ -115,10 +117,9 @@ class EagerCalls:
         objects, works = (*map(_identity, arguments), *keywords), lasting
         if persistent:
             objects, works, used = (work.send, work.recv, None), (work.again(), work.again()), [0, 1, -1]
-        (plan, guards), backend = planned, prepared.backend
-        guards = [*self._guards(lasting), *guards]
+        plan, order = planned
         known = plan, prepared, prepared.description, works, not persistent
-        return *known, *used, objects, guards, backend, self._shared
+        return *known, *used, objects, order, prepared.backend, self._shared
 
     def _limit_streams(self, owners: list[Any]) -> None:
         """Clear the cache before its calls hold too many streams: a program may create one per call."""
@@ -128,60 +129,53 @@ class EagerCalls:
             self._core.forget()
         self._streams |= new
 
-    def _plan(self, work: Work[Any]) -> tuple[bytearray, list[Guard]] | None:
-        """The launch of a call, packed as the core reads it, and the guards of its route.
+    def _plan(self, work: Work[Any]) -> tuple[bytearray, tuple[Any, ...]] | None:
+        """The launches of a call, packed as the core reads them, and objects.
 
-        None if the call queues more than one launch, or if its stream is not kept alive.
+        The objects are the Streams, the owner of the stream and the party that these must have, and what the owner says
+        of its stream, None unless it may close that; then the launches.  None if the core cannot make the call, or if
+        its stream is not kept alive.
         """
-        prepared, stream = work.prepared, work.stream
-        backend, o = prepared.backend, prepared.operation
-        if o.options.purpose or work.convert is not None or (type(work.queue) is int and stream > LEGACY):
+        prepared, stream, owner = work.prepared, work.stream, work.queue
+        o, route = prepared.operation, prepared.route
+        if o.options.purpose or work.convert is not None or (type(owner) is int and stream > LEGACY):
             return None
-        route, copies = prepared.route, backend.size == 1 and is_copy(prepared.run)
-        launch, guards = (_packed_copy(work), []) if copies else route.launch_words(_bare(prepared)) or (None, [])
-        queues = launch is not None and any(launch[:8])  # calls a function
-        if launch is None or int.from_bytes(launch[16:24], "little") > native.MOST_WORDS:
+        launches = _launches(work)
+        if launches is None or len(launches) > _MOST_LAUNCHES:
             return None
+        if any(int.from_bytes(each.packed[16:24], "little") > native.MOST_WORDS for each in launches):
+            return None
+        handle = owner.__cuda_stream__() if owner is not None and may_close(owner) else None
         sizes = [0 if end is None else end.count * end.dtype.itemsize for end in (o.send, o.recv)]
         overlap = work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]
         distance = (work.send - work.recv) % (1 << 64) if overlap else _APART
-        needs_context = queues and (copies or (stream <= PER_THREAD and route.failed_word))  # NCCL finds its GPU
-        context = int(driver.primary_context(backend.device)) if needs_context else 0
-        asks = queues and stream > LEGACY and (isinstance(prepared.run, InWindows) or not prepared.fixed)
+        needs_context = any(stream <= each.context_up_to for each in launches)
+        context = int(driver.primary_context(prepared.backend.device)) if needs_context else 0
+        in_graph_alike = prepared.fixed and not isinstance(prepared.run, InWindows) and len(launches) == 1
+        asks = launches and stream > LEGACY and not in_graph_alike
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
-        numbers = prepared.fingerprint, stream, route.failed_word, context, current, captured, *sizes, distance
-        return bytearray(native.PLAN_AT) + struct.pack("=9Q", *numbers) + launch, guards
+        room = launches[0].room if launches else (0, 0, 0)
+        numbers = len(launches), prepared.fingerprint, stream, route.failed_word, *room, context, current, captured
+        plan = struct.pack("=13Q", *numbers, *sizes, distance) + b"".join(each.packed for each in launches)
+        order = self._shared.streams, owner, prepared.backend.party(prepared), handle, launches
+        return bytearray(native.PLAN_AT) + plan, order
 
-    def _guards(self, work: Work[Any]) -> list[Guard]:
-        shared, guards = self._shared, list[Guard]()
-        if work.queue is not None and may_close(work.queue):  # first: another thread may run meanwhile
-            guards.append((work.queue, "__cuda_stream__", work.queue.__cuda_stream__()))
-        guards += [(shared.failures, "first", None), (shared.streams, "current", work.queue)]
-        if work.prepared.collective:
-            guards.append((self._comm, "_active", None))
-        return guards + self._backend.guards(work)
-
-    def launch_failed(self, work: Work[Any], status: int) -> None:
+    def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:
         """Raise the error of a launch that the core could not make."""
-        prepared, backend = work.prepared, work.backend
-        if is_copy(prepared.run):
-            backend._raise(work, driver.error_of("cuMemcpyDtoDAsync", driver.cu.CUresult(status)))
-        backend._raise(work, prepared.route.launch_error(_bare(prepared), status))
+        work.backend._raise(work, launch.error(status))
 
 
-def _bare(prepared: Prepared) -> Run:
-    return prepared.run.launch if isinstance(prepared.run, InWindows) else prepared.run
-
-
-def _packed_copy(work: Work[Any]) -> bytes:
-    """The copy of a group of one as a ``kos_launch``; addresses and stream are patched in."""
-    o = work.prepared.operation
+def _launches(work: Work[Any]) -> list[Launch] | None:
+    """What calls like ``work`` queue; None if the core cannot queue that."""
+    prepared = work.prepared
+    run = prepared.run.launch if isinstance(prepared.run, InWindows) else prepared.run
+    if prepared.backend.size > 1 or not is_copy(run):
+        launches: list[Launch] | None = prepared.route.launches(run, work.stream)
+        return launches
+    o = prepared.operation
     nbytes = o.recv.nbytes if o.send and o.recv and work.send != work.recv else 0
-    function = driver.address("cuMemcpyDtoDAsync_v2") if nbytes else 0
-    header, words = (function, 0, 8, 3, *[0] * 7), (0, 0, nbytes, *[0] * 5)
-    patches = 0, 1, 0, 1, 0, 0, 3, 2, 0  # destination: second address; source: first; stream
-    return struct.pack(f"={len(header) + len(words) + len(patches)}Q", *header, *words, *patches)
+    return [copy_launch(RECV, SEND, nbytes)] if nbytes else []
 
 
 def _place(x: Any, arguments: tuple[Any, ...]) -> int | None:

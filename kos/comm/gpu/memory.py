@@ -15,7 +15,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
 from kos.cuda import Kernel, driver
 from kos.cuda.driver import call, cu, relaxed_capture
-from kos.cuda.kernels import resolved
+from kos.cuda.kernels import BoundKernel, Launch, resolved
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
@@ -65,7 +65,7 @@ def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> li
     return parts
 
 
-def messages_of(pieces: Sequence[Piece], arrays: Sequence[int]) -> list[Message]:
+def messages_of(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Message]:
     """The messages for the pieces of each rank, with addresses on the arrays of a launch."""
     return [(rank, resolved(place, arrays), nbytes) for rank, (place, nbytes) in enumerate(pieces) if nbytes]
 
@@ -88,8 +88,7 @@ def collect(route: Backend, send: Any, recv: Any, nbytes: int) -> Run:
     def run(stream: int, *arrays: int) -> None:
         route.collect(resolved(send, arrays), resolved(recv, arrays), nbytes, stream)
 
-    recvs = [(recv + rank * nbytes, nbytes) for rank in range(route.size)]
-    return route.bind_exchange([(send, nbytes)] * route.size, recvs) or run
+    return route.bind_collect(send, recv, nbytes) or run
 
 
 def run_on_device(device: int, run: Run, stream: Any, *arrays: int) -> None:
@@ -136,8 +135,12 @@ class ScratchPool:
         self._last = stream
         return pieces[-1].pointer
 
-    def trim(self) -> None:
-        """Free pieces that neither graphs nor the next operation on the same stream use; other work has run."""
+    def trim(self) -> bool:
+        """Free pieces that neither graphs nor the next operation on the same stream use; other work has run.
+
+        Returns whether there were any.
+        """
+        freed = False
         for key, pieces in list(self._pieces.items()):
             kept = [piece for piece in pieces if piece.pointer in self._captured]
             if key[0] == self._last and pieces[-1] not in kept:
@@ -145,10 +148,12 @@ class ScratchPool:
             for piece in pieces:
                 if piece not in kept:
                     piece.close()
+                    freed = True
             if kept:
                 self._pieces[key] = kept
             else:
                 del self._pieces[key]
+        return freed
 
     def close(self) -> None:
         for pieces in self._pieces.values():
@@ -182,16 +187,30 @@ class InScratch(ABC):
     def _bind(self, parts: Sequence[int]) -> list[Run]:
         """The steps, bound to the parts of scratch memory at these addresses."""
 
-    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
+    def _steps(self, stream: int) -> list[Run]:
         scratch = self._route.backend.scratch(self._parts[-1], stream)
         if scratch not in self._bound:
             if len(self._bound) == _BOUND:
                 self._bound.clear()
             with relaxed_capture():
                 self._bound[scratch] = self._bind([scratch + start for start in self._parts[:-1]])
+        return self._bound[scratch]
+
+    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
+        steps = self._steps(stream)
         with driver.on_device(self._route.backend.device):
-            for run in self._bound[scratch]:
+            for run in steps:
                 run(stream, send, recv)
+
+    def launches(self, stream: int) -> list[Launch] | None:
+        """What a call on ``stream`` queues; None if the core cannot queue one of the steps."""
+        found = list[Launch]()
+        for run in self._steps(stream):
+            of_step = [run.as_launch()] if isinstance(run, BoundKernel) else self._route.launches(run, stream)
+            if of_step is None:
+                return None
+            found += of_step
+        return found
 
 
 class Windows:

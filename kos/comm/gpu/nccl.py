@@ -12,7 +12,6 @@ timeout, and raises its error.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -21,17 +20,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate, starmap
 from math import prod
+from mmap import PAGESIZE
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.contract import Backend, Guard, Message, Probe, Resolved
+from kos.comm.contract import Backend, Message, Piece, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.memory import InScratch, Scratch, Windows
-from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM, native_call, native_launch, packed
+from kos.comm.gpu.memory import InScratch, Scratch, Windows, exchange_of, messages_of
+from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, Call, launches_in_group, make_in_group, native_call
 from kos.comm.gpu.nccl_staging import MESSAGES, Copy, as_messages, copy, stage, windows_of
 from kos.comm.gpu.routes import nothing
 from kos.comm.gpu.works import unstarted
@@ -41,7 +42,8 @@ from kos.comm.waits import start_in_thread
 from kos.comm.work import Engine, Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
-from kos.dtypes import DTYPES, DType
+from kos.cuda.kernels import RECV, SEND, Launch, copy_launch
+from kos.dtypes import DTYPES
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -59,15 +61,9 @@ log = logging.getLogger(__name__)
 
 _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
+_PLAIN = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
 _FREE_SECONDS = 1.0
 _POLL_SECONDS = 0.02  # between two checks of the other ranks while a call of NCCL has not returned
-
-_OPS = {
-    ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
-    ReduceOp.MIN: MIN, ReduceOp.MAX: MAX,
-}  # fmt: skip
-_NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
-_BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
 
 
 class NCCLBackend(Backend):
@@ -325,13 +321,21 @@ class NCCLBackend(Backend):
         self.bounded(lambda: launch(stream, send, recv), timeout, str(self.backend._last))
         self._connected.add(kind)
 
-    def launch_words(self, run: Any) -> tuple[bytes, list[Guard]] | None:
-        native = isinstance(run, partial) and run.func is native_launch
-        return (packed(*run.args[1:]), []) if native else None
-
-    def launch_error(self, run: Run, status: int) -> Exception:
-        error: Exception = self._nccl.NCCLError(status)
-        return error
+    def launches(self, run: Any, stream: int) -> list[Launch] | None:
+        if isinstance(run, InScratch):
+            return run.launches(stream)
+        function = run.func if isinstance(run, partial) else None
+        if function is binding.native_launch:
+            return [binding.launch_of((run.args[1], SEND, RECV, *run.args[2]))]
+        if function is make_in_group:
+            return launches_in_group(run.args[0])
+        # The rest of the last page of the program's registered memory counts as registered, and may have other arrays.
+        partly = any(each.nbytes % PAGESIZE for each in list(self._windows.memories.values()) if each.owner is not None)
+        if function != self._exchange or partly:
+            return None
+        sends, recvs = (messages_of(each, (SEND, RECV)) for each in run.args)
+        before, calls, after = self._staged(sends, recvs, stream)
+        return [*starmap(copy_launch, before), *launches_in_group(calls), *starmap(copy_launch, after)]
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group.  Operations that also launch kernels of kos follow one by one."""
@@ -375,16 +379,20 @@ class NCCLBackend(Backend):
         """The launch of a reduction, and what runs it."""
         reduction, send, recv = o.reduction, o.send, o.recv
         assert reduction is not None and send is not None
-        lacking = o.name in ("reduce_scatter_v", "scan", "exscan")
-        native = None if lacking else _native(reduction.op, reduction.dtype)
-        if o.options.deterministic and reduction.dtype.kind in ("float", "complex"):
-            native = None
-        if native is None:
+        known = None if o.name in ("scan", "exscan") else binding.native(reduction.op, reduction.dtype)
+        any_order = reduction.dtype.kind not in ("float", "complex")
+        if not any_order and o.options.deterministic:
+            known = None
+        if o.name == "reduce_scatter_v":
+            if known is not None and reduction.op in _PLAIN and (any_order or self.size == 2):  # it has one order
+                return self._reduces(o, *known), "reduces"
+            known = None
+        if known is None:
             return self._by_exchanges(o), "ordered"
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
             return nothing, ""
-        code, op, per = native  # NCCL's dtype and op (-1: created at the call), and its elements per element
+        code, op, per = known  # NCCL's dtype and op (-1: created at the call), and its elements per element
         last = () if o.root is None else (o.root,)
         comm = self._comm
         if op < 0:
@@ -392,11 +400,24 @@ class NCCLBackend(Backend):
             return partial(self._premultiplied, function, count * per, reduction, last), "premultiplied"
         return native_call(o.name, count * per, code, op, *last, comm), "native"
 
+    def _reduces(self, o: Operation, code: int, op: int, per: int) -> Run:
+        """A reduce_scatter_v as one reduce for each rank, to that rank, in a group.
+
+        NCCL reduces in no registered memory, so arrays in windows need no staging memory.
+        """
+        assert o.send is not None and o.send_counts is not None
+        send, recv, size = o.send.pointer, 0 if o.recv is None else o.recv.pointer, o.send.dtype.itemsize
+        parts = zip(accumulate(o.send_counts, initial=0), o.send_counts, strict=False)
+        return partial(make_in_group, [
+            ("reduce", send + start * size, recv, count * per, code, op, root, self._comm)
+            for root, (start, count) in enumerate(parts) if count
+        ])  # fmt: skip
+
     def _premultiplied(
         self, function: Callable[..., None], count: int, reduction: Reduction, root: tuple[int, ...], stream: int,
         send: int, recv: int,
     ) -> None:  # fmt: skip
-        dtype = _real_type(reduction.dtype)
+        dtype = binding.real_type(reduction.dtype)
         op = binding.premultiplied_sum(self._comm, reduction.factor, dtype)
         try:
             function(send, recv, count, CODE_OF[dtype], op, *root, self._comm, stream)
@@ -423,51 +444,37 @@ class NCCLBackend(Backend):
             case _:
                 by_messages = True
         if by_messages:
-            return self._by_exchanges(o), "exchange"
+            return self.bind_exchange(*exchange_of(o, self.rank, self.size)), "exchange"
         return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
         """As ``Backend.exchange``.  Within the group of a batch, the copies out of staging memory follow the group."""
-        nccl, comm = self._nccl, self._comm
-        part = 1 + len(self._afterwards or ())
-        places = self._windows, self.backend.scratch, part
-        sends, recvs, before, after = stage(sends, recvs, self.rank, *places, stream)
+        before, calls, after = self._staged(sends, recvs, stream)
         copy(before, self.device, stream)
-        nccl.group_start()
-        try:
-            for call, messages in ((nccl.send, sends), (nccl.recv, recvs)):
-                for peer, pointer, nbytes in messages:
-                    call(pointer, nbytes, BYTE, peer, comm, stream)
-        finally:
-            nccl.group_end()
+        make_in_group(calls, stream)
         if self._afterwards is None:
             copy(after, self.device, stream)
         else:
             self._afterwards.append((after, self.device, stream))
 
-    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
-        self._nccl.all_gather(send, recv, nbytes, BYTE, self._comm, stream)
+    def _staged(
+        self, sends: Sequence[Message], recvs: Sequence[Message], stream: int
+    ) -> tuple[list[Copy], list[Call], list[Copy]]:
+        """The copies before an exchange, its calls, and the copies after it."""
+        places = self._windows, self.backend.scratch, 1 + len(self._afterwards or ())
+        sends, recvs, before, after = stage(sends, recvs, self.rank, *places, stream)
+        messages = [("send", *each) for each in sends] + [("recv", *each) for each in recvs]
+        calls = [(name, pointer, nbytes, BYTE, peer, self._comm) for name, peer, pointer, nbytes in messages]
+        return before, calls, after
 
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
+        return partial(self._exchange, sends, recvs)
 
-@functools.cache
-def _native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
-    """NCCL's dtype, NCCL's op (-1: created at the call) and elements per element; None for kos's kernel."""
-    if dtype.kind == "complex":
-        return None if op is ReduceOp.PROD else (CODE_OF[_real_type(dtype)], _OPS[op], 2)
-    if dtype.kind == "bool":
-        return (BYTE, _BYTES[op], 1) if op in _BYTES else None
-    if dtype not in CODE_OF or op not in _OPS:
-        return None
-    if dtype.is_float and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return None  # NCCL's minimum and maximum ignore NaN
-    if dtype in _NARROW and op is ReduceOp.PREMUL_SUM:
-        return None  # NCCL's factor would be rounded to 16 bits
-    return CODE_OF[dtype], _OPS[op], 1
+    def _exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
+        self.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
 
-
-def _real_type(dtype: DType) -> DType:
-    """The real type of a complex dtype; other dtypes themselves."""
-    return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run:
+        return partial(make_in_group, [("all_gather", send, recv, nbytes, BYTE, self._comm)])
 
 
 def _bare(work: Work[Any]) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from kos.comm.failures import EndedEarly
+from kos.comm.reduction import ReduceOp
 from kos.cuda.driver import call, cu
+from kos.cuda.kernels import STREAM, Address, Launch, pack
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, install
 
@@ -37,7 +38,16 @@ CODES = {"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclUint32": 3, "ncclIn
          "ncclFloat16": 6, "ncclFloat32": 7, "ncclFloat64": 8, "ncclBfloat16": 9}  # fmt: skip
 CODE_OF: dict[DType, int] = {dtype: CODES[dtype.nccl] for dtype in DTYPES.values() if dtype.nccl in CODES}
 """ncclDataType_t of the types that NCCL can add."""
+Call = tuple[Any, ...]
+"""The name of one of NCCL's functions, and its arguments but the stream, which is the last one.  An address of an array
+may be an ``Address``."""
 
+_OPS = {
+    ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
+    ReduceOp.MIN: MIN, ReduceOp.MAX: MAX,
+}  # fmt: skip
+_NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
+_BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
 
 _NAMES = {"all_to_all": "allto_all"}
 """Operations whose functions in the binding have other names."""
@@ -101,6 +111,27 @@ def premultiplied_sum(comm: Any, factor: float, dtype: DType) -> int:
     return operation
 
 
+@functools.cache
+def native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
+    """NCCL's dtype, NCCL's op (-1: created at the call) and elements per element; None for kos's kernel."""
+    if dtype.kind == "complex":
+        return None if op is ReduceOp.PROD else (CODE_OF[real_type(dtype)], _OPS[op], 2)
+    if dtype.kind == "bool":
+        return (BYTE, _BYTES[op], 1) if op in _BYTES else None
+    if dtype not in CODE_OF or op not in _OPS:
+        return None
+    if dtype.is_float and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return None  # NCCL's minimum and maximum ignore NaN
+    if dtype in _NARROW and op is ReduceOp.PREMUL_SUM:
+        return None  # NCCL's factor would be rounded to 16 bits
+    return CODE_OF[dtype], _OPS[op], 1
+
+
+def real_type(dtype: DType) -> DType:
+    """The real type of a complex dtype; other dtypes themselves."""
+    return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
+
+
 def native_call(operation: str, *arguments: Any) -> partial[None]:
     """The launch of an operation of NCCL: ``arguments`` are those between the two addresses and the stream."""
     return partial(native_launch, getattr(library(), _NAMES.get(operation, operation)), operation, arguments)
@@ -110,13 +141,27 @@ def native_launch(function: Any, operation: str, arguments: Any, stream: int, se
     function(send, recv, *arguments, stream)
 
 
-def packed(operation: str, arguments: Sequence[Any]) -> bytes:
-    """Such a launch for the compiled core: a ``kos_launch`` (``core.h``)."""
-    words = [0, 0, *map(int, arguments), 0]
-    patches = 0, 0, 0, 1, 1, 0, len(words) - 1, 2, 0
-    words += [0] * (8 - len(words))
-    header = _address_of(operation), 0, len(words), len(patches) // 3, *[0] * 7
-    return struct.pack(f"={len(header) + len(words) + len(patches)}Q", *header, *words, *patches)
+def make_in_group(calls: Sequence[Call], stream: int, *arrays: int) -> None:
+    """Make calls of NCCL on a stream, in one group; their Addresses are relative to ``arrays``."""
+    nccl = library()
+    nccl.group_start()
+    try:
+        for name, *arguments in calls:
+            known = (arrays[x.number] + x.offset if type(x) is Address else x for x in arguments)
+            getattr(nccl, name)(*known, stream)
+    finally:
+        nccl.group_end()
+
+
+def launch_of(call: Call, closes: int = 0) -> Launch:
+    """A call of NCCL for the compiled core."""
+    packed = pack(_address_of(call[0]), (*call[1:], STREAM), closes=closes)
+    return Launch(packed, lambda status: library().NCCLError(status))
+
+
+def launches_in_group(calls: Sequence[Call]) -> list[Launch]:
+    """As ``make_in_group``, for the compiled core."""
+    return [launch_of(("group_start",)), *map(launch_of, calls), launch_of(("group_end",), closes=len(calls))]
 
 
 def _address_of(operation: str) -> int:

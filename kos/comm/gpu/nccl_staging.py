@@ -76,7 +76,8 @@ def stage(
         for other, pointer, nbytes in messages:
             if other == rank or (pointer, nbytes) in found:
                 continue
-            in_window = any(begin <= pointer < stop for begin, stop in registered)
+            # An Address, of a launch on arrays that are not known yet, lies in no window.
+            in_window = type(pointer) is int and any(begin <= pointer < stop for begin, stop in registered)
             if in_window or (capture and binding.is_virtual(pointer)):
                 found[pointer, nbytes] = end
                 end += up(nbytes)

@@ -22,14 +22,16 @@ _MANY = 16
 class Streams:
     """Streams with work that the host has not waited for, by handle."""
 
-    __slots__ = ("__dict__", "__weakref__", "current")  # the core reads it
+    __slots__ = ("__dict__", "__weakref__", "current", "party")  # the core reads these two
 
     NONE = object()
     """The value of ``current`` if there is none."""
 
     def __init__(self, device: int) -> None:
         self.current: Any = self.NONE
-        """The keeper of the last stream held: the next call on it need not hold it again."""
+        """The keeper of the last stream held: the next call on it need not hold it again, or order it for ``party``."""
+        self.party: Any = None
+        """The party of the last call on that stream (``Order``); None if it needed no order."""
         self.keepers: dict[int, Any] = {}
         """The object that keeps a stream alive: None for the legacy default stream, the handle if none is known."""
         self.device = device
@@ -122,8 +124,6 @@ class Order:
     Captured work and eager work cannot wait for each other.  So each capture has an order of its own, and eager work
     follows the last eager work, regardless of captures in between.
     """
-
-    __slots__ = ("_last", "_streams", "_turn", "party", "stream")  # the core reads party and stream
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

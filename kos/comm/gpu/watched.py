@@ -138,7 +138,8 @@ class WatchedBackend(GroupBackend):
             self.streams.forget(each)
         if stream is None:
             self._in_flight.clear()
-            self._scratch.trim()
+            if self._scratch.trim() and self.store.eager is not None:
+                self.store.eager.forget()  # launches that use what was freed
 
     def is_idle(self, stream: int, keeper: Any) -> bool:
         """Whether everything that was queued on the stream has run."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +25,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kos.comm.contract import Backend, Guard, Message, Piece, Probe, Resolved
+from kos.comm.contract import Backend, Message, Piece, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import NONE, InScratch, Windows
@@ -40,7 +41,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Engine, Work
 from kos.cuda import Kernel, driver
-from kos.cuda.kernels import BoundKernel
+from kos.cuda.kernels import BoundKernel, Launch
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
@@ -65,7 +66,6 @@ class PeerBackend(Backend):
     if any pair cannot.
     """
 
-    __slots__ = ("_occupancy",)  # the core reads it
     name = "peer"
     on_host, on_gpu = False, True
     watched, serial, sets_device = False, True, True
@@ -79,7 +79,7 @@ class PeerBackend(Backend):
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
         self._recorded = False  # whether ``_concurrent`` knows the stream of the next launch
-        self._occupancy = _NO_ROOM  # the largest launch that may follow without another check
+        self._room = array("Q", _NO_ROOM)  # the largest launch that may follow without another check; the core reads it
         self._concurrent = _concurrent.setdefault(self.device, ConcurrentKernels())
         try:
             self.table = for_group(rendezvous, self.device)
@@ -267,7 +267,8 @@ class PeerBackend(Backend):
             run(stream, send, recv)
 
     def entered(self, stream: int) -> None:
-        self._recorded, self._occupancy = False, _NO_ROOM
+        self._recorded = False
+        self._room[0], self._room[1] = _NO_ROOM
 
     def _launch_exclusive(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue ``run`` on a GPU that no other communicator uses."""
@@ -278,13 +279,13 @@ class PeerBackend(Backend):
 
     def _launch(self, run: Run, occupancy: Occupancy, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue ``run``.  If it does not fit beside the kernels of other communicators, order it behind them."""
-        blocks, blocks_per_sm = self._occupancy
+        blocks, blocks_per_sm = self._room
         if occupancy[0] <= blocks and occupancy[1] >= blocks_per_sm:
             return run(stream, send, recv)
         with driver.on_device(self.device):  # the legacy stream belongs to the current device
             with _lock:
                 total, lasts = self._concurrent.order(self, stream, occupancy, self._engine.multiprocessors)
-                self._occupancy = total if lasts else _NO_ROOM
+                self._room[0], self._room[1] = total if lasts else _NO_ROOM
             try:
                 run(stream, send, recv)
             finally:
@@ -321,7 +322,7 @@ class PeerBackend(Backend):
 
     def invalidate_order(self) -> None:
         """Make the next launch check its order among the launches of other communicators."""
-        self.backend.order.stream = -1
+        self.backend.order.stream, self.streams.current = -1, self.streams.NONE
         self.entered(-1)
 
     def set_exclusive(self, exclusive: bool) -> bool:
@@ -361,16 +362,12 @@ class PeerBackend(Backend):
             launch = partial(self._launch_exclusive, run) if exclusive else partial(self._launch, run, occupancy)
             self.backend.queue_run(self, launch, at)
 
-    def launch_words(self, run: Any) -> tuple[bytes, list[Guard]] | None:
+    def launches(self, run: Any, stream: int) -> list[Launch] | None:
         launch = self._loaded(run)
         if launch is None or not isinstance(launch.args[0], BoundKernel):
             return None
-        return launch.args[0].packed(), [(self, "_occupancy", tuple(each)) for each in launch.args[1:]]
-
-    def launch_error(self, run: Run, status: int) -> Exception:
-        launch: Any = self._loaded(run)
-        error: Exception = launch.args[0].error(status)
-        return error
+        rooms = ((self._room.buffer_info()[0], *each) for each in launch.args[1:])  # none if it is exclusive
+        return [launch.args[0].as_launch()._replace(room=next(rooms, (0, 0, 0)))]
 
     def _loaded(self, run: Any) -> partial[None] | None:
         """The launch of ``run`` if all ranks have loaded its kernel.  None otherwise, and if it queues no kernel."""

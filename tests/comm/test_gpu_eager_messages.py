@@ -1,0 +1,280 @@
+"""Calls of NCCL that the compiled core makes in groups, and with kernels and copies between them.
+
+The driver, NCCL, kernels and memory are stand-ins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.gpu import memory as gpu_memory
+from kos.cuda import driver, kernels
+from kos.errors import CudaError, KosError
+from kos.memory.array import Array
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, Stream, at, captures
+from tests.comm.gpu_eager import by, hits, on_gpu
+from tests.comm.shared_ranks import needs_core
+
+pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
+COUNTS = [1, 3, 2]
+Call = Callable[[Any, Any, Any], Any]
+
+
+def send_recv(comm: Any, x: Any, out: Any) -> Any:
+    return comm.send_recv(x, out[:6], (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+
+
+def ring(comm: Any, x: Any, out: Any) -> None:
+    """One message from each rank to the next one."""
+    for rank in range(comm.size):
+        if comm.rank == rank:
+            comm.send(x, (rank + 1) % comm.size)
+        elif comm.rank == (rank + 1) % comm.size:
+            comm.recv(out[:6], rank)
+
+
+def part(comm: Any, x: Any) -> Any:
+    return x[: COUNTS[comm.rank]]
+
+
+def at_root(comm: Any, x: Any) -> Any:
+    return x if comm.rank == 1 else None
+
+
+CALLS: dict[str, tuple[Call, Callable[[list[Any], int], Any]]] = {
+    "send_recv": (send_recv, lambda xs, me: xs[me - 1]),
+    "send, recv": (ring, lambda xs, me: xs[me - 1]),
+    "all_gather_v": (
+        lambda c, x, out: c.all_gather_v(part(c, x), COUNTS, out[:6]),
+        lambda xs, me: np.concatenate([x[:n] for x, n in zip(xs, COUNTS, strict=True)]),
+    ),
+    "all_to_all_v": (
+        lambda c, x, out: c.all_to_all_v(x, COUNTS, [COUNTS[c.rank]] * 3, out[: 3 * COUNTS[c.rank]]),
+        lambda xs, me: np.concatenate([x[mine(me)] for x in xs]),
+    ),
+    "gather_v": (
+        lambda c, x, out: c.gather_v(part(c, x), COUNTS, 1, at_root(c, out[:6])),
+        lambda xs, me: np.concatenate([x[:n] for x, n in zip(xs, COUNTS, strict=True)] if me == 1 else [xs[0][:0]]),
+    ),
+    "scatter_v": (
+        lambda c, x, out: c.scatter_v(at_root(c, x), COUNTS, part(c, out), 1), lambda xs, me: xs[1][mine(me)]
+    ),
+    "reduce_scatter_v": (
+        lambda c, x, out: c.reduce_scatter_v(x, COUNTS, part(c, out)), lambda xs, me: in_rank_order(xs)[mine(me)]
+    ),
+    "reduce_scatter_v of integers": (
+        lambda c, x, out: c.reduce_scatter_v(x, COUNTS, part(c, out)), lambda xs, me: in_rank_order(xs)[mine(me)]
+    ),
+    "scan": (lambda c, x, out: c.scan(x, out=out[:6]), lambda xs, me: in_rank_order(xs[: me + 1])),
+    "reduce": (
+        lambda c, x, out: c.reduce(x, 1, out=at_root(c, out[:6]), deterministic=True),
+        lambda xs, me: in_rank_order(xs) if me == 1 else xs[0][:0],
+    ),
+    "all_reduce": (lambda c, x, out: c.all_reduce(x, out=out[:6], deterministic=True), lambda xs, _: in_rank_order(xs)),
+}  # fmt: skip
+
+
+def mine(rank: int) -> slice:
+    return slice(sum(COUNTS[:rank]), sum(COUNTS[: rank + 1]))
+
+
+def in_rank_order(xs: list[Any]) -> Any:
+    total = xs[0].copy()
+    for x in xs[1:]:
+        total += x
+    return total
+
+
+def inputs(turn: int, dtype: Any) -> list[Any]:
+    """The contributions of three ranks; sums of floats depend on the order."""
+    rng = np.random.default_rng(turn)
+    if dtype is np.int32:
+        return list(rng.integers(-1000, 1000, (3, 6), dtype))
+    return [(rng.standard_normal(6) * 10.0 ** (4 * rank)).astype(dtype) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [*((name, where) for name in CALLS for where in ("memory", "windows", "x in a window") if name != "all_reduce"),
+     ("all_reduce", "memory")],
+)  # fmt: skip
+def test_the_core_makes_them(fake: FakeNCCL, name: str, where: str) -> None:
+    """Messages of registered memory pass through staging memory.  In a capture, Python makes the call."""
+    call, expected = CALLS[name]
+    dtype = np.int32 if "integers" in name else np.float32
+
+    def body(gpu: Any) -> None:
+        comm, stream = gpu.comm, Stream(40)
+        x = comm.allocate(6, dtype) if where != "memory" else Array.zeros(6, dtype, 0)
+        out = comm.allocate(9, dtype) if where == "windows" else Array.zeros(9, dtype, 0)
+        x.stream = out.stream = stream
+
+        def check(turn: int) -> None:
+            xs = inputs(turn, dtype)
+            x.copy_from(xs[comm.rank])
+            out.fill_bytes(0x7F)
+            call(comm, x, out)
+            right = expected(xs, comm.rank)
+            assert out.numpy()[: right.size].tobytes() == right.tobytes(), f"call {turn} on rank {comm.rank}"
+
+        calls = 2 if name == "send, recv" else 1
+        for turn in range(3):
+            check(turn)
+        with by(comm, calls):
+            check(3)
+        with captures() as graph, by(comm, 0):
+            check(4)
+        graph.destroy()
+        with by(comm, calls):
+            check(5)
+
+    FakeRanks(3).run(body)
+
+
+def counted(fake: FakeNCCL, *names: str) -> dict[str, int]:
+    """How often the core calls these functions of NCCL; each still does what it did."""
+    counts = dict.fromkeys(names, 0)
+
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in names:
+        setattr(fake, name, count(name, getattr(fake, name)))
+    return counts
+
+
+SUM, PROD, MAX, AVG = kos.ReduceOp.SUM, kos.ReduceOp.PROD, kos.ReduceOp.MAX, kos.ReduceOp.AVG
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "op", "alike"),
+    [(2, np.float32, SUM, True), (2, np.float16, PROD, True), (2, np.float32, AVG, False),
+     (2, np.float32, kos.PremulSum(2.0), False), (2, np.float32, MAX, False), (3, np.float32, SUM, False),
+     (3, np.complex64, SUM, False), (3, np.int32, SUM, True), (3, np.bool_, MAX, True)],
+)  # fmt: skip
+def test_sums_that_have_one_order(fake: FakeNCCL, size: int, dtype: Any, op: Any, alike: bool) -> None:
+    """A reduce_scatter_v is then a group of NCCL's own reduces, which needs no kernel of kos."""
+    counts = counted(fake, "reduce", "send")
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, on_gpu(np.ones(2 * size, dtype))
+        comm.reduce_scatter_v(x, [2] * size, on_gpu(np.zeros(2, dtype)), op)
+
+    FakeRanks(size).run(body)
+    assert counts == {"reduce": size**2 * alike, "send": size**2 * (not alike)}
+
+
+class NCCLError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize("failing", ["send", "recv", "group_start", "group_end", "cuLaunchKernelEx"])
+def test_a_launch_that_is_refused_ends_its_group(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Nothing is called after it but ncclGroupEnd; the error is that of the function that failed."""
+    fake.NCCLError = NCCLError  # type: ignore[attr-defined]
+    stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
+    for module in (driver, kernels):
+        monkeypatch.setattr(module, "cu", SimpleNamespace(**vars(driver.cu) | stubs))
+    monkeypatch.setattr(driver, "error_of", lambda name, status: CudaError(f"{name} failed: status {status}"))
+    failed = threading.Event()
+    counts = counted(fake, "group_start", "send", "recv", "group_end")
+
+    def body(gpu: Any) -> None:
+        comm, x, out = gpu.comm, on_gpu(np.ones(4, np.int16)), on_gpu(np.zeros(2, np.int16))
+        for _ in range(3):
+            comm.reduce_scatter_v(x, [2, 2], out)
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            assert failed.wait(10.0)
+            with pytest.raises(KosError):
+                comm.all_reduce(out)  # waits for no message
+            return
+        before, counts_before = hits(comm), dict(counts)
+        fake.driver.instead[failing] = lambda *words: 3
+        if failing == "cuLaunchKernelEx":  # the messages of the other rank never come
+            fake.driver.instead |= dict.fromkeys(("send", "recv", "group_end"), lambda *words: 0)
+        error = "cuLaunchKernelEx failed: status 3" if failing == "cuLaunchKernelEx" else "NCCL .*: status 3"
+        with pytest.raises(KosError, match=error):
+            comm.reduce_scatter_v(x, [2, 2], out)
+        failed.set()
+        made = {name: counts[name] - counts_before[name] for name in counts}
+        expected = {
+            "send": {"group_start": 1, "send": 0, "recv": 0, "group_end": 1},
+            "recv": {"group_start": 1, "send": 2, "recv": 0, "group_end": 1},
+            "group_start": {"group_start": 0, "send": 0, "recv": 0, "group_end": 0},
+        }  # fmt: skip
+        assert made == expected.get(failing, made)
+        assert hits(comm) == before + 1
+
+    FakeRanks(2).run(body)
+
+
+def test_scratch_memory_that_is_freed(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached call uses scratch memory of its stream, which ``synchronize`` frees if another stream was used since."""
+    made: list[Memory] = []
+
+    def make(nbytes: int, device: int) -> Memory:
+        made.append(piece := Memory(nbytes))
+        return piece
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x, y = (on_gpu(np.ones(4, np.float32), Stream(handle)) for handle in (40, 41))
+        for each in (x, y, x):
+            for _ in range(3):
+                comm.scan(each)
+        with by(comm, 1):
+            comm.scan(x)
+        comm.all_reduce(y, deterministic=True)  # by Python, which notes the stream
+        comm.synchronize()
+        comm.rendezvous.barrier()
+        freed = [at(piece.pointer, piece.nbytes, np.dtype(np.uint8)) for piece in made if piece.closed]
+        assert len(freed) == 2
+        for memory in freed:
+            memory[:] = 0x55
+        comm.rendezvous.barrier()
+        comm.scan(x)
+        with by(comm, 1):
+            comm.scan(x)
+        comm.rendezvous.barrier()
+        assert all((memory == 0x55).all() for memory in freed)
+
+    monkeypatch.setattr(gpu_memory, "Scratch", make)
+    FakeRanks(2).run(body)
+
+
+def test_registered_memory_that_ends_within_a_page(fake: FakeNCCL) -> None:
+    """The rest of that page counts as registered too: Python looks where each array is."""
+
+    def body(gpu: Any) -> None:
+        comm, x, out = gpu.comm, on_gpu(np.ones(4, np.float32)), on_gpu(np.zeros(4, np.float32))
+        for _ in range(3):
+            send_recv(comm, x, out)
+        with by(comm, 1):
+            send_recv(comm, x, out)
+        own = Array.zeros(1 << 12, np.float32, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kos.comm.gpu.nccl_binding.WINDOW_ALIGNMENT", 1)
+            patch.setattr("kos.comm.gpu.nccl_binding.is_virtual", lambda address: True)
+            registered = comm.register(own[:1000])
+        with by(comm, 0):
+            for _ in range(4):
+                send_recv(comm, x, out)
+        del registered
+
+    FakeRanks(2).run(body)
