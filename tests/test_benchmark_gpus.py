@@ -18,7 +18,7 @@ from kos.bench.measure import DeviceTimer, Job, Run, measure
 from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
 from kos.comm import Communicator
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable

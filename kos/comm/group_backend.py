@@ -1,6 +1,6 @@
 """GroupBackend: the class that a Communicator calls.  It runs the operations of one group.
 
-``HostBackend`` (host/backend.py) runs every operation with a ``contract.Backend`` that moves host memory.
+``HostBackend`` (host/host_backend.py) runs every operation with a ``contract.Backend`` that moves host memory.
 ``GPUBackend`` (gpu/backend.py) runs every operation with one of its routes, which are Backends that move GPU memory.
 It has a HostBackend too if the communicator moves host memory.
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from kos.comm import compressed, timeouts
+from kos.comm import host_compressed, timeouts
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.matching import Envelope
@@ -44,7 +44,7 @@ _BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, Tru
 
 
 class GroupBackend(ABC):
-    """Runs the operations of a group.  Subclasses define ``name``, ``idle`` and ``prepare``."""
+    """Runs the operations of a group.  Subclasses define ``name``, ``waiter`` and ``prepare``."""
 
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
@@ -76,7 +76,7 @@ class GroupBackend(ABC):
             each.set_timeout(seconds)
 
     @abstractmethod
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         """How a wait of this backend polls or sleeps, such as ``Backoff``.
 
         Its ``mark()`` returns a token before a poll.  Its ``pause(mark, seconds)`` waits for an event since then, at
@@ -130,7 +130,7 @@ class GroupBackend(ABC):
 
     def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
         """See ``Communicator.feed_back``."""
-        compressed.feed_back(x.flat, residual.flat, compress)
+        host_compressed.feed_back(x.flat, residual.flat, compress)
 
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""
@@ -153,7 +153,7 @@ class GroupBackend(ABC):
         """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         return []
 
-    def eager(self, comm: Any) -> Any:
+    def core_group(self, comm: Any) -> Any:
         """A ``kos._core.native.Group`` for the calls of ``comm``, or None."""
         return None
 

@@ -21,7 +21,7 @@ from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.hierarchical import HierarchicalBackend
 from kos.comm.gpu.routes import PHASES
 from kos.comm.group_backend import UNMADE, GroupBackend
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.registry import BACKENDS, probe_all
 from kos.comm.tuning import for_group, preferred_on_hosts
 from kos.comm.versions import check as check_versions

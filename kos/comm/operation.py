@@ -14,12 +14,12 @@ T = TypeVar("T")
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "recv_bytes", "probe"})
 RECEIVES = frozenset({"recv", "recv_bytes", "probe"})
 """Those that only wait for a message."""
-EAGER = (
+CORE_OPERATIONS = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
     "all_to_all_v",
 )  # fmt: skip
-"""Operations that the compiled core may make by itself (``kos/_core/module_eager.c``)."""
+"""Operations that the compiled core may start by itself (``kos/_core/module_eager.c``)."""
 ANY = -1
 """The source of a message that any rank may send."""
 AUTO = "auto"

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kos.comm.records import again, from_record, to_record
+from kos.comm.records import from_record, to_record
 from kos.errors import KosError
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
@@ -112,7 +112,7 @@ class PeerStatus:
     def post_failure(self, error: KosError) -> None:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
-            self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
+            self.last = error.copy()  # it lasts until the next call, and frames hold what could not be made
             self.failures[self._rank] = self.last, time.monotonic()
             self._send_notice("failed", to_record(self.last))
 

@@ -123,7 +123,7 @@ class Prepared:
                 else:
                     if backend.on_gpu:
                         backend.check_start((work,))
-                    note(comm, work)
+                    record_start(comm, work)
                     if backend.failures.first is not None:
                         backend.refuse(work)
                     if comm._tracing is None:
@@ -219,7 +219,7 @@ def _arguments(o: Operation, group_suffix: str) -> str:
     return text
 
 
-def note(comm: Any, work: Work[Any]) -> None:
+def record_start(comm: Any, work: Work[Any]) -> None:
     """Number ``work`` and record its launch.  Its call site is the innermost frame outside ``kos.comm``."""
     prepared = work.prepared
     work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
@@ -321,7 +321,7 @@ class Store(dict[Any, Prepared]):
 
     generation = 0
     """How often all were dropped because timeouts, windows or tables have changed."""
-    eager: Any = None
+    core: Any = None
     """The ``kos._core.native.Group`` that knows some of these calls, or None."""
 
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
@@ -337,5 +337,5 @@ class Store(dict[Any, Prepared]):
         """Drop all."""
         super().clear()
         self.generation += 1
-        if self.eager is not None:
-            self.eager.forget()
+        if self.core is not None:
+            self.core.forget()

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
 
-Error = TypeVar("Error", bound=KosError)
 _CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
-
-
-def again(error: Error, text: object = None) -> Error:
-    """A copy of the error without its traceback, whose frames hold arrays."""
-    return error.copy(text)
 
 
 def to_record(error: KosError, length: int | None = None) -> list[Any]:

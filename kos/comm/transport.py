@@ -1,6 +1,7 @@
 """ScheduledCalls: runs every operation over a transport, which is a ``contract.Backend`` for host memory.
 
-The transport of a ``HostBackend`` (``host/backend.py``) is ``tcp``, ``mpi``, ``mock``, or a class of another package.
+The transport of a ``HostBackend`` (``host/host_backend.py``) is ``tcp``, ``mpi``, ``mock``, or a class of another
+package.
 ScheduledCalls stages the reduction (16-bit floats accumulate in fp32).  It then makes a native call of the transport if
 there is one, and otherwise runs a schedule of messages.  So every transport has every operation, with the same
 semantics.
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kos.comm import compressed
+from kos.comm import host_compressed
 from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
 from kos.comm.matching import BYTES, Expected, Matching
@@ -171,14 +172,14 @@ class ScheduledCalls:
         if x is None:
             return [None] * self.size
         if counts is not None:
-            return [*compressed.split(x, counts)]
+            return [*host_compressed.split(x, counts)]
         return [x if root in (None, rank) else None for rank in range(self.size)]
 
     def _reduce_scatter_v(self, work: Work[Any]) -> Steps:
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        pieces = compressed.split(staged, work.prepared.operation.send_counts or ())
+        pieces = host_compressed.split(staged, work.prepared.operation.send_counts or ())
         yield from self.send_pieces(work, pieces.__getitem__, list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
@@ -186,7 +187,7 @@ class ScheduledCalls:
 
     def _compressed(self, work: Work[Any]) -> Steps:
         """Any operation that sends compressed data."""
-        return compressed.steps(work, self)
+        return host_compressed.steps(work, self)
 
     def _barrier(self, work: Work[Any]) -> Steps:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None

@@ -187,9 +187,9 @@ class Work(_Base, Generic[T]):
 
     ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU; ``array`` is that of the result, of which ``convert``
     makes the result.  ``sequence`` is the number of the call: of collectives, equal on all ranks; messages have numbers
-    of their own.  ``record`` is its entry in the flight recorder, and ``left`` what the compiled core has begun of it.
-    ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.  ``steps``: None if it is complete,
-    queued, not started, or if the core alone has advanced it.
+    of their own.  ``record`` is its entry in the flight recorder, and ``core_work`` the part that the compiled core has
+    begun.  ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.  ``steps``: None if it is
+    complete, queued, not started, or if the core alone has advanced it.
     """
 
     if TYPE_CHECKING or native is None:  # else fields of the base
@@ -197,7 +197,7 @@ class Work(_Base, Generic[T]):
         record: list[Any] | None = None
         convert: Callable[[Any], Any] | None = None
         reported = False
-        left: Any = None
+        core_work: Any = None
         steps: Steps | None = None
         _error: KosError | None = None
 
@@ -215,7 +215,7 @@ class Work(_Base, Generic[T]):
     _report_at: float | None = None
     """When ``done`` next posts the ranks that it waits for."""
 
-    def again(self) -> Work[T]:
+    def unstarted_copy(self) -> Work[T]:
         """Another start on the same arrays."""
         work: Work[T] = type(self)(self.prepared, self.send, self.recv, self.array)
         work.stream, work.queue, work.convert, work.held = self.stream, self.queue, self.convert, self.held
@@ -233,9 +233,9 @@ class Work(_Base, Generic[T]):
     @property
     def _steps(self) -> Steps | None:
         """What is left to do; None: it is complete, queued or not started."""
-        if self.steps is None and (left := self.left) is not None:
+        if self.steps is None and (left := self.core_work) is not None:
             steps = self.backend.steps_of(self, left)
-            if self.left is left:  # else another thread that waits for it has completed it meanwhile
+            if self.core_work is left:  # else another thread that waits for it has completed it meanwhile
                 self.steps = steps
         return self.steps
 
@@ -243,7 +243,7 @@ class Work(_Base, Generic[T]):
     def _steps(self, steps: Steps | None) -> None:
         self.steps = steps
         if steps is None:
-            self.left = None
+            self.core_work = None
 
     @property
     def operation(self) -> Operation:
@@ -390,8 +390,8 @@ class Work(_Base, Generic[T]):
             self.backend.engine.remove(self)
             if self._steps is not None:
                 self._steps.close()
-                if self.left is not None:  # its steps had not begun
-                    self.left.cancel()
+                if self.core_work is not None:  # its steps had not begun
+                    self.core_work.cancel()
                 self._fail(error)
 
     def withdraw(self) -> None:
@@ -413,14 +413,14 @@ class Work(_Base, Generic[T]):
         now = time.monotonic()
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
-        idle, engine = backend.idle(), backend.engine
+        waiter, engine = backend.waiter(), backend.engine
         usual = timeout is not None and timeout <= backend.timeout
         began, stopped = now, None if usual else StoppedRanks(backend.failures, backend.timeout)
         sleeps, held = False, interrupts.holds()
         engine.pause()
         try:
             while True:
-                mark = idle.mark()
+                mark = waiter.mark()
                 engine.poll()
                 if self._steps is None:
                     return
@@ -446,7 +446,7 @@ class Work(_Base, Generic[T]):
                     remaining = min(report_at - now, math.inf if remaining is None else remaining)
                 if held:
                     remaining = min(interrupts.DELIVER_SECONDS, math.inf if remaining is None else remaining)
-                idle.pause(mark, remaining)
+                waiter.pause(mark, remaining)
                 if sleeps:
                     time.sleep(LONG_SLEEP)
                 interrupts.deliver()

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.control.threads import ThreadGroup, ThreadWorld, Waits
-from kos.comm.host.backend import HostBackend
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadWorld, Waits
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.recorder import call_site
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveError, CollectiveTimeout
@@ -103,7 +103,7 @@ class Watch:
             yield from run(work) or ()
             return
         send, recv = work.send, work.recv
-        before, at_launch, carried = _checksums(work), True, work.again()
+        before, at_launch, carried = _checksums(work), True, work.unstarted_copy()
         carried.sequence = work.sequence
         carried.send = None if send is None else send.copy()
         carried.recv = carried.send if recv is send else None if recv is None else recv.copy()

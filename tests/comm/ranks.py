@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
 from kos.testing.conformance.failures import SHORT, Scenario, check

@@ -190,7 +190,7 @@ def test_the_failure_of_the_earliest_collective_counts() -> None:
     carried: list[int] = []
     link = SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))
     log = FailureLog(range(3), 0)
-    log.links = [link]
+    log.reporters = [link]
     for sequence in (5, 7, 3):
         log.report(work_of("barrier", sequence=sequence), RankLost(f"lost in #{sequence}", ranks=[1]), 0)
     assert carried == [5, 3] and str(log.first) == "lost in #5"

@@ -17,7 +17,7 @@ import kos
 from kos._core import native
 from kos.comm import making
 from kos.comm.contract import Probe
-from kos.comm.control.mpi import MPIRanks, MPIRendezvous
+from kos.comm.control.mpi_rendezvous import MPIRanks, MPIRendezvous
 from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend

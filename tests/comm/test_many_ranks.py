@@ -54,7 +54,7 @@ class _Named(GroupBackend):
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(True, "")
 
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         raise NotImplementedError
 
     def prepare(self, o: Operation) -> Prepared:

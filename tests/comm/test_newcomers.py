@@ -23,7 +23,7 @@ from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import pair
 from kos.comm.control.join import CLOSES, SILENT, parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.errors import (
     BackendUnavailable,

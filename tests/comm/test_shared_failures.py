@@ -17,7 +17,7 @@ import pytest
 import kos
 from kos.comm.control.identity import process
 from kos.comm.failures import FailureLog, Late
-from kos.comm.host import backend as host
+from kos.comm.host import host_backend as host
 from kos.comm.host.shared import Node, Segment
 from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED

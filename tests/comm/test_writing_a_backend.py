@@ -16,7 +16,7 @@ import pytest
 
 import kos
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.testing.conformance import failures, intact, run
 from kos.testing.conformance.__main__ import main

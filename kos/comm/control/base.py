@@ -19,7 +19,6 @@ from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.prepared import shortened
-from kos.comm.records import again
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
 from kos.memory.ipc import pretended_host
@@ -100,7 +99,7 @@ class Rendezvous(ABC):
         ``timeout`` seconds, RankLost if one is lost; every later call raises that failure again.
         """
         if self.failures.over is not None:
-            raise again(self.failures.over)
+            raise self.failures.over.copy()
         if self.failures.status.last is not None:
             self.failures.status.clear_failure()
         self._exchanges += 1
@@ -112,7 +111,7 @@ class Rendezvous(ABC):
             if not all(part.startswith(head) for part in parts):
                 raise CollectiveMismatch(_difference(parts, self.failures))
         except KosError as error:
-            self.failures.over = self.failures.over or again(error)  # not ``error``: its frames hold this group
+            self.failures.over = self.failures.over or error.copy()  # not ``error``: its frames hold this group
             raise
         except BaseException as error:
             self._cut_short(error)
@@ -139,7 +138,7 @@ class Rendezvous(ABC):
         """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
         me = self.failures.names([self.rank], False)
         if isinstance(error, CollectiveError | RendezvousError):
-            failure: KosError = again(error, None if error.ranks else f"{me}: {error}")
+            failure: KosError = error.copy(None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")

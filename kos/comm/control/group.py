@@ -43,7 +43,7 @@ from kos.comm.control.inbox import Inbox
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel
 from kos.comm.control.secret import load_secret
-from kos.comm.control.threads import ThreadGroup
+from kos.comm.control.thread_rendezvous import ThreadGroup
 from kos.comm.control.wire import (
     JOIN,
     Acceptor,
@@ -378,7 +378,7 @@ class TCPRendezvous(Rendezvous):
         """Run the hub, to which the other ranks are ``connected``, or connect at ``listener``."""
         allow_files(self.size)
         self._connection, hubs_end = pair(self.epoch)
-        known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
+        known = self.failures.of(range(self.size), 0)  # without reporters, which hold communicators
         hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch, connected)
         hub.start()
         # At the end of the process, the hub still sends the last answers if the group was not closed.

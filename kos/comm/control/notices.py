@@ -21,7 +21,7 @@ _tokens = itertools.count()
 
 
 class Channel:
-    """Notices of one backend of a group; as a link of its failure log they are reports.
+    """Notices of one backend of a group; as a reporter of its failure log they are reports.
 
     ``number`` is the same on all ranks.  ``post`` sends a message to the hub, ``deaths`` is that of the rendezvous,
     and reads into ``inbox``.
@@ -64,7 +64,7 @@ class Channel:
                 arrived.append(self._inbox.notices[self._number].popleft())
         return arrived
 
-    # As a link of the failure log.
+    # As a reporter of the failure log.
 
     def tell(self, kind: str, sequence: int, *what: Any) -> None:
         """Send a notice about a collective."""

@@ -114,7 +114,8 @@ class EagerCalls:
         lasting.stream, lasting.queue = work.stream, work.queue
         objects, works = (*map(_identity, arguments), *keywords), lasting
         if persistent:
-            objects, works, used = (work.send, work.recv, None), (work.again(), work.again()), [0, 1, -1]
+            works = work.unstarted_copy(), work.unstarted_copy()
+            objects, used = (work.send, work.recv, None), [0, 1, -1]
         (plan, guards), backend = planned, prepared.backend
         guards = [*self._guards(lasting), *guards]
         known = plan, prepared, prepared.description, works, not persistent

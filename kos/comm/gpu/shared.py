@@ -20,10 +20,9 @@ from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.group_backend import GroupBackend
-from kos.comm.host.backend import HostBackend, at_exit, closed
+from kos.comm.host.host_backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.prepared import Prepared, described
-from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 from kos.memory.pool import pinned_empty
@@ -52,7 +51,7 @@ class CommState:
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
         self._abort_flag: np.ndarray[Any, Any] | None = None  # made when asked
-        self.eager: EagerCalls | None = None
+        self.core_calls: EagerCalls | None = None
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
         self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
@@ -73,14 +72,14 @@ class CommState:
         if rendezvous.size > 1 and any(rendezvous.allgather(b"1" if alone else b"")):
             self._channel = rendezvous.open_channel()
         if self._channel is not None:
-            failures.links.append(self._channel)
+            failures.reporters.append(self._channel)
 
-    def eager_calls(self, comm: Any, backend: Any) -> Any:
-        """What makes calls of ``comm``, whose backend is ``backend``, in the core; None if it makes none."""
+    def core_group(self, comm: Any, backend: Any) -> Any:
+        """The ``kos._core.native.Group`` that makes calls of ``comm`` without Python; None if there is none."""
         if self.calls is None or comm._tracing is not None:
             return None
-        self.eager = EagerCalls(comm, self, backend)
-        return self.eager.bind(self.calls.core)
+        self.core_calls = EagerCalls(comm, self, backend)
+        return self.core_calls.bind(self.calls.core)
 
     @property
     def abort_flag(self) -> int:
@@ -201,7 +200,7 @@ class CommState:
         except KosError:  # of a collective that this rank has not reached
             pass
         if known is not None and self._lost is not None:
-            raise again(self._lost, f"{latest}: {self._lost}")
+            raise self._lost.copy(f"{latest}: {self._lost}")
 
     def last_on_gpu(self) -> Work[Any] | None:
         """The last collective, if it is on the GPU and does not end before all ranks have arrived."""
@@ -239,7 +238,7 @@ class CommState:
                 return self._unexplained(error) if isinstance(error, EndedEarly) else error
             time.sleep(0.01)
         if isinstance(error, EndedEarly) and error.unexplained is CollectiveError:  # it may have a cause of its own
-            return again(known, f"{known}; here: {error}")
+            return known.copy(f"{known}; here: {error}")
         return known
 
     def _known(self, o: Work[Any], error: KosError) -> KosError:
@@ -294,6 +293,6 @@ class CommState:
         with self.lock:
             (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
             if channel is not None:
-                self.failures.links.remove(channel)
+                self.failures.reporters.remove(channel)
             if calls is not None and self._owns_calls:
                 calls.close()

@@ -21,7 +21,7 @@ from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.identity import under_mpirun
-from kos.comm.control.mpi import NAMING_SECONDS, await_request
+from kos.comm.control.mpi_rendezvous import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.group_backend import CHANGES
@@ -31,7 +31,6 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import described
-from kos.comm.records import again
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
@@ -107,7 +106,7 @@ class MPITransport(Backend):
             self._channel = self._rendezvous.open_channel()
         if self._channel is not None:
             self._channel.holds = self.sending
-            self.failures.links.append(self._channel)
+            self.failures.reporters.append(self._channel)
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
@@ -300,7 +299,7 @@ class MPITransport(Backend):
         """
         failures, calls = self.failures, self.failures.ring
         if failures.reported is not None:
-            return again(failures.reported[1])
+            return failures.reported[1].copy()
         _, why, cause = failures.ends.get(peer, (0, None, None))
         deaths = {} if self._channel is None else self._channel.deaths()
         if why is None and 0 in deaths:

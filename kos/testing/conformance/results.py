@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.comm import compressed as on_host
+from kos.comm import host_compressed as on_host
 from kos.comm.compression import FORMATS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument

@@ -79,7 +79,7 @@ class CallRing(Fingerprints):
         words[self._line + PID] = pid
         failures.status.hold()
         failures.ring = self
-        failures.links.insert(0, self)  # first: those who wait on this host raise at once
+        failures.reporters.insert(0, self)  # first: those who wait on this host raise at once
 
     def announce(self, o: Work[Any]) -> None:
         """Publish that this rank begins ``o``."""
@@ -198,7 +198,7 @@ class CallRing(Fingerprints):
         killed = self.killed()
         return None if killed is None else self.failures.ended(killed)
 
-    # As a link of the failure log.
+    # As a reporter of the failure log.
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
         """Report that this rank begins no collective from ``sequence`` on, why, and what caused that."""
@@ -243,7 +243,7 @@ class CallRing(Fingerprints):
     def close(self) -> None:
         """Unmap the segment, once the watchdog does not read from it."""
         self.failures.ring = None
-        self.failures.links.remove(self)
+        self.failures.reporters.remove(self)
         watchdog.wait_for_check()
         if not self.words[self._line + CLOSED]:
             if (cause := self.failures.closing()) is not None:

@@ -184,8 +184,8 @@ class Node:
         """Whether a message has a receive, which comes after those that wait with its tag."""
         return message.src is not None and message.recv_tag in self.waiting
 
-    def eager(self, comm: Any, backend: Any) -> Any:
-        """What makes calls of ``comm`` that are known.
+    def core_group(self, comm: Any, backend: Any) -> Any:
+        """The ``kos._core.native.Group`` that makes cached calls of ``comm``.
 
         None if NumPy's arrays are not as the core expects, or if another communicator has the group.
         """
@@ -258,7 +258,7 @@ class Node:
 
     def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
-        work.left = left
+        work.core_work = left
         liveness, what = Liveness(self.calls), work if work.collective else None
         try:
             while not left.done():
@@ -271,7 +271,7 @@ class Node:
             raise self._error(work, found) from None
         finally:
             left.cancel()
-            work.left = None
+            work.core_work = None
 
     def _failing(self, work: Work[Any], found: Difference) -> Steps:
         raise self._error(work, found) from None

@@ -15,7 +15,6 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import GRACE_SECONDS, misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import again
 from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
@@ -129,7 +128,7 @@ class ThreadGroup:
         """Make every rank raise the failure in its current exchange and in later ones.  Only the first is kept."""
 
         def record(log: FailureLog) -> None:
-            log.over = log.over or again(failure)
+            log.over = log.over or failure.copy()
 
         self.report(record)
 
@@ -139,7 +138,7 @@ class ThreadGroup:
     def ask(self, failures: FailureLog, sequence: int | None) -> None:
         """Raise if all groups have failed, or this one in collective ``sequence`` (None: in any) or earlier."""
         if self.world.failure is not None:
-            raise again(self.world.failure)
+            raise self.world.failure.copy()
         if failures.reported is not None and (sequence is None or failures.reported[0] <= sequence):
             failures.ask(None)
 
@@ -180,7 +179,7 @@ class ThreadRendezvous(Rendezvous):
             group.notify_all()
             while missing := [rank for rank in range(self.size) if rank not in slots]:
                 if (failure := group.world.failure or self.failures.over) is not None:
-                    raise again(failure)
+                    raise failure.copy()
                 for rank in missing:
                     group.raise_end(rank, self.failures, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
@@ -241,7 +240,7 @@ class ThreadRendezvous(Rendezvous):
             while not outcome:
                 try:
                     if group.world.failure is not None:
-                        raise again(group.world.failure)
+                        raise group.world.failure.copy()
                     (half, _, blamed), missing = limits[min(calls)], self._missing(calls)
                     now, deadline = time.monotonic(), min(each[1] for each in limits.values())
                     blamed_only = bool(missing) and not whole and blamed.issuperset(self.failures.in_world(missing))
@@ -254,11 +253,11 @@ class ThreadRendezvous(Rendezvous):
                         group.left_out.update(missing)  # none, or those that the others leave
                         outcome.append(made)
                 except KosError as error:
-                    outcome.append(again(error))
+                    outcome.append(error.copy())
             group.forget("change", attempt)
             group.notify_all()
             if isinstance(result := outcome[0], KosError):
-                raise again(result)
+                raise result.copy()
             return self._child(result, sorted(calls).index(self.rank))
 
     def _missing(self, calls: Mapping[int, str]) -> list[int]:
