@@ -350,7 +350,7 @@ class Communicator(Groups):
         with engine.paused():
             self.backend.abort(reason)  # first: this notifies the other ranks of the reason
             for work in engine.works_of(self.backend):
-                work.cancel(CollectiveError(f"{work}: the communicator was aborted"))
+                work.cancel(CollectiveError("the communicator was aborted", call=work))
         self.recorder.close(self._group, f"aborted: {reason}")
 
     def _signal_end(self, reason: str) -> None:
@@ -423,7 +423,7 @@ class Communicator(Groups):
         launched = sum(each.collective for each in works) or len(works)
         work.sequence = max(next(self._collectives if work.collective else self._messages) - launched, 0)
         with self.backend.engine.lock:
-            self.backend.to_error(work, Interrupted(f"{work}: interrupted by {type(error).__name__}"))
+            self.backend.to_error(work, Interrupted(f"interrupted by {type(error).__name__}", call=work))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kos.comm.records import from_record, to_record
-from kos.errors import KosError
+from kos.errors import KosError, from_record, to_record
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 _ANSWER_SECONDS = 0.3  # in which a waiting rank answers a query

@@ -109,7 +109,7 @@ class Engine:
         self.lock, self.thread = threading.RLock(), None  # another thread of the rank may hold the lock
         for work in self.active:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(work._steps))  # never freed, which would cancel messages
-            work._error = CollectiveError(f"{work}: {forked_from(work.backend.rank)}")
+            work._error = CollectiveError(forked_from(work.backend.rank), call=work)
             work._steps = None
         self.active.clear()
 
@@ -314,7 +314,7 @@ class Work(_Base, Generic[T]):
             return True
         except BaseException as error:  # Ctrl-C has ended the generator during the operation
             self.backend.engine.remove(self)
-            self._fail(Interrupted(f"{self}: interrupted by {type(error).__name__}"))
+            self._fail(Interrupted(f"interrupted by {type(error).__name__}", call=self))
             raise
         self.record_end(time_ns())
         return True
@@ -397,7 +397,7 @@ class Work(_Base, Generic[T]):
     def withdraw(self) -> None:
         """Cancel the receive of a call that raises, such as Ctrl-C: nobody has the Work, which would take a message."""
         if self.prepared.name in RECEIVES and self.backend.device is None:
-            self.cancel(CollectiveError(f"{self}: interrupted"))
+            self.cancel(CollectiveError("interrupted", call=self))
             self.reported = True
 
     def expire(self, seconds: float | None) -> None:

@@ -115,7 +115,7 @@ class Watch:
         if _checksums(work) != before:
             rank = work.operation.rank
             raise CollectiveError(
-                f"{work}: rank {rank} wrote to its array while the operation was in flight, or another operation did"
+                f"rank {rank} wrote to its array while the operation was in flight, or another operation did", call=work
             )
         if work.operation.recv is not None and recv.flags.writeable:  # unlike a root's array
             np.copyto(recv, carried.recv)

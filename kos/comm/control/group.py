@@ -59,8 +59,7 @@ from kos.comm.control.wire import (
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import from_record
-from kos.errors import BackendUnavailable, KosError, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RendezvousError, from_record
 
 
 class TCPRendezvous(Rendezvous):

@@ -39,8 +39,7 @@ from kos.comm.control.wire import (
     epoch_of,
     receive_greeting,
 )
-from kos.comm.records import from_record, to_record
-from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError, from_record, to_record
 from kos.files import replace_file
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
-from kos.comm.records import to_record
-from kos.errors import KosError, RendezvousError
+from kos.errors import KosError, RendezvousError, to_record
 
 log = logging.getLogger(__name__)
 

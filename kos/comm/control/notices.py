@@ -12,8 +12,7 @@ from typing import Any
 from kos.comm.control.hub import NOTICE
 from kos.comm.control.inbox import Inbox
 from kos.comm.failures import FailureLog
-from kos.comm.records import from_record, to_record
-from kos.errors import KosError
+from kos.errors import KosError, from_record, to_record
 
 FORWARD_SECONDS = 2.0  # limit for the hub's answer that a notice has been forwarded
 _CHARACTERS = 2000  # of a reason or an error

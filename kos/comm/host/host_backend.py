@@ -209,7 +209,7 @@ class HostBackend(GroupBackend):
 
     def _aborted(self, work: Work[Any]) -> KosError:
         """The error of ``work``, whose communicator another thread has aborted."""
-        return CollectiveError(f"{work}: the communicator was aborted")
+        return CollectiveError("the communicator was aborted", call=work)
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self.node) is None:

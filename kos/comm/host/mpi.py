@@ -353,10 +353,9 @@ class MPITransport(Backend):
             if (ends := self._ends.pop(work.sequence, None)) is not None:
                 _cancelled.append(ends)
         if isinstance(error, MPI.Exception):
-            named: KosError = CollectiveError(f"{work}: MPI: {error.Get_error_string()}")
-            if error.Get_error_class() == MPI.ERR_TRUNCATE:
-                named = CollectiveMismatch(str(named))
-            elif (lost := next(self.gone(), None)) is not None:  # of which MPI may not say what its error is
+            kind = CollectiveMismatch if error.Get_error_class() == MPI.ERR_TRUNCATE else CollectiveError
+            named: KosError = kind(f"MPI: {error.Get_error_string()}", call=work)
+            if kind is CollectiveError and (lost := next(self.gone(), None)) is not None:  # MPI may not report it
                 named = self.failures.lost(*lost, work)
             named.__cause__ = error
             error = named

@@ -23,9 +23,8 @@ from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, 
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
-from kos.comm.records import to_record
 from kos.comm.work import Engine, Work
-from kos.errors import KosError
+from kos.errors import KosError, to_record
 
 Array = np.ndarray[Any, Any]
 

@@ -29,10 +29,9 @@ import numpy as np
 from kos.comm.control.wire import Waiting, fill
 from kos.comm.failures import RECENT_SECONDS
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.records import from_record
 from kos.comm.transport import remove, take, wrong_message
 from kos.dtypes import DTYPE_CODES, dtype_of_code
-from kos.errors import KosError, RendezvousError
+from kos.errors import KosError, RendezvousError, from_record
 
 Array = np.ndarray[Any, Any]
 

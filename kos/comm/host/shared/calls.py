@@ -32,9 +32,8 @@ from kos.comm.host.shared.segment import (
 )
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.prepared import TEXT_BYTES, TEXTS, Fingerprints, described
-from kos.comm.records import from_record, to_record
 from kos.comm.work import Work, forked_from
-from kos.errors import CollectiveError, KosError
+from kos.errors import CollectiveError, KosError, from_record, to_record
 
 CLOSED_ORDERLY, ABORTED = 1, 2
 _RANK_SHIFT = 44

@@ -26,8 +26,7 @@ from kos.comm.host.shared.segment import (
     Segment,
 )
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import from_record, to_record
-from kos.errors import KosError
+from kos.errors import KosError, from_record, to_record
 
 _Memory = tuple["memoryview[int]", memoryview, int | None, dict[int, int]]
 """Control words, bytes, the line of this rank, and the lines of all ranks of the host by world rank."""
