@@ -247,12 +247,16 @@ class TCPRendezvous(Rendezvous):
         members, door = self.members, self.joining.door
         if door is None:
             assert self._listener is not None and members
-            door = self.joining.door = Acceptor(copied(self._listener), self.network.key(b"change"), self.epoch)
+            key = self.network.key(b"change")
+            door = self.joining.door = Acceptor(copied(self._listener), key, self.epoch, hello=True)
         if not door.join:
             with suppress(RendezvousError):
                 self.load_join_secret()
                 door.join = replace(self.network, secret=self.join_secret).key(b"join")
-        return self.joining.callers(seconds)
+        while (caller := door.admit(seconds)) is not None:
+            rank, hello, connection = caller
+            yield rank, connection, hello
+            seconds = 0.0
 
     def successor(
         self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection], hub: socket.socket | None
