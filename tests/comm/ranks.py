@@ -187,20 +187,6 @@ def check_scenario(run: Callable[[Any], Any], row: Scenario, size: int = 3, limi
     run(body)
 
 
-def receive_in_another_order(comm: kos.Communicator, count: int) -> None:
-    """Two ranks receive in another order than sent; messages of one tag stay in order.  ``count`` in bytes."""
-    data = np.random.default_rng(count).integers(0, 256, (2, 4, count), np.uint8)
-    me, peer = comm.rank, 1 - comm.rank
-    works = [comm.send(data[me, i], peer, tag, async_op=True) for i, tag in enumerate([1, 2, 2, 1])]
-    comm.barrier()  # whatever can come has come
-    for i, tag in [(1, 2), (2, 2), (0, 1), (3, 1)]:
-        got = np.full(count, 0xAA, np.uint8)
-        comm.recv(got, peer, tag)
-        assert (got == data[peer, i]).all(), i
-    for work in works:
-        work.wait()
-
-
 def time_out_beside_others(comm: kos.Communicator) -> None:
     """A message that times out takes no other with it, of its tag or of another, to or from whichever rank."""
     x, y, given_up, much = np.zeros(4), np.zeros(70000), np.zeros(4), np.arange(70000.0)
