@@ -63,7 +63,7 @@ MUTATIONS = [
              CONFORMANCE + " -k test_all_reduce"),
     Mutation("kos/comm/reduction.py", "ReduceOp.MIN: np.minimum", "ReduceOp.MIN: np.fmin",
              CONFORMANCE + " -k nan_wins"),
-    Mutation("kos/comm/gpu/shared.py", 'self._channel.tell("compare", 0)', "pass",
+    Mutation("kos/comm/gpu/shared.py", 'self._channel.notify("compare", 0)', "pass",
              "tests/comm/test_gpu_hosts.py -k asks_the_hosts"),
     Mutation(PHASES, "part is self._rail and reduction.op is", "reduction.op is not",
              "tests/comm/test_hierarchical.py -k PREMUL_SUM"),

@@ -1,8 +1,8 @@
 // Calls on GPUs that need no Python: an operation on arrays of a GPU whose signature and stream are known.
 //
-// Python has queued such a call before (kos/comm/gpu/eager.py), and says what it read of its own state to choose the
-// shortest way: no event, no wait for another stream, no other library's turn.  While all of that is unchanged the core
-// numbers, records, publishes and queues the call.  In every other case Python does.
+// Python has queued such a call before (kos/comm/gpu/eager.py).  It listed the state from which it concluded that the
+// call needs no event, no wait for another stream, and no turn of another library.  While this state is unchanged, the
+// core numbers, records, publishes and queues the call.  In every other case Python does.
 #include "module.h"
 
 // State that is compared before a call: the attribute at `at`, or the result of a method if `at` is NULL.
@@ -29,8 +29,9 @@ enum { PLAN, DESCRIPTION = 2, WORK, GUARDS = 9, BACKEND, SHARED };  // of what E
 
 static long long number_at(PyObject *tuple, Py_ssize_t at) { return PyLong_AsLongLong(PyTuple_GetItem(tuple, at)); }
 
-// Whether an attribute is what it was: the same object, an equal number, or (blocks, blocks of a multiprocessor) of
-// kernels that leave as much room; or a method returns what it did: __cuda_stream__, unless the stream was closed.
+// Whether a guard holds.  An attribute must be the same object or an equal number.  For kernels, (blocks, blocks of a
+// multiprocessor) must leave as much room as before.  A method must return what it returned before: this is
+// __cuda_stream__, which raises if the stream was closed.
 static int is_still(const guard *g) {
     PyObject *value = g->at ? *g->at : PyObject_CallMethodObjArgs(g->object, g->name, NULL), *expected = g->value;
     int same = value == expected;
@@ -50,7 +51,8 @@ static int is_as_far(const queued_call *q, const char *send, const char *recv) {
     return apart ? q->distance == UINT64_MAX : q->distance == (uint64_t)(send - recv);
 }
 
-// Whether Python would queue the call at once.  Every 64th collective it compares those before with other ranks'.
+// Whether Python would queue the call at once.  At every 64th collective, Python compares the calls since the last
+// comparison with those of the other ranks.
 static int may_queue(Group *g, const queued_call *q, const char *send, const char *recv) {
     int (*get_context)(uint64_t *) = (int (*)(uint64_t *))(uintptr_t)q->get_context;
     int (*is_captured)(uint64_t, int *) = (int (*)(uint64_t, int *))(uintptr_t)q->is_captured;

@@ -136,8 +136,8 @@ class FailureLog:
         self.ring: Any = None
         """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
         self.reporters: list[Any] = []
-        """What carries reports to the other ranks.  Each has ``report_failure``, ``report_end`` and ``find_failure``."""
-        self._told: int | None = None  # the earliest collective whose failure the reporters have carried
+        """They carry reports to the other ranks.  Each has ``report_failure``, ``report_end`` and ``find_failure``."""
+        self._sent: int | None = None  # the earliest collective whose failure the reporters have carried
         self._lock = threading.RLock()  # the watchdog reports too; reentrant for the garbage collector
         self._alone: set[int] = set()  # lost ranks of hosts that have other ranks
 
@@ -182,8 +182,8 @@ class FailureLog:
         shared = self._shared(error, lost, work)
         self.record(sequence, shared)
         with self._lock:
-            told, self._told = self._told, sequence if self._told is None else min(self._told, sequence)
-        if told is None or sequence < told:  # other ranks may wait in an earlier collective
+            earlier, self._sent = self._sent, sequence if self._sent is None else min(self._sent, sequence)
+        if earlier is None or sequence < earlier:  # other ranks may wait in an earlier collective
             for reporter in self.reporters.copy():
                 reporter.report_failure(shared, sequence)
 

@@ -84,9 +84,10 @@ class GroupBackend(ABC):
         """
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> GroupBackend | None:
-        """The backend of a group of these ranks, whose operations progress with this one's.  Called on every rank.
+        """The backend of a group of these ranks.  Waiting for its operations also advances those of this backend.
 
-        After a loss the surviving ranks call it, after ``abort``.  Returns None if ``rendezvous`` is None.
+        Every rank calls it.  After a loss, every surviving rank does so after ``abort``.  Returns None if
+        ``rendezvous`` is None.
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
@@ -171,7 +172,7 @@ class GroupBackend(ABC):
         raise AssertionError(f"{work}: refused without a reason")
 
     def in_order(self, works: Sequence[Work[Any]]) -> Sequence[Work[Any]]:
-        """The Works of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
+        """The Works of a batch in the order in which ``start_all`` begins them.  It is the same on all ranks."""
         return works
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
@@ -228,7 +229,7 @@ class GroupBackend(ABC):
 def ends_group(work: Work[Any], error: Exception) -> bool:
     """Whether the ranks of the group are out of step after that error.
 
-    They are after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
+    This is so after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
     """
     if isinstance(error, Interrupted):
         return True

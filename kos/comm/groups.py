@@ -310,7 +310,7 @@ class Groups(Operations):
         return made
 
     def _terms(self) -> dict[str, Any]:
-        """What newcomers are told of this communicator, of JSON's types."""
+        """The properties of this communicator that are sent to newcomers, of JSON's types."""
         backend = "tcp" if self._requested[0] == "mpi" else self._requested[0]
         return {
             "kos": versions()["kos"], "backend": backend, "timeout": self.timeout, "GPU": self.device is not None,

@@ -51,8 +51,9 @@ class Options:
     """The options of a call.
 
     ``timeout`` is in seconds (None: no limit).  ``overlap`` runs beside the stream of the arrays (``async_op``).
-    ``on_stream``: a barrier of work on a stream, not of the host.  ``purpose`` names the user's call if this operation
-    implements another one.  ``compress``: the format in which data travels, of ``kos.comm.compression``; "" for none.
+    ``on_stream``: a barrier of the work on a stream, not of the program.  ``purpose`` names the user's call if this
+    operation implements another one.  ``compress`` is the format in which data is sent (``kos.comm.compression``), ""
+    for none.
     """
 
     timeout: float | None = None

@@ -121,7 +121,7 @@ class ScheduledCalls:
         return "hierarchical" if several and collective in _HIERARCHICAL else _DEFAULTS[collective]
 
     def _all_reduce(self, work: Work[Any]) -> Steps:
-        """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""
+        """all_reduce, reduce and scans.  Ranks without a result keep their input: partial sums are in a copy."""
         (x, out, reduction), o = _reducing(work), work.prepared.operation
         gets = o.recv is not None
         staged = reduction.stage(x, out if gets else None)
@@ -144,7 +144,7 @@ class ScheduledCalls:
         yield from self._carry(work, "broadcast", data=work.recv)
 
     def _all_gather(self, work: Work[Any]) -> Steps:
-        """Also gather, scatter and all_to_all."""
+        """all_gather, gather, scatter and all_to_all."""
         o = work.prepared.operation
         spaces = {"input": (o.send, work.send), "output": (o.recv, work.recv)}
         flat = {space: x for space, (end, x) in spaces.items() if end is not None}
@@ -155,7 +155,7 @@ class ScheduledCalls:
     _gather = _scatter = _all_to_all = _all_gather
 
     def _all_to_all_v(self, work: Work[Any]) -> Steps:
-        """Also gather_v and scatter_v."""
+        """all_to_all_v, gather_v and scatter_v."""
         o = work.prepared.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
@@ -168,7 +168,7 @@ class ScheduledCalls:
         yield from self.send_to_all(work, [work.send], [[piece] for piece in pieces])
 
     def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
-        """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
+        """The piece of ``x`` for each rank, or from it.  Without counts, this is all of ``x``."""
         if x is None:
             return [None] * self.size
         if counts is not None:

@@ -26,7 +26,7 @@ _REPORT_EVERY = 0.02
 """Seconds of waiting after which a rank posts the ranks that it waits for."""
 
 LONG_WAIT, LONG_SLEEP = 10.0, 0.005
-"""Seconds of waiting for a rank that has not begun the operation, and seconds between two polls from then on."""
+"""After so many seconds of waiting for a rank that has not begun the operation, polls are so many seconds apart."""
 
 _SLEEP_SECONDS = 50e-6
 """Seconds between two polls of a progress thread."""
@@ -176,7 +176,7 @@ class ProgressThread:
 
 
 _Base: Any = type("State", (), {}) if native is None else native.State
-"""What a Work is made of: the core has the fields too, so that calls that need no Python make Works."""
+"""The base of Work.  With the core, it is a C struct, so that calls that run no Python code can make Works."""
 
 
 class Work(_Base, Generic[T]):
@@ -216,7 +216,7 @@ class Work(_Base, Generic[T]):
     """When ``done`` next posts the ranks that it waits for."""
 
     def unstarted_copy(self) -> Work[T]:
-        """Another start on the same arrays."""
+        """A Work of the same call on the same arrays, which is not started."""
         work: Work[T] = type(self)(self.prepared, self.send, self.recv, self.array)
         work.stream, work.queue, work.convert, work.held = self.stream, self.queue, self.convert, self.held
         return work
@@ -232,7 +232,7 @@ class Work(_Base, Generic[T]):
 
     @property
     def _steps(self) -> Steps | None:
-        """What is left to do; None: it is complete, queued or not started."""
+        """The steps that remain; None if the operation is complete, queued or not started."""
         if self.steps is None and (left := self.core_work) is not None:
             steps = self.backend.steps_of(self, left)
             if self.core_work is left:  # else another thread that waits for it has completed it meanwhile
@@ -292,7 +292,7 @@ class Work(_Base, Generic[T]):
 
     @property
     def state(self) -> str:
-        """``in flight``, ``complete``, or ``failed`` with the error's class; without a look at other ranks."""
+        """``in flight``, ``complete``, or ``failed`` with the error's class.  Does not poll."""
         if self._steps is not None:
             return "in flight"
         return "complete" if self._error is None else f"failed: {type(self._error).__name__}"
@@ -395,7 +395,7 @@ class Work(_Base, Generic[T]):
                 self._fail(error)
 
     def withdraw(self) -> None:
-        """Cancel the receive of a call that raises, such as Ctrl-C: nobody has the Work, which would take a message."""
+        """Cancel the receive of a call that raises, such as for Ctrl-C: the program would never get its message."""
         if self.prepared.name in RECEIVES and self.backend.device is None:
             self.cancel(CollectiveError("interrupted", call=self))
             self.reported = True
@@ -460,7 +460,7 @@ class Work(_Base, Generic[T]):
         self._steps = None  # after the error: the program may look while the progress thread is here
         self.record_failure(self._error)
 
-    # In the flight recorder, which may have used the slot for a later call.
+    # Entries of the flight recorder.  A later call may have overwritten the slot.
 
     @property
     def _is_recorded(self) -> bool:

@@ -86,7 +86,7 @@ class _Link:
         self.log = log
 
     def close(self) -> None:
-        self.log.links.remove(self)
+        self.log.reporters.remove(self)
 
     def find_failure(self) -> KosError | None:
         return None
@@ -102,7 +102,7 @@ def test_a_link_is_closed_while_the_watchdog_asks_all() -> None:
     while left:
         log = FailureLog([0, 1], 0)
         first = _Link(log)
-        log.links += [first, _Failed(log)]
+        log.reporters += [first, _Failed(log)]
         found: list[Any] = []
         left = interleaving(lambda found=found, log=log: found.append(log.find()), first.close)
         assert found[0] is not None
@@ -123,7 +123,7 @@ def test_deaths_that_arrive_while_a_call_reads_them() -> None:
         channel = place.open_channel()
         place.inbox.deaths[2] = "its process ended"
         left = interleaving(
-            lambda channel=channel: [*channel.hear()],
+            lambda channel=channel: [*channel.read_reports()],
             lambda place=place: place.inbox.deaths.setdefault(3, "it ended too"),
         )
 

@@ -148,16 +148,16 @@ class Rendezvous(ABC):
             self._report(failure)
 
     def _report(self, failure: KosError) -> None:  # noqa: B027 -- not every kind can
-        """Report to the other ranks that this one joins no more exchanges."""
+        """Report to the other ranks that this rank takes part in no more exchanges."""
 
     def look_for_stopped(self) -> Callable[[], None] | None:
-        """The check that raises if ranks are stopped, for a call whose timeout is longer than the usual one."""
+        """A check that raises if ranks are stopped.  It is for calls with a longer timeout than usual."""
         if self.usual is None or self.usual >= self.timeout:
             return None
         return partial(StoppedRanks(self.failures, self.usual).check, "rendezvous")
 
     def look_while_hub_answers(self, late_at: float) -> Callable[[], None]:
-        """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""
+        """A check for waits for the hub.  The hub may wait for a stopped rank, or run on a stopped rank."""
         usual, hub = self.look_for_stopped(), self.failures.world[0]
 
         def look() -> None:
@@ -196,7 +196,7 @@ class Rendezvous(ABC):
         """The group of the live ranks, in their order, and of ``newcomers`` after them; all live ranks call it.
 
         ``newcomers`` None: as many as were lost.  ``whole``: raise RankLost if a rank was lost.  ``terms``, of JSON's
-        types, is what newcomers are told.  ``began`` (``time.monotonic``) is when the first attempt began, if it lost
+        types, is sent to newcomers.  ``began`` (``time.monotonic``) is when the first attempt began, if it lost
         newcomers: the timeout counts from then.  This group is not closed.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: by their launcher, or as the argument of ``kos.init(rendezvous=...)`` says.
+"""How the ranks of a job find each other: by their launcher, or by the argument of ``kos.init(rendezvous=...)``.
 
 With that argument no process-wide hook is set: the program that started the ranks ends them and reports their errors.
 """
@@ -53,7 +53,7 @@ def default_rendezvous(
 def join_rendezvous(
     address: str, secret: str | bytes | None, hello: dict[str, Any], timeout: float
 ) -> tuple[Rendezvous, dict[str, Any]]:
-    """The group whose members admit this process at ``address``, and what they tell newcomers; ``hello`` is for them.
+    """The group that admits this process at ``address``, and the terms that it sends.  ``hello`` is sent to it.
 
     Raises RendezvousError.
     """

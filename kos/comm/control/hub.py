@@ -119,7 +119,7 @@ class Hub(threading.Thread):
         connection.close()
 
     def _remaining(self, began: float, present: int) -> float:
-        """Seconds left for the missing ranks, ``present`` having arrived; rank 0 may change the timeout."""
+        """The seconds that remain for the missing ranks; ``present`` is the number of ranks that have arrived."""
         return began + self.timeout - time.monotonic()
 
     def _wait_seconds(self, began: float, present: Collection[int]) -> float:

@@ -94,8 +94,8 @@ class ThreadGroup:
         self.logs = [FailureLog(self.members, r, self.world.statuses[m]) for r, m in enumerate(self.members)]
         self._shared: dict[Any, Any] = {}
         self.left_out: set[int] = set()  # ranks that the others have continued without
-        self.joining: list[dict[str, Any]] = []  # newcomers that wait: what they say, then what they are told
-        self.answered = threading.Condition(self.world.lock)  # newcomers are told something
+        self.joining: list[dict[str, Any]] = []  # newcomers that wait: their hello, to which the answer is added
+        self.answered = threading.Condition(self.world.lock)  # notified when a newcomer gets its answer
         self.address = f"{THREADS}{next(_numbers)}"
         _groups[self.address] = self
 
@@ -112,7 +112,7 @@ class ThreadGroup:
             del self._shared[key]
 
     def answer(self, newcomer: dict[str, Any], **answer: Any) -> None:
-        """Tell a newcomer, which no longer waits then; the caller holds the lock of the world."""
+        """Send a newcomer its answer, which ends its wait; the caller holds the lock of the world."""
         self.joining = [each for each in self.joining if each is not newcomer]
         newcomer.update(answer)
         self.answered.notify_all()
@@ -309,7 +309,7 @@ class ThreadRendezvous(Rendezvous):
 
 
 def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[ThreadRendezvous, dict[str, Any]]:
-    """The group of threads that admits this one, and what its ranks tell newcomers.  Raises RendezvousError."""
+    """The group of threads that admits this one, and the terms that it sends.  Raises RendezvousError."""
     if (group := _groups.get(address)) is None:
         raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
     with group.world.lock:

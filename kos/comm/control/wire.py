@@ -412,7 +412,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
 
 
 def allow_files(size: int) -> None:
-    """Let this process open, as far as its hard limit allows, a file for each of ``size`` ranks three times.
+    """Raise the limit of open files, as far as the hard limit allows, to three for each of ``size`` ranks.
 
     They are a hub's connections, those of the ``tcp`` backend, and the program's own files.
     """
@@ -455,7 +455,7 @@ def adopt(sock: socket.socket) -> None:
 
 
 def copied(listener: socket.socket) -> socket.socket:
-    """The listener for another owner: callers reach it until all copies are closed."""
+    """A copy of the listener for another owner.  Callers reach it until all copies are closed."""
     copy = listener.dup()
     adopt(copy)
     return copy

@@ -111,7 +111,7 @@ class WatchedBackend(GroupBackend):
                 raise self.failures.first.copy()
         except Exception as error:
             self._raise(o, error)
-        finally:  # after the failure is posted: a rank that neither waits nor fails is to blame
+        finally:  # after the failure is posted: a rank with neither a wait nor a failure is named as the cause
             if show_at > first:
                 self.failures.show_wait(None)
 
@@ -243,7 +243,7 @@ class WatchedBackend(GroupBackend):
 
     def abort_device(self, reason: str, final: bool = False) -> None:
         """Abort calls in flight on the GPU, on this rank alone, and wait until the GPU is idle."""
-        self.signal_abort(reason)  # to all routes first: ending one may wait for kernels of another
+        self.signal_abort(reason)  # signal all routes first, because ending one may wait for kernels of another
         wait_for_idle(self, self._drain)
         for route in self.routes:
             route.drained(final)

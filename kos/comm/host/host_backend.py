@@ -128,7 +128,7 @@ class HostBackend(GroupBackend):
         return Backoff(self.crowded, None if self.one_host else self._sleep)
 
     def _sleep(self, seconds: float | None, polled: bool) -> bool:
-        """Wait for an event of the transport if the operation in flight waits for other hosts; returns whether it did.
+        """Wait for an event of the transport if the operation in flight waits for other hosts.  Returns whether it did.
 
         Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
         """
@@ -194,7 +194,7 @@ class HostBackend(GroupBackend):
             self.transport.complete(work)
 
     def resume(self, work: Work[Any]) -> Steps | None:
-        """The steps of ``work``, which the core has begun and the engine has; None if it is complete."""
+        """The steps of ``work``, which the core has begun; None if it is complete."""
         with self.engine.lock:
             self.engine.remove(work)  # the core waits for it alone
             node, left, steps = self.node, work.core_work, work.steps
@@ -203,7 +203,7 @@ class HostBackend(GroupBackend):
         return raising(self._aborted(work)) if node is None else node.start(work, left)
 
     def steps_of(self, work: Work[Any], left: Any) -> Steps:
-        """The steps of ``work``, of which the core has ``left`` something."""
+        """The steps of ``work``, of which the core has begun ``left``."""
         node = self.node
         return raising(self._aborted(work)) if node is None else node.steps(work, left)
 

@@ -115,7 +115,7 @@ class MPITransport(Backend):
         return comm
 
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
-        """After a loss MPI is not used: the survivors go on over TCP."""
+        """After a loss, the survivors use TCP instead of MPI."""
         return TCPTransport if rendezvous.mpi is None else MPITransport
 
     # Messages.
@@ -223,7 +223,7 @@ class MPITransport(Backend):
             if not described:
                 described = True
                 if self._channel is not None:
-                    self._channel.tell("call", work.sequence, text.decode())
+                    self._channel.notify("call", work.sequence, text.decode())
             self._compare(work, text)
             return False
 
@@ -289,7 +289,7 @@ class MPITransport(Backend):
         """Read the notices of other ranks; due after ``next_check``."""
         self.next_check, self.checks = time.monotonic() + CHECK_SECONDS, self.checks + 1
         if self._channel is not None:
-            for peer, _, sequence, (text,) in self._channel.hear():
+            for peer, _, sequence, (text,) in self._channel.read_reports():
                 self._described[sequence, peer] = text.encode()
 
     def end_of(self, peer: int, processes: bool = True) -> KosError | None:

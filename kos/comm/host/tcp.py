@@ -114,7 +114,7 @@ class TCPTransport(Backend):
     # Whether calls match.
 
     def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
-        """Ranks do not wait to agree: messages and descriptions of another call raise."""
+        """Does not wait for other ranks.  A message or description of another call raises when it arrives."""
         tag, describe_at, waits = self.tag(work.sequence), time.monotonic() + _DESCRIBE_SECONDS, False
         self._group = work.group
         self._calls[tag] = work.prepared.fingerprint, work.prepared.text

@@ -197,7 +197,7 @@ class Peer:
         return message
 
     def arrived(self, tag: int) -> tuple[int, int] | None:
-        """Bytes and dtype of the first message with that tag of the program that has no receive; None if none has."""
+        """Bytes and dtype of the first message of the program with that tag that has no receive; None without one."""
         return self._arrived[tag][0][:2] if tag in self._arrived else None
 
     def send_control(self, kind: int, tag: int, data: bytes, call: int = 0) -> None:

@@ -256,7 +256,7 @@ class ThreadTransport(Backend):
             return [rank for rank in range(self.size) if rank not in calls] if calls else []
 
     def unreceived(self) -> list[str]:
-        """The messages that were sent but not received, in words."""
+        """Descriptions of the messages that were sent but not received."""
         return [
             f"rank {src} sent {message.array.dtype}[{message.array.size}] to rank {dst} with tag {tag}"
             for (src, dst, tag), messages in self._sent.items() if tag < COLLECTIVE_TAGS

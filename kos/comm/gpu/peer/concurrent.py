@@ -71,7 +71,7 @@ class ConcurrentKernels:
             self._update_exclusive()
 
     def _update_exclusive(self) -> list[Any]:
-        """Tell each communicator whether it is the only one; returns those for which this has changed."""
+        """Set on each communicator whether it is the only one.  Returns those for which this has changed."""
         backends = list(self._backends)
         return [each for each in backends if each.set_exclusive(len(backends) == 1)]
 

@@ -255,7 +255,7 @@ class CallRing(Fingerprints):
         self.words, self._memory = self.segment.words, None
 
     def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
-        """Raise what the core has found: it calls this."""
+        """Raise the error of a result that the core has found.  The core calls this method."""
         if code == native.REPORTED and (known := self.failure()) is not None:
             raise known[0]
         if code == native.FORKED:

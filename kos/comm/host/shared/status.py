@@ -40,7 +40,7 @@ class SharedStatus(PeerStatus):
     """A PeerStatus in the segment of the world, which stays mapped while any group uses it."""
 
     def __init__(self, segment: Segment, world: Sequence[int], status: PeerStatus | None = None) -> None:
-        """``status``: the one that this replaces."""
+        """``status`` is the PeerStatus that this one replaces."""
         super().__init__()
         if status is not None:
             self._plane, self.hosts = status._plane, status.hosts
