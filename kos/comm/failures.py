@@ -332,10 +332,16 @@ class FailureLog:
         keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
         keys = keys[:1] if "operation" in keys else keys  # other differences follow from it
         what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
-        ranks = [self.world[first], self.world[second]]
-        both = f"{self._names(ranks[:1])} called {text} but {self._names(ranks[1:])} called {other_text}"
-        differ = f"they differ in {what or 'calls that are no longer recorded'}"
-        return CollectiveMismatch(f"{both}: {differ}", ranks=ranks, call=group, expected=text, got=other_text)
+        differ = f": they differ in {what or 'calls that are no longer recorded'}"
+        return self.other_calls((first, text), (second, other_text), differ, group)
+
+    def other_calls(
+        self, first: tuple[int, str], second: tuple[int, str], differ: str = "", group: str | None = None
+    ) -> CollectiveMismatch:
+        """The error of two ranks that made different calls.  A call is given as its rank and text."""
+        (one, call), (other, other_call) = first, second
+        both = f"{self.names([one], False)} called {call} but {self.names([other], False)} called {other_call}{differ}"
+        return CollectiveMismatch(both, ranks=self.in_world([one, other]), call=group, expected=call, got=other_call)
 
     def _shared(self, failure: KosError, lost: bool, work: Any) -> KosError:
         """The failure of ``work`` as the other ranks raise it.  ``lost`` is True if this rank's device is unusable.

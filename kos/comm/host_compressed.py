@@ -125,7 +125,10 @@ def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
     def check() -> None:
         for sender, (data, count) in enumerate(zip(arrived, last, strict=True)):
             if varies and (sent := int(data[-8:].view(np.int64)[0])) != count:
-                raise CollectiveMismatch(f"rank {calls.rank} expected {count} elements from rank {sender}, got {sent}")
+                log, ranks = work.backend.failures, (calls.rank, sender)
+                me, other = (log.names([rank], False) for rank in ranks)
+                text, got = f"{me} expected {count} elements from {other}, got {sent}", f"{sent} elements"
+                raise CollectiveMismatch(text, ranks=sorted(log.in_world(ranks)), expected=f"{count} elements", got=got)
 
     arrived = [_encoded_buffer(form, count, 8 * varies) for count in last]
     yield from calls.send_pieces(work, piece, arrived, check)

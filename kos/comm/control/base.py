@@ -20,7 +20,7 @@ from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.prepared import shortened
 from kos.cuda.devices import process_numa_node
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
+from kos.errors import BackendUnavailable, CollectiveError, KosError, RendezvousError
 from kos.memory.ipc import pretended_host
 
 HOST_CHARACTERS = 64  # of a name in KOS_HOST, at most
@@ -109,7 +109,7 @@ class Rendezvous(ABC):
         try:
             parts = self._exchange(message) if self.size > 1 else [message]
             if not all(part.startswith(head) for part in parts):
-                raise CollectiveMismatch(_difference(parts, self.failures))
+                raise _difference(parts, self.failures)
         except KosError as error:
             self.failures.over = self.failures.over or error.copy()  # not ``error``: its frames hold this group
             raise
@@ -357,15 +357,14 @@ class Rendezvous(ABC):
         return _Place(machine_id(), host[: HOST_CHARACTERS + 1], process_numa_node())
 
 
-def _difference(messages: list[bytes], failures: FailureLog) -> str:
-    """A text that names two ranks whose calls differ, and both calls."""
+def _difference(messages: list[bytes], failures: FailureLog) -> KosError:
+    """The error of the first two ranks whose calls differ."""
     calls = []
     for message in messages:
         number, length = _HEAD.unpack_from(message)
         calls.append(f"{message[_HEAD.size : _HEAD.size + length].decode(errors='replace')} (exchange {number})")
     other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-    first, second = (failures.names([rank], False) for rank in (0, other))
-    return f"{first} called {calls[0]} but {second} called {calls[other]}"
+    return failures.other_calls((0, calls[0]), (other, calls[other]))
 
 
 def machine_id() -> str:

@@ -15,7 +15,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import GRACE_SECONDS, misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
-from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 THREADS = "threads:"
@@ -275,8 +275,7 @@ class ThreadRendezvous(Rendezvous):
         """
         group, name = self.threads, call.partition(" ")[0]
         if (other := next((rank for rank, theirs in calls.items() if theirs != call), None)) is not None:
-            me, them = (self.failures.names([rank], False) for rank in (self.rank, other))
-            raise CollectiveMismatch(f"{me} called {call} but {them} called {calls[other]}")
+            raise self.failures.other_calls((self.rank, call), (other, calls[other]))
         lost = [rank for rank in range(self.size) if rank not in calls and rank not in missing]
         if whole and lost and not missing:  # now: all that live get this error
             raise self.failures.lost(lost[0], group.world.ends[group.members[lost[0]]], name)
