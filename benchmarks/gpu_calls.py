@@ -122,12 +122,12 @@ class Timer:
         work = backend._last
         run = work.prepared.run
         bare = run.launch if isinstance(run, InWindows) else run
-        known = self._comm._eager is not None and work.prepared.route.launches(bare, work.stream)
+        known = self._comm._core_group is not None and work.prepared.route.launches(bare, work.stream)
         return (known, work) if known else None
 
     def row(self, make: Callable[..., Call], *arrays: Any) -> dict[str, Any]:
         """The figures of one call.  Collective."""
-        comm, eager = self._comm, self._comm._eager
+        comm, eager = self._comm, self._comm._core_group
         run = make(comm, *arrays)
         for _ in range(8):
             run()

@@ -132,17 +132,17 @@ def run_calls(requests: Any) -> None:
     """Make every call, and let callgrind write a file for each."""
 
     def run(name: str, nbytes: int, comm: Any, call: Callable[[], Any], cpu: str = "any") -> None:
-        comm._eager.compare_at = 1 << 62  # else Python makes every 64th collective on a GPU
+        comm._core_group.compare_at = 1 << 62  # else Python makes every 64th collective on a GPU
         for _ in range(4):
             call()
         requests.dump(b"warm-up")  # of all threads; zero() alone leaves what other threads have counted
         for _ in range(ROUNDS):
             for _ in range(TRIES):  # on a busy machine Python may take over a call that the core has begun
-                begun = comm._eager.hits
+                begun = comm._core_group.hits
                 requests.zero()
                 for _ in range(CALLS):
                     call()
-                if (hits := comm._eager.hits - begun) == CALLS:
+                if (hits := comm._core_group.hits - begun) == CALLS:
                     break
                 requests.dump(b"warm-up")
             else:

@@ -20,7 +20,7 @@ from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.memory.array import Array

@@ -24,7 +24,7 @@ from kos.comm.failures import FailureLog
 from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Operation, Options
-from kos.comm.prepared import Prepared, note, without_memory
+from kos.comm.prepared import Prepared, record_start, without_memory
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Work
@@ -91,7 +91,7 @@ def main() -> None:
             record[COMPLETED] = time_ns()
 
     nothing = best(empty)
-    launch, over = best(lambda: note(comm, work)) - nothing, best(complete) - nothing
+    launch, over = best(lambda: record_start(comm, work)) - nothing, best(complete) - nothing
     print(f"recorder: launch {launch:.0f} ns + completion {over:.0f} ns = {launch + over:.0f} ns a call")
     rows.append({"what": "recorder", "launch_ns": launch, "completion_ns": over})
     for ranks in (2, 4, 8):

@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda.kernels import BoundKernel
 from kos.memory import Array

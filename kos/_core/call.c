@@ -1,7 +1,7 @@
 // From a Prepared to a result: start a call, advance it, wait for it.
 //
-// Collectives use the slots in the order of their start, and end in this order.  A later one puts its first stage once
-// those before it have put their last.  Messages advance beside them.
+// Collectives use the slots in the order of their start, and end in this order.  A collective puts its first stage when
+// all earlier ones have put their last stage.  Messages advance independently of them.
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -50,7 +50,7 @@ static kos_result check_failure(kos_group *g, const kos_work *w) {
     return kos_compare(g, w->sequence, w->prepared->fingerprint);
 }
 
-// As check_failure, and advances a message once more: what a rank has sent before it failed is received.
+// As check_failure, but first advances a message once more: data that a rank sent before it failed is received.
 static kos_result check_and_step(kos_group *g, kos_work *w) {
     kos_result result = check_failure(g, w);
     return result.status == KOS_FAILED && result.code == KOS_REPORTED && is_message(w)
@@ -147,7 +147,8 @@ static void end_first(kos_group *g) {
         g->tail = NULL;
 }
 
-// Calls `ended` of the Works that are over: last, because it may free arrays, whose destructors may call the core.
+// Calls `ended` for the Works that are over.  This comes last, because it may free arrays, whose destructors may call
+// the core.
 static void report_ends(kos_group *g) {
     for (kos_work *w; (w = g->over);) {
         g->over = w->next;

@@ -24,7 +24,7 @@
 #define KOS_WIDE
 #endif
 
-// What every step returns.
+// What each step returns.
 enum kos_status {
     KOS_DONE,     // the result is in the caller's array
     KOS_PENDING,  // not yet: step again
@@ -79,7 +79,7 @@ enum {
     KOS_INLINE_MESSAGE = 40,     // a message up to this shares the cache line of its header
     KOS_ROOM_BYTES = 256 << 10,  // for the data of a mailbox, unless there are many ranks
     KOS_ROOMS_BYTES = 256 << 20,
-    KOS_CREDIT_BYTES = 4 << 20,  // of messages that a receiver keeps for each sender until they are received
+    KOS_CREDIT_BYTES = 4 << 20,  // of messages that a receiver buffers for each sender until they are received
 };
 #define KOS_WAIT_NS INT64_C(10000000)  // a wait without progress: then Python polls, and checks processes
 
@@ -345,7 +345,7 @@ static inline uint8_t *kos_area_of(const kos_group *g, uint64_t stage, int rank)
     return g->areas[stage % (2 * KOS_AREA_DEPTH) * (uint64_t)g->size + (uint64_t)rank];
 }
 
-// Whether this process may not use the memory: the group is closed, or another process made it.
+// Whether this process must not use the memory, because the group is closed or another process made it.
 static inline int kos_is_over(const kos_group *g) { return g->closed || g->generation != kos_forks; }
 
 static inline float float_of(uint32_t bits) {
@@ -367,15 +367,15 @@ static inline int kos_is_in(int who, int rank, int root) {
     return who == KOS_OTHERS ? rank != root : who == KOS_ROOT ? rank == root : who != KOS_NOBODY;
 }
 
-// Writes to each cache line of data that this rank alone has read, in memory that its sender always writes.  On EPYC a
-// core writes lines that the other has written in a third of the time of those that the other has only read.
+// Writes to each cache line of data that only this rank has read.  The sender always writes to this memory next.  On
+// EPYC, a core writes to lines that another core wrote last in a third of the time of lines that it only read.
 static inline void kos_mark(const kos_group *g, const uint8_t *data, size_t bytes) {
     volatile uint8_t *lines = (volatile uint8_t *)(uintptr_t)data;
     for (size_t at = 0; g->marks && bytes >= KOS_MARKED_BYTES && at < bytes; at += KOS_CACHE_LINE)
         lines[at] = 0;
 }
 
-// Whether this end of a message waits for the other one.
+// Whether this end of a message waits for the other end.
 static inline int kos_is_open(const kos_message *m) { return m->state != KOS_COMPLETE && m->state != KOS_REFUSED; }
 
 static inline int kos_phase_of(const kos_work *w) { return w->progress & 7; }

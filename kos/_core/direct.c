@@ -1,7 +1,7 @@
 // One copy from another process's memory, by process_vm_readv ("cross memory attach"), which Linux allows to processes
-// that may debug each other.  Linux pins each page, so that two copies through a slot, which stays in the caches, are
-// faster for parts up to `direct` bytes (node.py), and at any size where several ranks read the data or one rank reads
-// from all (prepare.c).
+// that may debug each other.  Linux pins each page, which takes time.  So for parts up to `direct` bytes (node.py), two
+// copies through a slot, which stays in the caches, are faster.  They are faster at any size if several ranks read the
+// data, or if one rank reads from all (prepare.c).
 //
 // In the first stage of a call each rank offers its data: it writes to its area, for every rank, where the data is.
 // Data that fits is in the area; for the rest the offer has its address, or says that it comes in later stages, if the
@@ -16,7 +16,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-// Two checks of a process.  Linux gives a number again once it has given all others, which takes much longer.
+// The time between two checks of a process.  Linux uses a PID again only after all others, which takes much longer.
 enum { CHECK_NS = 1000000 };
 enum { STATE = 3, START = 22 };  // fields of proc(5)'s stat, after the name, which may have any bytes
 
@@ -39,7 +39,7 @@ uint64_t kos_started(int pid) {
     return at ? strtoull(at, NULL, 10) : UINT64_MAX;
 }
 
-// Whether a number is that of the process that joined, as calls.py checks it: another one may have it by now.
+// Whether the process with this PID is still the one that joined, as calls.py checks it too.
 static int is_same_process(const kos_group *g, int rank, int pid) {
     kos_box *box = &g->boxes[rank];
     const int64_t now = kos_clock();
@@ -108,8 +108,8 @@ void kos_put_offer(kos_group *g, kos_work *w) {
     offer->later = later;
 }
 
-// A rank that sends another number of bytes than its receiver expects, or -1; the group has the counts.  Each rank
-// compares all, so that all find the same one, and before any of them has read data.
+// The first rank that sends another number of bytes than its receiver expects, or -1.  Sets the counts of the group.
+// Each rank compares all pairs before any rank has read data, so all ranks find the same one.
 static int differing(kos_group *g, const kos_work *w) {
     for (int from = 0; from < g->size; from++)
         for (int to = 0; to < g->size; to++) {

@@ -1,11 +1,12 @@
 // Messages.  A mailbox has a ring of headers and room for data.
 //
-// A short message is eager: its sender copies it to the header or to the room, and is done.  A long one, or one beyond
-// the credits, uses the rendezvous protocol: its header has the address, the receiver reads the data in one copy and
-// answers.  If the memory cannot be read, the receiver answers that it is ready, and the data comes in pieces.
+// A short message is eager: its sender copies it to the header or to the room, and is done.  A message that is long, or
+// exceeds the credits, uses the rendezvous protocol: its header has the address of the data.  The receiver reads the
+// data in one copy, and answers.  If it cannot read the memory, it answers that it is ready, and the data comes in
+// pieces.
 //
 // A rank takes all messages that have arrived, and keeps those without a receive.  So messages of one tag are received
-// in order, and no order of tags blocks.
+// in order, and a program may receive different tags in any order.
 #include "core.h"
 
 #include <stdlib.h>
@@ -176,7 +177,7 @@ static int reply(kos_box *box, uint64_t index, uint64_t answer) {
     return 0;
 }
 
-// Counts an eager message as received.  This rank alone writes the number.
+// Counts an eager message as received.  Only this rank writes the number.
 static void give_credit(kos_box *box, uint64_t bytes) {
     uint64_t received = atomic_load_explicit(&box->in->received, memory_order_relaxed);
     atomic_store_explicit(&box->in->received, received + bytes + OVERHEAD_BYTES, memory_order_release);

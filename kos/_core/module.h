@@ -24,7 +24,7 @@ typedef struct {
     kos_group core;
     PyObject *objects[OBJECTS];
     Py_buffer memory;
-    Work *spare;               // in which the next call begins; it is its own unless that completes at once
+    Work *spare;               // in which the next call begins.  A call that does not complete at once keeps it
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
     PyObject **active, **first, **last;  // addresses of comm._active, failures.first and status.last
@@ -46,8 +46,8 @@ typedef struct {
 
 enum { CODE = 2, NUMBER = 4, COMPLETED, FAILED };  // of an entry of the recorder
 PyObject *nanoseconds(void);  // for it
-// Writes the next entry, as kos.comm.prepared.note does, but COMPLETED; returns it, borrowed.  `old` gets the two objects
-// of the entry before whose end may run Python: the caller releases them when its call is on its way.
+// Writes the next entry, as kos.comm.prepared.record_start does, but COMPLETED; returns it, borrowed.  `old` gets the
+// two objects of the entry before whose end may run Python: the caller releases them when its call is on its way.
 PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame, PyObject **old);
 
 extern PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
@@ -88,14 +88,14 @@ PyObject *raise_failure(Group *g, kos_result r);
 PyObject *group_prepare(PyObject *g, PyObject *args);
 const kos_prepared *prepared_of(PyObject *capsule);  // of group_prepare
 PyObject *group_start(PyObject *g, PyObject *const *args, Py_ssize_t count);
-// In three parts: nothing fails for lack of memory that has begun.  Begins a call whose memory is `from` and `to`;
-// goes on, where it spins if it `waits`.  Returns None if it is complete while this thread holds the GIL, or a Work of
-// these arrays, or None, perhaps of a call that has failed.
+// A call has three parts. has_spare allocates everything first, so that a started call cannot fail half-way for lack of
+// memory. begin starts the call on the memory `from` and `to`. go_on advances it, and spins if it `waits`. go_on
+// returns None if the call is complete while this thread holds the GIL, else its Work.  The call may have failed.
 int has_spare(Group *g);
 kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to);
 PyObject *go_on(Group *g, PyObject *prepared, kos_result r, PyObject *send, PyObject *recv, int waits);
 int is_pending(PyObject *work);
-int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
+int spin_only(Work *work);  // spins for some microseconds if this is the only Work; whether it is complete then
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 // Of module_arrays.c.
@@ -103,27 +103,28 @@ PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_tensors(PyObject *self, PyObject *type);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
 PyObject *is_readable(PyObject *self, PyObject *x);
-// Whether the memory of an array is in use, and Python need not look at a tensor: as they say, which may run Python.
+// Whether calls may use an array (it is not freed) or tensor (as readable() says).  May run Python code.
 int is_plain(PyObject *x);
-// The words of an array or tensor for the key of a call, and its memory; `shape` is room for DIMENSIONS.  0: Python must
-// look.  ASK: is_plain must be asked.
+// Fills in the words of an array or tensor for the key of a call, and its memory.  `shape` has room for DIMENSIONS.
+// Returns 0 if Python must make the call, and ASK if the caller must call is_plain.
 enum { ASK = 2 };
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 int read_tensor(PyObject *x, array_words *words, tensor *t);
-uint64_t key_of(const char *data);  // what a call depends on of an address: as kos.memory.windows.place
+uint64_t key_of(const char *data);  // on which property of an address a call depends, as in kos.memory.windows.place
 // Of module_launch.c.
 int find_slots(PyObject *how);  // fills in `how` for queue_call; 0 if queue_call cannot make its calls
-// Queues a call that is described by `how`; NULL without an exception: the method must.  `result` is its result, but
-// that of a Persistent is a Work.
+// Queues the call that `how` describes, and returns `result`, or a Work for a Persistent.  Returns NULL without an
+// exception if Python must make the call.
 PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result, char *send, char *recv);
-// A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
+// A new Work.  Reuses `old`, an earlier start of the same Prepared on the same arrays, if it is complete and nobody
+// else has a reference to it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
 // Of codec.c.
 PyObject *codec_encode(PyObject *self, PyObject *args);
 PyObject *codec_decode(PyObject *self, PyObject *args);
-// Makes a tuple and a dict of the arguments of a vectorcall; 0, or an exception is set.  Both are the caller's.
+// Makes a tuple and a dict of the arguments of a vectorcall, which the caller owns.  Returns 0, or sets an exception.
 int unpack(PyObject *const *args, Py_ssize_t positional, PyObject *names, PyObject **given, PyObject **options);
 
 #endif

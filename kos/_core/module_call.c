@@ -37,9 +37,9 @@ static int advance(Work *work) {
     return kos_phase_of(&work->core) == KOS_BROKEN ? -1 : kos_phase_of(&work->core) == KOS_ENDED;
 }
 
-// wait(): advances a Work until it has made no progress for KOS_WAIT_NS, and not while there are others, which Python
-// advances too.  Returns None if it is complete, or the Work.  A signal's handler may raise: nobody would have the Work
-// of a message then, so it is cancelled.
+// wait(): advances a Work until it is complete (returns None) or has made no progress for KOS_WAIT_NS (returns the
+// Work).  If there are other Works, it returns at once, because Python must advance all of them.  If a signal's handler
+// raises, a message is cancelled, because the program never gets its Work.
 static PyObject *work_wait(PyObject *work, PyObject *unused) {
     Group *g = (Group *)((Work *)work)->group;
     kos_work *w = &((Work *)work)->core;

@@ -1,8 +1,8 @@
 // Calls on GPUs that need no Python: an operation on arrays of a GPU whose signature and stream are known.
 //
-// Python has queued such a call before (kos/comm/gpu/eager.py), and says what it read of its own state to choose the
-// shortest way: no event, no wait for another stream, no other library's turn.  While all of that is unchanged the core
-// numbers, records, publishes and queues the call.  In every other case Python does.
+// Python has queued such a call before (kos/comm/gpu/eager.py).  It listed the state from which it concluded that the
+// call needs no event, no wait for another stream, and no turn of another library.  While this state is unchanged, the
+// core numbers, records, publishes and queues the call.  In every other case Python does.
 #include "module.h"
 
 // A cached call; its launches follow.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
@@ -43,7 +43,8 @@ static int is_as_far(const queued_call *q, const char *send, const char *recv) {
     return apart ? q->distance == UINT64_MAX : q->distance == (uint64_t)(send - recv);
 }
 
-// Whether Python would queue the call at once.  Every 64th collective it compares those before with other ranks'.
+// Whether Python would queue the call at once.  At every 64th collective, Python compares the calls since the last
+// comparison with those of the other ranks.
 static int may_queue(Group *g, const queued_call *q, const char *send, const char *recv) {
     int (*get_context)(uint64_t *) = (int (*)(uint64_t *))(uintptr_t)q->get_context;
     int (*is_captured)(uint64_t, int *) = (int (*)(uint64_t, int *))(uintptr_t)q->is_captured;

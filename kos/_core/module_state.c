@@ -3,7 +3,7 @@
 // State: the base of kos.comm.work.Work, one start of a call.  Its fields are here so that calls that need no Python
 // make Works, and so that wait() needs none where the core completes the call.
 //
-// The steps of a Work, a generator, are made when Python first needs them: `left` is what the core has begun.
+// The steps of a Work, a generator, are made when Python first needs them: `core_work` is what the core has begun.
 #include "module.h"
 
 #include <time.h>
@@ -157,7 +157,7 @@ static void state_dealloc(PyObject *self) {
 #define FIELD(name, field) {name, T_OBJECT, offsetof(State, fields) + field * sizeof(PyObject *), 0, NULL}
 static PyMemberDef state_members[] = {
     FIELD("prepared", PREPARED), FIELD("send", SEND), FIELD("recv", RECV), FIELD("array", ARRAY),
-    FIELD("sequence", SEQUENCE), FIELD("record", RECORD), FIELD("left", LEFT), FIELD("steps", STEPS),
+    FIELD("sequence", SEQUENCE), FIELD("record", RECORD), FIELD("core_work", LEFT), FIELD("steps", STEPS),
     FIELD("_error", ERROR), FIELD("convert", CONVERT), {"reported", T_BOOL, offsetof(State, reported), 0, NULL}, {0},
 };
 static PyMethodDef state_methods[] = {

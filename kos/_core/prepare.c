@@ -1,12 +1,13 @@
 // From a request to a Prepared: which algorithm runs it, which part of which array goes where, and in how many stages.
 //
-// All ranks must find the same algorithm and number of stages.  So these follow from what all ranks know: in a v-form
-// whose counts only some ranks know, the first stage says how many others come (KOS_OFFER).
+// All ranks must find the same algorithm and number of stages, so these follow from what all ranks know.  If only some
+// ranks know the counts of a v-form, the first stage tells the others how many stages follow (KOS_OFFER).
 #include "core.h"
 
 #include <string.h>
 
-// An all_reduce up to this is reduced by every rank, which saves one wait.  More ranks read more.
+// Up to this size, every rank reduces the whole of an all_reduce, which saves one wait.  The limit falls with the
+// number of ranks, because each rank reads the data of all.
 enum { ONE_SHOT_BYTES = 128 << 10 };
 
 static const kos_pattern patterns[] = {

@@ -22,7 +22,7 @@ enum { BLOCK_BYTES = 4096 };  // of an accumulator
         } \
     }
 
-// As in NumPy: a NaN wins, the first one if both are.  Equal are only 0 and -0: then the second wins.
+// As in NumPy, the result is a NaN if one of both is, and the first if both are.  Of 0 and -0 the result is the second.
 #define LESSER a < b || a != a ? a : b
 #define GREATER a > b || a != a ? a : b
 

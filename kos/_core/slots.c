@@ -1,13 +1,13 @@
 // Collectives through the slots, in stages: put, see, take.
 //
-// In a stage each rank that has data to give copies it to its slot or area, and stores the stamp.  A rank that sees the
-// stamps it needs copies or reduces the data to its array, and then counts the stage as read.  A slot is filled again
-// KOS_SLOT_DEPTH stages later, an area KOS_AREA_DEPTH later, when every rank has counted them.  The pattern of an
-// operation (prepare.c) says who puts and takes what; the steps are the same for all.
+// In a stage, each rank that sends data copies it to its slot or area, and then stores the stamp.  A rank that sees the
+// stamps it needs copies the data to its array, or reduces it there.  Then it counts the stage as read.  When every
+// rank has counted a stage, its memory is used again: a slot KOS_SLOT_DEPTH stages later, an area KOS_AREA_DEPTH stages
+// later.  The pattern of an operation (prepare.c) says which rank puts and takes what.  The steps are the same for all.
 //
-// A rank waits for those whose data it takes, and for all in a barrier.  So one that only gives data, as the root of a
-// broadcast, completes its call before others have begun theirs.  If theirs differ, no later stamp is as expected, and
-// the comparison of published calls finds the first that differs (kos_compare).
+// A rank waits for the ranks whose data it takes; in a barrier it waits for all ranks.  So a rank that only sends data,
+// such as the root of a broadcast, completes its call before others have begun theirs.  If their calls differ from it,
+// no later stamp has the expected value, and kos_compare finds the first published call that differs.
 #include "core.h"
 
 #include <string.h>
@@ -41,8 +41,8 @@ static inline uint8_t *payload(const kos_group *g, const kos_prepared *p, uint64
     return p->small ? kos_slot_of(g, stage, rank)->small : kos_area_of(g, stage, rank);
 }
 
-// How many stages a rank may be ahead of another one: those whose payloads have places of their own.  When it has to
-// wait it waits until half of the slots are free: else two ranks on one CPU core would take turns at every call.
+// How many stages a rank may be ahead of another one: as many as there are places for payloads.  A rank that has to
+// wait waits until half of the slots are free.  Otherwise two ranks on one CPU core would take turns at every call.
 static inline uint64_t depth_of(const kos_prepared *p, int has_waited) {
     return p->small ? KOS_SLOT_DEPTH >> has_waited : KOS_AREA_DEPTH;
 }
@@ -61,7 +61,7 @@ static inline int has_stamped(kos_slot *slot, uint64_t stamp) {
     return atomic_load_explicit(&slot->stamp, memory_order_acquire) == stamp;
 }
 
-// Acquire: that rank's loads from the slots came before the store of this number, so they may be written now.
+// Acquire: that rank loaded from the slots before it stored this number, so this rank may write to them now.
 static inline uint64_t stages_read_by(const kos_group *g, int rank) {
     return atomic_load_explicit(&kos_line_of(g, rank)->stages_read, memory_order_acquire);
 }

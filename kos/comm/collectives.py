@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm import compressed
+from kos.comm import host_compressed
 from kos.comm.arguments import (
     check_algorithm,
     check_bool,
@@ -218,7 +218,7 @@ class Operations:
             if self._closed:  # its backend has no memory to publish a description in
                 self._check_open()
             if o.options.compress:
-                compressed.check(o)
+                host_compressed.check(o)
             prepared = self.backend.prepare(o)
             prepared.description = self._group, prepared.operation
             if prepared.lasting and not o.options.purpose:

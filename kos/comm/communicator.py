@@ -18,9 +18,9 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.group_backend import GroupBackend
 from kos.comm.groups import Groups
 from kos.comm.one_thread import one_thread
-from kos.comm.operation import EAGER, Operation, Options
+from kos.comm.operation import CORE_OPERATIONS, Operation, Options
 from kos.comm.persistent import Batch, Persistent
-from kos.comm.prepared import note
+from kos.comm.prepared import record_start
 from kos.comm.recorder import Group, Recorder
 from kos.comm.tracing import tracing
 from kos.comm.work import ProgressThread, Work, forked_from
@@ -91,23 +91,23 @@ class Communicator(Groups):
         if group is None:
             rendezvous.failures.status.publish_last_call(self.recorder.last_call)
         self._tracing = backend.tracing = tracing(backend, self.recorder)
-        self._eager = backend.eager(self)
-        if self._eager is not None:
-            self._run_eagerly()
+        self._core_group = backend.core_group(self)
+        if self._core_group is not None:
+            self._use_core()
         _communicators.add(self)
 
-    def _run_eagerly(self) -> None:
+    def _use_core(self) -> None:
         """Have the core make the operations that subclasses have not changed."""
-        for name in EAGER:
+        for name in CORE_OPERATIONS:
             if getattr(type(self), name) is (function := getattr(Operations, name)):
-                setattr(self, name, self._eager.method(name, getattr(self, name), function.__doc__ or ""))
-        self._store.eager = self._eager
+                setattr(self, name, self._core_group.method(name, getattr(self, name), function.__doc__ or ""))
+        self._store.core = self._core_group
 
     def _open_batch(self, batch: Batch | None) -> None:
         """Calls from now on join ``batch``."""
         self._batch = batch
-        if self._eager is not None:
-            self._eager.off = batch is not None
+        if self._core_group is not None:
+            self._core_group.off = batch is not None
 
     def _finish(self, work: Work[Any], waits: bool) -> Any:
         """The result of a call that the core has begun, and that was not complete then; the Work unless it ``waits``.
@@ -350,7 +350,7 @@ class Communicator(Groups):
         with engine.paused():
             self.backend.abort(reason)  # first: this notifies the other ranks of the reason
             for work in engine.works_of(self.backend):
-                work.cancel(CollectiveError(f"{work}: the communicator was aborted"))
+                work.cancel(CollectiveError("the communicator was aborted", call=work))
         self.recorder.close(self._group, f"aborted: {reason}")
 
     def _signal_end(self, reason: str) -> None:
@@ -403,7 +403,7 @@ class Communicator(Groups):
                 if self.backend.on_gpu:
                     self.backend.check_start(ordered)
                 for work in ordered:
-                    note(self, work)
+                    record_start(self, work)
                 with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):
                     self.backend.start_all(ordered, overlap)
             except BaseException as error:
@@ -423,7 +423,7 @@ class Communicator(Groups):
         launched = sum(each.collective for each in works) or len(works)
         work.sequence = max(next(self._collectives if work.collective else self._messages) - launched, 0)
         with self.backend.engine.lock:
-            self.backend.to_error(work, Interrupted(f"{work}: interrupted by {type(error).__name__}"))
+            self.backend.to_error(work, Interrupted(f"interrupted by {type(error).__name__}", call=work))
 
     def _check_open(self) -> None:
         if self._closed:

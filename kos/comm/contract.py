@@ -6,7 +6,7 @@ A backend subclasses ``Backend``, sets ``name``, and defines ``probe`` and the m
 memory                     the class must define                what kos builds on them
 =========================  ===================================  =======================================================
 host (``on_host = True``)  ``isend``, ``irecv``, ``cancel``     every operation, by schedules of messages
-                                                                (``host/backend.py``)
+                                                                (``host/host_backend.py``)
 GPU (``on_gpu = True``)    ``exchange``                         every operation, by exchanges and by kernels of kos
                                                                 (``gpu/backend.py``)
 =========================  ===================================  =======================================================
@@ -174,7 +174,7 @@ class Backend(ABC):
 
     # Optional for host memory: how it runs.
 
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         """An object that decides how a wait sleeps between two polls.
 
         Before a poll, kos calls its method ``mark()``, which returns a token.  After the poll, ``pause(mark, seconds)``

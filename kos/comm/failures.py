@@ -5,9 +5,9 @@ counts.  A cause takes precedence over its consequences: an error does not name 
 because of another rank.  So every rank of a job names the ranks that failed first.
 
 Backends, transports, the watchdog and the control plane **report** failures to the log.  Code that may have to raise
-**asks** the log.  The *links* of the log carry reports to the other ranks, and receive theirs.  A link is the shared
-memory of a host, a transport, or the hub.  ``peer_status.py`` has what each rank waits for, and the last failure of
-each rank in any group.
+**asks** the log.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter is the
+shared memory of a host, a transport, or the hub.  ``peer_status.py`` has what each rank waits for, and the last failure
+of each rank in any group.
 
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 """
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from kos.comm import timeouts
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import again
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -136,9 +135,9 @@ class FailureLog:
         self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
         self.ring: Any = None
         """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
-        self.links: list[Any] = []
-        """The links to the other ranks.  Each has ``report_failure``, ``report_end`` and ``find_failure``."""
-        self._told: int | None = None  # the earliest collective whose failure the links have carried
+        self.reporters: list[Any] = []
+        """They carry reports to the other ranks.  Each has ``report_failure``, ``report_end`` and ``find_failure``."""
+        self._sent: int | None = None  # the earliest collective whose failure the reporters have carried
         self._lock = threading.RLock()  # the watchdog reports too; reentrant for the garbage collector
         self._alone: set[int] = set()  # lost ranks of hosts that have other ranks
 
@@ -179,20 +178,20 @@ class FailureLog:
         ``begun`` is the number of collectives that this rank has begun.  ``lost`` is True if its device is unusable.
         """
         sequence = work.sequence if work.collective and work.sequence >= 0 else begun
-        self.first = self.first or again(error)
+        self.first = self.first or error.copy()
         shared = self._shared(error, lost, work)
         self.record(sequence, shared)
         with self._lock:
-            told, self._told = self._told, sequence if self._told is None else min(self._told, sequence)
-        if told is None or sequence < told:  # other ranks may wait in an earlier collective
-            for link in self.links.copy():
-                link.report_failure(shared, sequence)
+            earlier, self._sent = self._sent, sequence if self._sent is None else min(self._sent, sequence)
+        if earlier is None or sequence < earlier:  # other ranks may wait in an earlier collective
+            for reporter in self.reporters.copy():
+                reporter.report_failure(shared, sequence)
 
     def report_end(self, reason: str, sequence: int) -> None:
         """Report to the other ranks that this one begins neither collective ``sequence`` nor a later one."""
         cause = self.cause()
-        for link in self.links.copy():
-            link.report_end(sequence, reason, cause)
+        for reporter in self.reporters.copy():
+            reporter.report_end(sequence, reason, cause)
 
     # Questions.
 
@@ -202,7 +201,7 @@ class FailureLog:
         If all ranks have ``begun`` it, a rank whose process has ended since may have completed it.
         """
         if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
-            raise again(self.reported[1])
+            raise self.reported[1].copy()
         if sequence is not None:
             for rank, (end, why, cause) in self.ends.copy().items():
                 if end <= sequence and not (begun and end == 0 and why in DEATHS):
@@ -211,11 +210,11 @@ class FailureLog:
     def refuse(self, what: object) -> None:
         """Raise the first failure, if there is one, in a later call, ``what``."""
         if self.first is not None:
-            raise again(self.first, sentence(what, f"{self.first}", "the communicator failed before: "))
+            raise self.first.copy(sentence(what, f"{self.first}", "the communicator failed before: "))
 
     def find(self) -> KosError | None:
         """The failure of this group, if it can be found without a call.  The watchdog's thread uses this."""
-        return self.first or next(filter(None, (link.find_failure() for link in self.links.copy())), None)
+        return self.first or next(filter(None, (each.find_failure() for each in self.reporters.copy())), None)
 
     def cause(self) -> KosError | None:
         """The failure because of which this rank closes the group: in this group, in any group, or a killed rank."""
@@ -244,7 +243,7 @@ class FailureLog:
     def named(self, work: Any, error: Exception) -> KosError:
         """``error`` as an error of kos that names ``work``."""
         if not isinstance(error, KosError):
-            named = CollectiveError(f"{work}: {type(error).__name__}: {error}")
+            named = CollectiveError(f"{type(error).__name__}: {error}", call=work)
             named.__cause__ = error
             return named
         if isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):
@@ -333,10 +332,16 @@ class FailureLog:
         keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
         keys = keys[:1] if "operation" in keys else keys  # other differences follow from it
         what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
-        ranks = [self.world[first], self.world[second]]
-        both = f"{self._names(ranks[:1])} called {text} but {self._names(ranks[1:])} called {other_text}"
-        differ = f"they differ in {what or 'calls that are no longer recorded'}"
-        return CollectiveMismatch(f"{both}: {differ}", ranks=ranks, call=group, expected=text, got=other_text)
+        differ = f": they differ in {what or 'calls that are no longer recorded'}"
+        return self.other_calls((first, text), (second, other_text), differ, group)
+
+    def other_calls(
+        self, first: tuple[int, str], second: tuple[int, str], differ: str = "", group: str | None = None
+    ) -> CollectiveMismatch:
+        """The error of two ranks that made different calls.  A call is given as its rank and text."""
+        (one, call), (other, other_call) = first, second
+        both = f"{self.names([one], False)} called {call} but {self.names([other], False)} called {other_call}{differ}"
+        return CollectiveMismatch(both, ranks=self.in_world([one, other]), call=group, expected=call, got=other_call)
 
     def _shared(self, failure: KosError, lost: bool, work: Any) -> KosError:
         """The failure of ``work`` as the other ranks raise it.  ``lost`` is True if this rank's device is unusable.
@@ -346,14 +351,14 @@ class FailureLog:
         shared, mine = failure, [self.world[self.rank]]
         me, known = self._names(mine), self._reported()
         if known is not None and str(failure) == sentence(work, f"{known}"):  # another rank's failure keeps its text
-            shared = again(known)
+            shared = known.copy()
         elif lost:
             shared = RankLost(f"{me} is gone: {failure}", ranks=mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
             shared = CollectiveError(f"{me}: {failure}", ranks=mine)
         elif not work.collective and str(failure).startswith(str(work)):
-            shared = again(failure, f"{me}: {failure}")
+            shared = failure.copy(f"{me}: {failure}")
         self.status.post_failure(shared)
         return shared
 

@@ -1,6 +1,6 @@
 """GroupBackend: the class that a Communicator calls.  It runs the operations of one group.
 
-``HostBackend`` (host/backend.py) runs every operation with a ``contract.Backend`` that moves host memory.
+``HostBackend`` (host/host_backend.py) runs every operation with a ``contract.Backend`` that moves host memory.
 ``GPUBackend`` (gpu/backend.py) runs every operation with one of its routes, which are Backends that move GPU memory.
 It has a HostBackend too if the communicator moves host memory.
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from kos.comm import compressed, timeouts
+from kos.comm import host_compressed, timeouts
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.matching import Envelope
@@ -44,7 +44,7 @@ _BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, Tru
 
 
 class GroupBackend(ABC):
-    """Runs the operations of a group.  Subclasses define ``name``, ``idle`` and ``prepare``."""
+    """Runs the operations of a group.  Subclasses define ``name``, ``waiter`` and ``prepare``."""
 
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
@@ -76,7 +76,7 @@ class GroupBackend(ABC):
             each.set_timeout(seconds)
 
     @abstractmethod
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         """How a wait of this backend polls or sleeps, such as ``Backoff``.
 
         Its ``mark()`` returns a token before a poll.  Its ``pause(mark, seconds)`` waits for an event since then, at
@@ -84,9 +84,10 @@ class GroupBackend(ABC):
         """
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> GroupBackend | None:
-        """The backend of a group of these ranks, whose operations progress with this one's.  Called on every rank.
+        """The backend of a group of these ranks.  Waiting for its operations also advances those of this backend.
 
-        After a loss the surviving ranks call it, after ``abort``.  Returns None if ``rendezvous`` is None.
+        Every rank calls it.  After a loss, every surviving rank does so after ``abort``.  Returns None if
+        ``rendezvous`` is None.
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
@@ -130,7 +131,7 @@ class GroupBackend(ABC):
 
     def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
         """See ``Communicator.feed_back``."""
-        compressed.feed_back(x.flat, residual.flat, compress)
+        host_compressed.feed_back(x.flat, residual.flat, compress)
 
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""
@@ -153,7 +154,7 @@ class GroupBackend(ABC):
         """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         return []
 
-    def eager(self, comm: Any) -> Any:
+    def core_group(self, comm: Any) -> Any:
         """A ``kos._core.native.Group`` for the calls of ``comm``, or None."""
         return None
 
@@ -171,7 +172,7 @@ class GroupBackend(ABC):
         raise AssertionError(f"{work}: refused without a reason")
 
     def in_order(self, works: Sequence[Work[Any]]) -> Sequence[Work[Any]]:
-        """The Works of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
+        """The Works of a batch in the order in which ``start_all`` begins them.  It is the same on all ranks."""
         return works
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
@@ -228,7 +229,7 @@ class GroupBackend(ABC):
 def ends_group(work: Work[Any], error: Exception) -> bool:
     """Whether the ranks of the group are out of step after that error.
 
-    They are after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
+    This is so after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
     """
     if isinstance(error, Interrupted):
         return True

@@ -25,7 +25,6 @@ from kos.comm.group_backend import CHANGES, UNMADE
 from kos.comm.making import communicator
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
-from kos.comm.records import again
 from kos.comm.versions import versions
 from kos.errors import CollectiveError, InvalidArgument, KosError, RankLost, RendezvousError
 from kos.memory import as_buffer
@@ -311,7 +310,7 @@ class Groups(Operations):
         return made
 
     def _terms(self) -> dict[str, Any]:
-        """What newcomers are told of this communicator, of JSON's types."""
+        """The properties of this communicator that are sent to newcomers, of JSON's types."""
         backend = "tcp" if self._requested[0] == "mpi" else self._requested[0]
         return {
             "kos": versions()["kos"], "backend": backend, "timeout": self.timeout, "GPU": self.device is not None,
@@ -414,8 +413,8 @@ class Groups(Operations):
             rendezvous.failures.status.post_failure(error)
             text = f"{self.name}: {error}"
             if rendezvous.failures.over is not None and rendezvous.failures.first is None:
-                rendezvous.failures.first = again(error, text)
-            raise again(error, text) from error  # not by a name, which would hold this frame
+                rendezvous.failures.first = error.copy(text)
+            raise error.copy(text) from error  # not by a name, which would hold this frame
         finally:
             rendezvous.call, rendezvous.timeout = usual
             rendezvous.usual = None

@@ -1,14 +1,14 @@
 """Holds Ctrl-C back while calls in host memory change what they share with other calls, or with other ranks.
 
 Python runs the handler of SIGINT between any two instructions of the main thread.  An exception there would end the
-steps of an operation half-way.  So a call that starts, waits or polls replaces the handler by one that only takes note.
-The program's own handler runs where its exception harms nothing: between two polls of a wait (``deliver``), or at the
-end of the call (``release``).  An operation that is in flight then stays so.  It costs 0.8 us a call.
+steps of an operation half-way.  So a call that starts, waits or polls replaces the handler by one that only records the
+signal.  The program's own handler runs where its exception is harmless: between two polls of a wait (``deliver``), or
+at the end of the call (``release``).  An operation that is in flight then stays in flight.  This costs 0.8 us a call.
 """
 
 from __future__ import annotations
 
-# Not of ``signal``, whose conversions take ten times as long.
+# Not from ``signal``, because its conversions take ten times as long.
 from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]
 from threading import get_ident, main_thread
 from types import FrameType
@@ -18,9 +18,9 @@ DELIVER_SECONDS = 0.05
 """The longest sleep of a wait that holds Ctrl-C back."""
 
 _handler: Any = None
-"""The program's handler, while it is held back.  Like ``_noted``, of the main thread alone."""
+"""The program's handler, while it is held back.  Only the main thread uses it."""
 _noted: list[FrameType | None] = []
-"""The frame in which Ctrl-C came, once it has."""
+"""The frame that Ctrl-C interrupted; empty until then."""
 
 
 def _note(_: int, frame: FrameType | None) -> None:
@@ -28,7 +28,7 @@ def _note(_: int, frame: FrameType | None) -> None:
 
 
 def hold() -> bool:
-    """Hold Ctrl-C back; whether the caller must ``release`` it: it was not held yet, and can be."""
+    """Hold Ctrl-C back.  Returns whether the caller must ``release`` it: not if it is held already, or cannot be."""
     global _handler
     if get_ident() != main_thread().ident:
         return False  # Python runs handlers on the main thread
@@ -46,7 +46,7 @@ def holds() -> bool:
 
 
 def deliver() -> None:
-    """Let the program's handler run if Ctrl-C came since ``hold``, which continues; raises what it raises."""
+    """Run the program's handler if Ctrl-C came since ``hold``, and raise its exception.  Ctrl-C stays held back."""
     if _noted and get_ident() == main_thread().ident:
         handler = _handler
         try:
@@ -57,7 +57,7 @@ def deliver() -> None:
 
 
 def release() -> None:
-    """End what ``hold`` has begun, and let the program's handler run as ``deliver`` does."""
+    """Undo ``hold``, and run the program's handler if Ctrl-C came meanwhile."""
     handler = _handler
     if getsignal(SIGINT) is _note:
         signal(SIGINT, handler)

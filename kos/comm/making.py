@@ -1,6 +1,6 @@
 """Makes the communicator of a group: compares what its ranks can use, chooses a backend, and makes it.
 
-``kos.init`` makes that of a job so, and ``grow``, ``replace`` and ``kos.join`` that of a new membership.
+``kos.init`` so makes the communicator of a job; ``grow``, ``replace`` and ``kos.join`` that of a new membership.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.hierarchical import HierarchicalBackend
 from kos.comm.gpu.routes import PHASES
 from kos.comm.group_backend import UNMADE, GroupBackend
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.registry import BACKENDS, probe_all
 from kos.comm.tuning import for_group, preferred_on_hosts
 from kos.comm.versions import check as check_versions
@@ -40,8 +40,8 @@ def communicator(
 ) -> Any:  # fmt: skip
     """The communicator, of class ``kind``, of the group of ``rendezvous``.  Collective; ``timeout`` is its own.
 
-    An error frees what was made of it, and the rendezvous if it is ``owned``.  ``agreed``: return once all ranks have
-    made it, as those do that grow; members then have GPUs, of which newcomers take others.
+    An error frees the parts that were made, and the rendezvous if it is ``owned``.  With ``agreed``, it returns when
+    all ranks have made the communicator, as a group that grows needs: its members have GPUs, and newcomers take others.
     """
     with ExitStack() as undo:
         if owned:

@@ -19,7 +19,6 @@ import numpy as np
 
 from kos.comm.failures import FailureLog
 from kos.comm.operation import ANY
-from kos.comm.records import again
 from kos.dtypes import dtype_of_code
 from kos.errors import KosError, RankLost
 
@@ -159,7 +158,7 @@ class Expected:
             self._checks -= 1
             return None
         if failed or len(ends) == 1:
-            return again((failed or [*ends.values()])[0])
+            return (failed or [*ends.values()])[0].copy()
         failures, ranks = self.matching.failures, sorted(ends)
         text = f"{failures.names(ranks)} are gone: they closed their communicators"
         return RankLost(text, ranks=failures.in_world(ranks))

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch
 
@@ -44,7 +43,7 @@ def check_one_thread(comm: Any, work: Work[Any]) -> None:
     with comm.backend.engine.lock if backend.device is None else backend.shared.lock:
         if backend.failures.first is None:
             backend.to_error(other, error)
-        backend.failures.first, comm._two_threads = again(error), error
+        backend.failures.first, comm._two_threads = error.copy(), error
     raise error
 
 
@@ -67,7 +66,7 @@ def raise_if_two_threads(comm: Any) -> None:
         while comm._two_threads is None and time.monotonic() < deadline:
             time.sleep(0.001)
     if comm._two_threads is not None:
-        raise again(comm._two_threads) from None
+        raise comm._two_threads.copy() from None
 
 
 @contextmanager

@@ -14,12 +14,12 @@ T = TypeVar("T")
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "recv_bytes", "probe"})
 RECEIVES = frozenset({"recv", "recv_bytes", "probe"})
 """Those that only wait for a message."""
-EAGER = (
+CORE_OPERATIONS = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
     "all_to_all_v",
 )  # fmt: skip
-"""Operations that the compiled core may make by itself (``kos/_core/module_eager.c``)."""
+"""Operations that the compiled core may start by itself (``kos/_core/module_eager.c``)."""
 ANY = -1
 """The source of a message that any rank may send."""
 AUTO = "auto"
@@ -51,8 +51,9 @@ class Options:
     """The options of a call.
 
     ``timeout`` is in seconds (None: no limit).  ``overlap`` runs beside the stream of the arrays (``async_op``).
-    ``on_stream``: a barrier of work on a stream, not of the host.  ``purpose`` names the user's call if this operation
-    implements another one.  ``compress``: the format in which data travels, of ``kos.comm.compression``; "" for none.
+    ``on_stream``: a barrier of the work on a stream, not of the program.  ``purpose`` names the user's call if this
+    operation implements another one.  ``compress`` is the format in which data is sent (``kos.comm.compression``), ""
+    for none.
     """
 
     timeout: float | None = None

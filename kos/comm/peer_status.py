@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kos.comm.records import again, from_record, to_record
-from kos.errors import KosError
+from kos.errors import KosError, from_record, to_record
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 _ANSWER_SECONDS = 0.3  # in which a waiting rank answers a query
@@ -55,7 +54,7 @@ class PeerStatus:
 
     @property
     def queued(self) -> dict[Any, tuple[int, ...]]:
-        """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does.  A copy."""
+        """For each communicator, the ranks for which its work on a GPU waits, whatever the program does.  A copy."""
         with self._lock:
             return dict(self._queued)
 
@@ -64,7 +63,7 @@ class PeerStatus:
 
         Its ``send_notice`` sends a notice to all others; with a timeout it returns whether the hub has forwarded it.
         Its ``receive_notices`` calls ``handle_notice`` with each that has arrived, adds to ``ends``, and does not wait.
-        Failures from before are forgotten: all ranks that it connects have handled theirs.
+        Earlier failures are removed, because all ranks that it connects have handled them.
         """
         self.failures.clear()
         self._plane = weakref.ref(plane)
@@ -112,7 +111,7 @@ class PeerStatus:
     def post_failure(self, error: KosError) -> None:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
-            self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
+            self.last = error.copy()  # it lasts until the next call, and frames hold what could not be made
             self.failures[self._rank] = self.last, time.monotonic()
             self._send_notice("failed", to_record(self.last))
 
@@ -152,7 +151,7 @@ class PeerStatus:
         return None if self._forwarded or self.runs(hub) else hub
 
     def _reply_of(self, rank: int) -> tuple[int, ...] | None:
-        """For whom a queried rank waits, by its answer; None if it is ended, stopped or computing."""
+        """The ranks that a queried rank waits for, by its answer; None if it has ended, is stopped or is computing."""
         while not self.ended(rank) and rank not in self.failures:
             now, (came, waits) = time.monotonic(), self._answers.get(rank, (0.0, None))
             if waits is not None and came > self._asked - _ANSWER_SECONDS and now < self._asked + 2 * _ANSWER_SECONDS:
@@ -163,7 +162,7 @@ class PeerStatus:
         return None
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
-        """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
+        """Post the ranks for which the work of communicator ``key`` on a GPU waits; empty if none is known."""
         with self._lock:
             if ranks:
                 self._queued[key] = tuple(ranks)
@@ -193,7 +192,7 @@ class PeerStatus:
         return self._reply_of(rank) if waits is None and not self.sees(rank) else waits
 
     def sees(self, rank: int) -> bool:
-        """Whether that rank's waits are known here; else it must be queried, as ranks of other hosts."""
+        """Whether this process sees the waits of that rank.  A rank of another host must be queried instead."""
         return self._shared
 
     def ended(self, rank: int) -> bool:
@@ -207,7 +206,7 @@ class PeerStatus:
         return sorted(self.ends)
 
     def await_end(self, rank: int) -> None:
-        """Wait for a moment until other hosts also know that the rank has ended: they learn of its failure first."""
+        """Wait for a moment, so that other hosts also know that the rank has ended.  They first receive its failure."""
         deadline = time.monotonic() + _END_SECONDS
         while self.is_connected and not self.ended(rank) and time.monotonic() < deadline:
             time.sleep(0.001)

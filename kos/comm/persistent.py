@@ -54,7 +54,7 @@ class Persistent(Generic[T]):
             # It may use memory that is not registered any more, or be captured, where another backend may be faster.
             self._generation = comm._store.generation
             self._work = comm._prepare(*self._checked)
-        work = self._work.again()
+        work = self._work.unstarted_copy()
         if comm._batch is not None:
             return comm._batch.add(work, self)
         work.prepared.start(comm, work, False)
@@ -69,10 +69,10 @@ class Persistent(Generic[T]):
 
 def persistent(comm: Any, *checked: Any) -> Persistent[Any]:
     """A Persistent of ``comm``, which the core starts if it can.  ``checked`` are the other arguments of Persistent."""
-    if comm._eager is None or (comm.device is not None and not checked[-1].backend.on_gpu):
+    if comm._core_group is None or (comm.device is not None and not checked[-1].backend.on_gpu):
         return Persistent(comm, *checked)
     made: Persistent[Any] = _InCore(comm, *checked)
-    made._group = comm._eager
+    made._group = comm._core_group
     return made
 
 

@@ -84,15 +84,15 @@ class Prepared:
         self.fingerprint = 0
         """A number that stands for ``values``; 0 if nobody compares the calls."""
         self.text = b""
-        """What the other ranks show of such a call if theirs differs."""
+        """The description of such a call.  Other ranks show it if their call differs."""
         self.description: tuple[Any, ...] = (None,)
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
 
     def start(self, comm: Any, work: Work[Any], waits: bool = True, begun: bool = False) -> Any:
         """Number ``work``, record its call site, and launch it.
 
-        A call that the core has ``begun`` has its number and record already: what is left of it is done.  Returns the
-        result, or the Work itself with ``async_op`` or without ``waits``.
+        If the core has ``begun`` the call, it has its number and record already, and this method completes it.  Returns
+        the result, or the Work itself with ``async_op`` or without ``waits``.
         """
         held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
         try:
@@ -123,7 +123,7 @@ class Prepared:
                 else:
                     if backend.on_gpu:
                         backend.check_start((work,))
-                    note(comm, work)
+                    record_start(comm, work)
                     if backend.failures.first is not None:
                         backend.refuse(work)
                     if comm._tracing is None:
@@ -219,7 +219,7 @@ def _arguments(o: Operation, group_suffix: str) -> str:
     return text
 
 
-def note(comm: Any, work: Work[Any]) -> None:
+def record_start(comm: Any, work: Work[Any]) -> None:
     """Number ``work`` and record its launch.  Its call site is the innermost frame outside ``kos.comm``."""
     prepared = work.prepared
     work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
@@ -320,12 +320,12 @@ class Store(dict[Any, Prepared]):
     """The Prepared of a communicator, by signature."""
 
     generation = 0
-    """How often all were dropped because timeouts, windows or tables have changed."""
-    eager: Any = None
+    """How often all were dropped, because timeouts, windows or tables changed."""
+    core: Any = None
     """The ``kos._core.native.Group`` that knows some of these calls, or None."""
 
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
-        """Keep that of a call on ``stream``."""
+        """Store the Prepared of a call on ``stream``."""
         if len(self) >= MOST_STORED:
             super().clear()
         if not prepared.fixed:
@@ -337,5 +337,5 @@ class Store(dict[Any, Prepared]):
         """Drop all."""
         super().clear()
         self.generation += 1
-        if self.eager is not None:
-            self.eager.forget()
+        if self.core is not None:
+            self.core.forget()

@@ -24,7 +24,7 @@ from kos.errors import BackendUnavailable, KosError, install
 
 
 def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
-    """What traces the launches of a communicator as the environment requests; None without a request.
+    """The tracer of the launches of a communicator that the environment requests; None if it requests none.
 
     Raises BackendUnavailable for KOS_NVTX without the package nvtx.
     """

@@ -1,6 +1,7 @@
 """ScheduledCalls: runs every operation over a transport, which is a ``contract.Backend`` for host memory.
 
-The transport of a ``HostBackend`` (``host/backend.py``) is ``tcp``, ``mpi``, ``mock``, or a class of another package.
+The transport of a ``HostBackend`` (``host/host_backend.py``) is ``tcp``, ``mpi``, ``mock``, or a class of another
+package.
 ScheduledCalls stages the reduction (16-bit floats accumulate in fp32).  It then makes a native call of the transport if
 there is one, and otherwise runs a schedule of messages.  So every transport has every operation, with the same
 semantics.
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kos.comm import compressed
+from kos.comm import host_compressed
 from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
 from kos.comm.matching import BYTES, Expected, Matching
@@ -120,7 +121,7 @@ class ScheduledCalls:
         return "hierarchical" if several and collective in _HIERARCHICAL else _DEFAULTS[collective]
 
     def _all_reduce(self, work: Work[Any]) -> Steps:
-        """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""
+        """all_reduce, reduce and scans.  Ranks without a result keep their input: partial sums are in a copy."""
         (x, out, reduction), o = _reducing(work), work.prepared.operation
         gets = o.recv is not None
         staged = reduction.stage(x, out if gets else None)
@@ -143,7 +144,7 @@ class ScheduledCalls:
         yield from self._carry(work, "broadcast", data=work.recv)
 
     def _all_gather(self, work: Work[Any]) -> Steps:
-        """Also gather, scatter and all_to_all."""
+        """all_gather, gather, scatter and all_to_all."""
         o = work.prepared.operation
         spaces = {"input": (o.send, work.send), "output": (o.recv, work.recv)}
         flat = {space: x for space, (end, x) in spaces.items() if end is not None}
@@ -154,7 +155,7 @@ class ScheduledCalls:
     _gather = _scatter = _all_to_all = _all_gather
 
     def _all_to_all_v(self, work: Work[Any]) -> Steps:
-        """Also gather_v and scatter_v."""
+        """all_to_all_v, gather_v and scatter_v."""
         o = work.prepared.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
@@ -167,18 +168,18 @@ class ScheduledCalls:
         yield from self.send_to_all(work, [work.send], [[piece] for piece in pieces])
 
     def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
-        """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
+        """The piece of ``x`` for each rank, or from it.  Without counts, this is all of ``x``."""
         if x is None:
             return [None] * self.size
         if counts is not None:
-            return [*compressed.split(x, counts)]
+            return [*host_compressed.split(x, counts)]
         return [x if root in (None, rank) else None for rank in range(self.size)]
 
     def _reduce_scatter_v(self, work: Work[Any]) -> Steps:
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        pieces = compressed.split(staged, work.prepared.operation.send_counts or ())
+        pieces = host_compressed.split(staged, work.prepared.operation.send_counts or ())
         yield from self.send_pieces(work, pieces.__getitem__, list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
@@ -186,7 +187,7 @@ class ScheduledCalls:
 
     def _compressed(self, work: Work[Any]) -> Steps:
         """Any operation that sends compressed data."""
-        return compressed.steps(work, self)
+        return host_compressed.steps(work, self)
 
     def _barrier(self, work: Work[Any]) -> Steps:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None

@@ -18,8 +18,9 @@ CHECK_SECONDS = 0.1  # between two calls of ``look``
 class Backoff:
     """The wait of a polling loop without events: spins, then yields the core, then sleeps.
 
-    Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
-    ``block(seconds, polled)`` may sleep until an event instead, and returns whether it did; ``polled``: often before.
+    Ranks often outnumber cores, so a waiting rank must let the awaited rank run; with ``crowded`` it does so at once.
+    ``block(seconds, polled)``, if given, may sleep until an event instead, and returns whether it did.  ``polled`` is
+    True after many polls.
     """
 
     __slots__ = ("_block", "_polls", "_sleep_at")

@@ -26,7 +26,7 @@ _REPORT_EVERY = 0.02
 """Seconds of waiting after which a rank posts the ranks that it waits for."""
 
 LONG_WAIT, LONG_SLEEP = 10.0, 0.005
-"""Seconds of waiting for a rank that has not begun the operation, and seconds between two polls from then on."""
+"""After so many seconds of waiting for a rank that has not begun the operation, polls are so many seconds apart."""
 
 _SLEEP_SECONDS = 50e-6
 """Seconds between two polls of a progress thread."""
@@ -109,7 +109,7 @@ class Engine:
         self.lock, self.thread = threading.RLock(), None  # another thread of the rank may hold the lock
         for work in self.active:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(work._steps))  # never freed, which would cancel messages
-            work._error = CollectiveError(f"{work}: {forked_from(work.backend.rank)}")
+            work._error = CollectiveError(forked_from(work.backend.rank), call=work)
             work._steps = None
         self.active.clear()
 
@@ -176,7 +176,7 @@ class ProgressThread:
 
 
 _Base: Any = type("State", (), {}) if native is None else native.State
-"""What a Work is made of: the core has the fields too, so that calls that need no Python make Works."""
+"""The base of Work.  With the core, it is a C struct, so that calls that run no Python code can make Works."""
 
 
 class Work(_Base, Generic[T]):
@@ -187,9 +187,9 @@ class Work(_Base, Generic[T]):
 
     ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU; ``array`` is that of the result, of which ``convert``
     makes the result.  ``sequence`` is the number of the call: of collectives, equal on all ranks; messages have numbers
-    of their own.  ``record`` is its entry in the flight recorder, and ``left`` what the compiled core has begun of it.
-    ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.  ``steps``: None if it is complete,
-    queued, not started, or if the core alone has advanced it.
+    of their own.  ``record`` is its entry in the flight recorder, and ``core_work`` the part that the compiled core has
+    begun.  ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.  ``steps``: None if it is
+    complete, queued, not started, or if the core alone has advanced it.
     """
 
     if TYPE_CHECKING or native is None:  # else fields of the base
@@ -197,7 +197,7 @@ class Work(_Base, Generic[T]):
         record: list[Any] | None = None
         convert: Callable[[Any], Any] | None = None
         reported = False
-        left: Any = None
+        core_work: Any = None
         steps: Steps | None = None
         _error: KosError | None = None
 
@@ -215,8 +215,8 @@ class Work(_Base, Generic[T]):
     _report_at: float | None = None
     """When ``done`` next posts the ranks that it waits for."""
 
-    def again(self) -> Work[T]:
-        """Another start on the same arrays."""
+    def unstarted_copy(self) -> Work[T]:
+        """A Work of the same call on the same arrays, which is not started."""
         work: Work[T] = type(self)(self.prepared, self.send, self.recv, self.array)
         work.stream, work.queue, work.convert, work.held = self.stream, self.queue, self.convert, self.held
         return work
@@ -232,10 +232,10 @@ class Work(_Base, Generic[T]):
 
     @property
     def _steps(self) -> Steps | None:
-        """What is left to do; None: it is complete, queued or not started."""
-        if self.steps is None and (left := self.left) is not None:
+        """The steps that remain; None if the operation is complete, queued or not started."""
+        if self.steps is None and (left := self.core_work) is not None:
             steps = self.backend.steps_of(self, left)
-            if self.left is left:  # else another thread that waits for it has completed it meanwhile
+            if self.core_work is left:  # else another thread that waits for it has completed it meanwhile
                 self.steps = steps
         return self.steps
 
@@ -243,7 +243,7 @@ class Work(_Base, Generic[T]):
     def _steps(self, steps: Steps | None) -> None:
         self.steps = steps
         if steps is None:
-            self.left = None
+            self.core_work = None
 
     @property
     def operation(self) -> Operation:
@@ -292,7 +292,7 @@ class Work(_Base, Generic[T]):
 
     @property
     def state(self) -> str:
-        """``in flight``, ``complete``, or ``failed`` with the error's class; without a look at other ranks."""
+        """``in flight``, ``complete``, or ``failed`` with the error's class.  Does not poll."""
         if self._steps is not None:
             return "in flight"
         return "complete" if self._error is None else f"failed: {type(self._error).__name__}"
@@ -314,7 +314,7 @@ class Work(_Base, Generic[T]):
             return True
         except BaseException as error:  # Ctrl-C has ended the generator during the operation
             self.backend.engine.remove(self)
-            self._fail(Interrupted(f"{self}: interrupted by {type(error).__name__}"))
+            self._fail(Interrupted(f"interrupted by {type(error).__name__}", call=self))
             raise
         self.record_end(time_ns())
         return True
@@ -390,14 +390,14 @@ class Work(_Base, Generic[T]):
             self.backend.engine.remove(self)
             if self._steps is not None:
                 self._steps.close()
-                if self.left is not None:  # its steps had not begun
-                    self.left.cancel()
+                if self.core_work is not None:  # its steps had not begun
+                    self.core_work.cancel()
                 self._fail(error)
 
     def withdraw(self) -> None:
-        """Cancel the receive of a call that raises, such as Ctrl-C: nobody has the Work, which would take a message."""
+        """Cancel the receive of a call that raises, such as for Ctrl-C: the program would never get its message."""
         if self.prepared.name in RECEIVES and self.backend.device is None:
-            self.cancel(CollectiveError(f"{self}: interrupted"))
+            self.cancel(CollectiveError("interrupted", call=self))
             self.reported = True
 
     def expire(self, seconds: float | None) -> None:
@@ -413,14 +413,14 @@ class Work(_Base, Generic[T]):
         now = time.monotonic()
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
-        idle, engine = backend.idle(), backend.engine
+        waiter, engine = backend.waiter(), backend.engine
         usual = timeout is not None and timeout <= backend.timeout
         began, stopped = now, None if usual else StoppedRanks(backend.failures, backend.timeout)
         sleeps, held = False, interrupts.holds()
         engine.pause()
         try:
             while True:
-                mark = idle.mark()
+                mark = waiter.mark()
                 engine.poll()
                 if self._steps is None:
                     return
@@ -446,7 +446,7 @@ class Work(_Base, Generic[T]):
                     remaining = min(report_at - now, math.inf if remaining is None else remaining)
                 if held:
                     remaining = min(interrupts.DELIVER_SECONDS, math.inf if remaining is None else remaining)
-                idle.pause(mark, remaining)
+                waiter.pause(mark, remaining)
                 if sleeps:
                     time.sleep(LONG_SLEEP)
                 interrupts.deliver()
@@ -460,7 +460,7 @@ class Work(_Base, Generic[T]):
         self._steps = None  # after the error: the program may look while the progress thread is here
         self.record_failure(self._error)
 
-    # In the flight recorder, which may have used the slot for a later call.
+    # Entries of the flight recorder.  A later call may have overwritten the slot.
 
     @property
     def _is_recorded(self) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.control.threads import ThreadGroup, ThreadWorld, Waits
-from kos.comm.host.backend import HostBackend
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadWorld, Waits
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.recorder import call_site
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveError, CollectiveTimeout
@@ -103,7 +103,7 @@ class Watch:
             yield from run(work) or ()
             return
         send, recv = work.send, work.recv
-        before, at_launch, carried = _checksums(work), True, work.again()
+        before, at_launch, carried = _checksums(work), True, work.unstarted_copy()
         carried.sequence = work.sequence
         carried.send = None if send is None else send.copy()
         carried.recv = carried.send if recv is send else None if recv is None else recv.copy()
@@ -115,7 +115,7 @@ class Watch:
         if _checksums(work) != before:
             rank = work.operation.rank
             raise CollectiveError(
-                f"{work}: rank {rank} wrote to its array while the operation was in flight, or another operation did"
+                f"rank {rank} wrote to its array while the operation was in flight, or another operation did", call=work
             )
         if work.operation.recv is not None and recv.flags.writeable:  # unlike a root's array
             np.copyto(recv, carried.recv)

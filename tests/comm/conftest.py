@@ -162,7 +162,7 @@ def gpu_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     from kos.comm.gpu.backend import GPUBackend
     from kos.comm.gpu.nccl import NCCLBackend
     from kos.comm.gpu.peer.backend import PeerBackend
-    from kos.comm.host.backend import HostBackend
+    from kos.comm.host.host_backend import HostBackend
     from kos.comm.host.threads import ThreadTransport
     from tests.comm.fake_nccl import WAIT, Comm, Group
     from tests.comm.fake_peer import no_gpus

@@ -29,12 +29,12 @@ import kos
 from kos.comm import contract, watchdog
 from kos.comm.contract import Resolved
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
 from kos.comm.gpu import compressed, devices, memory, nccl, nccl_binding, nccl_staging, routes, shared, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Engine
 from kos.cuda import driver, graphs, kernels, streams
@@ -494,8 +494,8 @@ def of_nccl(rendezvous: Rendezvous, comm: Any = None, host: HostBackend | None =
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one launch its operations by Python, as larger groups do; else they are copies, or nothing."""
-    monkeypatch.setattr(device, "alone", lambda o, index: None)
-    monkeypatch.setattr(shared.CommState, "eager_calls", lambda *_: None)
+    monkeypatch.setattr(device, "single_rank_route", lambda o, index: None)
+    monkeypatch.setattr(shared.CommState, "core_group", lambda *_: None)
 
 
 def alone() -> kos.Communicator:

@@ -21,13 +21,13 @@ import pytest
 import kos
 from kos.comm import tuning
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.peer import backend as peer
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine, record
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.work import Engine
 from kos.cuda import driver
 from kos.errors import RankLost

@@ -20,7 +20,7 @@ Run = Callable[[Callable[[Any], None]], None]
 
 def hits(comm: Any) -> int:
     """The calls of ``comm`` that the core has made."""
-    eager = comm._eager
+    eager = comm._core_group
     return 0 if eager is None else int(eager.hits)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, environment, free_port, run_threads
 
 Body = Callable[[kos.Communicator], Any]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
 from kos.testing.conformance.failures import SHORT, Scenario, check
@@ -185,20 +185,6 @@ def check_scenario(run: Callable[[Any], Any], row: Scenario, size: int = 3, limi
             raise
 
     run(body)
-
-
-def receive_in_another_order(comm: kos.Communicator, count: int) -> None:
-    """Two ranks receive in another order than sent; messages of one tag stay in order.  ``count`` in bytes."""
-    data = np.random.default_rng(count).integers(0, 256, (2, 4, count), np.uint8)
-    me, peer = comm.rank, 1 - comm.rank
-    works = [comm.send(data[me, i], peer, tag, async_op=True) for i, tag in enumerate([1, 2, 2, 1])]
-    comm.barrier()  # whatever can come has come
-    for i, tag in [(1, 2), (2, 2), (0, 1), (3, 1)]:
-        got = np.full(count, 0xAA, np.uint8)
-        comm.recv(got, peer, tag)
-        assert (got == data[peer, i]).all(), i
-    for work in works:
-        work.wait()
 
 
 def time_out_beside_others(comm: kos.Communicator) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.dtypes import DTYPES, dtype_of
 from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer

@@ -18,13 +18,13 @@ import pytest
 import kos
 from kos.comm import making
 from kos.comm.contract import Backend, Probe, Resolved
-from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu import routes, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import Operation, Options
 from kos.comm.tuning import parse, read

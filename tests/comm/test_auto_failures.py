@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array

@@ -19,7 +19,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm import Persistent
-from kos.comm.operation import EAGER
+from kos.comm.operation import CORE_OPERATIONS
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
@@ -195,7 +195,7 @@ class Program:
     ) -> None:  # fmt: skip
         """``names`` are the operations; ``cached`` says which calls the core makes once it knows them."""
         self.comm, self.twin, self.names, self.cached, self.dtypes = comm, comm.duplicate(), names, cached, dtypes
-        for name in EAGER:
+        for name in CORE_OPERATIONS:
             self.twin.__dict__.pop(name, None)  # the method of the class
         self.on_gpu, self.prepared = comm.device is not None, Prepared(comm)
         self.random, self.number = np.random.default_rng(seed), 0

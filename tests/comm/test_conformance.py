@@ -46,11 +46,13 @@ FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
 DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(intact), *vars(order)}]
-FLOATS = [np.dtype(name) for name in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
+WHOLE = {*vars(intact), *vars(order), "in_rank_order", "sums_of_16_bits_in_fp32", "compressed_between_groups",
+         "nan_wins_min_and_max_on_every_rank"}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=str)
-def test_promise(ranks: Any, case: Any) -> None:
+@pytest.mark.parametrize("name", [case.name for case in cases(full=True) if case.name.split()[0] in WHOLE])
+def test_promise(ranks: Any, seed: int, name: str) -> None:
+    (case,) = (each for each in cases(full=True, seed=seed) if each.name == name)
     if ranks.size >= case.ranks:
         ranks.run(case.call)
 
@@ -106,12 +108,6 @@ def test_error_feedback(ranks: Any, seed: int, form: str, dtype: Any) -> None:
     ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
-def test_compressed_between_groups(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.compressed_between_groups(comm, seed, form, dtype))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda kind: kind.__name__)
 def test_compressed_errors_are_within_the_bounds(ranks: Any, seed: int, dtype: Any) -> None:
     ranks.run(lambda comm: bounds.errors_are_within_the_bounds(comm, seed, np.dtype(dtype)))
@@ -154,6 +150,7 @@ def moving(*names: str) -> Callable[..., None]:
     return test
 
 
+test_messages = moving("send_recv")
 test_broadcast = moving("broadcast")
 test_all_gather = moving("all_gather")
 test_all_gather_v = moving("all_gather_v")
@@ -161,12 +158,6 @@ test_all_to_all = moving("all_to_all")
 test_all_to_all_v = moving("all_to_all_v")
 test_gather_and_scatter = moving("gather", "scatter")
 test_gather_v_and_scatter_v = moving("gather_v", "scatter_v")
-
-
-@every_dtype
-def test_messages(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.correct(comm, seed, Step("send_recv", dtype=dtype)))
-    ranks.run(lambda comm: results.messages(comm, seed, dtype))
 
 
 def test_large(ranks: Any, seed: int) -> None:
@@ -181,21 +172,6 @@ def test_arguments_of_other_ranks_than_the_root(ranks: Any) -> None:
 
 def test_shapes_and_scalars(ranks: Any) -> None:
     ranks.run(results.shapes_and_scalars)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_deterministic_adds_in_rank_order(ranks: Any, seed: int, dtype: Any) -> None:
-    for name in ("all_reduce", "reduce", "reduce_scatter"):
-        ranks.run(lambda comm, name=name: results.in_rank_order(comm, seed, name, dtype))
-
-
-@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
-def test_16_bit_floats_accumulate_in_fp32(ranks: Any, dtype: Any) -> None:
-    ranks.run(lambda comm: results.sums_of_16_bits_in_fp32(comm, dtype))
-
-
-def test_nan_wins_min_and_max_on_every_rank(ranks: Any) -> None:
-    ranks.run(results.nan_wins_min_and_max_on_every_rank)
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, PremulSum(0.3)], ids=str)

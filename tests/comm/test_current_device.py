@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.dtypes import DTYPES
 from kos.memory.array import Array

@@ -143,7 +143,7 @@ def test_a_subclass_keeps_its_methods() -> None:
         assert other.calls == 3
         for _ in range(3):
             comm.barrier()
-        assert hits(comm) == 2 and other._eager is None  # the core has those of one communicator
+        assert hits(comm) == 2 and other._core_group is None  # the core has those of one communicator
         assert comm.recorder.last_call() != other.recorder.last_call()
 
     TCPRanks(2).run(body)

@@ -19,7 +19,7 @@ from kos.comm.control.env import Place
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub
 from kos.comm.control.identity import launched_rank
-from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import (
     ROOT,

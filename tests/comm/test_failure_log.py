@@ -7,7 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,7 @@ import pytest
 import kos
 from kos.comm.failures import HOST_SECONDS, FailureLog, Late
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import from_record, to_record
-from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, from_record, to_record
 from kos.testing import Fault, spawn
 from tests.comm.works import work_of
 
@@ -190,7 +191,7 @@ def test_the_failure_of_the_earliest_collective_counts() -> None:
     carried: list[int] = []
     link = SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))
     log = FailureLog(range(3), 0)
-    log.links = [link]
+    log.reporters = [link]
     for sequence in (5, 7, 3):
         log.report(work_of("barrier", sequence=sequence), RankLost(f"lost in #{sequence}", ranks=[1]), 0)
     assert carried == [5, 3] and str(log.first) == "lost in #5"
@@ -326,3 +327,35 @@ def test_the_parts_of_an_error_are_copied_sent_and_pickled() -> None:
     later = cause.copy(f"{cause}; rank 1 aborted because of it", "world: barrier #2", cause)
     assert (later.call, later.cause, later.ranks) == ("world: barrier #2", cause, (3,))
     assert str(later) == "world: barrier #2: rank 3 is gone: boom; rank 1 aborted because of it"
+
+
+def test_errors_have_their_call_as_a_part() -> None:
+    """Of a call that was aborted, that failed by an exception which is not of kos, or that was interrupted."""
+
+    def body(comm: kos.Communicator) -> None:
+        part = comm.duplicate()
+        if comm.rank == 0:
+            work = part.all_reduce(np.ones(2), async_op=True)
+            part.abort()
+            with pytest.raises(KosError) as caught:
+                work.wait()
+            errors.extend([caught.value, comm.backend.failures.named(work, ValueError("no memory"))])
+            comm.backend.start_all = _interrupt  # type: ignore[method-assign]
+            with suppress(KeyboardInterrupt), comm.batch():
+                comm.all_reduce(np.ones(2))
+            errors.append(comm.failure)
+            comm.abort()
+        else:
+            with pytest.raises(KosError):
+                comm.recv(np.ones(2), 0)
+
+    errors = list[Any]()
+    spawn(body, 2, strict=False)
+    for error, text in zip(errors, ("the communicator was aborted", "ValueError: no memory",
+                                    "interrupted by KeyboardInterrupt"), strict=True):  # fmt: skip
+        assert " of float64[2] by SUM" in error.call
+        assert str(error) == f"{error.call}: {text}"
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.group_backend import UNMADE
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadMessage
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves

@@ -24,7 +24,7 @@ from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError

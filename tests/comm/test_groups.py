@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
 from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.testing import spawn

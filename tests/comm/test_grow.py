@@ -17,7 +17,7 @@ import kos
 from kos._core import native
 from kos.comm import making
 from kos.comm.contract import Probe
-from kos.comm.control.mpi import MPIRanks, MPIRendezvous
+from kos.comm.control.mpi_rendezvous import MPIRanks, MPIRendezvous
 from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -113,8 +113,10 @@ def test_without_enough_newcomers_the_communicator_is_as_it_was(backend: str) ->
 @both
 def test_calls_that_differ(backend: str) -> None:
     def body(comm: kos.Communicator) -> None:
-        with pytest.raises(CollectiveMismatch, match="called grow [12] but rank [01] called grow [12]"):
+        with pytest.raises(CollectiveMismatch, match="called grow [12] but rank [01] called grow [12]") as caught:
             comm.grow(1 + comm.rank)
+        error = caught.value
+        assert sorted(error.ranks) == [0, 1] and {error.expected, error.got} == {"grow 1", "grow 2"}
         comm.barrier()  # nothing else has changed
         comm.close()
 

@@ -30,7 +30,7 @@ from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import PHASES
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.tuning import Table, key, parse, user_path
 from kos.errors import InvalidArgument

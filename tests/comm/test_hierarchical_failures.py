@@ -16,7 +16,7 @@ from kos.comm.gpu import shared
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.routes import PHASES, nothing
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost

@@ -14,7 +14,8 @@ import kos
 from kos.comm.host import tcp_messages
 from kos.comm.host.shared import Node
 from kos.errors import CollectiveError, CollectiveMismatch, RankLost
-from tests.comm.ranks import on_each_rank, receive_in_another_order
+from kos.testing.conformance.order import messages_keep_their_order
+from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
 
@@ -51,14 +52,14 @@ def assert_nothing_is_left(comm: kos.Communicator) -> None:
 @pytest.mark.parametrize("count", [0, 1, EAGER // 2, EAGER // 2 + 1, EAGER, EAGER + 1, LONG])
 @on_each_rank("run")
 def test_messages_that_arrive_before_their_receive(comm: kos.Communicator, /, count: int) -> None:
-    receive_in_another_order(comm, count)
+    messages_keep_their_order(comm, 0, np.uint8, [count])
     assert_nothing_is_left(comm)
 
 
 @pytest.mark.parametrize("count", [1, EAGER + 1, LONG])
 def test_messages_if_the_senders_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
-    TCPRanks(2).run(lambda comm: (receive_in_another_order(comm, count), assert_nothing_is_left(comm)))
+    TCPRanks(2).run(lambda comm: (messages_keep_their_order(comm, 0, np.uint8, [count]), assert_nothing_is_left(comm)))
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def test_calls_that_differ_raise_on_all_ranks(run: Any) -> None:
             with pytest.raises(CollectiveMismatch) as caught:
                 call() if rendezvous.rank != 2 else rendezvous.allgather(b"12")
             errors.append(str(caught.value))
+            assert caught.value.ranks == (0, 2) and caught.value.expected.startswith("split (exchange ")
         return errors
 
     [text] = {text for errors in run(3, body) for text in errors}

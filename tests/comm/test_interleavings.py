@@ -14,7 +14,7 @@ import pytest
 import kos
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import Network
 from kos.comm.failures import FailureLog
 from kos.comm.host.shared.segment import Segment
@@ -86,7 +86,7 @@ class _Link:
         self.log = log
 
     def close(self) -> None:
-        self.log.links.remove(self)
+        self.log.reporters.remove(self)
 
     def find_failure(self) -> KosError | None:
         return None
@@ -102,7 +102,7 @@ def test_a_link_is_closed_while_the_watchdog_asks_all() -> None:
     while left:
         log = FailureLog([0, 1], 0)
         first = _Link(log)
-        log.links += [first, _Failed(log)]
+        log.reporters += [first, _Failed(log)]
         found: list[Any] = []
         left = interleaving(lambda found=found, log=log: found.append(log.find()), first.close)
         assert found[0] is not None
@@ -123,7 +123,7 @@ def test_deaths_that_arrive_while_a_call_reads_them() -> None:
         channel = place.open_channel()
         place.inbox.deaths[2] = "its process ended"
         left = interleaving(
-            lambda channel=channel: [*channel.hear()],
+            lambda channel=channel: [*channel.read_reports()],
             lambda place=place: place.inbox.deaths.setdefault(3, "it ended too"),
         )
 
@@ -180,7 +180,7 @@ def test_failures_of_two_threads_in_shared_memory() -> None:
 @pytest.mark.parametrize("name", ["recv", "all_reduce", "async"])
 def test_another_thread_aborts_a_waiting_call(name: str, memory: str) -> None:
     """At every line of the backend: the call raises an error of kos, and no other."""
-    interleaving = Interleaving("host/backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")
+    interleaving = Interleaving("host/host_backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")
     left, count = True, 0
     calls: dict[str, Callable[[kos.Communicator], Any]] = {
         "recv": lambda comm: comm.recv(np.ones(3), src=1, timeout=0.1),
@@ -217,12 +217,12 @@ class _Gate:
 @pytest.mark.parametrize("name", ["late", "wait"])
 def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
     """At every instruction of the backend."""
-    interleaving, left, count = Interleaving("host/backend.py", finely=True), True, 0
+    interleaving, left, count = Interleaving("host/host_backend.py", finely=True), True, 0
     while left:
         gate, group = _Gate(), ThreadGroup(2)
         places = [ThreadRendezvous(group, rank, TIMEOUT) for rank in (0, 1)]
         comm, _ = run_threads(*[lambda place=place: shared_only(place) for place in places])
-        comm.backend.failures.links.append(gate)
+        comm.backend.failures.reporters.append(gate)
         work = comm.all_reduce(np.ones(3), async_op=True)
         aborting = threading.Thread(target=comm.abort, daemon=True)
         aborting.start()

@@ -21,7 +21,7 @@ import pytest
 
 import kos
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from tests.comm.ranks import TIMEOUT, MPIRanks
 from tests.comm.tcp_ranks import environment, free_port, run_processes
 from tests.core.core_ranks import needs_core

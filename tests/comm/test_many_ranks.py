@@ -19,7 +19,6 @@ from kos.comm.host.shared.segment import FAILURE_BYTES, PID, STARTED, Segment, s
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.operation import Operation, Options
 from kos.comm.prepared import TEXT_BYTES, Fingerprints, Prepared, described
-from kos.comm.records import from_record, to_record
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
 from kos.memory import as_buffer
 from kos.testing import spawn
@@ -54,7 +53,7 @@ class _Named(GroupBackend):
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(True, "")
 
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         raise NotImplementedError
 
     def prepare(self, o: Operation) -> Prepared:
@@ -117,9 +116,9 @@ def test_the_description_of_long_counts_fits_its_place(size: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 64, 700, MANY])
 def test_a_failure_of_thousands_of_ranks_fits_shared_memory(count: int, text: str) -> None:
     failure = CollectiveTimeout(text, ranks=range(100_000, 100_000 + count))
-    data = fitting(to_record(failure))
+    data = fitting(kos.errors.to_record(failure))
     assert len(data) <= FAILURE_BYTES
-    known = from_record(json.loads(data))
+    known = kos.errors.from_record(json.loads(data))
     assert type(known) is CollectiveTimeout and known.ranks == failure.ranks[: len(known.ranks)]
     assert str(failure).startswith(str(known)) and len(str(known)) >= min(len(text), 100)
     assert len(known.ranks) >= min(count, 100)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl, nccl_binding
 from kos.comm.gpu.memory import Windows
 from kos.comm.gpu.nccl import NCCLBackend

@@ -9,9 +9,8 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import pair
 from kos.comm.control.join import CLOSES, SILENT, parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.control.wire import JOIN, Connection, Network, authenticate, connect, drive, receive_greeting
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.wire import JOIN, Acceptor, Connection, Network, authenticate, connect, drive, receive_greeting
 from kos.errors import (
     BackendUnavailable,
     RankLost,
@@ -468,17 +467,32 @@ def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address() -
     assert texts == {f"shrink: the newcomer at 127.0.0.1:{places[0][1]} did not arrive within 1 s"}
 
 
-def test_a_newcomer_whose_connection_times_out_is_dropped() -> None:
-    """ETIMEDOUT of the network is no wait that is over."""
+@pytest.mark.parametrize("first", [b"{", b"", None])
+def test_a_caller_without_a_first_message_is_dropped(first: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has proved the secret.  Then it sends no JSON, or ends, or its connection times out (ETIMEDOUT)."""
 
-    def lost() -> Iterator[int]:
+    def lost(connection: Connection) -> Iterator[int]:
         raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
         yield 0
 
-    near, far = pair(0)
-    near.receive = lost  # type: ignore[method-assign,assignment]
-    newcomers, calls = Newcomers(), [(JOIN, "", near)]
-    newcomers.door = SimpleNamespace(admit=lambda seconds: calls.pop() if calls else None)  # type: ignore[assignment]
-    assert [*newcomers.callers(0.0), *newcomers.callers(0.0)] == []
-    assert near.sock.fileno() == -1
-    far.close()
+    def call() -> None:
+        sock = connect(*listener.getsockname(), deadline)
+        with sock:
+            greeting = drive(receive_greeting(sock), sock, deadline)
+            connection = drive(authenticate(sock, greeting, b"key", 1, 2), sock, deadline)
+            if first:
+                connection.post(first)
+                drive(connection.flush(), sock, deadline)
+            if first != b"":
+                sock.settimeout(20)
+                dropped.append(sock.recv(1) == b"")
+
+    if first is None:
+        monkeypatch.setattr(Connection, "receive", lost)
+    deadline, dropped, listener = time.monotonic() + 20, list[bool](), Network(b"", "127.0.0.1", "", True).listen()
+    caller = threading.Thread(target=call)
+    caller.start()
+    with closing(Acceptor(listener, b"key", hello=True)) as door:
+        while caller.is_alive():
+            assert door.admit(0.05) is None
+    assert dropped == ([] if first == b"" else [True])

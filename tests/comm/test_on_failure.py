@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos.comm import watchdog
-from kos.comm.control.threads import single_rendezvous
+from kos.comm.control.thread_rendezvous import single_rendezvous
 from kos.errors import KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT

@@ -22,7 +22,7 @@ import pytest
 import kos
 from kos.comm import making, registry
 from kos.comm.contract import Backend, Probe, lacking
-from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation

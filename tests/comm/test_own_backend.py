@@ -144,7 +144,7 @@ class Wire(Backend):
             for tag, queue in peer.waiting.items():
                 peer.waiting[tag] = deque(receive for receive in queue if not cancelled(receive))
 
-    def idle(self) -> Backoff:
+    def waiter(self) -> Backoff:
         return Backoff(crowded=True)
 
     def close(self, begun: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 from kos import ReduceOp
 from kos.comm import tuning, watchdog
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import record as peer_record
@@ -355,7 +355,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
     calls = _silent(check=Mock(side_effect=late), report_failure=lambda error, sequence: reported.append(error))
     backend.unwatch()
-    backend.shared.calls, backend.failures.links = calls, [calls]
+    backend.shared.calls, backend.failures.reporters = calls, [calls]
     error = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)")
     assert backend.to_error(work_of("all_reduce", backend, 7), error) is error
     assert type(backend.failures.first) is CudaError and not more
@@ -364,7 +364,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.
     reported.clear()
     for known in (None, late):
         calls.check.side_effect, backend.shared.ended, backend.failures.first = known, False, None
-        backend.failures.reported = backend.failures._told = None
+        backend.failures.reported = backend.failures._sent = None
         refused = CompileError("sum.cu:3: undefined")
         assert backend.to_error(work_of("all_reduce", backend, 7), refused) is (known or refused)
     assert [(type(each), str(each)) for each in reported] == [

@@ -16,7 +16,7 @@ import pytest
 import kos
 from kos import cuda
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.threads import single_rendezvous
+from kos.comm.control.thread_rendezvous import single_rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.reduction import ReduceOp

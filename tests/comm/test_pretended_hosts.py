@@ -16,7 +16,7 @@ import kos
 from kos._core import native
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -252,7 +252,7 @@ def test_who_waits_for_a_rank_whose_failure_the_lost_hub_does_not_report(tmp_pat
 
 WITHOUT_TCP = """
 import numpy as np, kos
-from kos.comm.control import mpi, offers
+from kos.comm.control import mpi_rendezvous as mpi, offers
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["KOS_HOST"] = {hosts}[int(rank)]
 offers.loopback_id = lambda: os.environ["KOS_HOST"]

@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import RankLost
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import run_ranks, run_threads
@@ -125,7 +125,7 @@ def wakes(thread: threading.Thread) -> int:
 def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread has found the failure and not yet recorded it: ``wait`` does not take that for the end."""
     (comm, other), begun, waits = pair(), threading.Event(), threading.Event()
-    backend, to_error, idle = comm.backend, comm.backend.to_error, comm.backend.idle
+    backend, to_error, waiter = comm.backend, comm.backend.to_error, comm.backend.waiter
 
     def record(*of: Any) -> Any:
         begun.set()
@@ -133,7 +133,7 @@ def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> No
         return to_error(*of)
 
     monkeypatch.setattr(backend, "to_error", record)
-    monkeypatch.setattr(backend, "idle", lambda: (waits.set(), idle())[1])
+    monkeypatch.setattr(backend, "waiter", lambda: (waits.set(), waiter())[1])
     work = comm.recv(np.ones(3), 1, async_op=True)
     other.abort(reason="a test")
     assert begun.wait(TIMEOUT)
@@ -157,7 +157,7 @@ def test_mpi(mpi_world: kos.Communicator, memory: str) -> None:
 
 PROGRAM = """
 import threading, numpy as np, kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 group = ThreadGroup(2)
 def rank(number):
     comms[number] = kos.init("mock", rendezvous=ThreadRendezvous(group, number), progress_thread=True)

@@ -14,7 +14,7 @@ import kos
 from kos.comm import registry
 from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.testing import spawn

@@ -130,10 +130,10 @@ def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
             comm.all_gather(x, out)
         if comm.rank == 0:
             backend: Any = comm.backend
-            backend.idle = Interrupting
+            backend.waiter = Interrupting
             with pytest.raises(KeyboardInterrupt):
                 comm.all_gather(x, out)
-            del backend.idle
+            del backend.waiter
             interrupted.set()
         else:
             assert interrupted.wait(20)

@@ -17,12 +17,11 @@ import pytest
 import kos
 from kos.comm.control.identity import process
 from kos.comm.failures import FailureLog, Late
-from kos.comm.host import backend as host
+from kos.comm.host import host_backend as host
 from kos.comm.host.shared import Node, Segment
 from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED
 from kos.comm.host.shared.status import SharedStatus
-from kos.comm.records import from_record, to_record
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.ranks import on_each_rank
@@ -204,7 +203,7 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(comm: kos.Communicato
 
 
 def test_a_failure_of_a_class_that_ranks_do_not_share() -> None:
-    error = from_record(to_record(BackendUnavailable("no memory")))
+    error = kos.errors.from_record(kos.errors.to_record(BackendUnavailable("no memory")))
     assert (type(error), str(error)) == (CollectiveError, "no memory")
 
 
@@ -238,11 +237,11 @@ def test_a_failure_whose_text_is_not_there_yet_is_none(comm: kos.Communicator, /
     if comm.rank == 0:
         words, _, line, _ = mine._memory
         for why in ("it was late", "it was gone"):
-            mine.post_failure(from_record(["RankLost", why, [1]]))
+            mine.post_failure(kos.errors.from_record(["RankLost", why, [1]]))
             error, _ = mine.failure(0) or (None, 0.0)
             assert str(error) == why
         flag = words[line + shared_status.FAILED]
-        mine.post_failure(from_record(["RankLost", "it was late", [1]]))
+        mine.post_failure(kos.errors.from_record(["RankLost", "it was late", [1]]))
         words[line + shared_status.FAILED] = flag  # with the text of another one, as long
         assert mine.failure(0) is None
         words[line + shared_status.FAILED] = flag + 1

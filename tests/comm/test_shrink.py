@@ -19,8 +19,8 @@ import pytest
 import kos
 from kos._core import native
 from kos.comm.control import mpi_job
-from kos.comm.control.mpi import wait_for_all
-from kos.comm.control.threads import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.control.mpi_rendezvous import wait_for_all
+from kos.comm.control.thread_rendezvous import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.comm.failures import FailureLog
 from kos.comm.group_backend import CHANGES
 from kos.comm.host.mpi import MPITransport
@@ -294,7 +294,7 @@ def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(
         late = threading.current_thread().name == f"{RANK_THREAD}2" and in_call(0, "shrink").is_set()
         return time.monotonic() + 1000.0 * late
 
-    monkeypatch.setattr("kos.comm.control.threads.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("kos.comm.control.thread_rendezvous.time", SimpleNamespace(monotonic=monotonic))
     done = threading.Event()
 
     def body(comm: kos.Communicator) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kos.comm.control.group import GRACE_SECONDS
-from kos.comm.control.mpi import look_for_lost
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.mpi_rendezvous import look_for_lost
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import environment, free_port, run_processes

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.order import Order, Streams
 from kos.comm.gpu.peer import engine

@@ -17,7 +17,7 @@ import pytest
 import kos
 from kos.comm import groups
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.host import backend as host
+from kos.comm.host import host_backend as host
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import COLLECTIVE_TAGS
@@ -455,7 +455,7 @@ FREED = """
 import gc, os
 from unittest.mock import Mock
 import kos
-from kos.comm.host import backend
+from kos.comm.host import host_backend as backend
 comm = kos.init(timeout=30)
 comm.barrier()
 if comm.rank == 1:

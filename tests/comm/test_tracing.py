@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.host.backend import HostBackend
+from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import kos
-from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.ranks import on_threads
 

@@ -16,7 +16,7 @@ import pytest
 
 import kos
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.testing.conformance import failures, intact, run
 from kos.testing.conformance.__main__ import main
@@ -133,7 +133,7 @@ def without_order(backend: Any) -> None:
 @pytest.mark.parametrize(("change", "check", "cause"), [
     (without_last, "broadcast float32", r"broadcast of 1 x float32, root \d: element 0 of 1 wrong: \[nan\] instead of"),
     (without_root, "broadcast float32", r"broadcast of 1 x float32, root 1: element 0 of 1 wrong: \[nan\] instead of"),
-    (without_order, "messages_keep_their_order", r"messages of one tag: .* \(order.py:\d+: "),
+    (without_order, "messages_keep_their_order float32", r"messages of one tag: .* \(order.py:\d+: "),
     (without_agree, "op, calls differ", r"AssertionError: expected .* \(failures.py:\d+: "),
     (without_failed, "barrier, rank 0 gives up", r"AssertionError: expected .* \(failures.py:\d+: "),
     (without_cancel, "messages", r"CollectiveTimeout: .* rank \d sent nothing with tag 9 \(intact.py:\d+: comm"),

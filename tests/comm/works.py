@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kos.comm.operation import Operation
-from kos.comm.prepared import Prepared, note
+from kos.comm.prepared import Prepared, record_start
 from kos.comm.recorder import Group
 from kos.comm.work import Work
 
@@ -27,5 +27,5 @@ def work_of(name: str, backend: Any = None, sequence: int = -1, group: Group | N
 def recorded(work: Work[Any]) -> Work[Any]:
     """``work``, recorded as its next call by the caller."""
     recorder, numbers = work.prepared.description[0].recorder, iter([work.sequence])
-    note(SimpleNamespace(_collectives=numbers, _messages=numbers, recorder=recorder), work)
+    record_start(SimpleNamespace(_collectives=numbers, _messages=numbers, recorder=recorder), work)
     return work

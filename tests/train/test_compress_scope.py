@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
-from kos.comm.compressed import feed_back
 from kos.comm.compression import BLOCK, FORMATS, Format
+from kos.comm.host_compressed import feed_back
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig

@@ -19,9 +19,8 @@ from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.prepared import shortened
-from kos.comm.records import again
 from kos.cuda.devices import process_numa_node
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
+from kos.errors import BackendUnavailable, CollectiveError, KosError, RendezvousError
 from kos.memory.ipc import pretended_host
 
 HOST_CHARACTERS = 64  # of a name in KOS_HOST, at most
@@ -100,7 +99,7 @@ class Rendezvous(ABC):
         ``timeout`` seconds, RankLost if one is lost; every later call raises that failure again.
         """
         if self.failures.over is not None:
-            raise again(self.failures.over)
+            raise self.failures.over.copy()
         if self.failures.status.last is not None:
             self.failures.status.clear_failure()
         self._exchanges += 1
@@ -110,9 +109,9 @@ class Rendezvous(ABC):
         try:
             parts = self._exchange(message) if self.size > 1 else [message]
             if not all(part.startswith(head) for part in parts):
-                raise CollectiveMismatch(_difference(parts, self.failures))
+                raise _difference(parts, self.failures)
         except KosError as error:
-            self.failures.over = self.failures.over or again(error)  # not ``error``: its frames hold this group
+            self.failures.over = self.failures.over or error.copy()  # not ``error``: its frames hold this group
             raise
         except BaseException as error:
             self._cut_short(error)
@@ -139,7 +138,7 @@ class Rendezvous(ABC):
         """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
         me = self.failures.names([self.rank], False)
         if isinstance(error, CollectiveError | RendezvousError):
-            failure: KosError = again(error, None if error.ranks else f"{me}: {error}")
+            failure: KosError = error.copy(None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
@@ -149,16 +148,16 @@ class Rendezvous(ABC):
             self._report(failure)
 
     def _report(self, failure: KosError) -> None:  # noqa: B027 -- not every kind can
-        """Report to the other ranks that this one joins no more exchanges."""
+        """Report to the other ranks that this rank takes part in no more exchanges."""
 
     def look_for_stopped(self) -> Callable[[], None] | None:
-        """The check that raises if ranks are stopped, for a call whose timeout is longer than the usual one."""
+        """A check that raises if ranks are stopped.  It is for calls with a longer timeout than usual."""
         if self.usual is None or self.usual >= self.timeout:
             return None
         return partial(StoppedRanks(self.failures, self.usual).check, "rendezvous")
 
     def look_while_hub_answers(self, late_at: float) -> Callable[[], None]:
-        """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""
+        """A check for waits for the hub.  The hub may wait for a stopped rank, or run on a stopped rank."""
         usual, hub = self.look_for_stopped(), self.failures.world[0]
 
         def look() -> None:
@@ -197,7 +196,7 @@ class Rendezvous(ABC):
         """The group of the live ranks, in their order, and of ``newcomers`` after them; all live ranks call it.
 
         ``newcomers`` None: as many as were lost.  ``whole``: raise RankLost if a rank was lost.  ``terms``, of JSON's
-        types, is what newcomers are told.  ``began`` (``time.monotonic``) is when the first attempt began, if it lost
+        types, is sent to newcomers.  ``began`` (``time.monotonic``) is when the first attempt began, if it lost
         newcomers: the timeout counts from then.  This group is not closed.
         """
         raise NotImplementedError
@@ -358,15 +357,14 @@ class Rendezvous(ABC):
         return _Place(machine_id(), host[: HOST_CHARACTERS + 1], process_numa_node())
 
 
-def _difference(messages: list[bytes], failures: FailureLog) -> str:
-    """A text that names two ranks whose calls differ, and both calls."""
+def _difference(messages: list[bytes], failures: FailureLog) -> KosError:
+    """The error of the first two ranks whose calls differ."""
     calls = []
     for message in messages:
         number, length = _HEAD.unpack_from(message)
         calls.append(f"{message[_HEAD.size : _HEAD.size + length].decode(errors='replace')} (exchange {number})")
     other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-    first, second = (failures.names([rank], False) for rank in (0, other))
-    return f"{first} called {calls[0]} but {second} called {calls[other]}"
+    return failures.other_calls((0, calls[0]), (other, calls[other]))
 
 
 def machine_id() -> str:

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: by their launcher, or as the argument of ``kos.init(rendezvous=...)`` says.
+"""How the ranks of a job find each other: by their launcher, or by the argument of ``kos.init(rendezvous=...)``.
 
 With that argument no process-wide hook is set: the program that started the ranks ends them and reports their errors.
 """
@@ -19,10 +19,10 @@ from kos.comm.control.env import Place, env_rendezvous, job_rendezvous
 from kos.comm.control.function import rendezvous_by_function
 from kos.comm.control.identity import by_variables, claimed, hold, launched_place, under_mpirun
 from kos.comm.control.join import call_members
-from kos.comm.control.mpi import rendezvous_of_mpi
+from kos.comm.control.mpi_rendezvous import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
 from kos.comm.control.store import METHODS, of_process_group, store_rendezvous
-from kos.comm.control.threads import RANK_THREAD, THREADS, join_threads, single_rendezvous
+from kos.comm.control.thread_rendezvous import RANK_THREAD, THREADS, join_threads, single_rendezvous
 from kos.errors import InvalidArgument
 
 
@@ -53,7 +53,7 @@ def default_rendezvous(
 def join_rendezvous(
     address: str, secret: str | bytes | None, hello: dict[str, Any], timeout: float
 ) -> tuple[Rendezvous, dict[str, Any]]:
-    """The group whose members admit this process at ``address``, and what they tell newcomers; ``hello`` is for them.
+    """The group that admits this process at ``address``, and the terms that it sends.  ``hello`` is sent to it.
 
     Raises RendezvousError.
     """

@@ -43,7 +43,7 @@ from kos.comm.control.inbox import Inbox
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel
 from kos.comm.control.secret import load_secret
-from kos.comm.control.threads import ThreadGroup
+from kos.comm.control.thread_rendezvous import ThreadGroup
 from kos.comm.control.wire import (
     JOIN,
     Acceptor,
@@ -59,8 +59,7 @@ from kos.comm.control.wire import (
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import from_record
-from kos.errors import BackendUnavailable, KosError, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RendezvousError, from_record
 
 
 class TCPRendezvous(Rendezvous):
@@ -248,12 +247,16 @@ class TCPRendezvous(Rendezvous):
         members, door = self.members, self.joining.door
         if door is None:
             assert self._listener is not None and members
-            door = self.joining.door = Acceptor(copied(self._listener), self.network.key(b"change"), self.epoch)
+            key = self.network.key(b"change")
+            door = self.joining.door = Acceptor(copied(self._listener), key, self.epoch, hello=True)
         if not door.join:
             with suppress(RendezvousError):
                 self.load_join_secret()
                 door.join = replace(self.network, secret=self.join_secret).key(b"join")
-        return self.joining.callers(seconds)
+        while (caller := door.admit(seconds)) is not None:
+            rank, hello, connection = caller
+            yield rank, connection, hello
+            seconds = 0.0
 
     def successor(
         self, plan: Mapping[str, Any], rank: int, connections: Mapping[int, Connection], hub: socket.socket | None
@@ -378,7 +381,7 @@ class TCPRendezvous(Rendezvous):
         """Run the hub, to which the other ranks are ``connected``, or connect at ``listener``."""
         allow_files(self.size)
         self._connection, hubs_end = pair(self.epoch)
-        known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
+        known = self.failures.of(range(self.size), 0)  # without reporters, which hold communicators
         hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch, connected)
         hub.start()
         # At the end of the process, the hub still sends the last answers if the group was not closed.

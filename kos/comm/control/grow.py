@@ -39,8 +39,7 @@ from kos.comm.control.wire import (
     epoch_of,
     receive_greeting,
 )
-from kos.comm.records import from_record, to_record
-from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError, from_record, to_record
 from kos.files import replace_file
 
 log = logging.getLogger(__name__)
@@ -291,7 +290,8 @@ class Change:
             return connection.close()
         if hello["call"] != self.call:
             me, other = (self._names([each]) for each in (self.me, address))
-            error = CollectiveMismatch(f"{me} called {self.call} but {other} called {hello['call']}")
+            text, got = f"{me} called {self.call} but {other} called {hello['call']}", hello["call"]
+            error = CollectiveMismatch(text, ranks=self._ranks(self.me, address), expected=self.call, got=got)
             send_message(connection, {"error": to_record(error)})
             raise error
         self.came[address] = connection
@@ -355,10 +355,14 @@ class Change:
         names += [f"the newcomer at {place_name(*each)}" for each in addresses if each not in members]
         return " and ".join(names)
 
-    def _late(self, missing: Sequence[Address]) -> KosError:
+    def _ranks(self, *addresses: Address) -> list[int]:
+        """The world ranks of these members.  A newcomer of a failed attempt has none."""
         members, world = self.group.members, self.group.failures.world
+        return [world[members.index(each)] for each in addresses if each in members]
+
+    def _late(self, missing: Sequence[Address]) -> KosError:
         text = timeouts.late(f"{self.call.partition(' ')[0]}: {self._names(missing, True)}", within=self.group.timeout)
-        return RendezvousError(text, ranks=[world[members.index(each)] for each in missing if each in members])
+        return RendezvousError(text, ranks=self._ranks(*missing))
 
     def _too_few(self) -> KosError:
         group = self.group

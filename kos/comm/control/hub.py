@@ -27,8 +27,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
-from kos.comm.records import to_record
-from kos.errors import KosError, RendezvousError
+from kos.errors import KosError, RendezvousError, to_record
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class Hub(threading.Thread):
         connection.close()
 
     def _remaining(self, began: float, present: int) -> float:
-        """Seconds left for the missing ranks, ``present`` having arrived; rank 0 may change the timeout."""
+        """The seconds that remain for the missing ranks; ``present`` is the number of ranks that have arrived."""
         return began + self.timeout - time.monotonic()
 
     def _wait_seconds(self, began: float, present: Collection[int]) -> float:

@@ -41,7 +41,7 @@ Answer = tuple[Connection, dict[str, Any]]
 def call_members(
     address: str, secret: bytes, hello: dict[str, Any], timeout: float
 ) -> tuple[TCPRendezvous, dict[str, Any]]:
-    """The group that admits this process, at the ``address`` of its members, and what the leader tells newcomers.
+    """The group that admits this process, at the ``address`` of its members, and the terms that its leader sends.
 
     Raises RendezvousError if the members refuse this process, or none admits it within ``timeout`` seconds.
     """
@@ -197,7 +197,7 @@ class Calls:
                 return connection, answer
 
     def state(self) -> str:
-        """What this newcomer waits for, as text."""
+        """A text that says what this newcomer waits for."""
         self._states |= dict(zip(self._silent, _provoke([*self._silent.values()]), strict=True))
         each = (f"{place_name(*place)}: {text}" for place, text in self._states.items())
         return "; ".join(filter(None, [self._no_file, *each])) or "no member"

@@ -17,14 +17,13 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.hub import send
-from kos.comm.control.wire import Acceptor, Connection, Waiting, drive
+from kos.comm.control.wire import Acceptor, Connection, Waiting
 from kos.errors import RendezvousError
 
 log = logging.getLogger(__name__)
 Address = tuple[str, int]
 READY_SECONDS = 2.0  # limit for the answer of a newcomer that is asked whether it is ready
 REACH_SECONDS = 5.0  # limit for a newcomer to reach the leader
-_HELLO_SECONDS = 2.0  # limit for the first message
 _ANSWER_SECONDS = 0.05  # limit for one wait for answers: a running newcomer needs less
 
 
@@ -73,8 +72,6 @@ class Newcomers:
         self._waiting: list[Newcomer] = []
         self.door: Acceptor | None = None
         """Where newcomers call, and members that change the membership."""
-        # Those that have proved the secret: their rank, their first message, and how long it is awaited.
-        self._arriving = dict[Connection, tuple[int, Waiting[bytes], float]]()
         self.refused: list[str] = []
         """Why newcomers were refused or dropped."""
 
@@ -90,28 +87,6 @@ class Newcomers:
         for each in self._waiting:
             first.setdefault(str(each), each)
         return list(first.values())
-
-    def callers(self, seconds: float) -> Iterator[tuple[int, Connection, dict[str, Any]]]:
-        """Rank, connection and first message of those that call at the door within ``seconds``."""
-        assert self.door is not None
-        admitted = self.door.admit(seconds)
-        while admitted is not None:
-            rank, _, connection = admitted
-            self._arriving[connection] = rank, connection.receive(), time.monotonic() + _HELLO_SECONDS
-            admitted = self.door.admit(0.0)
-        deadline = time.monotonic() + seconds
-        for connection, (rank, reading, until) in list(self._arriving.items()):
-            try:
-                hello = json.loads(drive(reading, connection.sock, deadline))
-            except (OSError, RendezvousError, ValueError) as error:
-                waits = isinstance(error, TimeoutError) and error.errno is None  # else the connection is lost
-                if waits and time.monotonic() < until:
-                    continue
-                del self._arriving[connection]
-                connection.close()
-            else:
-                del self._arriving[connection]
-                yield rank, connection, hello
 
     def add(self, connection: Connection, hello: Mapping[str, Any], leader: Address | None) -> None:
         """Add a newcomer that has connected; ``leader`` is None on the leader."""
@@ -162,9 +137,8 @@ class Newcomers:
         if self.door is not None:
             self.door.close()
             self.door = None
-        for connection in [*self._arriving, *(each.connection for each in self._waiting)]:
-            connection.close()
-        self._arriving.clear()
+        for each in self._waiting:
+            each.connection.close()
         self._waiting.clear()
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from kos.comm.control.hub import NOTICE
 from kos.comm.control.inbox import Inbox
 from kos.comm.failures import FailureLog
-from kos.comm.records import from_record, to_record
-from kos.errors import KosError
+from kos.errors import KosError, from_record, to_record
 
 FORWARD_SECONDS = 2.0  # limit for the hub's answer that a notice has been forwarded
 _CHARACTERS = 2000  # of a reason or an error
@@ -21,7 +20,7 @@ _tokens = itertools.count()
 
 
 class Channel:
-    """Notices of one backend of a group; as a link of its failure log they are reports.
+    """Notices of one backend of a group.  It is a reporter of the failure log of the group.
 
     ``number`` is the same on all ranks.  ``post`` sends a message to the hub, ``deaths`` is that of the rendezvous,
     and reads into ``inbox``.
@@ -64,14 +63,14 @@ class Channel:
                 arrived.append(self._inbox.notices[self._number].popleft())
         return arrived
 
-    # As a link of the failure log.
+    # As a reporter of the failure log.
 
-    def tell(self, kind: str, sequence: int, *what: Any) -> None:
+    def notify(self, kind: str, sequence: int, *what: Any) -> None:
         """Send a notice about a collective."""
         self.send([self._failures.rank, kind, sequence, *what])
 
-    def hear(self) -> Iterator[tuple[int, str, int, list[Any]]]:
-        """Record the reports that have arrived, and deaths; of other notices: rank, kind, collective, the rest."""
+    def read_reports(self) -> Iterator[tuple[int, str, int, list[Any]]]:
+        """Record the reports and deaths that have arrived.  Yields (rank, kind, collective, rest) of other notices."""
         for rank, kind, sequence, *what in self.receive():
             if kind == "failed":
                 self._failures.record(sequence, from_record(what))

@@ -24,6 +24,7 @@ import errno
 import hashlib
 import hmac
 import ipaddress
+import json
 import os
 import resource
 import select
@@ -36,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kos.comm.control.listening import listen
 from kos.comm.failures import LOOK_SECONDS
@@ -253,15 +254,17 @@ def authenticate(
 
 
 class Acceptor:
-    """Accepts callers at a listening socket and returns those that complete the handshake."""
+    """Accepts callers that complete the handshake.  With ``hello``, it includes a first message of theirs, in JSON."""
 
-    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, join: bytes = b"") -> None:
+    def __init__(
+        self, listener: socket.socket, key: bytes, epoch: int = 0, join: bytes = b"", hello: bool = False
+    ) -> None:
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
-        self._epoch, self.join = epoch, join
+        self._epoch, self.join, self._hello = epoch, join, hello
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
         self._most = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 3)
         self._callers: dict[socket.socket, float] = {}  # callers in their handshakes -> deadline, oldest first
-        self._admitted: deque[tuple[int, int, Connection]] = deque()
+        self._admitted: deque[tuple[int, Any, Connection]] = deque()
         self.rejected: list[str] = []  # callers with another secret, the first few
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -280,8 +283,8 @@ class Acceptor:
         self._listener.close()
         self._selector.close()
 
-    def admit(self, seconds: float) -> tuple[int, int, Connection] | None:
-        """Rank, size and connection of the next authenticated caller; None after ``seconds``.
+    def admit(self, seconds: float) -> tuple[int, Any, Connection] | None:
+        """Rank, size or first message, and connection of the next authenticated caller; None after ``seconds``.
 
         Raises OSError if this process has no file descriptor left for a caller.
         """
@@ -315,11 +318,12 @@ class Acceptor:
         if len(self._callers) >= self._most:
             self._reject(next(iter(self._callers)))
         self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
-        handshake = answer(sock, self._key, self._epoch, self.join)
+        handshake: Waiting[Any] = answer(sock, self._key, self._epoch, self.join)
+        handshake = _with_hello(handshake) if self._hello else handshake
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(sock, host, handshake))
         self._advance(sock, host, handshake)
 
-    def _advance(self, sock: socket.socket, host: str, handshake: Waiting[tuple[int, int, Connection]]) -> None:
+    def _advance(self, sock: socket.socket, host: str, handshake: Waiting[tuple[int, Any, Connection]]) -> None:
         if sock not in self._callers:
             return  # rejected by an earlier event of the same poll
         try:
@@ -328,7 +332,7 @@ class Acceptor:
             self._selector.unregister(sock)
             del self._callers[sock]
             self._admitted.append(end.value)
-        except (OSError, HandshakeError) as error:
+        except (OSError, RendezvousError, ValueError) as error:
             self._reject(sock)
             rank = error.unproved if isinstance(error, HandshakeError) else None
             if rank is not None and len(self.rejected) < _MAX_REJECTED:
@@ -340,6 +344,11 @@ class Acceptor:
         self._selector.unregister(sock)
         del self._callers[sock]
         sock.close()
+
+
+def _with_hello(handshake: Waiting[tuple[int, int, Connection]]) -> Waiting[tuple[int, Any, Connection]]:
+    rank, _, connection = yield from handshake
+    return rank, json.loads((yield from connection.receive())), connection
 
 
 def admit_all(
@@ -403,7 +412,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
 
 
 def allow_files(size: int) -> None:
-    """Let this process open, as far as its hard limit allows, a file for each of ``size`` ranks three times.
+    """Raise the limit of open files, as far as the hard limit allows, to three for each of ``size`` ranks.
 
     They are a hub's connections, those of the ``tcp`` backend, and the program's own files.
     """
@@ -446,7 +455,7 @@ def adopt(sock: socket.socket) -> None:
 
 
 def copied(listener: socket.socket) -> socket.socket:
-    """The listener for another owner: callers reach it until all copies are closed."""
+    """A copy of the listener for another owner.  Callers reach it until all copies are closed."""
     copy = listener.dup()
     adopt(copy)
     return copy

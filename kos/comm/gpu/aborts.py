@@ -12,7 +12,6 @@ from concurrent.futures import wait
 
 from kos.comm import watchdog
 from kos.comm.group_backend import GroupBackend
-from kos.comm.records import again
 from kos.comm.waits import start_in_thread
 from kos.cuda import driver
 from kos.errors import CudaError, KosError
@@ -54,7 +53,7 @@ def raise_if_stuck(backend: GroupBackend, now: float) -> None:
         if ranks and other.device == backend.device and now - began > patience:
             assert failure is not None
             cause = str(failure).removesuffix(f"; {ENDED}")
-            raise again(failure, f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
+            raise failure.copy(f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
 
 
 def lost(backend: GroupBackend, error: KosError) -> bool:

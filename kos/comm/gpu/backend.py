@@ -29,7 +29,7 @@ from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.memory import exchange_of, messages_of, run_on_device
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
-from kos.comm.gpu.routes import PHASES, Choices, alone, is_copy, nothing
+from kos.comm.gpu.routes import PHASES, Choices, is_copy, nothing, single_rank_route
 from kos.comm.gpu.watched import WatchedBackend
 from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
 from kos.comm.group_backend import UNMADE, GroupBackend
@@ -70,7 +70,7 @@ class GPUBackend(WatchedBackend):
         self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # messages of a batch, by stream
         try:
             for route in routes:
-                self.failures.links.append(route)
+                self.failures.reporters.append(route)
                 route.backend, route.wait_until = self, self._wait_until  # type: ignore[method-assign]
                 route.open(self)
         except BaseException:
@@ -152,15 +152,15 @@ class GPUBackend(WatchedBackend):
         if message is not NO_MESSAGE and (tag := message.tag or message.recv_tag):
             raise InvalidArgument(f"tag: expected 0 ({route.name} matches messages by their order), got {tag}")
         fixed = fixed and o.name not in route.by_capture
-        eager = not fixed and first is not None and not is_captured(first.stream)
+        uncaptured = not fixed and first is not None and not is_captured(first.stream)
         o = without_memory(o)
-        resolved = alone(o, self.device) if self.size == 1 else None
+        resolved = single_rank_route(o, self.device) if self.size == 1 else None
         if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
             check_float8("x", o.reduction.dtype, self.device)
         run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
         if not route.sets_device and not is_copy(run):
             run = partial(run_on_device, self.device, run)
-        if not eager and windows.memories:  # else it runs outside of graphs alone
+        if not uncaptured and windows.memories:  # else it runs outside of graphs alone
             run = windows.in_windows(run, [x.pointer for x in (o.send, o.recv) if x])
         prepared = Prepared(o, self, self.launch, run, kernel, lasting, route)
         prepared.fixed = fixed
@@ -196,8 +196,8 @@ class GPUBackend(WatchedBackend):
             for messages, more in zip(self._together[stream], both, strict=True):
                 messages += more
 
-    def eager(self, comm: Any) -> Any:
-        return self.shared.eager_calls(comm, self)
+    def core_group(self, comm: Any) -> Any:
+        return self.shared.core_group(comm, self)
 
     def party(self, prepared: Prepared) -> Any:
         """The route, if its calls must be ordered among those of other parties; None if not, as for a copy."""
@@ -219,9 +219,9 @@ class GPUBackend(WatchedBackend):
     def launch(self, work: Work[Any]) -> None:
         """Queue ``work`` on its stream or, if it overlaps, on the communicator's stream."""
         prepared, shared, self._last = work.prepared, self.shared, work
-        eager = shared.eager
-        if eager is not None and (eager.asked or eager.last):
-            eager.note_last(work)
+        core_calls = shared.core_calls
+        if core_calls is not None and (core_calls.asked or core_calls.last):
+            core_calls.note_last(work)
         try:
             if self._failed[0]:
                 self.inspect(work)
@@ -359,7 +359,7 @@ class GPUBackend(WatchedBackend):
         """Hold an array until the call has ended, if its library does not free memory in stream order."""
         if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
             with driver.on_device(self.device):
-                held, held.event = o.again(), PooledEvent(self._events, self.device)
+                held, held.event = o.unstarted_copy(), PooledEvent(self._events, self.device)
                 call(cu.cuEventRecord, held.event.handle, o.stream)
             self._in_flight.append([held])  # after the record: until then, the event counts as complete
             free_finished(self._in_flight)

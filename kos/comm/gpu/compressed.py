@@ -1,6 +1,6 @@
 """Compressed collectives on GPUs: kernels encode, add in rank order and decode around exchanges of bytes.
 
-The exchanges are those of the backend; ``kos.comm.compressed`` does the same on host memory, with the same bits.
+The exchanges are those of the backend; ``kos.comm.host_compressed`` does the same on host memory, with the same bits.
 ``peer`` has one kernel for an all_reduce or a reduce_scatter (``kernels/all_reduce_compressed.cu``).
 """
 
@@ -11,11 +11,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kos.comm.compressed import parts
 from kos.comm.compression import FORMATS, Format
 from kos.comm.contract import Backend
 from kos.comm.gpu.devices import FLOAT8
 from kos.comm.gpu.memory import InScratch, collect, exchange, up
+from kos.comm.host_compressed import parts
 from kos.comm.operation import Operation
 from kos.cuda import driver
 from kos.cuda.devices import device_info

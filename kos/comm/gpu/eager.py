@@ -116,7 +116,8 @@ class EagerCalls:
         lasting.stream, lasting.queue = work.stream, work.queue
         objects, works = (*map(_identity, arguments), *keywords), lasting
         if persistent:
-            objects, works, used = (work.send, work.recv, None), (work.again(), work.again()), [0, 1, -1]
+            works = work.unstarted_copy(), work.unstarted_copy()
+            objects, used = (work.send, work.recv, None), [0, 1, -1]
         plan, order = planned
         known = plan, prepared, prepared.description, works, not persistent
         return *known, *used, objects, order, prepared.backend, self._shared

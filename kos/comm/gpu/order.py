@@ -121,8 +121,8 @@ _Turn = tuple[Collection[int], Collection[int], dict[Any, Collection[int]]]
 class Order:
     """Orders the work of several parties (routes, which take turns) on any of the ``streams``.
 
-    Captured work and eager work cannot wait for each other.  So each capture has an order of its own, and eager work
-    follows the last eager work, regardless of captures in between.
+    Captured work and uncaptured work cannot wait for each other.  So each capture has an order of its own, and
+    uncaptured work follows the last uncaptured work, regardless of captures in between.
     """
 
     def __init__(self, streams: Streams) -> None:

@@ -69,8 +69,8 @@ class Choices:
             return choice if choice.carries(o) else self.ordered, True
         symmetric = self.ordered.is_symmetric(o)
         both = choice[symmetric, False], choice[symmetric, True]
-        eager, graph = (each if each.carries(o) else self.ordered for each in both)
-        return eager if eager is graph or not is_captured(buffer.stream) else graph, eager is graph
+        uncaptured, graph = (each if each.carries(o) else self.ordered for each in both)
+        return uncaptured if uncaptured is graph or not is_captured(buffer.stream) else graph, uncaptured is graph
 
     def _of_operation(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
         """Size limits in elements, and the choice for sizes up to each limit; one more choice for larger sizes."""
@@ -100,7 +100,7 @@ def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
     """The launch of an operation that moves no elements."""
 
 
-def alone(o: Operation, device: int) -> Resolved | None:
+def single_rank_route(o: Operation, device: int) -> Resolved | None:
     """How an operation runs in a group of one rank: as a copy, or as nothing.
 
     None for an operation with a factor or a chosen algorithm, which runs as in other groups.

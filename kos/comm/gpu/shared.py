@@ -2,7 +2,7 @@
 
 Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the backend
 for host memory where there is one, else its own.  Between hosts calls are compared only after a timeout, or after work
-that ended early: the first rank of each host then tells the others its last calls, through the hub.
+that ended early: the first rank of each host then sends its last calls to the others, through the hub.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.group_backend import GroupBackend
-from kos.comm.host.backend import HostBackend, at_exit, closed
+from kos.comm.host.host_backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.prepared import Prepared, described
-from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 from kos.memory.pool import pinned_empty
@@ -52,7 +51,7 @@ class CommState:
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
         self._abort_flag: np.ndarray[Any, Any] | None = None  # made when asked
-        self.eager: EagerCalls | None = None
+        self.core_calls: EagerCalls | None = None
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
         self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
@@ -68,19 +67,19 @@ class CommState:
         if self.calls is not None:
             self.calls.core.compare_at = _UNCONFIRMED  # the collective at which calls are compared again
         self._channel: Channel | None = None
-        self._told = -1  # the calls begun when those of this host were last told
+        self._sent = -1  # the number of calls when they were last sent to other hosts
         alone = self.calls is None or self.calls.segment.size < rendezvous.size
         if rendezvous.size > 1 and any(rendezvous.allgather(b"1" if alone else b"")):
             self._channel = rendezvous.open_channel()
         if self._channel is not None:
-            failures.links.append(self._channel)
+            failures.reporters.append(self._channel)
 
-    def eager_calls(self, comm: Any, backend: Any) -> Any:
-        """What makes calls of ``comm``, whose backend is ``backend``, in the core; None if it makes none."""
+    def core_group(self, comm: Any, backend: Any) -> Any:
+        """The ``kos._core.native.Group`` that makes calls of ``comm`` without Python; None if there is none."""
         if self.calls is None or comm._tracing is not None:
             return None
-        self.eager = EagerCalls(comm, self, backend)
-        return self.eager.bind(self.calls.core)
+        self.core_calls = EagerCalls(comm, self, backend)
+        return self.core_calls.bind(self.calls.core)
 
     @property
     def abort_flag(self) -> int:
@@ -110,32 +109,32 @@ class CommState:
             self.last = work
 
     def confirm(self) -> None:
-        """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
+        """Compare the calls of the ranks of this host since the last comparison: many at a time, which costs little."""
         calls, last = self.calls, self.last  # another thread may end the communicator
         if calls is not None and last is not None:
             calls.core.compare_at = last.sequence + _UNCONFIRMED
             self._confirmed = calls.compare(last, self._confirmed)
 
-    def _hear(self) -> None:
-        """Record what other hosts report, and compare their calls with this host's if one has asked for that."""
+    def _read_reports(self) -> None:
+        """Record the reports of other hosts.  If one has asked for it, compare their calls with those of this host."""
         if self._channel is None or self.calls is None:
             return
         first = self.calls.segment.rank == 0
-        for rank, kind, start, what in self._channel.hear():
+        for rank, kind, start, what in self._channel.read_reports():
             if first and kind == "compare":
-                self._tell_calls()
+                self._send_calls()
             elif first and kind == "calls":
                 self._compare(rank, start, *what)
 
-    def _tell_calls(self) -> None:
-        """Tell other hosts the last calls of this rank, once: many may ask."""
+    def _send_calls(self) -> None:
+        """Send the last calls of this rank to other hosts.  It does so once, because many hosts may ask."""
         assert self._channel is not None and self.calls is not None
-        if self.calls.begun == self._told:
+        if self.calls.begun == self._sent:
             return
-        self._told = self.calls.begun
+        self._sent = self.calls.begun
         start, marks = self.calls.since(0)
         texts = {mark: self.calls.texts[mark].decode() for mark in marks if mark in self.calls.texts}
-        self._channel.tell("calls", start, marks, texts)
+        self._channel.notify("calls", start, marks, texts)
 
     def _compare(self, rank: int, first: int, theirs: list[int], texts: dict[str, str]) -> None:
         """Report the first of the calls of that rank, from the ``first``-th on, that differs from this rank's."""
@@ -185,7 +184,7 @@ class CommState:
         if calls is None:
             return
         self.confirm()  # also finds the end of a rank that has not begun the last call
-        self._hear()
+        self._read_reports()
         self.failures.ask(calls.begun - 1, latest)
         calls.raise_failure(calls.begun - 1)
         now = time.monotonic()
@@ -201,10 +200,10 @@ class CommState:
         except KosError:  # of a collective that this rank has not reached
             pass
         if known is not None and self._lost is not None:
-            raise again(self._lost, f"{latest}: {self._lost}")
+            raise self._lost.copy(f"{latest}: {self._lost}")
 
     def last_on_gpu(self) -> Work[Any] | None:
-        """The last collective, if it is on the GPU and does not end before all ranks have arrived."""
+        """The last collective, if it is on the GPU and cannot complete before all ranks have arrived."""
         o = self.last
         return o if o is not None and o.backend is self._backend and o.operation.root is None else None
 
@@ -230,16 +229,16 @@ class CommState:
         late = isinstance(error, CollectiveTimeout) and not self.missing(o)
         between_hosts = self._channel is not None and (early or late)
         if between_hosts and self._channel is not None:
-            self._channel.tell("compare", 0)
+            self._channel.notify("compare", 0)
             if self.calls is not None and self.calls.segment.rank == 0:
-                self._tell_calls()
+                self._send_calls()
         deadline = time.monotonic() + _REPORT_SECONDS
         while (known := self._known(o, error)) is error and (early or between_hosts):
             if self.calls is None or len(self.failures.world) == 1 or time.monotonic() > deadline:
                 return self._unexplained(error) if isinstance(error, EndedEarly) else error
             time.sleep(0.01)
         if isinstance(error, EndedEarly) and error.unexplained is CollectiveError:  # it may have a cause of its own
-            return again(known, f"{known}; here: {error}")
+            return known.copy(f"{known}; here: {error}")
         return known
 
     def _known(self, o: Work[Any], error: KosError) -> KosError:
@@ -248,14 +247,14 @@ class CommState:
             return error
         early = isinstance(error, EndedEarly)
         try:
-            self._hear()
+            self._read_reports()
             if early:
                 calls.raise_failure(sys.maxsize)  # of any call: it ended this one
             self.failures.ask(sys.maxsize if early else o.sequence if o.collective else -1)
             if o.collective and o.sequence >= 0:  # else a wait, which was no call
                 calls.check(o)
         except KosError as known:
-            known.__context__ = None  # which says the same, less well
+            known.__context__ = None  # that error says the same in other words
             return known.with_traceback(None)
         if isinstance(error, CollectiveTimeout | EndedEarly) and (killed := calls.killed()) is not None:
             return self.failures.lost(killed, "its process ended", o, None, 0.0)
@@ -294,6 +293,6 @@ class CommState:
         with self.lock:
             (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
             if channel is not None:
-                self.failures.links.remove(channel)
+                self.failures.reporters.remove(channel)
             if calls is not None and self._owns_calls:
                 calls.close()

@@ -24,7 +24,6 @@ from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import Marks, unstarted
 from kos.comm.group_backend import GroupBackend
-from kos.comm.records import again
 from kos.comm.waits import Backoff
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -68,8 +67,8 @@ class WatchedBackend(GroupBackend):
         """The streams of the communicator's callers, for all its routes."""
         return self.shared.streams
 
-    def idle(self) -> Any:
-        return Backoff() if self.host is None else self.host.idle()
+    def waiter(self) -> Any:
+        return Backoff() if self.host is None else self.host.waiter()
 
     # Waiting on the host.
 
@@ -99,7 +98,7 @@ class WatchedBackend(GroupBackend):
             while not over():
                 self.check(o)
                 if self.failures.first is not None:  # the watchdog was first: it alone notices a dead rank
-                    raise again(self.failures.first)
+                    raise self.failures.first.copy()
                 now = time.monotonic()
                 if timeout is not None and now - began > timeout:
                     raise self._expired(o, timeout)
@@ -109,10 +108,10 @@ class WatchedBackend(GroupBackend):
                 idle.pause(0, None)
             self.check(o)  # all ranks have begun what is over: compare their calls
             if self.failures.first is not None:
-                raise again(self.failures.first)
+                raise self.failures.first.copy()
         except Exception as error:
             self._raise(o, error)
-        finally:  # after the failure is posted: a rank that neither waits nor fails is to blame
+        finally:  # after the failure is posted: a rank with neither a wait nor a failure is named as the cause
             if show_at > first:
                 self.failures.show_wait(None)
 
@@ -120,7 +119,7 @@ class WatchedBackend(GroupBackend):
         """Fail ``o``, whose time is up.  The lock keeps the watchdog from reporting the abort as the cause."""
         with self.shared.lock:
             known = self.failures.first
-            return self.to_error(o, self.timed_out(o, timeout) if known is None else again(known))
+            return self.to_error(o, self.timed_out(o, timeout) if known is None else known.copy())
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
@@ -156,7 +155,7 @@ class WatchedBackend(GroupBackend):
         error = self.failures.overdue(self.late(work), work, seconds)
         for route in self.routes:
             if route is work.prepared.route and (waited := route.end_waits()):
-                error = again(error, f"{error}; {waited}")
+                error = error.copy(f"{error}; {waited}")
         return error
 
     # Failures.
@@ -172,7 +171,7 @@ class WatchedBackend(GroupBackend):
             latest = self._last or shared.last or unstarted("watchdog", self)
             try:
                 if self.failures.first is not None:  # of a call on host memory, or of an exchange
-                    raise again(self.failures.first)
+                    raise self.failures.first.copy()
                 shared.look_for_the_lost(latest)
                 with driver.on_device(self.device), relaxed_capture():
                     self.inspect(latest)
@@ -180,7 +179,7 @@ class WatchedBackend(GroupBackend):
                         self._look_at_deadlines(time.monotonic())
                 self._show_queue()
             except Exception as error:
-                self.to_error(latest, again(error, f"{error}; {ENDED}") if isinstance(error, KosError) else error)
+                self.to_error(latest, error.copy(f"{error}; {ENDED}") if isinstance(error, KosError) else error)
         finally:
             shared.lock.release()
 
@@ -214,7 +213,7 @@ class WatchedBackend(GroupBackend):
                 launching = not isinstance(error, KosError)  # the watchdog aborted during a launch
                 text = f"{work}: the communicator failed before: {failures.first}" if launching else None
                 assert failures.first is not None
-                return failures.named(work, again(failures.first, text))
+                return failures.named(work, failures.first.copy(text))
             if isinstance(error, KosError) and not lost(self, error):  # other ranks of the host may know the cause
                 error = shared.cause(work, error)
             failure = failures.named(work, error)
@@ -245,7 +244,7 @@ class WatchedBackend(GroupBackend):
 
     def abort_device(self, reason: str, final: bool = False) -> None:
         """Abort calls in flight on the GPU, on this rank alone, and wait until the GPU is idle."""
-        self.signal_abort(reason)  # to all routes first: ending one may wait for kernels of another
+        self.signal_abort(reason)  # signal all routes first, because ending one may wait for kernels of another
         wait_for_idle(self, self._drain)
         for route in self.routes:
             route.drained(final)
@@ -288,13 +287,13 @@ class WatchedBackend(GroupBackend):
 
     def close(self) -> None:
         self.unwatch()
-        calls, links = self.shared.calls, self.failures.links
+        calls, reporters = self.shared.calls, self.failures.reporters
         with ExitStack() as rest:  # closes all, from the last line to the first, even if one fails
             if self.host is not None:
                 rest.callback(self.host.close)  # it reports the end
             rest.callback(self._scratch.close)
             rest.callback(self.shared.close)
             for route in reversed(self.routes):
-                if route in links:
-                    links.remove(route)
+                if route in reporters:
+                    reporters.remove(route)
                 rest.callback(route.close, 0 if calls is None else calls.begun)

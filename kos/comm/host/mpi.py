@@ -21,7 +21,7 @@ from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.identity import under_mpirun
-from kos.comm.control.mpi import NAMING_SECONDS, await_request
+from kos.comm.control.mpi_rendezvous import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.group_backend import CHANGES
@@ -31,7 +31,6 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import described
-from kos.comm.records import again
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
@@ -107,7 +106,7 @@ class MPITransport(Backend):
             self._channel = self._rendezvous.open_channel()
         if self._channel is not None:
             self._channel.holds = self.sending
-            self.failures.links.append(self._channel)
+            self.failures.reporters.append(self._channel)
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
@@ -116,7 +115,7 @@ class MPITransport(Backend):
         return comm
 
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
-        """After a loss MPI is not used: the survivors go on over TCP."""
+        """After a loss, the survivors use TCP instead of MPI."""
         return TCPTransport if rendezvous.mpi is None else MPITransport
 
     # Messages.
@@ -224,7 +223,7 @@ class MPITransport(Backend):
             if not described:
                 described = True
                 if self._channel is not None:
-                    self._channel.tell("call", work.sequence, text.decode())
+                    self._channel.notify("call", work.sequence, text.decode())
             self._compare(work, text)
             return False
 
@@ -290,7 +289,7 @@ class MPITransport(Backend):
         """Read the notices of other ranks; due after ``next_check``."""
         self.next_check, self.checks = time.monotonic() + CHECK_SECONDS, self.checks + 1
         if self._channel is not None:
-            for peer, _, sequence, (text,) in self._channel.hear():
+            for peer, _, sequence, (text,) in self._channel.read_reports():
                 self._described[sequence, peer] = text.encode()
 
     def end_of(self, peer: int, processes: bool = True) -> KosError | None:
@@ -300,7 +299,7 @@ class MPITransport(Backend):
         """
         failures, calls = self.failures, self.failures.ring
         if failures.reported is not None:
-            return again(failures.reported[1])
+            return failures.reported[1].copy()
         _, why, cause = failures.ends.get(peer, (0, None, None))
         deaths = {} if self._channel is None else self._channel.deaths()
         if why is None and 0 in deaths:
@@ -354,10 +353,9 @@ class MPITransport(Backend):
             if (ends := self._ends.pop(work.sequence, None)) is not None:
                 _cancelled.append(ends)
         if isinstance(error, MPI.Exception):
-            named: KosError = CollectiveError(f"{work}: MPI: {error.Get_error_string()}")
-            if error.Get_error_class() == MPI.ERR_TRUNCATE:
-                named = CollectiveMismatch(str(named))
-            elif (lost := next(self.gone(), None)) is not None:  # of which MPI may not say what its error is
+            kind = CollectiveMismatch if error.Get_error_class() == MPI.ERR_TRUNCATE else CollectiveError
+            named: KosError = kind(f"MPI: {error.Get_error_string()}", call=work)
+            if kind is CollectiveError and (lost := next(self.gone(), None)) is not None:  # MPI may not report it
                 named = self.failures.lost(*lost, work)
             named.__cause__ = error
             error = named

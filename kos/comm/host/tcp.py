@@ -23,9 +23,8 @@ from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, 
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
-from kos.comm.records import again, to_record
 from kos.comm.work import Engine, Work
-from kos.errors import KosError
+from kos.errors import KosError, to_record
 
 Array = np.ndarray[Any, Any]
 
@@ -66,7 +65,7 @@ class TCPTransport(Backend):
             return Probe(False, f"the ranks did not connect over TCP ({how})")
         return Probe(True, "sockets between the ranks")
 
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         return self.poller
 
     def sleep(self, seconds: float | None) -> bool:
@@ -115,7 +114,7 @@ class TCPTransport(Backend):
     # Whether calls match.
 
     def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
-        """Ranks do not wait to agree: messages and descriptions of another call raise."""
+        """Does not wait for other ranks.  A message or description of another call raises when it arrives."""
         tag, describe_at, waits = self.tag(work.sequence), time.monotonic() + _DESCRIBE_SECONDS, False
         self._group = work.group
         self._calls[tag] = work.prepared.fingerprint, work.prepared.text
@@ -195,7 +194,7 @@ class TCPTransport(Backend):
             finally:
                 self.engine.lock.release()
         if (failure := self.failures.reported) is not None:
-            return again(failure[1])
+            return failure[1].copy()
         ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, CLOSED_HERE))
         lost = self.lost or next(ended, None)
         return None if lost is None else lost.loss()
@@ -213,7 +212,7 @@ class TCPTransport(Backend):
             self.poller.progress()  # reads the descriptions of ranks that wait in another call
         self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing(), begun)
         if self.mismatched and self.failures.reported is not None:  # of a call that was complete on this rank
-            raise again(self.failures.reported[1])
+            raise self.failures.reported[1].copy()
 
     def _disconnect(self, kind: int, why: str, cause: KosError | None, sequence: int) -> None:
         """Report why, and close all connections."""

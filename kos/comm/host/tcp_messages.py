@@ -29,10 +29,9 @@ import numpy as np
 from kos.comm.control.wire import Waiting, fill
 from kos.comm.failures import RECENT_SECONDS
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.records import from_record
 from kos.comm.transport import remove, take, wrong_message
 from kos.dtypes import DTYPE_CODES, dtype_of_code
-from kos.errors import KosError, RendezvousError
+from kos.errors import KosError, RendezvousError, from_record
 
 Array = np.ndarray[Any, Any]
 
@@ -198,7 +197,7 @@ class Peer:
         return message
 
     def arrived(self, tag: int) -> tuple[int, int] | None:
-        """Bytes and dtype of the first message with that tag of the program that has no receive; None if none has."""
+        """Bytes and dtype of the first message of the program with that tag that has no receive; None without one."""
         return self._arrived[tag][0][:2] if tag in self._arrived else None
 
     def send_control(self, kind: int, tag: int, data: bytes, call: int = 0) -> None:

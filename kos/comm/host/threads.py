@@ -19,11 +19,10 @@ import numpy as np
 
 from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup, Waits
+from kos.comm.control.thread_rendezvous import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
-from kos.comm.records import again
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
@@ -144,15 +143,15 @@ class ThreadTransport(Backend):
 
     # A wait sleeps on this rank's condition.  Every message and every change of the group notifies it.
 
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         return self
 
     def mark(self) -> int:
-        """See ``Backend.idle``."""
+        """See ``Backend.waiter``."""
         return self.group.world.events[self._me]
 
     def pause(self, mark: int, seconds: float | None) -> None:
-        """See ``Backend.idle``."""
+        """See ``Backend.waiter``."""
         world = self.group.world
         active = self.engine.outstanding() if world.watch is not None else []
 
@@ -233,7 +232,7 @@ class ThreadTransport(Backend):
                     both = ((each, call.text, call.fingerprint()) for each, call in ((peer, theirs), (rank, work)))
                     wrong = self.failures.mismatch(work.group, *both)
                     self.report_failure(wrong, work.sequence)
-                    raise again(wrong)
+                    raise wrong.copy()
             if len(calls) == self.size - 1:
                 compute([work if each == rank else calls[each] for each in range(self.size)])
                 del self._calls[work.sequence]
@@ -257,7 +256,7 @@ class ThreadTransport(Backend):
             return [rank for rank in range(self.size) if rank not in calls] if calls else []
 
     def unreceived(self) -> list[str]:
-        """The messages that were sent but not received, in words."""
+        """Descriptions of the messages that were sent but not received."""
         return [
             f"rank {src} sent {message.array.dtype}[{message.array.size}] to rank {dst} with tag {tag}"
             for (src, dst, tag), messages in self._sent.items() if tag < COLLECTIVE_TAGS
@@ -277,7 +276,7 @@ class ThreadTransport(Backend):
         return None
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        self.group.report(lambda log: log.record(sequence, again(failure)))
+        self.group.report(lambda log: log.record(sequence, failure.copy()))
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
         self.group.report(lambda log: log.record_end(self.rank, sequence, reason, cause))

@@ -89,7 +89,7 @@ def cases(full: bool = False, seed: int = 0, gpu: bool = False) -> list[Case]:
             results_of(name, dtype, op, "deterministic", deterministic=True)
         for name in ("reduce_scatter_v", "scan", "exscan", *MOVING):
             results_of(name, dtype, op)
-        add(results.messages, dtype, host=True)
+        add(order.messages_keep_their_order, dtype, host=True)
     f4, f2 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
     for name in ("all_reduce", "reduce_scatter"):
         for algorithm in ("auto", *algorithms(name))[: None if full and not gpu else 1]:
@@ -97,10 +97,12 @@ def cases(full: bool = False, seed: int = 0, gpu: bool = False) -> list[Case]:
             results_of(name, f4, more=f"by {algorithm}", algorithm=number, sizes=sizes)
     for name in ("all_gather", "broadcast", "send_recv"):
         results_of(name, f4, more="large", sizes=[values.LARGE])
-    for kind in (f4, f2):
+    floats = [np.dtype(name) for name in ("float64", *CARRIED)] if full else [f4, f2]
+    for kind in floats:
         for name in ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan"):
             add(results.in_rank_order, name, kind)
-    add(results.sums_of_16_bits_in_fp32, f2)
+        if kind.itemsize == 2:
+            add(results.sums_of_16_bits_in_fp32, kind)
     for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars,
                  results.arguments_of_other_ranks_than_the_root):  # fmt: skip
         add(call)
@@ -109,7 +111,7 @@ def cases(full: bool = False, seed: int = 0, gpu: bool = False) -> list[Case]:
     for form in FORMATS:
         for kind in CARRIED:
             add(results.compressed, form, np.dtype(kind))
-        for kind in (f4, f2):
+        for kind in (kind for kind in floats if kind.name in CARRIED):
             add(results.compressed_between_groups, form, kind)
         add(results.feedback_keeps_what_is_lost, form, f4)
     for row in failures.SCENARIOS:

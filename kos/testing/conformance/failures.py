@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -133,11 +133,6 @@ def _ready(comm: Any, program: str, culprit: int) -> Callable[[], Any]:
     return partial(action, comm, culprit)
 
 
-def _call(comm: Any, program: str, culprit: int) -> None:
-    """Make the call that waits for the rank ``culprit``."""
-    _ready(comm, program, culprit)()
-
-
 def _call_or_other(comm: Any, program: str, other: bool) -> None:
     """Make one of two calls that differ."""
     action = MISMATCHES[program]
@@ -154,32 +149,6 @@ def _sleep(comm: Communicator, limit: float) -> None:
 
 def _number(text: str) -> int:
     return int(text.replace(",", ""))
-
-
-def _late(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
-    """The last rank does not come: it is named when the timeout has passed."""
-    part, culprit, message = comm.duplicate(), comm.size - 1, row.program in MESSAGES
-    part.timeout = limit
-    part.rendezvous.timeout = GRACE if _on_gpus(comm) else limit
-    call = _ready(part, row.program, culprit)  # making large arrays takes a while on a busy machine
-    began = time.monotonic()  # before any rank begins the call
-    comm.rendezvous.barrier()
-    start, named = time.monotonic(), set[int]()
-    if comm.rank != culprit:
-        with raises(row.error, _words(comm, row, culprit)) as caught:
-            call()
-            part.synchronize()
-        assert limit <= time.monotonic() - began < limit + GRACE, "the error came early or late"
-        named = set(caught[0].ranks)
-        if not message or _on_gpus(comm):
-            with raises(CollectiveError, "failed before"):
-                part.barrier()
-    meet(comm, limit)  # not in kos: a rank that waited there would be late because of the others
-    starts = [float(each) for each in comm.rendezvous.allgather(str(start).encode())]
-    held_up = {rank for rank in range(culprit) if starts[rank] > start + 0.5 * limit}
-    if comm.rank != culprit and not _may_not_name(comm):
-        assert (named or not _fills_ranks(comm)) and named <= {culprit} | held_up, caught[0]
-    part.abort()
 
 
 def _on_gpus(comm: Any) -> bool:
@@ -202,48 +171,75 @@ def _check_ranks(comm: Any, error: KosError, *ranks: int) -> None:
     assert as_promised, f"expected {ranks}, got {error.ranks}: {error}"
 
 
-def _words(comm: Any, row: Scenario, culprit: int) -> str:
-    """What the text of the error of a late rank must hold."""
-    return "not complete" if row.error is LATE and _may_not_name(comm) else row.words.format(culprit=culprit)
+@contextmanager
+def _raises(comm: Any, row: Scenario, *ranks: int, **names: Any) -> Iterator[list[KosError]]:
+    """Check that the block raises the error of the row, with these ``ranks`` if any are given.
+
+    ``names`` are the values of the names in the row's words.
+    """
+    words = "not complete" if row.error is LATE and _may_not_name(comm) else row.words.format(**names)
+    with raises(row.error, words) as caught:
+        yield caught
+    if ranks:
+        _check_ranks(comm, caught[0], *ranks)
 
 
-def _gives_up(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _late(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
+    """The last rank does not come: it is named when the timeout has passed."""
+    culprit, message = comm.size - 1, row.program in MESSAGES
+    part.timeout = limit
+    part.rendezvous.timeout = GRACE if _on_gpus(comm) else limit
+    call = _ready(part, row.program, culprit)  # making large arrays takes a while on a busy machine
+    began = time.monotonic()  # before any rank begins the call
+    comm.rendezvous.barrier()
+    start, named = time.monotonic(), set[int]()
+    if comm.rank != culprit:
+        with _raises(comm, row, culprit=culprit) as caught:
+            call()
+            part.synchronize()
+        assert limit <= time.monotonic() - began < limit + GRACE, "the error came early or late"
+        named = set(caught[0].ranks)
+        if not message or _on_gpus(comm):
+            with raises(CollectiveError, "failed before"):
+                part.barrier()
+    meet(comm, limit)  # not in kos: a rank that waited there would be late because of the others
+    starts = [float(each) for each in comm.rendezvous.allgather(str(start).encode())]
+    held_up = {rank for rank in range(culprit) if starts[rank] > start + 0.5 * limit}
+    if comm.rank != culprit and not _may_not_name(comm):
+        assert (named or not _fills_ranks(comm)) and named <= {culprit} | held_up, caught[0]
+
+
+def _gives_up(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """Rank 0 gives up on the last rank: all others raise its error, the last one too when it comes."""
-    part, late = comm.duplicate(), comm.size - 1
-    program = "all_reduce" if comm.rank == 0 and row.program in MESSAGES else row.program
+    late, message = comm.size - 1, row.program in MESSAGES
     part.timeout, part.rendezvous.timeout = limit if comm.rank == 0 else 2 * GRACE, 2 * GRACE
     comm.rendezvous.barrier()
     if comm.rank == late:
         comm.rendezvous.barrier()  # the others have failed by then
     began = time.monotonic()
-    with raises(row.error, _words(comm, row, late)):
-        _call(part, program, 0 if row.program in MESSAGES else late)
+    with _raises(comm, row, culprit=late):
+        _ready(part, "all_reduce" if comm.rank == 0 and message else row.program, 0 if message else late)()
         part.synchronize()
     assert time.monotonic() - began < GRACE, "a rank did not learn of the failure of rank 0"
     if comm.rank != late:
         comm.rendezvous.barrier()
-    part.abort()
-    comm.rendezvous.barrier()
 
 
-def _ends(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _ends(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """The last rank aborts, or closes, the communicator that others use or wait in."""
-    part, culprit = comm.duplicate(), comm.size - 1
+    culprit = comm.size - 1
     comm.rendezvous.barrier()
     began = time.monotonic()
     if comm.rank == culprit:
         part.abort(reason=WHY) if row.fault == "a rank aborts" else part.close()
     else:
-        with raises(row.error, row.words.format(culprit=culprit)) as caught:
-            _call(part, row.program, culprit)
+        with _raises(comm, row, culprit, culprit=culprit):
+            _ready(part, row.program, culprit)()
             part.synchronize()
-        _check_ranks(comm, caught[0], culprit)
         assert time.monotonic() - began < GRACE, "the error came late"
-        part.abort()
-    comm.rendezvous.barrier()
 
 
-def _fails_elsewhere(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _fails_elsewhere(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """Rank 1 aborts its group with rank 0, which then ends its group with rank 2: rank 2 names rank 1."""
     one, other = (comm.split(0 if comm.rank in pair else None) for pair in ((0, 1), (0, 2)))
     if comm.rank == 1:
@@ -253,20 +249,18 @@ def _fails_elsewhere(comm: Any, row: Scenario, limit: float, meet: Meet) -> None
             one.barrier()
         other.abort(0, "of no interest") if "aborts" in row.fault else other.close()
     elif comm.rank == 2:
-        with raises(row.error, row.words.format(culprit=1)) as caught:
-            _call(other, row.program, 0)
-        _check_ranks(comm, caught[0], 1)
-    comm.rendezvous.barrier()
+        with _raises(comm, row, 1, culprit=1):
+            _ready(other, row.program, 0)()
 
 
-def _fails_later(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _fails_later(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """Rank 0 gives up a later collective: the earlier one, to which the last rank comes after that, is complete."""
-    part, last = comm.duplicate(), comm.size - 1
+    last = comm.size - 1
     if comm.rank == last:
         comm.rendezvous.barrier()
     first = part.all_reduce(np.ones(3), async_op=True)
     if comm.rank == 0:
-        with raises(row.error, row.words):
+        with _raises(comm, row):
             part.barrier(timeout=limit)
         assert isinstance(part.failure, CollectiveTimeout)
     if comm.rank != last:
@@ -277,7 +271,7 @@ def _fails_later(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
     assert part.failure is not None
 
 
-def _differs(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _differs(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """All ranks raise, in one of the next calls at the latest, and name two ranks and the difference."""
     for odd in (0, comm.size - 1):
         part = comm.duplicate()
@@ -302,25 +296,21 @@ def _differs(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
         comm.rendezvous.barrier()
 
 
-def _counts_differ(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _counts_differ(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """Rank 1 sends rank 0 something else than rank 0 expects: all ranks name both, and break off."""
-    sent, expected = map(_number, row.program.split(" for "))
-    part, n, me = comm.duplicate(), comm.size, comm.rank
+    (sent, expected), n, me = map(_number, row.program.split(" for ")), comm.size, comm.rank
     matrix = np.full((n, n), 2)
     part.all_to_all_v(np.zeros(2 * n), matrix[me], matrix[:, me])
     matrix[1, 0] = sent if me == 1 else expected
     x = np.zeros(int(matrix[me].sum()))
-    with raises(row.error, row.words.format(expected=expected, sent=sent)) as caught:
+    with _raises(comm, row, 0, 1, expected=expected, sent=sent) as caught:
         part.all_to_all_v(x, matrix[me], matrix[:, me], timeout=GRACE)
     assert "all_to_all_v #1" in str(caught[0]), caught
-    _check_ranks(comm, caught[0], 0, 1)
     with raises(CollectiveError, "failed before"):
         part.barrier()
-    part.abort()
-    comm.rendezvous.barrier()
 
 
-def _another_message(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _another_message(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """The last rank sends what the one before it does not expect, who names both in the world's numbers."""
     last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
     arrays = [text.split(" of ") for text in row.program.split(" for ")]
@@ -335,20 +325,19 @@ def _another_message(comm: Any, row: Scenario, limit: float, meet: Meet) -> None
             with suppress(CollectiveMismatch):  # unless it is buffered
                 group.send(np.ones(*sent), 1)
         elif comm.rank == last - 1:
-            with raises(row.error, row.words.format(culprit=last, receiver=last - 1)) as caught:
+            with _raises(comm, row, last - 1, last, culprit=last, receiver=last - 1):
                 (work if posted_first else group.recv(y, 0, async_op=True)).wait()
-            _check_ranks(comm, caught[0], last - 1, last)
             assert not y.any(), "the array of a message that was refused was written"
     group.barrier()
     group.close()
 
 
-def _send_given_up(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _send_given_up(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """A send that times out ends the communicator: nobody gets what its memory held later, and all say the same."""
-    part, x = comm.duplicate(), np.ones(_number(row.program.split()[-1]))
+    x = np.ones(_number(row.program.split()[-1]))
     collective = part.barrier(async_op=True) if comm.rank == 1 else None
     if comm.rank == 0:
-        with raises(row.error, row.words):
+        with _raises(comm, row):
             part.send_recv(x, np.zeros(1), 1, 1, 5, timeout=0.05)
         x[:] = -7
     comm.rendezvous.barrier()
@@ -358,17 +347,16 @@ def _send_given_up(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
             part.recv(y, 0, 5)
             assert (y == 1).all(), "what was written after the send timed out was received"
         for call in (lambda: part.recv(y, 0, 5), lambda: part.send(y, 0, 5), collective.wait):
-            with raises(row.error, row.words):
+            with _raises(comm, row):
                 call()
-    with raises(row.error, row.words):
+    with _raises(comm, row):
         part.barrier()
     part.close()
-    comm.rendezvous.barrier()
 
 
-def _sender_aborts(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
+def _sender_aborts(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """Of a send that is under way at an abort nobody gets what its memory held later."""
-    part, x = comm.duplicate(), np.ones(_number(row.program.split()[-1]))
+    x = np.ones(_number(row.program.split()[-1]))
     if comm.rank == 0:
         part.send(x, 1, async_op=True)
         part.abort(0, WHY)
@@ -379,13 +367,11 @@ def _sender_aborts(comm: Any, row: Scenario, limit: float, meet: Meet) -> None:
         with suppress(RankLost):  # a short one has left its memory
             part.recv(y, 0)
             assert (y == 1).all(), "what was written after the abort was received"
-        with raises(row.error, row.words.format(culprit=0)):
+        with _raises(comm, row, culprit=0):
             part.recv(y, 0)
-        part.abort()
-    comm.rendezvous.barrier()
 
 
-FAULTS: dict[str, Callable[[Any, Scenario, float, Meet], None]] = {
+FAULTS: dict[str, Callable[[Any, Any, Scenario, float, Meet], None]] = {
     "a rank is late": _late,
     "rank 0 gives up": _gives_up,
     "a rank aborts": _ends,
@@ -473,4 +459,7 @@ def check(comm: Any, row: Scenario, limit: float = SHORT, meet: Meet = _sleep) -
         return
     names = GPU if _on_gpus(comm) else comm.backend_name
     if comm.size >= row.ranks and not any(name in names for name in row.never):
-        FAULTS[row.fault](comm, row, limit, meet)
+        part = comm.duplicate()
+        FAULTS[row.fault](comm, part, row, limit, meet)
+        part.abort()
+        comm.rendezvous.barrier()

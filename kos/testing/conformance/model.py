@@ -18,7 +18,6 @@ from kos.comm.compression import FORMATS
 from kos.comm.schedules import algorithms, collectives
 from kos.dtypes import dtype_of
 from kos.testing.conformance.values import (
-    UFUNCS,
     Array,
     assert_bits,
     assert_numbers,
@@ -26,6 +25,7 @@ from kos.testing.conformance.values import (
     decoded,
     factors_of,
     poison,
+    reduced,
     vector,
 )
 
@@ -174,15 +174,8 @@ def _known(step: Step, seed: int, n: int, me: int) -> tuple[Array, list[Array] |
 def in_rank_order(xs: list[Array], op: ReduceOp = ReduceOp.SUM, factors: Sequence[float] = ()) -> Array:
     """((x0 + x1) + x2) + ... in fp32 or wider, rounded once; ``factors`` are those of PREMUL_SUM."""
     dtype = xs[0].dtype
-    wide = dtype_of(dtype).accumulate
-    each = [x.astype(wide) for x in xs]
-    if op is ReduceOp.PREMUL_SUM:
-        each = [x * wide.type(factor) for x, factor in zip(each, factors or factors_of(len(xs)), strict=False)]
-    total = each[0]
-    for x in each[1:]:
-        total = UFUNCS.get(op, np.add)(total, x)
     with np.errstate(all="ignore"):
-        return (total / wide.type(len(xs)) if op is ReduceOp.AVG else total).astype(dtype)
+        return reduced(xs, op, factors or factors_of(len(xs)), dtype_of(dtype).accumulate).astype(dtype)
 
 
 def arguments(comm: Any, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from kos.comm.group_backend import GroupBackend
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument
 from kos.testing.conformance.failures import GRACE
 from kos.testing.conformance.model import MOVING, REDUCING, Step, Trial
-from kos.testing.conformance.values import LARGE, assert_bits, raises
+from kos.testing.conformance.values import LARGE, SIZES, assert_bits, poison, raises, vector
 
 POLL_SECONDS = 0.1  # within which a send that copies its message is done
 PROGRESS_CONTRACT = "done(): expected to advance all messages of its rank"
@@ -111,19 +113,29 @@ def messages_of_duplicates_do_not_match(comm: Communicator) -> None:
     comm.barrier()
 
 
-def messages_keep_their_order(comm: Communicator) -> None:
-    """Short and long messages with one tag keep their order, if they are received before or after they are sent."""
-    right, left = ((comm.rank + step) % comm.size for step in (1, -1))
-    for early in (False, True) if comm.size > 1 else ():
-        got = [np.zeros(count) for count in (3, 3, 70_001, 3, 1000, 1000)]
-        receives: list[Any] = [comm.recv(x, left, async_op=True) for x in got] if early else []
-        sent = [np.full(x.size, 1.0 + number) for number, x in enumerate(got)]
-        sends: list[Any] = [comm.send(x, right, async_op=True) for x in sent]
-        comm.rendezvous.barrier()
-        for work in [*(receives or [comm.recv(x, left, async_op=True) for x in got]), *sends]:
+def messages_keep_their_order(
+    comm: Communicator, seed: int, dtype: Any, counts: Sequence[int] = (*SIZES, 70_001)
+) -> None:  # fmt: skip
+    """Messages of these sizes keep the order of their tag; those of another tag are received first.
+
+    Their receives are posted before or after they arrive.
+    """
+    n, me = comm.size, comm.rank
+    sent = [(tag, count) for count in counts for tag in (1, 2, 1)]
+    mine, theirs = ([vector([seed, number, rank % n], count, dtype) for number, (_, count) in enumerate(sent)]
+                    for rank in (me, me - 1))  # fmt: skip
+    for early in (False, True) if n > 1 else ():
+        got = [poison(x.size, dtype) for x in mine]
+        receives = [partial(comm.recv, x, (me - 1) % n, tag, async_op=True)
+                    for x, (tag, _) in sorted(zip(got, sent, strict=True), key=lambda each: -each[1][0])]  # fmt: skip
+        works: list[Any] = [receive() for receive in receives] if early else []
+        works += [comm.send(x, (me + 1) % n, tag, async_op=True) for x, (tag, _) in zip(mine, sent, strict=True)]
+        comm.barrier()  # in which all have arrived that can
+        works = [receive() for receive in receives if not early] + works
+        for work in works:
             work.wait()
-        values = [(x.min(), x.max()) for x in got]
-        assert values == [(number, number) for number in range(1, len(got) + 1)], f"messages of one tag: {values}"
+        for x, expected in zip(got, theirs, strict=True):
+            assert_bits(x, expected, "messages of one tag")
 
 
 def messages_from_any_rank(comm: Communicator) -> None:
@@ -276,7 +288,7 @@ def persistent(comm: Communicator, seed: int) -> None:
 
 ALL = (
     barrier_waits_for_all_ranks, waiting_for_one_advances_the_other_across_groups, split_of_a_split,
-    messages_of_duplicates_do_not_match, messages_keep_their_order, messages_from_any_rank,
+    messages_of_duplicates_do_not_match, messages_from_any_rank,
     receives_keep_their_order, close, several_in_flight, persistent,
     views_put_and_get,
 )  # fmt: skip

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.comm import compressed as on_host
+from kos.comm import host_compressed as on_host
 from kos.comm.compression import FORMATS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument
@@ -26,8 +26,6 @@ from kos.testing.conformance.values import (
     assert_numbers,
     assert_same_on_all_ranks,
     decoded,
-    inputs,
-    poison,
     raises,
     vector,
 )
@@ -84,22 +82,6 @@ def in_rank_order(comm: Communicator, seed: int, name: str, dtype: Any) -> None:
     for number in range(1 + len(algorithms(name, ordered=True)) if name != "reduce" else 1):
         step = Step(name, dtype=dtype, algorithm=number, deterministic=name in REDUCING[:3], values="apart")
         correct(comm, seed, step, (1, 2, 7, 997, 70_001))
-
-
-def messages(comm: Communicator, seed: int, dtype: Any) -> None:
-    """Two tags, received in reverse order."""
-    n, me = comm.size, comm.rank
-    for count in SIZES if n > 1 else ():
-        xs = inputs(seed, n, count, dtype)
-        right, left = (me + 1) % n, (me - 1) % n
-        first, second = poison(count, dtype), poison(count, dtype)
-        sent = [comm.send(xs[me], right, 1, async_op=True), comm.send(xs[right], right, 2, async_op=True)]
-        comm.recv(second, left, 2)
-        comm.recv(first, left, 1)
-        for work in sent:
-            work.wait()
-        assert_bits(first, xs[left], "tag 1")
-        assert_bits(second, xs[me], "tag 2")
 
 
 def shapes_and_scalars(comm: Communicator) -> None:

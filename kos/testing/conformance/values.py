@@ -30,8 +30,7 @@ LARGE = 300_007  # elements, prime: several segments of every schedule
 
 def inputs(seed: int, size: int, count: int, dtype: Any) -> list[Array]:
     """Every rank's random contribution; any rank can generate all of them."""
-    rng = np.random.default_rng([seed, size, count])
-    return [_any(rng, count, np.dtype(dtype)) for _ in range(size)]
+    return [vector([seed, rank], count, dtype) for rank in range(size)]
 
 
 def vector(seed: Sequence[int], count: int, dtype: Any, kind: str = "any") -> Array:
@@ -119,20 +118,25 @@ UFUNCS: dict[ReduceOp, Any] = {
 }  # fmt: skip
 
 
-def reduced(contributions: list[Array], op: ReduceOp, factors: list[float]) -> Array:
-    """The result, computed by NumPy in 64 bits."""
-    wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}
-    x: Array = np.stack([c.astype(wide.get(c.dtype.kind, np.float64)) for c in contributions])
-    if op is ReduceOp.AVG:
-        return x.mean(axis=0)
+def reduced(xs: Sequence[Array], op: ReduceOp, factors: Sequence[float], wide: Any) -> Array:
+    """((x0 + x1) + x2) + ... in the dtype ``wide``; ``factors`` are those of PREMUL_SUM."""
+    each = [x.astype(wide) for x in xs]
     if op is ReduceOp.PREMUL_SUM:
-        return (x * np.array(factors[: len(x)])[:, None]).sum(axis=0)
-    return UFUNCS[op].reduce(x, axis=0)
+        each = [x * x.dtype.type(factor) for x, factor in zip(each, factors, strict=False)]
+    total: Array = each[0]
+    for x in each[1:]:
+        total = UFUNCS.get(op, np.add)(total, x)
+    return total / total.dtype.type(len(xs)) if op is ReduceOp.AVG else total
 
 
 def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
-    """Integers and comparisons exactly; sums and products within the rounding of the type they run in."""
-    dtype, expected = contributions[0].dtype, reduced(contributions, op, factors)
+    """Integers and comparisons exactly; sums and products within the rounding of the type they run in.
+
+    The expected result is computed in 64 bits.
+    """
+    dtype = contributions[0].dtype
+    wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}.get(dtype.kind, np.float64)
+    expected = reduced(contributions, op, factors, wide)
     if dtype.kind in "iub" or op in (ReduceOp.MIN, ReduceOp.MAX):
         assert_bits(got, expected.astype(dtype), str(op))
         return
@@ -141,19 +145,17 @@ def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[fl
     if SUMS_IN_16_BITS.get() and dtype.itemsize == 2:
         carrier = dtype
     eps = float(ml_dtypes.finfo(carrier).eps)
-    magnitude = reduced(
-        [np.abs(c.astype(np.complex128)).astype(np.float64) for c in contributions], op, [abs(f) for f in factors]
-    )
+    magnitude = reduced([np.abs(c.astype(wide)) for c in contributions], op, [abs(f) for f in factors], np.float64)
     bound = (n + 2) * (eps * magnitude + float(ml_dtypes.finfo(carrier).smallest_subnormal))
-    wide = got.astype(np.complex128 if dtype.kind == "c" else np.float64)
+    result: Array = got.astype(wide)
     if carrier != dtype:
         # Rounded once: the exact result, less and plus the carrier's error, brackets it when rounded.
         low = (expected - bound).astype(np.float32).astype(dtype).astype(np.float64)
         high = (expected + bound).astype(np.float32).astype(dtype).astype(np.float64)
-        good = (low <= wide) & (wide <= high)
-        good |= np.isnan(wide) & (np.isnan(low) | np.isnan(high))
+        good = (low <= result) & (result <= high)
+        good |= np.isnan(result) & (np.isnan(low) | np.isnan(high))
     else:
-        good = np.abs(wide - expected) <= 4 * bound
+        good = np.abs(result - expected) <= 4 * bound
     assert good.all(), f"{op} of {dtype} on {n}: {_wrong_elements(~good, got, expected)}"
 
 

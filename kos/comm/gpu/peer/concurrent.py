@@ -8,7 +8,7 @@ another one of any kernel.  A launch that does not fit begins a new phase, whose
 before.
 
 A rank decides this without the others: kernels that wait for nothing on their own GPU cannot be part of a cycle.  Each
-capture of a graph has its own phases, since captured and eager work cannot wait for each other.
+capture of a graph has its own phases, since captured and uncaptured work cannot wait for each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ConcurrentKernels:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: the garbage collector may close a backend meanwhile
         self._backends: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._phases: dict[int, _Phase] = {}  # by capture; 0: eager
+        self._phases: dict[int, _Phase] = {}  # by capture; 0: uncaptured
         self._before: dict[int, list[tuple[Streams, int]]] = {}  # the streams that each member of those follows
         self._launching: set[Streams] = set()  # of those between ``order`` and ``launched``
 
@@ -71,7 +71,7 @@ class ConcurrentKernels:
             self._update_exclusive()
 
     def _update_exclusive(self) -> list[Any]:
-        """Tell each communicator whether it is the only one; returns those for which this has changed."""
+        """Set on each communicator whether it is the only one.  Returns those for which this has changed."""
         backends = list(self._backends)
         return [each for each in backends if each.set_exclusive(len(backends) == 1)]
 
@@ -113,7 +113,7 @@ class ConcurrentKernels:
                     del phase[holder]
 
     def _phase(self, capture: int) -> _Phase:
-        """The phase of a capture, perhaps its first: members of the eager one may have launched into the capture."""
+        """The phase of a capture, perhaps its first: members of phase 0 may have launched into the capture."""
         if (phase := self._phases.get(capture)) is not None:
             return phase
         phase = {}
@@ -139,7 +139,7 @@ class ConcurrentKernels:
             self._phase(0)[backend.streams] = _Member(weakref.ref(backend), stream, Occupancy(0, 1))
 
     def is_idle(self, backend: Any = None) -> bool:
-        """Whether the eager work of ``backend``, or of all communicators, has completed.
+        """Whether the uncaptured work of ``backend``, or of all communicators, has completed.
 
         For one communicator, work on a stream that is being captured does not count: it cannot be queried.
         """
@@ -165,7 +165,7 @@ def _fits(phase: _Phase, streams: Streams, wanted: Occupancy, multiprocessors: i
 
 
 def _is_complete(streams: Streams, stream: int, captured: bool = False) -> bool:
-    """Whether eager work on a stream has completed; ``captured`` if the stream is being captured."""
+    """Whether uncaptured work on a stream has completed; ``captured`` if the stream is being captured."""
     with relaxed_capture():
         keeper = streams.keepers.get(stream, streams)
         if keeper is streams:  # the host has waited for it

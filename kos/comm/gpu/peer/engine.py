@@ -43,8 +43,8 @@ from kos.memory.windows import Run
 KERNELS = Path(__file__).parent.parent / "kernels"
 CHANNELS = 128
 STAGING = 32 << 20
-"""Bytes, four times: through these goes what is not read and written where it lies.  ``specialized`` takes twice as
-much, for all that other ranks contribute to this one's chunk: 73 MB of 8 ranks."""
+"""Bytes, four times: staging memory for data that kernels do not read and write in place.  ``specialized`` takes twice
+as much, for all that other ranks contribute to this one's chunk: 73 MB of 8 ranks."""
 
 _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
 """Bytes of one rank's pieces to all others, up to which they are sent as packets.  The second limit holds where ranks
@@ -145,7 +145,7 @@ class PeerEngine:
             self.deadline, self._context = usual
 
     def _context_of(self, seconds: float | None) -> Array:
-        """What kernels get: kept for launches, and graphs, that use it.  Its last word is the deadline of a launch."""
+        """The parameters of all kernels, kept for launches and graphs.  The last word is the deadline of a launch."""
         if seconds not in self._contexts:
             record = self.record.address
             words = [*self.memory.pointers, record, self.rank]
@@ -181,7 +181,7 @@ class PeerEngine:
         return self._symmetric(pointer, nbytes) is not None
 
     def route(self, launch: KernelConfig, nbytes: int, *pointers: Any) -> str:
-        """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
+        """What must be equal on all ranks: the launch, and the offsets of the buffers that other ranks access."""
         numbers = {memory.peer_pointers.pointer: number for number, memory in self._memories.items()}
         found = (self._symmetric(pointer, nbytes) for pointer in pointers)
         places = [place and (numbers[place[0]], place[1]) for place in found]
@@ -193,8 +193,8 @@ class PeerEngine:
     ) -> Run:  # fmt: skip
         """The all-reduce of ``count`` elements from address ``send`` to ``recv`` (which may be the same).
 
-        Collective in what it queues: all ranks use the same count, dtype, op and launch.  ``factor`` is this
-        rank's, for PREMUL_SUM.
+        The binding is local; the kernel that it launches is collective: all ranks use the same count, dtype, op and
+        launch.  ``factor`` is this rank's, for PREMUL_SUM.
         """
         if count <= 0 or send % dtype.itemsize or recv % dtype.itemsize:
             raise InvalidArgument(
@@ -208,7 +208,7 @@ class PeerEngine:
         return others.get(launch.algorithm, self._bind_direct)(launch, send, recv, count, dtype, op)
 
     def pick(self, nbytes: int, symmetric: bool = False) -> KernelConfig:
-        """The launch of the table; packet algorithms do not depend on whether both buffers are symmetric."""
+        """The launch in the table.  Packet algorithms do not depend on whether both buffers are symmetric."""
         kinds = (self.launches.symmetric, self.launches.ordinary) if symmetric else (self.launches.ordinary,)
         found = [next(launch for most, launch in rows if most is None or nbytes <= most) for rows in kinds]
         return found[-1] if found[0].algorithm in PACKETS else found[0]

@@ -56,7 +56,7 @@ def exchange_launch(
 
 
 def _share(most_blocks: int, small: int, nbytes: int) -> int:
-    """Bytes that each channel carries of an exchanged piece, which both ranks cut alike."""
+    """The bytes of an exchanged piece that each channel carries.  Both ranks divide it in the same way."""
     channels = max(min(-(-nbytes // (_SMALL_SHARE if nbytes <= small else SHARE)), most_blocks), 1)
     return -(-nbytes // (channels * 128)) * 128
 

@@ -21,7 +21,7 @@ _WAITS_SECONDS = 1.0
 
 
 class KernelRecord:
-    """What the host tells the kernels of one communicator, and what a kernel that ended early was waiting for."""
+    """What the host passes to the kernels of one communicator, and what a kernel that ended early was waiting for."""
 
     def __init__(self, failures: FailureLog, device: int) -> None:
         self._failures = failures
@@ -59,7 +59,7 @@ class KernelRecord:
         return bool(self.failure[0])
 
     def abort(self) -> None:
-        """Let every kernel that waits, now or later, end within a moment.  Its result is undefined."""
+        """End every kernel that waits, now or later, within a moment.  Its result is undefined."""
         self.words[ABORT] = 1
 
     @property
@@ -110,7 +110,7 @@ class KernelRecord:
 
 
 def nanoseconds(seconds: float) -> int:
-    """As kernels count, which cannot wait without a limit."""
+    """``seconds`` as the nanoseconds of a kernel's limit; a kernel cannot wait without one."""
     return int(min(seconds, 1e9) * 1e9)
 
 

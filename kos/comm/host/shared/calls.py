@@ -32,9 +32,8 @@ from kos.comm.host.shared.segment import (
 )
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.prepared import TEXT_BYTES, TEXTS, Fingerprints, described
-from kos.comm.records import from_record, to_record
 from kos.comm.work import Work, forked_from
-from kos.errors import CollectiveError, KosError
+from kos.errors import CollectiveError, KosError, from_record, to_record
 
 CLOSED_ORDERLY, ABORTED = 1, 2
 _RANK_SHIFT = 44
@@ -79,7 +78,7 @@ class CallRing(Fingerprints):
         words[self._line + PID] = pid
         failures.status.hold()
         failures.ring = self
-        failures.links.insert(0, self)  # first: those who wait on this host raise at once
+        failures.reporters.insert(0, self)  # first: those who wait on this host raise at once
 
     def announce(self, o: Work[Any]) -> None:
         """Publish that this rank begins ``o``."""
@@ -198,7 +197,7 @@ class CallRing(Fingerprints):
         killed = self.killed()
         return None if killed is None else self.failures.ended(killed)
 
-    # As a link of the failure log.
+    # As a reporter of the failure log.
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
         """Report that this rank begins no collective from ``sequence`` on, why, and what caused that."""
@@ -243,7 +242,7 @@ class CallRing(Fingerprints):
     def close(self) -> None:
         """Unmap the segment, once the watchdog does not read from it."""
         self.failures.ring = None
-        self.failures.links.remove(self)
+        self.failures.reporters.remove(self)
         watchdog.wait_for_check()
         if not self.words[self._line + CLOSED]:
             if (cause := self.failures.closing()) is not None:
@@ -256,7 +255,7 @@ class CallRing(Fingerprints):
         self.words, self._memory = self.segment.words, None
 
     def failed(self, code: int, rank: int, word: int, *counts: int) -> NoReturn:
-        """Raise what the core has found: it calls this."""
+        """Raise the error of a result that the core has found.  The core calls this method."""
         if code == native.REPORTED and (known := self.failure()) is not None:
             raise known[0]
         if code == native.FORKED:

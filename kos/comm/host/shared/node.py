@@ -153,7 +153,7 @@ class Node:
         prepared.run = call, puts, gets
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
-        """Begin a call, or go on with what the core has ``left`` of it; returns its steps, None if it is complete."""
+        """Begin a call, or continue ``left``, which the core has begun.  Returns its steps; None if it is complete."""
         try:
             if left is None:
                 prepared = work.prepared
@@ -184,8 +184,8 @@ class Node:
         """Whether a message has a receive, which comes after those that wait with its tag."""
         return message.src is not None and message.recv_tag in self.waiting
 
-    def eager(self, comm: Any, backend: Any) -> Any:
-        """What makes calls of ``comm`` that are known.
+    def core_group(self, comm: Any, backend: Any) -> Any:
+        """The ``kos._core.native.Group`` that makes cached calls of ``comm``.
 
         None if NumPy's arrays are not as the core expects, or if another communicator has the group.
         """
@@ -199,7 +199,7 @@ class Node:
     def remember(
         self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | None:
-        """How the core runs calls like this thread's last; None if it cannot (``module_eager.c``).
+        """The description from which the core runs calls like the last one of this thread; None if it cannot.
 
         ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.  The core
         cannot run a call that has not come to ``start``: it is in a batch, or runs by a schedule.
@@ -258,7 +258,7 @@ class Node:
 
     def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
-        work.left = left
+        work.core_work = left
         liveness, what = Liveness(self.calls), work if work.collective else None
         try:
             while not left.done():
@@ -271,7 +271,7 @@ class Node:
             raise self._error(work, found) from None
         finally:
             left.cancel()
-            work.left = None
+            work.core_work = None
 
     def _failing(self, work: Work[Any], found: Difference) -> Steps:
         raise self._error(work, found) from None
@@ -346,7 +346,7 @@ class Node:
         return sorted({each.peer for each in self.active if each.tag == tag} | {*self._transport.awaited(tag)})
 
     def begin(self, array: Array, peer: int, tag: int, receives: bool) -> Any:
-        """Begin a message; returns what the core has left to do, None if it is complete."""
+        """Begin a message.  Returns the Work of the core; None if it is complete."""
         code, sequence = DTYPE_CODES[array.dtype], native.WORD_SEQUENCE
         if tag >= COLLECTIVE_TAGS:
             sequence = tag - COLLECTIVE_TAGS
@@ -397,7 +397,7 @@ class SegmentMessage:
 
 
 def _count(o: Operation, size: int) -> int:
-    """Elements as the core counts them: of one rank's part, or where the counts differ, those of this rank alone."""
+    """The elements of one rank's part; of this rank's part if the counts differ."""
     if o.name == "all_to_all_v":
         return 0
     end = o.recv if "scatter" in o.name or o.send is None else o.send

@@ -26,8 +26,7 @@ from kos.comm.host.shared.segment import (
     Segment,
 )
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import from_record, to_record
-from kos.errors import KosError
+from kos.errors import KosError, from_record, to_record
 
 _Memory = tuple["memoryview[int]", memoryview, int | None, dict[int, int]]
 """Control words, bytes, the line of this rank, and the lines of all ranks of the host by world rank."""
@@ -41,7 +40,7 @@ class SharedStatus(PeerStatus):
     """A PeerStatus in the segment of the world, which stays mapped while any group uses it."""
 
     def __init__(self, segment: Segment, world: Sequence[int], status: PeerStatus | None = None) -> None:
-        """``status``: the one that this replaces."""
+        """``status`` is the PeerStatus that this one replaces."""
         super().__init__()
         if status is not None:
             self._plane, self.hosts = status._plane, status.hosts

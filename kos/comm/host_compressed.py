@@ -1,9 +1,9 @@
-"""Compressed collectives on host memory: what travels is encoded (``compression``), sums are in float32, in rank order.
+"""Compressed collectives on host memory: data is sent encoded (``compression``), and added in float32 in rank order.
 
-A contribution is encoded once on its way to the rank that adds it, and the sum, rounded to the dtype, once on its way
-to all ranks.  Every rank decodes the same bytes, its own too, so that a result is the same on every rank, in every run
-and on every backend.  A vector of an all_reduce has a part for each rank, of whole blocks.  ``gpu/compressed.py`` does
-the same in kernels.
+Each contribution is encoded once, for the rank that adds it.  The sum is rounded to the dtype and encoded once, for all
+ranks.  Every rank decodes the same bytes, also for its own part, so the result is the same on every rank, in every
+run and on every backend.  The vector of an all_reduce has a part for each rank, which consists of whole blocks.
+``gpu/compressed.py`` does the same in kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check(o: Operation) -> None:
 
 
 def parts(o: Operation, size: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Elements that each rank gets from this one, and that each sends in the last exchange, after sums or without."""
+    """The elements that this rank sends to each rank, and the elements that each rank sends in the last exchange."""
     assert o.send is not None
     count = o.send.count
     if o.name == "all_reduce":
@@ -125,7 +125,10 @@ def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
     def check() -> None:
         for sender, (data, count) in enumerate(zip(arrived, last, strict=True)):
             if varies and (sent := int(data[-8:].view(np.int64)[0])) != count:
-                raise CollectiveMismatch(f"rank {calls.rank} expected {count} elements from rank {sender}, got {sent}")
+                log, ranks = work.backend.failures, (calls.rank, sender)
+                me, other = (log.names([rank], False) for rank in ranks)
+                text, got = f"{me} expected {count} elements from {other}, got {sent}", f"{sent} elements"
+                raise CollectiveMismatch(text, ranks=sorted(log.in_world(ranks)), expected=f"{count} elements", got=got)
 
     arrived = [_encoded_buffer(form, count, 8 * varies) for count in last]
     yield from calls.send_pieces(work, piece, arrived, check)
@@ -152,7 +155,7 @@ def split(x: Array, counts: Sequence[int]) -> list[Array]:
 
 
 def _segments(part: Array) -> list[Array]:
-    """A part of a vector in segments of whole blocks; its size alone decides, so all ranks make the same."""
+    """A part of a vector in segments of whole blocks.  They depend only on its size, so they are equal on all ranks."""
     size = max(SEGMENT, -(-part.size // (MOST_SEGMENTS * BLOCK)) * BLOCK)
     return [part[at : at + size] for at in range(0, part.size, size)]
 

@@ -54,7 +54,7 @@ class HostBackend(GroupBackend):
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
         self._aborting = False
-        self.failures.links.append(self.transport)
+        self.failures.reporters.append(self.transport)
         try:
             self._share_memory(rendezvous)
             self.transport.open(self)
@@ -93,10 +93,10 @@ class HostBackend(GroupBackend):
             return None
         return HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
 
-    def eager(self, comm: Any) -> Any:
-        """What makes the calls of ``comm`` in the core as far as they need no Python; None if it makes none."""
+    def core_group(self, comm: Any) -> Any:
+        """The ``kos._core.native.Group`` that makes calls of ``comm`` without Python; None if there is none."""
         node = self.node
-        return None if node is None or comm._tracing is not None else node.eager(comm, self)
+        return None if node is None or comm._tracing is not None else node.core_group(comm, self)
 
     @property
     def shares_memory(self) -> bool:
@@ -121,14 +121,14 @@ class HostBackend(GroupBackend):
 
     # How operations run.
 
-    def idle(self) -> Any:
+    def waiter(self) -> Any:
         """Shared memory has no events: a wait polls, unless it waits only for other hosts."""
         if not self.shares_memory:
-            return self.transport.idle()
+            return self.transport.waiter()
         return Backoff(self.crowded, None if self.one_host else self._sleep)
 
     def _sleep(self, seconds: float | None, polled: bool) -> bool:
-        """Wait for an event of the transport if the operation in flight waits for other hosts; returns whether it did.
+        """Wait for an event of the transport if the operation in flight waits for other hosts.  Returns whether it did.
 
         Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
         """
@@ -194,22 +194,22 @@ class HostBackend(GroupBackend):
             self.transport.complete(work)
 
     def resume(self, work: Work[Any]) -> Steps | None:
-        """The steps of ``work``, which the core has begun and the engine has; None if it is complete."""
+        """The steps of ``work``, which the core has begun; None if it is complete."""
         with self.engine.lock:
             self.engine.remove(work)  # the core waits for it alone
-            node, left, steps = self.node, work.left, work.steps
+            node, left, steps = self.node, work.core_work, work.steps
         if steps is not None or left is None:  # another thread has advanced it meanwhile
             return steps
         return raising(self._aborted(work)) if node is None else node.start(work, left)
 
     def steps_of(self, work: Work[Any], left: Any) -> Steps:
-        """The steps of ``work``, of which the core has ``left`` something."""
+        """The steps of ``work``, of which the core has begun ``left``."""
         node = self.node
         return raising(self._aborted(work)) if node is None else node.steps(work, left)
 
     def _aborted(self, work: Work[Any]) -> KosError:
         """The error of ``work``, whose communicator another thread has aborted."""
-        return CollectiveError(f"{work}: the communicator was aborted")
+        return CollectiveError("the communicator was aborted", call=work)
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self.node) is None:
@@ -240,7 +240,7 @@ class HostBackend(GroupBackend):
     def late(self, work: Work[Any]) -> Late:
         if self._aborting:  # another thread frees what is read here
             return Late(words=timeouts.UNKNOWN)
-        names, left = self.failures.names, work.left  # of a collective in shared memory
+        names, left = self.failures.names, work.core_work  # of a collective in shared memory
         if not work.collective:
             return self._late_in_message(work)
         if late := self.transport.absent(work) if self.calls is None else self.calls.missing(work):
@@ -254,8 +254,8 @@ class HostBackend(GroupBackend):
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""
-        if work.left is not None:
-            return bool(work.left.missing(rank) & (native.AWAITS_MESSAGE if receives else native.AWAITS_READ))
+        if work.core_work is not None:
+            return bool(work.core_work.missing(rank) & (native.AWAITS_MESSAGE if receives else native.AWAITS_READ))
         message = work.operation.message
         tag: int = message.recv_tag if receives else message.tag
         waits = receives and self.scheduled.matching.awaits(rank, tag)

@@ -171,7 +171,7 @@ class MPIRendezvous(Rendezvous):
 def rendezvous_of_mpi(
     comm: Any = None, timeout: float = 120.0, process_hooks: bool = True, watched: bool = True
 ) -> Rendezvous:
-    """That of the processes of an MPI communicator (default: COMM_WORLD).  Collective.
+    """The rendezvous of the processes of an MPI communicator (default: COMM_WORLD).  Collective.
 
     MPI carries the address and the secret of rank 0's hub, to which all ranks then connect.  If a rank of another host
     cannot, MPI carries the exchanges too.  ``process_hooks`` is as in ``kos.init``.  ``watched``: if MPI does not start

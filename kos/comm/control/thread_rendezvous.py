@@ -15,8 +15,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import GRACE_SECONDS, misfit
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.peer_status import PeerStatus
-from kos.comm.records import again
-from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 THREADS = "threads:"
@@ -95,8 +94,8 @@ class ThreadGroup:
         self.logs = [FailureLog(self.members, r, self.world.statuses[m]) for r, m in enumerate(self.members)]
         self._shared: dict[Any, Any] = {}
         self.left_out: set[int] = set()  # ranks that the others have continued without
-        self.joining: list[dict[str, Any]] = []  # newcomers that wait: what they say, then what they are told
-        self.answered = threading.Condition(self.world.lock)  # newcomers are told something
+        self.joining: list[dict[str, Any]] = []  # newcomers that wait: their hello, to which the answer is added
+        self.answered = threading.Condition(self.world.lock)  # notified when a newcomer gets its answer
         self.address = f"{THREADS}{next(_numbers)}"
         _groups[self.address] = self
 
@@ -113,7 +112,7 @@ class ThreadGroup:
             del self._shared[key]
 
     def answer(self, newcomer: dict[str, Any], **answer: Any) -> None:
-        """Tell a newcomer, which no longer waits then; the caller holds the lock of the world."""
+        """Send a newcomer its answer, which ends its wait; the caller holds the lock of the world."""
         self.joining = [each for each in self.joining if each is not newcomer]
         newcomer.update(answer)
         self.answered.notify_all()
@@ -129,7 +128,7 @@ class ThreadGroup:
         """Make every rank raise the failure in its current exchange and in later ones.  Only the first is kept."""
 
         def record(log: FailureLog) -> None:
-            log.over = log.over or again(failure)
+            log.over = log.over or failure.copy()
 
         self.report(record)
 
@@ -139,7 +138,7 @@ class ThreadGroup:
     def ask(self, failures: FailureLog, sequence: int | None) -> None:
         """Raise if all groups have failed, or this one in collective ``sequence`` (None: in any) or earlier."""
         if self.world.failure is not None:
-            raise again(self.world.failure)
+            raise self.world.failure.copy()
         if failures.reported is not None and (sequence is None or failures.reported[0] <= sequence):
             failures.ask(None)
 
@@ -180,7 +179,7 @@ class ThreadRendezvous(Rendezvous):
             group.notify_all()
             while missing := [rank for rank in range(self.size) if rank not in slots]:
                 if (failure := group.world.failure or self.failures.over) is not None:
-                    raise again(failure)
+                    raise failure.copy()
                 for rank in missing:
                     group.raise_end(rank, self.failures, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
@@ -241,7 +240,7 @@ class ThreadRendezvous(Rendezvous):
             while not outcome:
                 try:
                     if group.world.failure is not None:
-                        raise again(group.world.failure)
+                        raise group.world.failure.copy()
                     (half, _, blamed), missing = limits[min(calls)], self._missing(calls)
                     now, deadline = time.monotonic(), min(each[1] for each in limits.values())
                     blamed_only = bool(missing) and not whole and blamed.issuperset(self.failures.in_world(missing))
@@ -254,11 +253,11 @@ class ThreadRendezvous(Rendezvous):
                         group.left_out.update(missing)  # none, or those that the others leave
                         outcome.append(made)
                 except KosError as error:
-                    outcome.append(again(error))
+                    outcome.append(error.copy())
             group.forget("change", attempt)
             group.notify_all()
             if isinstance(result := outcome[0], KosError):
-                raise again(result)
+                raise result.copy()
             return self._child(result, sorted(calls).index(self.rank))
 
     def _missing(self, calls: Mapping[int, str]) -> list[int]:
@@ -276,8 +275,7 @@ class ThreadRendezvous(Rendezvous):
         """
         group, name = self.threads, call.partition(" ")[0]
         if (other := next((rank for rank, theirs in calls.items() if theirs != call), None)) is not None:
-            me, them = (self.failures.names([rank], False) for rank in (self.rank, other))
-            raise CollectiveMismatch(f"{me} called {call} but {them} called {calls[other]}")
+            raise self.failures.other_calls((self.rank, call), (other, calls[other]))
         lost = [rank for rank in range(self.size) if rank not in calls and rank not in missing]
         if whole and lost and not missing:  # now: all that live get this error
             raise self.failures.lost(lost[0], group.world.ends[group.members[lost[0]]], name)
@@ -310,7 +308,7 @@ class ThreadRendezvous(Rendezvous):
 
 
 def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[ThreadRendezvous, dict[str, Any]]:
-    """The group of threads that admits this one, and what its ranks tell newcomers.  Raises RendezvousError."""
+    """The group of threads that admits this one, and the terms that it sends.  Raises RendezvousError."""
     if (group := _groups.get(address)) is None:
         raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
     with group.world.lock:
