@@ -137,8 +137,8 @@ class WatchedBackend(GroupBackend):
             self.streams.forget(each)
         if stream is None:
             self._in_flight.clear()
-            if self._scratch.trim() and self.store.eager is not None:
-                self.store.eager.forget()  # launches that use what was freed
+            if self._scratch.trim() and self.store.core is not None:
+                self.store.core.forget()  # launches that use what was freed
 
     def is_idle(self, stream: int, keeper: Any) -> bool:
         """Whether everything that was queued on the stream has run."""
