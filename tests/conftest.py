@@ -1,14 +1,10 @@
 """What all tests share."""
 
-from __future__ import annotations
-
 import gc
 import json
 import runpy
 import shlex
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,13 +49,11 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., Ended]:
+def program(monkeypatch, capsys, tmp_path):
     """Runs ``python -m MODULE WORDS`` in this process, as no rank of a job; ``{json}`` and ``{folder}`` are paths."""
     file = tmp_path / "result.json"
 
-    def run(module: str, words: str = "") -> Ended:
+    def run(module, words=""):
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", *report.NOTED):
             monkeypatch.delenv(name, raising=False)
         for name in (module, f"{module}.__main__"):

@@ -497,9 +497,7 @@ def main() -> int:
     gpu = options.backend in GPU_BACKENDS
     timeout = options.timeout or (5.0 if gpu else 3.0)
     largest = options.ranks or (min(4, len(cuda.visible_devices())) if options.backend in ("nccl", "auto") else 4)
-    wrong = campaign(
-        options.trials, options.backend, seed, timeout, options.jobs, largest, options.out, options.hosts
-    )
+    wrong = campaign(options.trials, options.backend, seed, timeout, options.jobs, largest, options.out, options.hosts)
     return int(wrong > 0)
 
 

@@ -8,8 +8,6 @@ A client connects, sends what to run with its standard streams, and receives the
 The process is killed if the client closes its connection earlier.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import gc

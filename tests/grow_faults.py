@@ -162,7 +162,7 @@ def _round(comm: kos.Communicator, rng: Any, number: int) -> None:
     elif name == "all_gather":
         got, expected = comm.all_gather(mine), np.stack([ramp + each for each in range(n)])
     elif name == "split":
-        with comm.group(range(n)) as part:  # type: ignore[union-attr]
+        with comm.group(range(n)) as part:
             got, expected = part.all_reduce(mine), n * ramp + total
             part.synchronize()
     elif name == "ring" and n > 1:

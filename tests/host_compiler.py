@@ -1,7 +1,5 @@
 """Kernels are compiled once for each text in tests without a GPU: kept in build/, which ``make clean`` removes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

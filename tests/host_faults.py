@@ -11,8 +11,6 @@ host; after a cut that is the case on both hosts.  On a slow cable the ranks mus
 the seconds from the fault to the errors, and how many errors named all ranks of the host.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@ Prints each command, and ends with status 1 at the first that fails.  The comman
 is found.  Two ranks also run under MPIRUN, or the environment's own mpirun, if there is one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """mpirun as tests find it, and an environment that knows nothing of a job that the tests themselves are run by."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

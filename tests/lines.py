@@ -6,8 +6,6 @@ more raises the bound, so that its review sees the growth. A change that removes
 A line counts that is neither blank, nor comment, nor docstring; a string that is a statement is a docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
@@ -21,9 +19,7 @@ FOLDERS = (
     "tests",
 )  # fmt: skip
 """The folders in ``kos``; ``kos`` are the files right in it, ``tests`` the tests."""
-LANGUAGES = {
-    ".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"
-}  # fmt: skip
+LANGUAGES = {".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"}
 LIBRARY = ("comm", "cuda", "memory", "doctor", "testing", "tune")
 MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
 
@@ -128,13 +124,13 @@ def bounds(counted: list[File]) -> list[Bound]:
     functions, of_train = tuple(large_functions(counted)), tuple(large_files(counted, "train"))
     long = tuple(large_files(counted, *LIBRARY, "_core"))
     return [
-        Bound(f"Python in {', '.join(LIBRARY)}", 19_773, lines("Python", *LIBRARY)),
-        Bound("C in _core", 3_020, lines("C", "_core")),
+        Bound(f"Python in {', '.join(LIBRARY)}", 19_764, lines("Python", *LIBRARY)),
+        Bound("C in _core", 3_027, lines("C", "_core")),
         Bound("Python in interop", 1_344, lines("Python", "interop")),
         Bound("Python in transfer", 1_616, lines("Python", "transfer")),
-        Bound("Python in train", 15_901, lines("Python", "train")),
-        Bound("Python in tests", 64_043, lines("Python", "tests")),
-        Bound("CUDA in comm and train", 5_252, lines("CUDA", "comm", "train")),
+        Bound("Python in train", 16_099, lines("Python", "train")),
+        Bound("Python in tests", 63_217, lines("Python", "tests")),
+        Bound("CUDA in comm and train", 5_461, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
         Bound(f"files of over {MOST_IN_FILE} lines in the library and _core", 0, len(long), found=long),

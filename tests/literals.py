@@ -1,7 +1,5 @@
 """The texts that a program can print: its string literals without its docstrings."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

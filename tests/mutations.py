@@ -6,8 +6,6 @@ Each line printed is one mutation: `seen` where a test failed, `MISSED` where al
 checkout, ``--all`` adds the tests marked `slow`, and words choose the mutations whose file or text holds one of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

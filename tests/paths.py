@@ -8,8 +8,6 @@ a reader of the call comes back to it.  Of several calls the one with the fewest
 waits for the other one.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -120,7 +118,7 @@ def of_all_reduce(comm: kos.Communicator) -> dict[str, Path_]:
     for count in range(2, 2 + TRIES):
         x = ones(count)
         for kind in ("miss", "hit"):
-            paths[kind].append(path(trace(lambda x=x: comm.all_reduce(x))))  # type: ignore[misc]
+            paths[kind].append(path(trace(lambda x=x: comm.all_reduce(x))))
             x = ones(count)
     return {kind: shortest(each) for kind, each in paths.items()}
 

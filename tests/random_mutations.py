@@ -9,8 +9,6 @@ expression of a random function in a forked copy of this process, and runs tests
 told apart.  So it shows what is lost if they go.  Functions that only other processes call are not met.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -11,8 +11,6 @@ Each stage has a deadline, so a hang fails instead of lasting.  Rank 0's output 
 lies in build/test/ and its end is shown when they fail.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

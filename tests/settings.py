@@ -7,8 +7,6 @@ NAME is one of those below.  Many need root and unshare (util-linux), for namesp
 machine itself changes.  The exit status is that of the command.  docs/testing.md lists what was tried.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ three more if it receives from any rank.  So programs are checked against more t
 say, and collectives.py has one for each.
 """
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from collections import defaultdict

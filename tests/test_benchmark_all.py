@@ -1,7 +1,5 @@
 """``benchmarks.all``: pieces that run once a commit, files of subjects, and commands that their programs accept."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -12,14 +10,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import all as command
 from benchmarks import programme as pieces
 from benchmarks import train
-from benchmarks.programme import Piece, Programme, programme
+from benchmarks.programme import Piece, programme
 from kos.bench import options
 from kos.errors import ConfigError
 
@@ -39,12 +36,12 @@ json.dump({**about, "rows": [{"op": mark[-1]}]}, open(file, "w"))
 
 
 @pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Begin:
+def begin(tmp_path, monkeypatch, capsys):
     """Measures a programme, of pieces of a fake program: the exit code, and what was printed."""
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setenv("KOS_COMMIT", "abc")
 
-    def run(wanted: Programme, *flags: str) -> tuple[int, str]:
+    def run(wanted, *flags):
         monkeypatch.setattr(command, "programme", lambda *_: wanted)
         paths = ["--json", str(tmp_path / "out"), "--parts", str(tmp_path / "parts")]
         monkeypatch.setattr(sys, "argv", ["all", "--gpus", "0", *paths, *flags])
@@ -57,7 +54,7 @@ def piece(folder: Path, mark: str, *more: str, seconds: int = 1) -> Piece:
     return Piece(shlex.join(["python", str(folder / "fake.py"), str(folder / mark), *more]), seconds)
 
 
-def test_a_subject_is_measured_once_a_commit(begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subject_is_measured_once_a_commit(begin, tmp_path, monkeypatch):
     wanted = {"calls": [piece(tmp_path, "a"), piece(tmp_path, "b")]}
     (code, shown), again = begin(wanted), begin(wanted)
     assert code == 0 and shown.count("calls 1/2: python ") == 1 and again == (0, "")
@@ -69,7 +66,7 @@ def test_a_subject_is_measured_once_a_commit(begin: Begin, tmp_path: Path, monke
     assert begin(wanted)[0] == 0 and (tmp_path / "a").read_text() == "xx"
 
 
-def test_what_this_writes_is_no_other_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_writes_is_no_other_commit(tmp_path, monkeypatch):
     """Files of results change while subjects are measured; the rest of the clone must not."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
@@ -90,7 +87,7 @@ def test_what_this_writes_is_no_other_commit(tmp_path: Path, monkeypatch: pytest
     assert command.commit_of() == f"{commit}-dirty"
 
 
-def test_what_fails_is_measured_again(begin: Begin, tmp_path: Path) -> None:
+def test_what_fails_is_measured_again(begin, tmp_path):
     """And a piece that would end late is not begun."""
     a, b, c, e = (piece(tmp_path, mark, seconds=3) for mark in "abce")
     late = [piece(tmp_path, "d", seconds=60), e]
@@ -106,7 +103,7 @@ def test_what_fails_is_measured_again(begin: Begin, tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def test_a_piece_ends_with_its_ranks(begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_ends_with_its_ranks(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "LONGEST", 1)
     code, shown = begin({"calls": [piece(tmp_path, "a", "waits")]})  # which would take 600 s
     assert code == 1 and "failed: expected its end within 1 s; see " in shown
@@ -121,7 +118,7 @@ def test_a_piece_ends_with_its_ranks(begin: Begin, tmp_path: Path, monkeypatch: 
     ],
     ids=["SIGINT", "SIGTERM", "SIGTERM, SIGINT ignored"],
 )
-def test_a_signal_ends_the_piece_too(number: int, start: Callable[[], object] | None, tmp_path: Path) -> None:
+def test_a_signal_ends_the_piece_too(number, start, tmp_path):
     """By Ctrl-C, so that it cleans up, even if a shell began the benchmark in the background, where that is ignored."""
     begun, cleaned = tmp_path / "pid", tmp_path / "cleaned"
     program = f"""
@@ -155,14 +152,14 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_subjects_by_name(program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subjects_by_name(program, monkeypatch):
     wanted = {"calls": [Piece("x", 40)], "others": [Piece("y", 50), Piece("z", 5)]}
     monkeypatch.setattr(pieces, "programme", lambda *_: wanted)
     listed = program("benchmarks.all", "--gpus 0 --only oth --list")
     assert (listed.code, listed.out) == (0, "others: 55 s\n  y\n  z\n")
 
 
-def test_parts_measured_apart_are_refused() -> None:
+def test_parts_measured_apart_are_refused():
     part = {"hardware": "a", "driver": None, "commit": "abc", "date": "1", "command": "x", "rows": []}
     with pytest.raises(ConfigError, match="expected parts of the same hardware, got a, b"):
         command.join([part, {**part, "hardware": "b"}])
@@ -177,7 +174,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("piece", EVERY)
-def test_commands_are_accepted(piece: Piece, program: Callable[..., Any]) -> None:
+def test_commands_are_accepted(piece, program):
     """Each is shorter than a piece may be, and its program knows the flags."""
     assert 0 < piece.seconds < command.LONGEST
     words = shlex.split(piece.command)
@@ -198,7 +195,7 @@ def test_commands_are_accepted(piece: Piece, program: Callable[..., Any]) -> Non
         assert said.rstrip().endswith(unknown)
 
 
-def test_another_nccl_is_measured_through_the_loader() -> None:
+def test_another_nccl_is_measured_through_the_loader():
     pieces = programme(2, "h100", "/tmp/libnccl.so.2")["other-nccl-h100-2"]
     assert {piece.preload for piece in pieces} == {"/tmp/libnccl.so.2"}
     assert "other-nccl-h100-2" not in programme(2, "h100")

@@ -1,7 +1,5 @@
 """Cases of the benchmark of collectives: sizes, bandwidths, expected results, and the detection of wrong ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,6 @@ from kos.bench.cases import IN_PLACE, OPERATIONS, PERIOD, STRIDE, Case, Data, ba
 from kos.bench.implementations import Ours
 from kos.bench.measure import HostTimer, Job, Run, measure
 from kos.bench.memory import HostMemory, Space
-from kos.comm import Communicator
 from kos.errors import InvalidArgument
 from kos.testing import spawn
 
@@ -26,19 +23,19 @@ PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
         ("all_gather_v", 15 / 16), ("all_to_all_v", 15 / 16), ("scan", 1.0), ("exscan", 1.0),
     ],
 )  # fmt: skip
-def test_bus_bandwidth_is_that_of_nccl_tests(op: str, factor: float) -> None:
+def test_bus_bandwidth_is_that_of_nccl_tests(op, factor):
     assert busbw_factor(op, 8) == factor
     assert bandwidths(factor, 10**9, 1e6) == (1.0, factor)  # 1 GB in a second
 
 
-def test_counts_are_those_of_nccl_tests() -> None:
+def test_counts_are_those_of_nccl_tests():
     case = Case.of("all_gather", 100, "float32", "sum", 8, False)
     assert (case.count, case.nbytes, case.sends(7), case.receives(7), case.redop) == (24, 96, 3, 24, "none")
     case = Case.of("reduce_scatter", 100, "bfloat16", "sum", 8, False)
     assert (case.count, case.nbytes, case.sends(0), case.receives(0), case.redop) == (48, 96, 48, 6, "sum")
 
 
-def test_uneven_parts() -> None:
+def test_uneven_parts():
     assert uneven(24, 4) == [3, 9, 3, 9] and uneven(15, 3) == [3, 7, 5] and uneven(5, 1) == [5]
     assert uneven(6, 2) == [2, 4], "half of three is one"
     for ranks in (1, 2, 3, 5, 8):
@@ -49,7 +46,7 @@ def test_uneven_parts() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_token_is_sent_once_to_each_rank_of_its_experts(ranks: int) -> None:
+def test_a_token_is_sent_once_to_each_rank_of_its_experts(ranks):
     case = Case.of("routing", 8192 * 7168 * 2, "bfloat16", "sum", ranks, False)
     assert case.nbytes == 8192 * 7168 * 2 and case.function == "all_to_all_v"
     held = 64 // ranks
@@ -60,7 +57,7 @@ def test_a_token_is_sent_once_to_each_rank_of_its_experts(ranks: int) -> None:
     assert [case.sends(0), case.receives(0)] == [tokens[0].sum() * 7168, tokens[:, 0].sum() * 7168]
 
 
-def test_a_barrier_has_no_size_and_no_result() -> None:
+def test_a_barrier_has_no_size_and_no_result():
     case = Case.of("barrier", 1 << 20, "float32", "sum", 3, False)
     assert (case.count, case.redop, case.busbw_factor, case.largest) == (1, "none", 0.0, (1, 1))
     assert Data(case, 1, seed=0).output == []
@@ -101,7 +98,7 @@ def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("op", "in_place"), PLACES)
-def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
+def test_expected_outputs(op, in_place, dtype):
     """The right outputs pass the check in every iteration; each wrong element is counted."""
     ranks, seed = 4, int(np.random.SeedSequence().entropy or 0) % 2**32
     print("seed", seed)
@@ -145,7 +142,7 @@ def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
         (("exscan", 96, "float32", "avg", 2), "avg: expected an operation that has an average, got exscan"),
     ],
 )
-def test_cases_that_cannot_be_measured(case: tuple[Any, ...], said: str) -> None:
+def test_cases_that_cannot_be_measured(case, said):
     with pytest.raises(InvalidArgument, match=said):
         Case.of(*case, True)
 
@@ -184,10 +181,10 @@ class Faulty(Lazy):
 
 
 @pytest.mark.parametrize("mode", ["eager", "single_shot"])
-def test_wrong_results_are_counted(mode: str) -> None:
+def test_wrong_results_are_counted(mode):
     case = Case.of("all_reduce", 4000, "float32", "sum", 2, False)
 
-    def run(comm: Communicator) -> list[tuple[int, int]]:
+    def run(comm):
         job, memory = Job(comm), HostMemory()
         runs = []
         for implementation in (Ours(comm, "mock"), Faulty(comm, "mock"), Lazy(comm, "mock")):

@@ -1,7 +1,5 @@
 """Benchmarks on emulated GPUs: collectives, calls, matmuls in 8 bits, idle time of a pipeline."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex
@@ -68,13 +66,13 @@ class StandIn:
 
 
 @pytest.mark.parametrize(("op", "in_place"), [*PLACES, ("routing", False)])
-def test_rows_on_emulated_gpus(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_on_emulated_gpus(op, in_place, monkeypatch):
     """Slots, checks, timers, calls of kos and of raw NCCL; the GPU and NCCL are emulated on the host."""
     ranks = 2
     case = Case.of(op, 9 * 7168 * 2 if op == "routing" else 1000 * ranks, "bfloat16", "sum", ranks, in_place)
     group = Group(ranks)
 
-    def run(control: Communicator) -> list[tuple[str, int, int, bool]]:
+    def run(control):
         stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
         job, memory, timer = Job(control), DeviceMemory(0, stream), DeviceTimer(Job(control), stream)
         monkeypatch.setattr(timer, "capture", lambda calls: (lambda: [call() for call in calls], 5))
@@ -110,18 +108,18 @@ def test_rows_on_emulated_gpus(op: str, in_place: bool, monkeypatch: pytest.Monk
     assert (untouched[2] > 0) != there and other[-1][2] >= 0
 
 
-def test_device_limits_on_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_limits_on_emulated_gpus(monkeypatch):
     """Launches, copies and the figures of all ranks, if every interval takes 0.5 ms."""
     stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
-    bytes_copied: list[int] = []
+    bytes_copied = []
 
-    def run(control: Communicator) -> dict[str, float]:
+    def run(control):
         return DeviceLimits(Job(control), 0, stream).figures()
 
-    def load(path: Path, name: str, device: int) -> Any:
+    def load(path, name, device):
         kernel = create_autospec(kernels.Kernel, instance=True)
 
-        def bind(grid: int, block: int, *arguments: int) -> Any:
+        def bind(grid, block, *arguments):
             assert isinstance(grid, int) and isinstance(block, int)
             return lambda stream: None
 
@@ -146,7 +144,7 @@ def test_device_limits_on_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_device_code_compiles(tmp_path: Path, arch: str) -> None:
+def test_device_code_compiles(tmp_path, arch):
     try:
         kernels.nvrtc_version()
     except BackendUnavailable as error:
@@ -174,7 +172,7 @@ class Ops(emulator.HostOps):
 @needs_compiler
 def test_all_tables(monkeypatch, tmp_path, capsys):
     emulator.host_memory(monkeypatch)
-    made: list[Ops] = []
+    made = []
     monkeypatch.setattr(fp8, "CudaOps", lambda *given, **options: made.append(Ops(*given, **options)) or made[-1])
     monkeypatch.setattr(fp8.cuda, "unavailable", lambda: None)
     monkeypatch.setattr(report, "provenance", lambda *about: {"command": "python -m benchmarks.fp8"})
@@ -214,13 +212,11 @@ CALLS, TURNS = 5, 3
     {"all_reduce": (1, 1), "all_gather": (1, 1), "scatter": (1, 1), "scan": (13, 13), "gather_v": (5, 3)}.items(),
 )
 @pytest.mark.parametrize("by_core", [True, False])
-def test_four_variants_of_the_same_call(
-    monkeypatch: pytest.MonkeyPatch, name: str, each: tuple[int, int], by_core: bool
-) -> None:
+def test_four_variants_of_the_same_call(monkeypatch, name, each, by_core):
     """What the core does not make is timed by Python alone.  ``each``: the launches of both ranks."""
     loop, rows = gpu_calls.build(), []
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         arrays = [Array.from_numpy(np.zeros(n, np.float32), 0) for n in (4, 8, 8)]
         rows.append(gpu_calls.Timer(gpu.comm, loop, CALLS, TURNS).row(gpu_calls.OPERATIONS[name], *arrays))
 
@@ -244,13 +240,13 @@ def test_four_variants_of_the_same_call(
     assert launches - made in range(10 * sum(each)), "a few launches before the timed ones"
 
 
-def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BackendUnavailable, match="needs a C compiler"):
         gpu_calls.build()
 
 
-def test_every_function_has_a_name_in_nccl() -> None:
+def test_every_function_has_a_name_in_nccl():
     """As in nccl.h."""
     names = {
         "all_reduce": "AllReduce", "reduce": "Reduce", "reduce_scatter": "ReduceScatter", "broadcast": "Broadcast",
@@ -291,11 +287,11 @@ def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any],
     return first
 
 
-def test_a_rank_waits_for_a_slow_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def slow_down(device: Any) -> None:
+def test_a_rank_waits_for_a_slow_one(monkeypatch, capsys):
+    def slow_down(device):
         act = device.step.act
 
-        def slow(*arguments: Any) -> None:
+        def slow(*arguments):
             time.sleep(0.02)
             act(*arguments)
 
@@ -311,20 +307,20 @@ def test_a_rank_waits_for_a_slow_one(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert f"rank 0  {quick['layers'][0]:>10}" in capsys.readouterr().out
 
 
-def test_stamps_are_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamps_are_in_the_graph(monkeypatch):
     """The clock ticks once per timestamp, so each pass takes a tick, and so does each gap between two passes."""
     host_engine(monkeypatch)
 
     class Ticks:
-        def __init__(self, stream: Any) -> None:
+        def __init__(self, stream):
             self.ticks = itertools.count()
 
-        def mark(self) -> Any:
+        def mark(self):
             event = SimpleNamespace()
             on_device(lambda: setattr(event, "tick", next(self.ticks)))
             return event
 
-        def microseconds(self, begin: Any, end: Any) -> float:
+        def microseconds(self, begin, end):
             return 1e3 * (end.tick - begin.tick)
 
     monkeypatch.setattr(idle, "Marks", Ticks)

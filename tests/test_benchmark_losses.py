@@ -1,7 +1,5 @@
 """Runs in pairs, whose losses are compared: by optimizer, in 8 bits, with compressed gradients; and their corpus."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import lzma
@@ -40,7 +38,7 @@ Losses = Callable[..., Any]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     lines = [json.dumps({"text": f"the {number} ranks of a ring\n" * (number % 7 + 3)}) + "\n" for number in range(99)]
     with lzma.open(path := tmp_path / "corpus.jsonl.xz", "wt") as file:
         file.writelines(lines)
@@ -48,11 +46,11 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def losses(corpus: Path, capsys: pytest.CaptureFixture[str]) -> Losses:
+def losses(corpus, capsys):
     """Runs a program on the corpus: returns the file, and what was printed. ``lack``: rows that are there before."""
     file = corpus.with_name("losses.json")
 
-    def run(module: Any, *flags: str, lack: list[Any] | None = None) -> tuple[dict[str, Any], str]:
+    def run(module, *flags, lack=None):
         if lack is not None:
             file.write_text(json.dumps({**json.loads(file.read_text()), "rows": lack}))
         capsys.readouterr()
@@ -62,7 +60,7 @@ def losses(corpus: Path, capsys: pytest.CaptureFixture[str]) -> Losses:
     return run
 
 
-def test_optimizers_beside_each_other(losses: Losses) -> None:
+def test_optimizers_beside_each_other(losses):
     """Tuning, and pairs; a file that lacks some is completed with the same numbers."""
     whole, shown = losses(optimizer_losses, *TUNED)
     rows, rates = whole["rows"], (0.01, 0.03)
@@ -88,7 +86,7 @@ def test_optimizers_beside_each_other(losses: Losses) -> None:
         losses(optimizer_losses, *TUNED, "--tokens", "1e6")
 
 
-def test_runs_for_which_there_is_no_time_are_left(losses: Losses) -> None:
+def test_runs_for_which_there_is_no_time_are_left(losses):
     """By those that there are: a run of five steps took a day.  And a rate at which a run ends is not the best."""
     with np.errstate(all="ignore"):
         found, _ = losses(optimizer_losses, *TUNED, "--rates", "1e-2", "1e9", "--seeds", "0", "--grad-clip", "0")
@@ -100,7 +98,7 @@ def test_runs_for_which_there_is_no_time_are_left(losses: Losses) -> None:
     assert len(late["rows"]) > 1
 
 
-def test_8_bits_beside_float32(losses: Losses) -> None:
+def test_8_bits_beside_float32(losses):
     """And rounded otherwise; a file that lacks some runs is completed with the same numbers."""
     whole, said = losses(fp8_losses, *PAIRS, "--again")
     keys = [(row["dtype"], row["micro_batch_size"], row["seed"], row["steps"]) for row in whole["rows"]]
@@ -121,7 +119,7 @@ def test_8_bits_beside_float32(losses: Losses) -> None:
 
 
 @needs_mpirun
-def test_compressed_gradients(corpus: Path) -> None:
+def test_compressed_gradients(corpus):
     words = ["--corpus", str(corpus), "--json", str(corpus.with_name("losses.json")), *FLAGS, *PAIRS]
     command = [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.compress_losses", *words]
     done = run_program(*command, cwd=ROOT, env=OUTSIDE)
@@ -135,14 +133,14 @@ def test_compressed_gradients(corpus: Path) -> None:
 
 
 @needs_compiler
-def test_losses_on_an_emulated_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_on_an_emulated_gpu(corpus, monkeypatch):
     """The runs of a GPU are those of a CPU, one after another in one process."""
     flags = [*FLAGS[:-2], "--data", str(unpack(corpus)), "--epochs", "1", "--eval-batches", "2"]
     config = parse([*flags, "--dtype", "float32"])
     data, config = load_data(config), config.model_copy(update={"epochs": None})
     host_engine(monkeypatch)
 
-    def curve(comm: Any, kind: str, name: str) -> Any:
+    def curve(comm, kind, name):
         comm = DeviceComm(comm) if kind == "cuda" else comm
         return paired_losses.run(config.for_world(1, kind), data, comm, Wanted(name, 1e-2, None, 1, 4), 2)["curve"]
 
@@ -151,9 +149,7 @@ def test_losses_on_an_emulated_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_allclose(gpu, cpu, rtol=2e-5)
 
 
-def test_a_corpus_of_wheels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corpus_of_wheels(tmp_path, monkeypatch, capsys):
     """Each source once, none that is short or no text; in an order of their text alone."""
     (wheels := tmp_path / "wheels").mkdir()
     sources = {"one-1.whl": {"b.py": "é" * 300, "a.py": "a" * 300, "c.txt": "c" * 300}, "two-2.whl": {

@@ -1,12 +1,8 @@
 """The pictures and tables of README.md and docs/benchmarks are those of the recorded results."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +22,7 @@ FIGURE = re.compile(r"\d[\d.,]*(?:[x%]|\s?(?:[µmn]s|seconds|tokens/s|[KMG]B/s|T
 
 
 @pytest.fixture
-def drawing() -> Iterator[None]:
+def drawing():
     matplotlib = pytest.importorskip("matplotlib")
     pytest.importorskip("PIL")
     from benchmarks.plots import style
@@ -36,7 +32,7 @@ def drawing() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_a_page_is_that_of_the_files(page: Path) -> None:
+def test_a_page_is_that_of_the_files(page):
     """Its tables have the figures of their files, and the files and pictures to which it links are there."""
     text = page.read_text()
     assert tables.renewed(text, page) == text, "it differs from benchmarks/results: python -m benchmarks.plots"
@@ -44,12 +40,12 @@ def test_a_page_is_that_of_the_files(page: Path) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
-def test_every_table_stands_in_a_page() -> None:
+def test_every_table_stands_in_a_page():
     named = [found["name"] for page in tables.PAGES for found in tables.MARKED.finditer(page.read_text())]
     assert sorted(named) == sorted(tables.TABLES)
 
 
-def test_a_changed_figure_is_seen(tmp_path: Path) -> None:
+def test_a_changed_figure_is_seen(tmp_path):
     text = README.read_text()
     figure = tables.readme().splitlines()[2].split(" | ")[1]
     changed = text.replace(f"| {figure} |", "| 0.01 |")
@@ -58,7 +54,7 @@ def test_a_changed_figure_is_seen(tmp_path: Path) -> None:
         tables.renewed("<!-- table no-such -->\n<!-- end -->\n", tmp_path / "page.md")
 
 
-def test_readme_is_short_and_quotes_what_was_recorded() -> None:
+def test_readme_is_short_and_quotes_what_was_recorded():
     """It has figures in its table and in quoted output only, so that none goes unchecked."""
     text = README.read_text()
     assert not FIGURE.findall(LINK.sub("]", tables.MARKED.sub("", CODE.sub("", text))))
@@ -68,7 +64,7 @@ def test_readme_is_short_and_quotes_what_was_recorded() -> None:
     assert len(lines) == 10 and set(lines) <= set(output) and len(text.splitlines()) <= 130
 
 
-def test_every_file_of_results_is_used() -> None:
+def test_every_file_of_results_is_used():
     """A page, a tuning table or a test names it: what nothing needs goes."""
     places = [*tables.PAGES, *(ROOT / "docs").rglob("*.md"), *(ROOT / "kos").rglob("*.json")]
     places += [ROOT / "kos" / "train" / "tools" / "rates.toml"]
@@ -77,7 +73,7 @@ def test_every_file_of_results_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_those_of_the_files(name: str, drawing: None) -> None:
+def test_pictures_are_those_of_the_files(name, drawing):
     from PIL import Image
 
     from benchmarks.plots import style
@@ -86,13 +82,13 @@ def test_pictures_are_those_of_the_files(name: str, drawing: None) -> None:
     assert path.stat().st_size < LARGEST
     with Image.open(path) as picture:
         assert picture.width == 7 * style.DPI
-        shown = picture.text[style.DIGEST]  # type: ignore[attr-defined]
+        shown = picture.text[style.DIGEST]
     assert style.digest(PICTURES[name]()) == shown, f"{path.name} differs from its results: python -m benchmarks.plots"
     pages = "".join(page.read_text() for page in tables.PAGES)
     assert f"images/{name}.png" in pages
 
 
-def test_a_picture_is_drawn_alike_twice(drawing: None, tmp_path: Path) -> None:
+def test_a_picture_is_drawn_alike_twice(drawing, tmp_path):
     """And its digest is of what is shown."""
     from benchmarks.plots import style
 
@@ -105,16 +101,16 @@ def test_a_picture_is_drawn_alike_twice(drawing: None, tmp_path: Path) -> None:
     assert style.digest(first) != before
 
 
-def test_sizes_and_times() -> None:
+def test_sizes_and_times():
     assert ", ".join(map(size, (8, 1024, 512 << 10, 1 << 20, 1 << 30))) == "8 B, 1 KB, 512 KB, 1 MB, 1 GB"
     assert " ".join(map(us, (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2))) == "3.24 10.0 24.9 100 362 5,353"
 
 
-def test_sizes_at_which_kos_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_at_which_kos_is_slower(monkeypatch):
     """On hosts: by more than two measurements of Open MPI differ, with the reason of each kind of call."""
     assert summary([("scan", 1 << 20, 1.5), ("scan", 8, 1.1)]) == ["scan", "8 B to 1 MB", "1.10 to 1.50"]
     values = {"same array": 1.0, "arrays in rotation": 1.0, "persistent": 0.6, "noise": 1.0}
-    cells: list[tuple[str, int, dict[str, float | None]]] = [
+    cells = [
         ("send_recv", 8, values),
         ("reduce", 8, {**values, "same array": 1.3}),
         ("scatter", 8, {**values, "arrays in rotation": 1.3, "noise": 0.7}),
@@ -134,7 +130,7 @@ def test_sizes_at_which_kos_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def recorded(tmp_path, monkeypatch):
     """An empty folder in place of benchmarks/results."""
     for module in (results, measured):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
@@ -145,11 +141,11 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         cached.cache_clear()
 
 
-def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded: Path) -> None:
+def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded):
     row = {"op": "broadcast", "mode": "graph", "in_place": False, "bytes": 1024, "time_us": 4.0}
     kos = {**row, "backend": "auto", "algorithm": "auto", "call": "function", "time_us": 2.0}
 
-    def write(name: str, gpu: str, date: str, *rows: dict[str, object]) -> None:
+    def write(name, gpu, date, *rows):
         about = {"hardware": f"2 x NVIDIA {gpu}", "date": date}
         (recorded / f"{name}.json").write_text(json.dumps({**about, "rows": rows}))
 
@@ -163,9 +159,7 @@ def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded: Path) -> 
         results.newest("torch", 4)
 
 
-def test_the_command_checks_and_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_checks_and_writes(tmp_path, monkeypatch, capsys):
     page = tmp_path / "docs" / "benchmarks" / "page.md"
     page.parent.mkdir(parents=True)
     page.write_text("<!-- table torch-steps -->\n<!-- end -->\n")
@@ -179,11 +173,11 @@ def test_the_command_checks_and_writes(
     assert command.main() == 0 and "ms per step" in page.read_text()
 
 
-def test_sms_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sms_of_graphs(monkeypatch):
     """A column more, if the rows have it: what kos and NCCL take of a GPU at the largest size."""
-    sms: dict[str, int] = {}
+    sms = {}
 
-    def select(file: str, **wanted: object) -> list[results.Row]:
+    def select(file, **wanted):
         found = [{key: row[key] for key in row if key != "sms"} for row in results.select(file, **wanted)]
         return [row | ({"sms": sms[row["backend"]]} if row["backend"] in sms else {}) for row in found]
 

@@ -1,7 +1,5 @@
 """Runs of the programs that measure, each with few iterations: what they refuse, print and write."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -53,7 +51,7 @@ def found(rows: Iterable[dict[str, Any]], *columns: str) -> set[tuple[Any, ...]]
     return {tuple(row[column] for column in columns) for row in rows}
 
 
-def test_on_threads(program: Program, tmp_path: Path) -> None:
+def test_on_threads(program, tmp_path):
     done = program("kos.bench", f"--sizes 4K --ranks 3 --collective all {FEW} --json {{json}}")
     rows = [row for row in done.result["rows"] if row["ranks"] == 3]
     assert done.code == 0 and done.result["command"].startswith("python -m kos.bench --sizes 4K")
@@ -73,7 +71,7 @@ def test_on_threads(program: Program, tmp_path: Path) -> None:
     assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_an_algorithm_is_measured_where_it_exists(program: Program) -> None:
+def test_an_algorithm_is_measured_where_it_exists(program):
     """Of the requested operations."""
     names = "two_shot,one_shot,deterministic"
     done = program("kos.bench", f"--collective all --algorithm {names} --place out --sizes 4K {FEW} --json {{json}}")
@@ -96,7 +94,7 @@ def test_an_algorithm_is_measured_where_it_exists(program: Program) -> None:
     ],
     ids=["two ranks", "one rank", "uneven sizes", "arrays in rotation"],
 )  # fmt: skip
-def test_beside_open_mpi(ranks: int, words: str, backends: set[str], tmp_path: Path) -> None:
+def test_beside_open_mpi(ranks, words, backends, tmp_path):
     file = tmp_path / "rows.json"
     words = f"-m kos.bench --device host -n 4 {words} {'--no-plot ' * ('gloo' not in backends)}--json {file}"
     done = run_program(MPIRUN, "-n", str(ranks), *python(), *words.split(), env=OUTSIDE, cwd=ROOT)
@@ -128,7 +126,7 @@ def test_beside_open_mpi(ranks: int, words: str, backends: set[str], tmp_path: P
         assert "# time of kos / Open MPI" in done.stdout and "# geometric mean of all but all_reduce" in done.stdout
 
 
-def test_the_benchmark_needs_no_packages_of_the_trainer() -> None:
+def test_the_benchmark_needs_no_packages_of_the_trainer():
     code = f"""import sys
 for name in ("pydantic", "rich", "safetensors", "threadpoolctl", "torch", "matplotlib"):
     sys.modules[name] = None
@@ -138,22 +136,20 @@ sys.exit(main("--sizes 64 {FEW}".split()))"""
     assert done.returncode == 0, done.stderr
 
 
-def test_wrong_elements_give_a_nonzero_exit_code(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_elements_give_a_nonzero_exit_code(program, monkeypatch):
     monkeypatch.setattr(implementations, "Ours", Lazy)
     assert program("kos.bench", f"--sizes 64 {FEW}").code == 1
 
 
 @pytest.mark.parametrize("reason", [None, "the compiled core is off: KOS_CORE=0"])
-def test_it_says_that_the_compiled_core_is_away(
-    reason: str | None, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_that_the_compiled_core_is_away(reason, program, monkeypatch):
     monkeypatch.setattr("kos._core.unavailable", reason)
     done = program("kos.bench", f"--sizes 64 {FEW}")
     assert done.code == 0 and ("; ranks of one host share no memory" in done.out) == (reason is not None)
 
 
 @pytest.mark.parametrize(("warmup", "untimed"), [(0, 0), (1, 1), (9, 3)])
-def test_the_warm_up_is_not_timed(warmup: int, untimed: int, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_is_not_timed(warmup, untimed, program, monkeypatch):
     """In batches of four calls, of one implementation and the copy that gives the limit."""
     batches, batch = list[str](), Run.batch
     monkeypatch.setattr(Run, "batch", lambda run, *given: batches.append(str(run.name)) or batch(run, *given))
@@ -235,9 +231,7 @@ ARGPARSE = ("benchmarks.all", "benchmarks.kernels", "benchmarks.recorder")
         ("benchmarks.recorder", "--json {folder}/none/x.json", 1, "expected a file to write, got no such"),
     ],
 )
-def test_what_is_refused(
-    module: str, words: str, code: int, said: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(module, words, code, said, program, tmp_path, monkeypatch):
     """In one line, before anything is measured, and arguments before requirements."""
     if module == "kos.bench.plot":
         pytest.importorskip("matplotlib")
@@ -255,7 +249,7 @@ def test_what_is_refused(
     assert "usage: " in shown or (shown.startswith("kos: error: ") and shown.count("\n") == 1)
 
 
-def test_an_operation_that_no_backend_has_is_refused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_no_backend_has_is_refused(program, monkeypatch):
     monkeypatch.setattr(Ours, "bind", lambda *_: None)
     done = program("kos.bench", "--sizes 64")
     said = "nothing was measured: expected a backend that has one of these operations, got none"
@@ -270,7 +264,7 @@ def test_an_operation_that_no_backend_has_is_refused(program: Program, monkeypat
         "bench foo", "foo", "doctor --foo", "tune --foo",
     ],
 )  # fmt: skip
-def test_rank_0_alone_refuses(typed: str) -> None:
+def test_rank_0_alone_refuses(typed):
     if "gpu" in typed and driver.unavailable() is None:
         pytest.skip("needs a machine without a GPU")
     done = run_program(MPIRUN, "-n", "2", sys.executable, "-m", "kos", *typed.split(), env=OUTSIDE, cwd=ROOT)
@@ -288,9 +282,7 @@ def test_rank_0_alone_refuses(typed: str) -> None:
         ("", False, None, {}),
     ],
 )
-def test_why_a_backend_cannot_be_measured(
-    backends: str, gpu: bool, no_gpu: str | None, reasons: dict[str, str]
-) -> None:
+def test_why_a_backend_cannot_be_measured(backends, gpu, no_gpu, reasons):
     assert not_measurable(backends.split(), gpu, no_gpu) == reasons
 
 
@@ -298,14 +290,14 @@ def test_why_a_backend_cannot_be_measured(
 
 
 @needs_core
-def test_the_costs_of_the_recorder(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_costs_of_the_recorder(program, monkeypatch, tmp_path):
     monkeypatch.setattr("timeit.repeat", lambda call, number, repeat: [timeit.timeit(call, number=number)])
     result = program("benchmarks.recorder", "--json {json}").result
     assert result.keys() >= {"hardware", "versions", "date", "commit"} and str(tmp_path) not in str(result)
     assert [row.get("ranks") for row in result["rows"]] == [None, 2, 4, 8]
 
 
-def test_call_costs_of_two_trees_are_compared(program: Program) -> None:
+def test_call_costs_of_two_trees_are_compared(program):
     done = program("benchmarks.compare", f"{ROOT} {ROOT} --ranks 1 --backend tcp --rounds 1 --json {{json}}")
     rows = done.result["rows"]
     assert [row["call"] for row in rows] == ["tcp eager", "tcp persistent"]
@@ -320,7 +312,7 @@ SMALL = """--hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-a
 --device cpu --json {json} """
 
 
-def test_times_of_prefill_and_steps(program: Program) -> None:
+def test_times_of_prefill_and_steps(program):
     done = program("benchmarks.generate", SMALL + "--seq-len 64 --prompt 40 --tokens 6 --batches 1 3 --peers uncached")
     rows, lines = done.result["rows"], done.out.splitlines()[1:]
     assert [(row["source"], row["batch"]) for row in rows] == [(x, n) for n in (1, 3) for x in ("kos", "uncached")]
@@ -330,7 +322,7 @@ def test_times_of_prefill_and_steps(program: Program) -> None:
 
 
 @needs_mpirun
-def test_times_of_steps_on_two_ranks(tmp_path: Path) -> None:
+def test_times_of_steps_on_two_ranks(tmp_path):
     path = tmp_path / "result.json"
     words = f"-m benchmarks.generate --tp 2 {SMALL.format(json=path)} --seq-len 64 --prompt 40 --tokens 6".split()
     done = run_program(MPIRUN, "-n", "2", sys.executable, *words, env=OUTSIDE, cwd=ROOT)
@@ -338,7 +330,7 @@ def test_times_of_steps_on_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0 and row["step_ms"] > 0 and done.stdout.count("kos  ") == 1, done.stderr
 
 
-def test_shares_of_a_step(program: Program) -> None:
+def test_shares_of_a_step(program):
     done = program("benchmarks.optimizers", SMALL + "--seq-len 16 --batch-size 4 --repeats 2")
     rows = done.result["rows"]
     assert [row["optimizer"] for row in rows] == ["adamw", "muon"]
@@ -348,7 +340,7 @@ def test_shares_of_a_step(program: Program) -> None:
     assert rows[0]["state_bytes"] > rows[1]["state_bytes"] > rows[0]["state_bytes"] / 2
 
 
-def test_a_run_becomes_a_file(program: Program, tmp_path: Path) -> None:
+def test_a_run_becomes_a_file(program, tmp_path):
     steps = [
         {"step": 1, "loss": 5.25, "lr": 0.1, "tokens_per_second": 10.0, "val_loss_before": 5.5},
         {"step": 2, "loss": 3.123456, "lr": 0.1, "tokens_per_second": 30.0, "val_loss": 4.0},
@@ -364,7 +356,7 @@ def test_a_run_becomes_a_file(program: Program, tmp_path: Path) -> None:
     assert result["output"] == [*log[:3], "done"]
 
 
-def test_training_beside_8_bits(tmp_path: Path) -> None:
+def test_training_beside_8_bits(tmp_path):
     """The same weights and tokens, a row each; it needs no torch."""
     flags = SMALL.format(json=tmp_path / "rows.json") + "--seq-len 32 --vocab-size 512 --per-rank 4 --steps 2"
     words = f"-m benchmarks.train {flags} --repeats 1 --ranks 1 --compare fp8"
@@ -377,7 +369,7 @@ def test_training_beside_8_bits(tmp_path: Path) -> None:
 
 @needs_mpirun
 @pytest.mark.slow
-def test_between_two_hosts(tmp_path: Path) -> None:
+def test_between_two_hosts(tmp_path):
     try:
         with two_hosts(tmp_path, "1gbit"):
             pass

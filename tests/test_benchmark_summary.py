@@ -1,12 +1,8 @@
 """What benchmarks compute from their rows: summaries, ratios, joined files, pictures' names, power, instructions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +26,7 @@ def row(backend: str, nbytes: int, time_us: float, **other: Any) -> dict[str, An
     return {**USUAL, "backend": backend, "bytes": nbytes, "time_us": time_us, **other}
 
 
-def test_worst_rows_are_first() -> None:
+def test_worst_rows_are_first():
     names, title, heading, *rows, end = summary([
         row("mpi", 8, 10.0), row("mpi-native", 8, 4.0), row("gloo", 8, 100.0),
         row("mpi", 1024, 20.0), row("mpi", 1024, 16.0, call="persistent"), row("mpi-native", 1024, 32.0),
@@ -49,7 +45,7 @@ def test_worst_rows_are_first() -> None:
     assert end == "# kos is the fastest in 1 of 3 rows"
 
 
-def test_other_summaries() -> None:
+def test_other_summaries():
     """Of a peer with several algorithms, of which the best counts; of many rows; of kos alone; of two operations."""
     _, title, _, line, end = summary([
         row("peer", 8, 4.0, mode="graph"), row("torch-symm", 8, 12.0, mode="graph", algorithm="one_shot"),
@@ -68,7 +64,7 @@ def test_other_summaries() -> None:
     assert [line.split()[2] for line in two if line.startswith("# summary")] == ["all_reduce", "broadcast"]
 
 
-def test_a_busy_machine_and_few_bytes() -> None:
+def test_a_busy_machine_and_few_bytes():
     calm, hit = row("mpi", 8, 2.0, p99_us=20.0), row("mpi", 64, 2.0, p99_us=21.0)
     assert busy([calm]) == []
     assert busy([calm, hit]) == ["# the machine was busy: p99 over 10 times the median in 1 of 2 rows"]
@@ -77,7 +73,7 @@ def test_a_busy_machine_and_few_bytes() -> None:
     assert line.split()[-5:-2] == ["0.00067", "0.25", "0"]
 
 
-def test_ratios_of_rows() -> None:
+def test_ratios_of_rows():
     ours = row("mpi", 8, 3.0, op="scan", arrays=1)
     peer, single = ours | {"backend": "mpi-native", "time_us": 2.0}, {"mode": "single_shot", "p99_us": 6.0}
     rows = [ours, peer, ours | {"call": "async", "time_us": 4.5}, ours | {"arrays": 100, "time_us": 4.0},
@@ -95,17 +91,17 @@ def test_ratios_of_rows() -> None:
         ("--sizes 512,1M,1G", [512, 2**20, 2**30]), ("-b 128M", [2**27]), ("", [1024 * 4**n for n in range(9)]),
     ],
 )  # fmt: skip
-def test_sizes_are_those_of_nccl_tests(words: str, sizes: list[int]) -> None:
+def test_sizes_are_those_of_nccl_tests(words, sizes):
     assert parse(words.split()).sizes == sizes
 
 
-def test_short_flags_are_the_long_ones() -> None:
+def test_short_flags_are_the_long_ones():
     short = "-b 8 -e 1K -f 2 -n 7 -w 3 -o max -d float64"
     long = "--min-bytes 8 --max-bytes 1K --factor 2 --iterations 7 --warmup 3 --op max --dtype float64"
     assert vars(parse(short.split())) == vars(parse(long.split()))
 
 
-def test_the_recorded_command_has_no_machine_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_has_no_machine_paths(monkeypatch):
     for name in (*report.NOTED, "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     typed = ["--json=/home/me/a.json", "/tmp/b/", "../c d", "~/e", "runs/f", "--sizes=1K:4K:x4", "--lr", "1e-3"]
@@ -127,9 +123,7 @@ def test_the_recorded_command_has_no_machine_paths(monkeypatch: pytest.MonkeyPat
         ("without matplotlib", ["all_reduce"], ""),
     ],
 )
-def test_a_picture_and_its_name(
-    arguments: str, ops: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_and_its_name(arguments, ops, name, tmp_path, monkeypatch):
     from kos.bench.__main__ import draw
 
     monkeypatch.chdir(tmp_path)
@@ -145,14 +139,14 @@ def test_a_picture_and_its_name(
     assert said.startswith(f"# picture: {name}" if name else without)
 
 
-def test_results_are_joined(tmp_path: Path, program: Callable[..., Any]) -> None:
-    def file(name: str, commit: str, *rows: dict[str, Any], hardware: str = "h") -> str:
+def test_results_are_joined(tmp_path, program):
+    def file(name, commit, *rows, hardware="h"):
         head = {"hardware": hardware, "driver": None, "versions": {"numpy": name}, "date": name, "commit": commit}
         result = {**head, "command": f"python {name}", "limits": {"launch_us": 1.0}, "skipped": {}, "rows": list(rows)}
         (tmp_path / name).write_text(json.dumps(result))
         return name
 
-    def joined(*names: str) -> Any:
+    def joined(*names):
         return program("kos.bench.join", " ".join(f"{{folder}}/{name}" for name in names) + " --json {json}")
 
     small, large = (row("mock", nbytes, 1.0, redop="sum") for nbytes in (8, 64))
@@ -176,12 +170,12 @@ def test_results_are_joined(tmp_path: Path, program: Callable[..., Any]) -> None
     ("name", "expected"),
     [("all_reduce", 100), ("reduce_scatter", 50), ("all_gather", 200), ("broadcast", 100), ("all_to_all", 100)],
 )
-def test_bytes_that_leave_a_host(name: str, expected: float) -> None:
+def test_bytes_that_leave_a_host(name, expected):
     """Two hosts of two ranks with 100 bytes each."""
     assert crossing(name, 100, 2, 2) == expected
 
 
-def test_power_counts_what_is_busy() -> None:
+def test_power_counts_what_is_busy():
     """A sample that nvidia-smi did not finish, and those of an idle GPU, count nowhere."""
     idle = "345, 120.50, 700.00, Not Active"
     samples = [idle, *[f"{1500 + i}, {690 + i}.25, 700.00, Active" for i in range(21)], "19"]
@@ -197,7 +191,7 @@ def test_power_counts_what_is_busy() -> None:
 
 @needs_core
 @pytest.mark.skipif(instructions.unavailable() is not None, reason=str(instructions.unavailable()))
-def test_no_call_takes_more_instructions() -> None:
+def test_no_call_takes_more_instructions():
     """Than 1.05 times what benchmarks/results/instructions.json has."""
     recorded = load("instructions")
     if (here := instructions.toolchain()) != recorded["toolchain"]:
@@ -213,14 +207,14 @@ def test_no_call_takes_more_instructions() -> None:
             assert each[what] <= 1.05 * known[case][what], f"{case}: python -m benchmarks.instructions --json FILE"
 
 
-def test_every_operation_is_counted() -> None:
+def test_every_operation_is_counted():
     """With the settings of the core for each vendor of CPUs."""
     counted = {(each["op"], each["cpu"]) for each in load("instructions")["rows"]}
     assert {op for op, _ in counted} == set(instructions.OPERATIONS)
     assert {("broadcast", "intel"), ("broadcast", "other")} <= counted
 
 
-def test_costs_of_callees_count_once() -> None:
+def test_costs_of_callees_count_once():
     text = """events: Ir
 ob=(1) /lib/native.abi3.so
 fn=(1) call
@@ -238,5 +232,5 @@ fn=(2)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_the_tools_by_which_instructions_are_counted_are_recorded() -> None:
+def test_the_tools_by_which_instructions_are_counted_are_recorded():
     assert json.loads(json.dumps(instructions.toolchain()))["machine"]

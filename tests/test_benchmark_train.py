@@ -1,7 +1,5 @@
 """The benchmark of training: the same losses from kos and torch, what it writes, what a failure costs."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json
@@ -18,7 +16,6 @@ import pytest
 
 import kos
 from benchmarks import train
-from kos.comm import Communicator
 from kos.errors import ConfigError
 from kos.testing import spawn
 from tests.comm.tcp_ranks import free_port
@@ -38,10 +35,8 @@ HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skippe
 
 
 @needs_mpirun
-@pytest.mark.parametrize(
-    ("layout", "flags"), [("dp2", ""), ("tp2", "--tp 2 --tie-word-embeddings --grad-clip 0.05")]
-)  # fmt: skip
-def test_two_ranks_beside_torch(layout: str, flags: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "flags"), [("dp2", ""), ("tp2", "--tp 2 --tie-word-embeddings --grad-clip 0.05")])
+def test_two_ranks_beside_torch(layout, flags, tmp_path):
     """Micro-batches and grouped queries: DDP with an untied head; tensor parallelism with a tied one and clipping."""
     file = tmp_path / "rows.json"
     arguments = [*SMALL, *flags.split(), "--compare", "torch", "--torch", "eager", "--json", str(file)]
@@ -105,7 +100,7 @@ def _context_parallel(rank: int, size: int, port: int, file: Path) -> None:
         file.write_text(json.dumps(losses))
 
 
-def test_context_parallelism_of_torch_gives_the_losses_of_one_rank(tmp_path: Path) -> None:
+def test_context_parallelism_of_torch_gives_the_losses_of_one_rank(tmp_path):
     from torch.multiprocessing.spawn import spawn as spawn_processes
 
     losses = []
@@ -121,7 +116,7 @@ def test_context_parallelism_of_torch_gives_the_losses_of_one_rank(tmp_path: Pat
     assert losses[1] == pytest.approx(losses[0], rel=2e-6) and losses[0][2] < losses[0][0]
 
 
-def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_loses_its_row_only(tmp_path, monkeypatch):
     options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager,eager-whole"])
     kos = train.Group("kos", options, ["--preset", "nonsense"], tmp_path)
     with pytest.raises(ConfigError, match="^--preset: expected one of .* got 'nonsense'$"):
@@ -131,20 +126,20 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
     calls, failure, fails, kos_fails_at = [], train.Lost("out of memory"), "eager", 0
 
     class Stub:
-        def __init__(self, name: str, *_: object) -> None:
+        def __init__(self, name, *_):
             self.name, self.seconds, self.lost = name, list[float](), False
 
-        def measure(self) -> None:
+        def measure(self):
             if self.name == "kos" and len(self.seconds) + 1 == kos_fails_at:
                 self.lost = True
                 raise train.Lost("rank 5 ended")
             self.seconds.append(1.0)
             calls.append(f"{self.name} measure")
 
-        def end(self) -> None:
+        def end(self):
             calls.append(f"{self.name} end")
 
-        def warm_up(self) -> None:
+        def warm_up(self):
             if self.name == fails:
                 raise failure
 
@@ -175,7 +170,7 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
         train.measure(options, [], tmp_path)
 
 
-def test_an_answer_that_comes_with_other_words_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_with_other_words_is_heard(tmp_path, monkeypatch):
     """In one piece: what a library says on the way to the first step, and the step."""
     options, _ = train.read_arguments(SMALL)
     code, start = "print('words\\n{\"losses\": [1]}', flush=True); input()", subprocess.Popen
@@ -188,7 +183,7 @@ def test_an_answer_that_comes_with_other_words_is_heard(tmp_path: Path, monkeypa
         group.end()
 
 
-def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_added_to_those_of_the_same_commit(tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
     header = {"hardware": "a", "driver": None, "versions": {}, "date": "", "commit": "c", "command": "x"}
     train.write(file, header, train.read_before(file, header), [{"step_ms": 1.0}], {})
@@ -209,7 +204,7 @@ def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch:
         train.report.read(file, "rows")
 
 
-def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path, capsys):
     row = {"preset": "1b", "batch_size": 2, "seq_len": 64, "implementation": "kos", "variant": "bfloat16"}
     alone = [{**row, "tokens_per_second": 500.0}, {**row, "batch_size": 4, "tokens_per_second": 9.0}]
     rows = [{**row, "ranks": 8, "tokens_per_second": 3900.0}, {**row, "ranks": 8, "preset": "x"}]
@@ -226,7 +221,7 @@ def group(name: str, losses: list[float]) -> Any:
 
 
 @pytest.fixture
-def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def unknown_gpu(monkeypatch):
     monkeypatch.setattr(train, "unavailable", lambda: "")
     monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
 
@@ -246,10 +241,7 @@ PICOTRON_FLAGS = f"{BOTH} picotron --picotron clone --device cuda --dtype"
         (f"{PICOTRON_FLAGS} float32", [5.01, 4.0], 0), (f"{PICOTRON_FLAGS} float32", [5.0, 4.1], 1),
     ],
 )  # fmt: skip
-def test_losses_that_differ_are_an_exit_code(
-    flags: str, losses: list[float], code: int, unknown_gpu: None, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_losses_that_differ_are_an_exit_code(flags, losses, code, unknown_gpu, monkeypatch, capsys):
     """Of picotron in bfloat16 those of the first step; later ones must be finite. Those of kos are 5 and 4."""
     groups = [group("kos", [5.0, 4.0]), *[group("flash", losses)] * bool(losses)]  # none: nothing of it came through
     monkeypatch.setattr(train.report, "provenance", lambda *_: {})
@@ -260,7 +252,7 @@ def test_losses_that_differ_are_an_exit_code(
     assert ("compared at the first step only" in shown) == ("picotron clone --device cuda --dtype bfloat16" in flags)
 
 
-def test_rows_of_groups(unknown_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_groups(unknown_gpu, capsys):
     arguments = train.read_arguments([*SMALL, "--ranks", "2", "--compare", "torch"])
     groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", [5.0, 4.2])]
     rows = train.make_rows(groups, *arguments)
@@ -274,7 +266,7 @@ def test_rows_of_groups(unknown_gpu: None, capsys: pytest.CaptureFixture[str]) -
         assert [row["variant"] for row in rows] == [variant, "eager"]
 
 
-def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch):
     """On the emulated device, which has steps in flight while it is asked for more."""
     _, config = train.read_arguments([*SMALL, "--ranks", "1", "--dtype", "float32"])
     losses = {}
@@ -282,7 +274,7 @@ def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
         if device == "cuda":
             host_engine(monkeypatch)
 
-        def run(comm: Communicator, device: str = device) -> list[float]:
+        def run(comm, device=device):
             monkeypatch.setattr(kos, "init", lambda *_, **__: DeviceComm(comm) if device == "cuda" else comm)
             mine = config.for_world(1, device)
             model = train.model_of(mine)
@@ -295,7 +287,7 @@ def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5) and losses["cpu"][-1] < losses["cpu"][0]
 
 
-def test_torchao_takes_the_weights_of_the_model() -> None:
+def test_torchao_takes_the_weights_of_the_model():
     """Of the blocks' products, which alone are in 8 bits."""
     pytest.importorskip("torchao.float8")
     from benchmarks.torch_llama import RECIPES, TorchLlama, in_8_bits
@@ -309,16 +301,16 @@ def test_torchao_takes_the_weights_of_the_model() -> None:
         assert type(model.head).__name__ == "Linear" and type(model.blocks[0].down).__name__ == "Float8Linear"
 
 
-def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ranks_reach_into_counts_too(monkeypatch):
     pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
     monkeypatch.setattr("kos.memory.pool.pool_of", lambda device: pool)
     training = object.__new__(train.KosTraining)
     training.peak_before = 90
-    training.device = SimpleNamespace(ops=SimpleNamespace(device=0), reachable_bytes=20)  # type: ignore[assignment]
+    training.device = SimpleNamespace(ops=SimpleNamespace(device=0), reachable_bytes=20)
     assert training.peak_memory() == 120
     training.peak_before = 130  # of the search for algorithms, whose memory the step uses again
     assert training.peak_memory() == 130
-    training.device = SimpleNamespace()  # type: ignore[assignment]
+    training.device = SimpleNamespace()
     assert training.peak_memory() is None
 
 
@@ -327,7 +319,7 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
     ("layout", "variant"),
     [("--ranks 1", "flash"), ("--ranks 4 --dp 2 --tp 2", "flash-fused"), ("--ranks 4 --dp 2 --pp 2", "flash")],
 )
-def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, variant: str, tmp_path: Path) -> None:
+def test_picotron_in_float32_gives_the_losses_of_kos(layout, variant, tmp_path):
     file = tmp_path / "rows.json"
     flags = [*layout.split(), "--grad-clip", "0", "--compare", "picotron", "--picotron", PICOTRON, "--torch", variant]
     command = [sys.executable, "-m", "benchmarks.train", *SMALL, *flags, "--apart", "--json", str(file)]
@@ -338,11 +330,11 @@ def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, variant: str, 
     assert kos["loss"] < 6.2, "nothing learned: the losses would be equal whatever the updates are"
 
 
-def test_torch_takes_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_takes_one_axis(monkeypatch):
     from benchmarks.torch_parallel import make_training
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     for flag, got in (("--tp", "dp tp"), ("--cp", "dp cp"), ("--pp", "pp dp")):
         _, config = train.read_arguments([*SMALL, "--ranks", "4", flag, "2"])
         with pytest.raises(ConfigError, match=f"^--compare torch: expected one axis of dp, tp and cp, got {got}$"):
-            make_training(config, None, None, "eager")  # type: ignore[arg-type]
+            make_training(config, None, None, "eager")

@@ -1,7 +1,5 @@
 """Comments and docstrings name files that exist."""
 
-from __future__ import annotations
-
 import io
 import re
 import tokenize
@@ -65,7 +63,7 @@ def wrong(path: Path, known: dict[str, Path]) -> list[str]:
     return [name for comment in comments(path) for name in absent(comment)]
 
 
-def test_the_files_that_comments_name_exist() -> None:
+def test_the_files_that_comments_name_exist():
     known = dict[str, Path]()
     for top in (*FOLDERS, "docs"):
         for path in (ROOT / top).rglob("*.*"):
@@ -84,7 +82,7 @@ def test_the_files_that_comments_name_exist() -> None:
         ("a.cu", "// b.h, some_name; b.h, other_name; sub/b.h", ["other_name in b.h", "sub/b.h"]),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_found(name: str, text: str, expected: list[str], tmp_path: Path) -> None:
+def test_what_does_not_exist_is_found(name, text, expected, tmp_path):
     (tmp_path / name).write_text(text)
     (tmp_path / "b.h").write_text("int some_name;")
     assert sorted(wrong(tmp_path / name, {"b.h": tmp_path / "b.h"})) == sorted(expected)

@@ -1,7 +1,5 @@
 """Commands: those that kos prints, exit statuses, repeated options, environment variables."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -26,7 +24,7 @@ OPEN_MPI, HYDRA = "mpirun (Open MPI) 5.0.11", "HYDRA build details:"
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def environment(monkeypatch, tmp_path):
     """The programs of a virtual environment in the current folder, which is not activated."""
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
@@ -42,7 +40,7 @@ def _program(path: Path, said: str) -> None:
     path.chmod(0o755)
 
 
-def test_packages_are_installed_for_this_python(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_installed_for_this_python(environment, monkeypatch):
     clone = Path(commands.__file__).resolve().parent.parent
     assert install("train") == f".venv/bin/python -m pip install -e '{clone}[train]'"
     monkeypatch.chdir(clone)
@@ -51,7 +49,7 @@ def test_packages_are_installed_for_this_python(environment: Path, monkeypatch: 
     assert install("") == "python -m pip install -e ."
 
 
-def test_an_installed_kos_names_this_python_from_any_clone(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_kos_names_this_python_from_any_clone(environment, monkeypatch):
     monkeypatch.setattr(errors, "_PACKAGE", environment / "site-packages" / "kos")
     assert install("train") == f"in a clone of kos: {environment}/python -m pip install -e '.[train]'"
     (environment / "site-packages" / "kos-0.1.0.dist-info").mkdir(parents=True)
@@ -59,7 +57,7 @@ def test_an_installed_kos_names_this_python_from_any_clone(environment: Path, mo
     assert install("") == f"in a clone of kos: {environment}/python -m pip install -e ."
 
 
-def test_a_program_of_this_folder_is_not_one_of_the_path(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_of_this_folder_is_not_one_of_the_path(environment, monkeypatch):
     monkeypatch.chdir(environment)
     assert commands.python() == "./python"
     monkeypatch.chdir("/")
@@ -80,9 +78,7 @@ def test_a_program_of_this_folder_is_not_one_of_the_path(environment: Path, monk
         ("", 0, 1, []),
     ],
 )
-def test_flags_of_mpirun_for_root_and_for_few_cores(
-    environment: Path, monkeypatch: pytest.MonkeyPatch, said: str, user: int, cores: int, flags: list[str]
-) -> None:
+def test_flags_of_mpirun_for_root_and_for_few_cores(environment, monkeypatch, said, user, cores, flags):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores)})
     monkeypatch.setattr(commands, "SIBLINGS", "/no/{}")
@@ -98,14 +94,14 @@ def test_flags_of_mpirun_for_root_and_for_few_cores(
     assert "--map-by" not in commands.mpirun(2, here=False)
 
 
-def test_an_mpirun_whose_version_is_not_utf8(environment: Path) -> None:
+def test_an_mpirun_whose_version_is_not_utf8(environment):
     _program(environment / "mpirun", "mpirun (Open MPI) 5.0.11, paramétré")
     assert commands.mpi_of(str(environment / "mpirun")) == "Open MPI"
 
 
 @needs_mpirun
 @pytest.mark.parametrize("script", [False, True])
-def test_the_options_that_started_this_job_are_kept(tmp_path: Path, script: bool) -> None:
+def test_the_options_that_started_this_job_are_kept(tmp_path, script):
     file = tmp_path / "program"
     code = "import json; from kos import commands; print(json.dumps(commands.mpirun(1)))"
     file.write_text(f"#!{sys.executable}\n{code}\n")
@@ -119,9 +115,7 @@ def test_the_options_that_started_this_job_are_kept(tmp_path: Path, script: bool
 
 
 @pytest.mark.parametrize(("user", "allowed", "said"), [(0, "", True), (0, "1", False), (1000, "", False)])
-def test_the_doctor_says_that_mpirun_refuses_root(
-    monkeypatch: pytest.MonkeyPatch, user: int, allowed: str, said: bool
-) -> None:
+def test_the_doctor_says_that_mpirun_refuses_root(monkeypatch, user, allowed, said):
     launcher = commands.find_mpirun()
     if launcher is None or commands.mpi_of(launcher) != "Open MPI":
         pytest.skip("needs Open MPI's mpirun")
@@ -150,7 +144,7 @@ MISSING = {
 TRAINING = {f"kos.train{name}" for name in ("", ".sample", ".chat", ".evaluate", ".export", ".tokenize")}  # tests/train
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_is_here():
     assert {module for module, _ in COMMANDS.values()} <= MISSING.keys() | TRAINING
 
 
@@ -158,9 +152,7 @@ def test_every_command_is_here() -> None:
     ("module", "words"), [(module, words) for module, several in MISSING.items() for words in several]
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_what_does_not_exist_is_refused_with_status_2(
-    module: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_exist_is_refused_with_status_2(module, words, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -175,7 +167,7 @@ def test_what_does_not_exist_is_refused_with_status_2(
     assert "error: " in said.err.splitlines()[-1] and "Traceback" not in said.err, said.err
 
 
-def test_what_is_refused_and_what_has_failed() -> None:
+def test_what_is_refused_and_what_has_failed():
     """The rule of the page."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KosError)]
     status = {kind: reporting.exit_status(kind("x")) for kind in kinds if kind is not errors.SettingError}
@@ -194,7 +186,7 @@ def parser(kind: type[ArgumentParser]) -> ArgumentParser:
 
 
 @pytest.mark.parametrize("kind", [ArgumentParser, Parser])
-def test_the_last_value_counts_and_this_is_said(kind: type[ArgumentParser], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_value_counts_and_this_is_said(kind, caplog):
     made = parser(kind)
     name = f"--first-{kind.__name__}"  # each warning is given once in a process
     assert [made.parse_args(["--one=1", name, "2"]).one for _ in range(2)] == [2, 2]
@@ -202,9 +194,7 @@ def test_the_last_value_counts_and_this_is_said(kind: type[ArgumentParser], capl
 
 
 @pytest.mark.parametrize("kind", [ArgumentParser, Parser])
-def test_nothing_is_said_of_equal_values_and_of_options_of_several(
-    kind: type[ArgumentParser], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_said_of_equal_values_and_of_options_of_several(kind, caplog):
     made = parser(kind)
     for _ in range(2):  # a parser may be used again
         found = made.parse_args(["--one", "1", "--one", "1", "--several", "a", "--several", "b", "--on", "--on"])
@@ -212,7 +202,7 @@ def test_nothing_is_said_of_equal_values_and_of_options_of_several(
     assert not made.parse_args(["--one", "3"]).on and not caplog.records
 
 
-def test_the_trainer_says_it_once_for_all_ranks(tmp_path: Path) -> None:
+def test_the_trainer_says_it_once_for_all_ranks(tmp_path):
     pytest.importorskip("pydantic", reason="needs the extra 'train'")
     command = [sys.executable, "-m", "kos.train", "--steps", "4", "--steps=3", "--plan", "--ranks=1"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
@@ -220,7 +210,7 @@ def test_the_trainer_says_it_once_for_all_ranks(tmp_path: Path) -> None:
     assert ran.stderr.count("--steps is given twice: 3 counts, not 4") == 1
 
 
-def test_every_command_has_such_a_parser() -> None:
+def test_every_command_has_such_a_parser():
     folder = Path(kos.__path__[0])
     others = [path for path in folder.rglob("*.py") if re.search(r"argparse\.ArgumentParser\(\w", path.read_text())]
     assert others == []
@@ -270,7 +260,7 @@ def python_files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def test_every_variable_that_kos_reads_is_on_the_page() -> None:
+def test_every_variable_that_kos_reads_is_on_the_page():
     documented = listed()
     for path in python_files("kos"):
         missing = {*read_by(ast.parse(path.read_text()))} - documented.keys()
@@ -279,7 +269,7 @@ def test_every_variable_that_kos_reads_is_on_the_page() -> None:
         assert "getenv" not in path.read_text(), "the core reads none"
 
 
-def test_every_variable_of_kos_that_a_page_names_is_on_the_page() -> None:
+def test_every_variable_of_kos_that_a_page_names_is_on_the_page():
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir(), ROOT / "README.md", ROOT / "Makefile"]
     for path in pages:
         if path.is_file() and path.parent.name != "releases":  # which say what is gone
@@ -287,7 +277,7 @@ def test_every_variable_of_kos_that_a_page_names_is_on_the_page() -> None:
             assert not missing, f"{path.relative_to(ROOT)} names {missing}, which the page lacks"
 
 
-def test_every_variable_on_the_page_is_read() -> None:
+def test_every_variable_on_the_page_is_read():
     """By kos, or by the tests and benchmarks."""
     constants = re.compile(r"[\"']([A-Z][A-Za-z0-9_]+)[\"']")
     sections = listed()
@@ -298,7 +288,7 @@ def test_every_variable_on_the_page_is_read() -> None:
     assert listed(OF_TESTS).keys() <= elsewhere
 
 
-def test_every_variable_of_the_tests_is_on_the_page() -> None:
+def test_every_variable_of_the_tests_is_on_the_page():
     """Those of kos's own name that a test, a benchmark or a hook of the site reads."""
     reads = re.compile(r"environ(?:\.get\(|\[)\"(KOS_[A-Z_]+)\"")
     files = python_files("tests", "benchmarks", "docs/hooks")

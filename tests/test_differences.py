@@ -1,11 +1,8 @@
 """What docs/differences.md says of kos, run on four ranks; of torch.distributed (gloo) and of MPI, on two."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,7 +128,7 @@ print("done", flush=True)
 @pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize("program", ["torch", "mpi4py"])
-def test_what_the_page_says_of_others(tmp_path: Path, program: str) -> None:
+def test_what_the_page_says_of_others(tmp_path, program):
     if program == "torch" and importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
     script = tmp_path / "program.py"
@@ -212,5 +209,5 @@ def refused(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("section", [arguments, numbers, groups, refused])
-def test_what_the_page_says_of_kos(section: Callable[[Any], None]) -> None:
+def test_what_the_page_says_of_kos(section):
     spawn(section, 4)

@@ -1,7 +1,5 @@
 """docs/reference/errors.md quotes the messages of the code; those that can be provoked here are."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading
@@ -31,7 +29,7 @@ def split(line: str) -> tuple[str, str]:
     return ("", text.removeprefix("error: ")) if kind == "kos" else (kind, text)
 
 
-def test_messages_are_quoted() -> None:
+def test_messages_are_quoted():
     assert len(QUOTED) > 80
     classes = {kind for kind, _ in map(split, QUOTED) if kind}
     known = {name for name, kind in vars(kos.errors).items() if isinstance(kind, type)} | {"Deadlock"}
@@ -212,7 +210,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("line", ERRORS)
-def test_a_provoked_message_is_as_quoted(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provoked_message_is_as_quoted(line, monkeypatch):
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KOS_SECRET"):
         monkeypatch.delenv(variable, raising=False)
     error, (kind, text) = provoked(ERRORS[line]), split(line)
@@ -222,7 +220,7 @@ def test_a_provoked_message_is_as_quoted(line: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("line", [line for line in QUOTED if line not in ERRORS])
-def test_the_words_of_a_quoted_message_are_in_the_code(line: str) -> None:
+def test_the_words_of_a_quoted_message_are_in_the_code(line):
     fragments = [each.strip(" ,;:()<>'\"") for each in split(line)[1].split(VALUE)]
     missing = [each for each in fragments if each and not found(each)]
     assert not missing, f"{line}: no string of kos/ has {missing}"
@@ -234,7 +232,7 @@ def found(fragment: str) -> bool:
     return fragment in texts or all(clause.strip("()") in texts for clause in clauses)
 
 
-def test_the_texts_of_timeouts_are_in_one_file() -> None:
+def test_the_texts_of_timeouts_are_in_one_file():
     words = re.compile("(not complete|not begun by all ranks|running) after … s|within … s"
                        "|went no further|still waiting|… (did not arrive|did not receive|sent nothing with)")
     others = [path for path in sorted((ROOT / "kos").rglob("*.py"))

@@ -1,7 +1,5 @@
 """The pages lead to each other: links and their anchors exist, and every page is in the site's navigation."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from fnmatch import fnmatch
@@ -45,7 +43,7 @@ def slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     wrong = []
     for target in links(page.read_text()):
         path, _, anchor = target.partition("#")
@@ -56,7 +54,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not wrong, f"{name(page)}: expected targets that exist, got {wrong}"
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation():
     nav = re.search(r"^nav:\n((?: +.*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert nav is not None
     listed = re.findall(r"(?:- |: )(\S+\.md)$", nav[1], re.M)

@@ -1,7 +1,5 @@
 """The reference: each public name is on one page of docs/reference, and quoted messages are those of the code."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re
@@ -45,13 +43,13 @@ def public_names(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_each_public_name_is_shown_once(module: str) -> None:
+def test_each_public_name_is_shown_once(module):
     shown = Counter(id(resolve(name)) for name in SHOWN if not name.startswith("kos.interop.torch"))
     times = {name: shown[id(getattr(importlib.import_module(module), name))] for name in public_names(module)}
     assert times and set(times.values()) == {1}, f"docs/reference: expected each name of {module} once, got {times}"
 
 
-def test_each_member_of_the_communicator_is_shown_once() -> None:
+def test_each_member_of_the_communicator_is_shown_once():
     members = {name for name, value in vars_of(kos.Communicator) if callable(value) or isinstance(value, property)}
     shown = Counter(name.rpartition(".")[2] for name in SHOWN if name.startswith("kos.Communicator."))
     assert members - {*shown} == set() and set(shown.values()) == {1}, (members - {*shown}, shown)
@@ -62,18 +60,18 @@ def vars_of(kind: type) -> list[tuple[str, Any]]:
     return [(name, getattr(kind, name)) for name in dir(kind) if not name.startswith("_")]
 
 
-def test_each_class_of_errors_is_shown() -> None:
+def test_each_class_of_errors_is_shown():
     kinds = {f"kos.errors.{name}" for name, kind in vars(kos.errors).items()
              if isinstance(kind, type) and issubclass(kind, kos.errors.KosError)}  # fmt: skip
     assert kinds == {each for each in SHOWN if each in kinds}, kinds - {*SHOWN}
 
 
-def test_the_api_page_names_every_dtype() -> None:
+def test_the_api_page_names_every_dtype():
     api = (FOLDER / "api.md").read_text()
     assert [name for name in DTYPES if f"`{name}`" not in api] == []
 
 
-def test_the_findings_of_the_doctor_are_its_own() -> None:
+def test_the_findings_of_the_doctor_are_its_own():
     table = (FOLDER / "errors.md").read_text().partition("| the doctor prints |")[2].partition("\n\n")[0]
     quoted = re.findall(r"`(?:no|bad) ([^`]+)`", table)
     sources = literals(ROOT / "kos" / "doctor")

@@ -1,13 +1,10 @@
 """The documentation site: its navigation, links that leave docs/, and text that comes from the code."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,16 +21,16 @@ def hook(name: str) -> ModuleType:
     return module
 
 
-def test_patterns_stand_for_the_pages_that_have_no_name() -> None:
+def test_patterns_stand_for_the_pages_that_have_no_name():
     pages = ["index.md", "guides/a.md", "guides/b.md", "guides/c.md"]
-    nav: list[Any] = [{"Home": "index.md"}, {"Guides": [{"First": ["guides/b.md"]}, "guides/*.md"]}, {"No": "no/*.md"}]
+    nav = [{"Home": "index.md"}, {"Guides": [{"First": ["guides/b.md"]}, "guides/*.md"]}, {"No": "no/*.md"}]
     assert hook("navigation").expand(nav, pages) == [
         {"Home": "index.md"},
         {"Guides": [{"First": ["guides/b.md"]}, "guides/a.md", "guides/c.md"]},
     ]
 
 
-def test_a_page_in_no_section_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_in_no_section_is_a_warning(tmp_path, caplog):
     for name in ("index.md", "lost.md"):
         (tmp_path / name).write_text("# A page\n")
     config = hook("navigation").on_config({"docs_dir": str(tmp_path), "nav": ["index.md"]})
@@ -44,7 +41,7 @@ def test_a_page_in_no_section_is_a_warning(tmp_path: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("url", ["", "https://example.org/kos"])
-def test_links_that_leave_docs(url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_links_that_leave_docs(url, monkeypatch, caplog):
     pytest.importorskip("mkdocs")
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
@@ -64,14 +61,14 @@ def test_links_that_leave_docs(url: str, monkeypatch: pytest.MonkeyPatch, caplog
     assert "guides/a.md: expected a file of the repository, got a link to ../../none.py" in caplog.text
 
 
-def test_examples_in_docstrings_are_python() -> None:
+def test_examples_in_docstrings_are_python():
     pytest.importorskip("griffe")
     text = "Add.\n\n    comm.all_reduce(x)\n\n    y = x\n\nMore.\n\n- a list\n    of two lines"
     expected = "Add.\n\n```python\ncomm.all_reduce(x)\n\ny = x\n```\n\nMore.\n\n- a list\n    of two lines"
     assert hook("docstrings").fenced(text) == expected
 
 
-def test_a_folder_shows_what_is_not_hidden(tmp_path: Path) -> None:
+def test_a_folder_shows_what_is_not_hidden(tmp_path):
     pytest.importorskip("mkdocs")
     for name in (".secret", "a.py", "b.py"):
         (tmp_path / name).touch()
@@ -81,7 +78,7 @@ def test_a_folder_shows_what_is_not_hidden(tmp_path: Path) -> None:
     )
 
 
-def test_names_of_the_reference_become_their_docstrings(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_of_the_reference_become_their_docstrings(caplog):
     reference, page = hook("reference"), SimpleNamespace(file=SimpleNamespace(src_uri="reference/api.md"))
     text = "- `kos.Work.done`\n- `kos.comm.Batch`\n\n- `kos.init` is not alone in its line\n"
     shown = "\n::: kos.Work.done\n\n\n::: kos.comm.Batch\n    options:\n      members: [wait, works]\n\n"
@@ -94,19 +91,19 @@ def test_names_of_the_reference_become_their_docstrings(caplog: pytest.LogCaptur
     assert (record.levelno, record.getMessage()) == (logging.WARNING, expected)
 
 
-def test_options_are_of_names_that_are_shown() -> None:
+def test_options_are_of_names_that_are_shown():
     shown = set(hook("reference").NAME.findall((ROOT / "docs" / "reference" / "api.md").read_text()))
     assert len(shown) > 100 and hook("reference").OPTIONS.keys() <= shown
 
 
-def test_the_code_of_the_home_page_does_not_scroll_sideways() -> None:
+def test_the_code_of_the_home_page_does_not_scroll_sideways():
     """The site's column shows 80 characters in a window of 1,280 to 1,440 pixels, and 57 in one of 500."""
     text = (ROOT / "docs" / "index.md").read_text()
     lines = [line for block in re.findall(r"^```\w+\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
     assert lines and [line for line in lines if len(line) > 57] == []
 
 
-def test_the_page_of_commands_is_up_to_date() -> None:
+def test_the_page_of_commands_is_up_to_date():
     """In a clone it has a heading for each command, to which the site adds the arguments."""
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     reference = hook("reference")
@@ -116,7 +113,7 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert "| `--data NAME or PATH[:WEIGHT]` |" in shown and "| `--data" not in page
 
 
-def test_the_section_of_a_command_has_its_flags() -> None:
+def test_the_section_of_a_command_has_its_flags():
     from kos.train.config.flags import make_parser
 
     section = hook("commands").section("train", make_parser(), "train a model: more")

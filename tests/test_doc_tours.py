@@ -1,7 +1,5 @@
 """The tours of docs/how-it-works quote lines of the code: each is in a file that its row names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -25,11 +23,11 @@ def quotes() -> list[tuple[str, str, tuple[str, ...]]]:
     return found
 
 
-def test_quotes_are_found() -> None:
+def test_quotes_are_found():
     assert len(quotes()) > 40 and all(files for *_, files in quotes())
 
 
 @pytest.mark.parametrize(("folder", "code", "files"), quotes())
-def test_a_quoted_line_is_in_its_file(folder: str, code: str, files: tuple[str, ...]) -> None:
+def test_a_quoted_line_is_in_its_file(folder, code, files):
     texts = [" ".join((ROOT / folder / each).read_text().split()) for each in files]
     assert any(all(part in text for part in code.split("…")) for text in texts), f"{code}: not in {files}"

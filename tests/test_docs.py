@@ -14,8 +14,6 @@ In output, `…` stands for any part of a line, and a line `…` for any lines. 
 ``<!-- run, in any order -->`` compare lines that ranks print in any order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io
@@ -59,9 +57,7 @@ COMMANDS = re.compile(
     r"^```console\n(?P<text>.*?)^```$",
     re.M | re.S,
 )
-HOW = re.compile(
-    r"on (?P<ranks>\d+) ranks|script: mpirun -n (?P<mpi>\d+)|(?P<pytest>pytest)|not run: (?P<why>.+)"
-)
+HOW = re.compile(r"on (?P<ranks>\d+) ranks|script: mpirun -n (?P<mpi>\d+)|(?P<pytest>pytest)|not run: (?P<why>.+)")
 LIMIT = 200  # seconds
 TOGETHER: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
@@ -85,7 +81,7 @@ def run(*command: str, cwd: Path, env: dict[str, str] | None = None, status: int
 
 
 @pytest.mark.parametrize(("block", "name", "line"), blocks())
-def test_block(block: re.Match[str], name: str, line: int, tmp_path: Path) -> None:
+def test_block(block, name, line, tmp_path):
     how, code = block["how"], block["code"]
     way = HOW.fullmatch(how) if how else None
     assert way or not how, f"{name}: expected a comment that says how to run it, got {how!r}"
@@ -95,11 +91,7 @@ def test_block(block: re.Match[str], name: str, line: int, tmp_path: Path) -> No
     elif way and way["ranks"]:
         compiled = compile(padded, name, "exec")
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            spawn(
-                lambda comm: exec(compiled, {"comm": comm, "kos": kos, "np": np}),
-                int(way["ranks"]),
-                timeout=LIMIT,
-            )
+            spawn(lambda comm: exec(compiled, {"comm": comm, "kos": kos, "np": np}), int(way["ranks"]), timeout=LIMIT)
         text = stdout.getvalue()
     elif way and way["pytest"]:
         (tmp_path / "conftest.py").write_text('pytest_plugins = ["kos.testing.plugin"]\n')
@@ -158,7 +150,7 @@ def prints(expected: str, printed: str, unordered: bool = False) -> bool:
         ("…\n", "", False, True),
     ],
 )
-def test_output_is_compared(expected: str, printed: str, unordered: bool, same: bool) -> None:
+def test_output_is_compared(expected, printed, unordered, same):
     assert prints(expected, printed, unordered) is same
 
 
@@ -174,7 +166,7 @@ def pages_with_commands() -> list[pytest.ParameterSet]:
 
 
 @pytest.mark.parametrize(("page", "slow"), pages_with_commands())
-def test_commands(page: Path, slow: bool, tmp_path: Path) -> None:
+def test_commands(page, slow, tmp_path):
     programs, folder = tmp_path / "bin", tmp_path / "folder"
     programs.mkdir()
     folder.mkdir()
@@ -206,7 +198,7 @@ def test_commands(page: Path, slow: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_is_to_be_compared_is_found(page: Path) -> None:
+def test_what_is_to_be_compared_is_found(page):
     """A comment that is misspelt, or not directly before its block, would compare nothing."""
     text = page.read_text()
     comments = re.findall(r"^<!-- (?:file|run|prints)\b.*", text, re.M)
@@ -225,12 +217,12 @@ def public(thing: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def test_the_guides_name_every_method_of_the_communicator() -> None:
+def test_the_guides_name_every_method_of_the_communicator():
     missing = [name for name, _ in public(kos.Communicator) if not re.search(rf"\b{name}\b", GUIDES)]
     assert not missing, f"docs/guides do not mention {missing}"
 
 
-def test_what_the_guides_name_can_be_imported() -> None:
+def test_what_the_guides_name_can_be_imported():
     names = sorted(set(re.findall(r"(?<![/\w.])kos(?:\.[A-Za-z_]\w*)+", GUIDES)))
     missing = [name for name in names if not resolves(name)]
     assert len(names) > 10 and not missing, missing
@@ -251,7 +243,7 @@ def resolves(name: str) -> bool:
     [kos, kos.comm, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder],
     ids=lambda thing: thing.__name__,
 )
-def test_what_is_public_is_documented(thing: Any) -> None:
+def test_what_is_public_is_documented(thing):
     bare = [name for name, value in public(thing) if not value.__doc__]
     assert not bare, f"{thing.__name__}: expected docstrings, {bare} have none"
 
@@ -260,7 +252,7 @@ def test_what_is_public_is_documented(thing: Any) -> None:
     "thing", [kos, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder, Array],
     ids=lambda thing: thing.__name__,
 )
-def test_help_names_every_argument_and_the_errors(thing: Any) -> None:
+def test_help_names_every_argument_and_the_errors(thing):
     """In a function's own text, in its class's, or in that of a function that its text names (``as ``split````)."""
     lacking = []
     for name, value in public(thing):
@@ -277,7 +269,7 @@ def test_help_names_every_argument_and_the_errors(thing: Any) -> None:
     assert not lacking, f"{thing.__name__}: {lacking}"
 
 
-def test_help_of_a_method_or_function_is_complete() -> None:
+def test_help_of_a_method_or_function_is_complete():
     """Its docstring names every argument and the errors, and has an example that compiles."""
     methods, lacking = [pair for pair in public(kos.Communicator) if inspect.isroutine(pair[1])], []
     functions = [(call.__name__, call) for call in (kos.init, kos.join, kos.register_backend, spawn)]
@@ -294,5 +286,5 @@ def test_help_of_a_method_or_function_is_complete() -> None:
     assert not lacking, lacking
 
 
-def test_blocks_are_found() -> None:
+def test_blocks_are_found():
     assert {"README.md", "docs/guides/collectives.md"} <= {str(block.id).partition(":")[0] for block in blocks()}

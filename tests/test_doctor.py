@@ -1,7 +1,5 @@
 """The doctor: what it says where things work, and that it says something, in time, where they do not."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket
@@ -38,7 +36,7 @@ def run(*arguments: str, launcher: tuple[str, ...] = (), code: str = "", **envir
     return done.returncode, done.stdout
 
 
-def test_alone() -> None:
+def test_alone():
     code, said = run("--json")
     report = json.loads(said)  # and nothing else, on stderr either
     assert code == 0 and report["will_train"] and report["ranks"] == 1
@@ -47,13 +45,13 @@ def test_alone() -> None:
     assert "CUDA" in verdicts and any(line.startswith("mpi ") for line in report["backends"])
 
 
-def test_stderr_that_is_closed() -> None:
+def test_stderr_that_is_closed():
     code, said = run("--json", launcher=("sh", "-c", 'exec "$@" 2>&-', "sh"))
     assert code == 0 and json.loads(said)["will_communicate"]
 
 
 @needs_mpirun
-def test_under_mpirun() -> None:
+def test_under_mpirun():
     code, said = run("--json", launcher=(MPIRUN, "-n", "2"), code=PATIENT)
     report = json.loads(said)
     assert code == 0 and report["will_train"] and report["ranks"] == 2
@@ -63,7 +61,7 @@ def test_under_mpirun() -> None:
 
 
 @needs_mpirun
-def test_a_rank_that_does_not_reach_mpi_init() -> None:
+def test_a_rank_that_does_not_reach_mpi_init():
     late = 'test "$OMPI_COMM_WORLD_RANK" = 1 && sleep 300; exec "$@"'
     code = "import kos.doctor.__main__ as d\nd.GRACE = 1.0\n"
     code += "d.faulthandler.dump_traceback_later = lambda *_, **__: None"  # for waits that hold Python's lock
@@ -80,7 +78,7 @@ def place(rank: int, size: int) -> dict[str, str]:
     return {**where, "KOS_SECRET": "x"}  # else the user's own, in a home that may be read-only
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_a_rank_that_does_not_come():
     code, said = run("--timeout", "1", code=PATIENT, **place(0, 2))
     assert code == 1 and "These" not in said
     assert "did not arrive within 1 s" in said and "ok   Python" in said
@@ -90,18 +88,18 @@ def test_a_rank_that_does_not_come() -> None:
     assert said.startswith("kos: error: rank 1: finding the other ranks: rendezvous: rank 1 did not reach rank 0")
 
 
-def test_ranks_by_environment() -> None:
+def test_ranks_by_environment():
     """As torchrun starts them; JSON on rank 0's stdout alone."""
     where = place(0, 2)
     other = threading.Thread(target=lambda: told.append(run("--json", code=PATIENT, **{**where, "RANK": "1"})))
-    told: list[tuple[int, str]] = []
+    told = []
     other.start()
     code, said = run("--json", code=PATIENT, **where)
     other.join()
     assert code == 0 and json.loads(said)["ranks"] == 2 and told[0] == (0, "")
 
 
-def test_another_mpirun() -> None:
+def test_another_mpirun():
     code, said = run(OMPI_COMM_WORLD_SIZE="3", OMPI_COMM_WORLD_RANK="0")
     assert code == 1 and "expected 3 ranks in MPI_COMM_WORLD, got 1" in said
 
@@ -113,7 +111,7 @@ def test_another_mpirun() -> None:
         pytest.param("ctypes.PyDLL(None).sleep(99)", "Timeout (0:00:0", id="wait that holds the GIL"),
     ],
 )
-def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
+def test_what_hangs_is_told_and_ended(wait, told):
     code = "import ctypes, time, kos.doctor.__main__ as d\nd.GRACE = 0.5\n"
     code += f"d.default_rendezvous = lambda timeout, watched: {wait}"
     if "Timeout" not in told:
@@ -123,8 +121,8 @@ def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
     assert "Timeout" in said or "no end within 1 s" in said
 
 
-def test_alarms_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    alarms: list[str] = []
+def test_alarms_are_cancelled(monkeypatch):
+    alarms = []
     for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
         monkeypatch.setattr(f"faulthandler.{name}", lambda *_, name=name, **__: alarms.append(name))
     doctor = Doctor(argparse.Namespace())
@@ -144,14 +142,14 @@ def test_alarms_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_an_all_reduce_that_fails_or_is_wrong(code: str, finding: str) -> None:
+def test_an_all_reduce_that_fails_or_is_wrong(code, finding):
     status, said = run(code=code)
     assert status == 1 and "bad  all_reduce" in said and finding in said and "backend  usable" in said
     assert said.splitlines()[-1] == "This rank cannot communicate or train, see: all_reduce."
 
 
-def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
-    def fails() -> list[Check]:
+def test_a_check_that_fails_or_hangs_is_a_finding():
+    def fails():
         raise OSError("the disk is on fire")
 
     assert checks.bounded("it", fails) == [Check("it", NO, "OSError: the disk is on fire")]
@@ -162,7 +160,7 @@ def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
     forever.set()
 
 
-def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages(monkeypatch):
     extras = {"jinja2": "chat", "pyarrow": "parquet", "backports.zstd": "zstd"}
     if sys.version_info >= (3, 14):
         del extras["backports.zstd"]
@@ -187,10 +185,8 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "no", NO, "no mpirun"),
     ],
 )
-def test_mpirun_of_another_mpi(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, beside: str, verdict: str, found: str
-) -> None:
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+def test_mpirun_of_another_mpi(monkeypatch, tmp_path, said, beside, verdict, found):
+    def run(command, **_):
         library = '["Open MPI v5", ["/lib/libmpi.so.40"]]'
         return SimpleNamespace(returncode=0, stdout=said.encode() if "--version" in command else library)
 
@@ -217,7 +213,7 @@ def test_mpirun_of_another_mpi(
         ("the CUDA driver found no usable GPU (CUDA_VISIBLE_DEVICES='')", "NVRM version: 580", "", "nvidia-smi -L"),
     ],
 )
-def test_no_cuda(monkeypatch: pytest.MonkeyPatch, reason: str, kernel: str, visible: str | None, remedy: str) -> None:
+def test_no_cuda(monkeypatch, reason, kernel, visible, remedy):
     monkeypatch.setattr(checks.driver, "unavailable", lambda: reason)
     monkeypatch.setattr(checks, "_kernel_driver", lambda: kernel)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -229,9 +225,7 @@ def test_no_cuda(monkeypatch: pytest.MonkeyPatch, reason: str, kernel: str, visi
 
 
 @pytest.mark.parametrize(("capability", "noted"), [((9, 0), False), ((8, 0), True), ((10, 0), True), ((12, 0), True)])
-def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], noted: bool
-) -> None:
+def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(monkeypatch, capability, noted):
     gpus = [DeviceInfo(i, "a GPU", f"{i}", capability, 80 << 30, 108, f"{i}", 0, False) for i in range(2)]
     monkeypatch.setattr(checks.cuda, "visible_devices", lambda: gpus)
     monkeypatch.setattr(checks.devices, "nvlinks", lambda index: 4)
@@ -244,7 +238,7 @@ def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(
     assert [bool(check["remedy"]) for check in report.to_json()["checks"]] == [noted] * 2
 
 
-def test_versions_of_the_driver_and_of_nccl_need_no_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_the_driver_and_of_nccl_need_no_visible_gpu(monkeypatch):
     monkeypatch.setattr(checks.driver, "unavailable", lambda: "no GPU is visible (CUDA_VISIBLE_DEVICES='')")
     monkeypatch.setattr(checks, "call", lambda function: 13000)
     monkeypatch.setattr(checks, "cu", SimpleNamespace(cuDriverGetVersion=None))
@@ -271,18 +265,18 @@ def _facts(**changes: object) -> dict[str, object]:
         ([{}, {}, {}], "GPUs of the ranks", NO, "ranks 0-3 of a share 3 GPUs"),
     ],
 )
-def test_ranks_that_do_not_fit(others: list[dict[str, object]], name: str, verdict: str, said: str) -> None:
+def test_ranks_that_do_not_fit(others, name, verdict, said):
     found = list(ranks.compare([_facts(), *(_facts(**other) for other in others)]))
     assert [check.name for check in found] == ["hosts", name]
     assert found[1].verdict == verdict and said in found[1].found and found[1].remedy
 
 
-def test_ranks_that_fit() -> None:
+def test_ranks_that_fit():
     found = list(ranks.compare([_facts(), _facts(), _facts(host="b", host_id="b1", ipc_namespace="ipc:[9]")]))
     assert found == [Check("hosts", OK, "a: ranks 0-1; b: rank 2")]
 
 
-def test_the_report_says_what_is_common_once() -> None:
+def test_the_report_says_what_is_common_once():
     report = Report(size=3)
     same, mine = Check("one", OK, "alike"), Check("two", NO, "differs", "mend it")
     report.add([[same, mine], [same, Check("two", NO, "differs more", "mend it")], [same, Check("two", BAD, "broken")]])
@@ -293,7 +287,7 @@ def test_the_report_says_what_is_common_once() -> None:
     assert said.endswith("These 3 ranks cannot communicate or train, see: two.") and not report.to_json()["will_train"]
 
 
-def test_ranks_without_the_trainer_communicate() -> None:
+def test_ranks_without_the_trainer_communicate():
     report = Report(checks={Check("all_reduce", OK, "exact"): [0], Check("packages (train)", NO, "not installed"): [0]})
     assert report.to_text().endswith("This rank can communicate; to train, see: packages (train).")
     said = report.to_json()
@@ -301,14 +295,14 @@ def test_ranks_without_the_trainer_communicate() -> None:
 
 
 @pytest.mark.gpu
-def test_gpus_of_one_process() -> None:
+def test_gpus_of_one_process():
     if len(ranks.visible_devices()) < 2:
         pytest.skip("needs two GPUs")
     assert ranks.gpus_of_this_process(20).verdict == OK
 
 
 @pytest.mark.parametrize(("off", "how"), [("0", "unset KOS_CORE"), (None, "install kos again beside a C compiler")])
-def test_the_remedy_without_the_compiled_core(monkeypatch: pytest.MonkeyPatch, off: str | None, how: str) -> None:
+def test_the_remedy_without_the_compiled_core(monkeypatch, off, how):
     monkeypatch.setattr(_core, "unavailable", "it is away")
     monkeypatch.delenv("KOS_CORE", raising=False)
     if off is not None:

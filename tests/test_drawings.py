@@ -1,10 +1,7 @@
 """The drawn pictures of docs: each file is what ``python -m docs.drawings`` draws today."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 
@@ -19,32 +16,32 @@ SVG = "{http://www.w3.org/2000/svg}"
 PAGES = sorted((IMAGES.parents[1] / "how-it-works").glob("*.md"))
 
 
-def test_the_committed_pictures_are_those_drawn_today() -> None:
+def test_the_committed_pictures_are_those_drawn_today():
     drawn = pictures()
     assert COMMITTED.keys() == drawn.keys(), "run python -m docs.drawings, and remove what it no longer draws"
     stale = [name for name, svg in drawn.items() if COMMITTED[name] != svg]
     assert not stale, f"{stale}: run python -m docs.drawings"
 
 
-def test_every_picture_is_on_a_page_and_every_page_has_a_picture() -> None:
+def test_every_picture_is_on_a_page_and_every_page_has_a_picture():
     everywhere = IMAGES.parents[1].rglob("*.md")
     shown = {page: set(re.findall(r"images/how-it-works/([\w-]+)\.svg", page.read_text())) for page in everywhere}
     assert set().union(*shown.values()) == COMMITTED.keys()
     assert all(shown[page] for page in PAGES), shown
 
 
-def test_the_index_lists_every_page() -> None:
+def test_the_index_lists_every_page():
     index = (IMAGES.parents[1] / "how-it-works" / "index.md").read_text()
     missing = [page.name for page in PAGES if page.name != "index.md" and f"]({page.name})" not in index]
     assert not missing
 
 
 @pytest.mark.parametrize("name", sorted(COMMITTED))
-def test_words_stay_inside_and_apart(name: str) -> None:
+def test_words_stay_inside_and_apart(name):
     """A letter is taken to be 0.56 of its size wide, as in DejaVu Sans, the widest of the fonts that are named."""
     root = ET.fromstring(COMMITTED[name])
     width, height = (float(root.get(side, "0")) for side in ("width", "height"))
-    spans: list[tuple[float, float, float, str]] = []
+    spans = []
     for text in root.iter(f"{SVG}text"):
         words, size = text.text or "", float(text.get("font-size", "0"))
         x, y, long = float(text.get("x", "0")), float(text.get("y", "0")), 0.56 * size * len(words)
@@ -56,7 +53,7 @@ def test_words_stay_inside_and_apart(name: str) -> None:
         assert over == [words], over
 
 
-def test_a_ring_as_it_is_drawn() -> None:
+def test_a_ring_as_it_is_drawn():
     states, arrows = steps_of(build("all_reduce", "ring", 4))
     assert len(states) == 7 and [len(each) for each in arrows] == [4] * 6
     assert [state[1] for state in states[:3]] == [dict.fromkeys(range(4), 2), {0: 3, 1: 2, 2: 2, 3: 2},
@@ -65,7 +62,7 @@ def test_a_ring_as_it_is_drawn() -> None:
     assert [all(a.adds for a in each) for each in arrows] == [True] * 3 + [False] * 3
 
 
-def test_the_house_has_no_arrows_and_its_boxes_are_apart() -> None:
+def test_the_house_has_no_arrows_and_its_boxes_are_apart():
     root = ET.fromstring(COMMITTED["house"])
     assert not root.findall(f"{SVG}line") and not root.findall(f"{SVG}polygon")
     boxes = [tuple(float(rect.get(side, "0")) for side in ("x", "y", "width", "height"))
@@ -78,13 +75,13 @@ def test_the_house_has_no_arrows_and_its_boxes_are_apart() -> None:
             assert apart or within, ((x, y, w, h), (a, b, c, d))
 
 
-def test_local_rounds_belong_to_the_step_before_them() -> None:
+def test_local_rounds_belong_to_the_step_before_them():
     states, arrows = steps_of(build("all_reduce", "two_shot", 4))
     assert len(arrows) == 2 and [len(each) for each in arrows] == [12, 12]
     assert states[1] == [{chunk: 15 if chunk == rank else 1 << rank for chunk in range(4)} for rank in range(4)]
 
 
-def test_the_house_of_a_small_package(tmp_path: Path) -> None:
+def test_the_house_of_a_small_package(tmp_path):
     for module, text in {
         "__init__": "", "train/__init__": "from kos.comm import work\nfrom kos import errors", "errors": "",
         "comm/__init__": "import kos.errors", "comm/work": "from kos.comm.host import wire",
@@ -101,7 +98,7 @@ def test_the_house_of_a_small_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMMITTED))
-def test_no_paper_covers_a_lifeline(name: str) -> None:
+def test_no_paper_covers_a_lifeline(name):
     """A white box behind words would cut a line that time runs along."""
     root = ET.fromstring(COMMITTED[name])
     lines = [{key: float(value) for key, value in line.items() if key in ("x1", "x2", "y1", "y2")}
@@ -113,6 +110,6 @@ def test_no_paper_covers_a_lifeline(name: str) -> None:
         assert box.get("fill") != "#ffffff" or not cut, (x, y)
 
 
-def test_words_that_do_not_fit_are_refused() -> None:
+def test_words_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="expected at most 52 letters"):
         exchange("title", "", ["a", "b"], [(0, 1, "w" * 60)])

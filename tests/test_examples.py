@@ -1,7 +1,5 @@
 """Every program of examples/ runs, is short, and is named by its README."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -42,7 +40,7 @@ def output(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-def test_each_is_short_run_by_a_test_and_named_by_the_readme() -> None:
+def test_each_is_short_run_by_a_test_and_named_by_the_readme():
     readme, tests = (EXAMPLES / "README.md").read_text(), Path(__file__).read_text()
     assert re.findall(r"\]\(([\w.]+)\)", readme) == list(dict.fromkeys(re.findall(r"\]\(([\w.]+)\)", readme)))
     assert sorted(re.findall(r"\]\(([\w.]+)\)", readme)) == FILES
@@ -64,17 +62,17 @@ def test_each_is_short_run_by_a_test_and_named_by_the_readme() -> None:
         ("own_backend.py", 2, "rank 1: 198.0 by plain, promises broken: {}"),
     ],
 )
-def test_under_mpirun(name: str, ranks: int, expected: str) -> None:
+def test_under_mpirun(name, ranks, expected):
     assert expected in output(mpirun(ranks, str(EXAMPLES / name)))
 
 
 @pytest.mark.parametrize("name", ["all_reduce.py", "ring.py", "own_schedule.py"])
-def test_alone(name: str) -> None:
+def test_alone(name):
     output(run_program(*python(), str(EXAMPLES / name), env=environment()))
 
 
 @needs_mpirun
-def test_training_from_python(tmp_path: Path) -> None:
+def test_training_from_python(tmp_path):
     """Both learn."""
     said = {}
     for name in ("train_own_batches.py", "reinforce.py"):
@@ -85,14 +83,14 @@ def test_training_from_python(tmp_path: Path) -> None:
     assert last > first + 1.5, said
 
 
-def test_the_tests_of_ones_own_code(tmp_path: Path) -> None:
+def test_the_tests_of_ones_own_code(tmp_path):
     options = ("-q", "-p", "kos.testing.plugin", "-p", "no:cacheprovider", "--rootdir=.")
     command = (sys.executable, "-m", "pytest", *options, str(EXAMPLES / "test_my_code.py"))
     done = run_program(*command, env=environment(), cwd=tmp_path)
     assert "6 passed" in output(done)
 
 
-def test_survivors_go_on() -> None:
+def test_survivors_go_on():
     """Rank 1 dies before step 4; the others end with the same weights."""
     base = {**environment(), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
@@ -113,7 +111,7 @@ def test_survivors_go_on() -> None:
         assert f"rank {rank}: [1. 2. 3.] after 10 steps on 2 ranks" in texts[rank]
 
 
-def test_weights_to_a_server(tmp_path: Path) -> None:
+def test_weights_to_a_server(tmp_path):
     """The server has four versions, then keeps its weights while the trainer is away, then has four of the next one."""
     port = next(port for port in iter(free_port, 0) if port < 60_000)
     env = {**environment(), "TMPDIR": str(tmp_path)}
@@ -135,7 +133,7 @@ for rank in $ranks; do until wait $rank; do [ $? -gt 128 ] || exit 1; done; done
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
+def slurm(tmp_path):
     """The environment of a job."""
     if not shutil.which("openssl"):
         pytest.skip("openssl is not installed")
@@ -149,7 +147,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_a_slurm_job(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_a_slurm_job(tmp_path, slurm):
     """The ranks find each other by the variables that the script sets, and get all arguments."""
     command = ("bash", str(EXAMPLES / "slurm.sh"), str(EXAMPLES / "all_reduce.py"))
     said = output(run_program(*command, env=slurm, cwd=tmp_path))
@@ -159,7 +157,7 @@ def test_a_slurm_job(tmp_path: Path, slurm: dict[str, str]) -> None:
     assert output(done).splitlines() == ["['two words', '-x']"] * 2
 
 
-def test_a_slurm_job_uses_the_venv_of_its_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_a_slurm_job_uses_the_venv_of_its_folder(tmp_path, slurm):
     del slurm["PYTHON"]
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").write_text('#!/bin/bash\necho "of the folder: $*"\n')
@@ -168,7 +166,7 @@ def test_a_slurm_job_uses_the_venv_of_its_folder(tmp_path: Path, slurm: dict[str
     assert output(done).splitlines() == ["of the folder: words.py"] * 2
 
 
-def test_a_slurm_job_trains_and_resumes_when_requeued(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_a_slurm_job_trains_and_resumes_when_requeued(tmp_path, slurm):
     """Slurm sends the signal before the time limit; then the job is requeued with the same id."""
     text, job = (EXAMPLES / "slurm.sh").read_text(), slurm["SLURM_JOB_ID"]
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", text, re.M))
@@ -198,7 +196,7 @@ def test_a_slurm_job_trains_and_resumes_when_requeued(tmp_path: Path, slurm: dic
         ("--config my.config.json --init-from=models/config.json", "--out runs/slurm-JOB "),
     ],
 )
-def test_the_folder_of_a_slurm_job(tmp_path: Path, slurm: dict[str, str], more: str, own: str) -> None:
+def test_the_folder_of_a_slurm_job(tmp_path, slurm, more, own):
     """That of --out, or one of its own, not that of another run, whatever the configuration file is called."""
     slurm["PYTHON"] = "echo"
     (tmp_path / "runs/slurm-1/checkpoints").mkdir(parents=True)
@@ -208,9 +206,7 @@ def test_the_folder_of_a_slurm_job(tmp_path: Path, slurm: dict[str, str], more: 
 
 
 @pytest.mark.parametrize(("last", "requeued"), [(6, True), (10, False)])
-def test_a_slurm_job_is_requeued_while_steps_are_left(
-    tmp_path: Path, slurm: dict[str, str], last: int, requeued: bool
-) -> None:
+def test_a_slurm_job_is_requeued_while_steps_are_left(tmp_path, slurm, last, requeued):
     """A job that ends shortly before its time limit; one without a run is not requeued."""
     ending = {**slurm, "PYTHON": "echo", "SLURM_JOB_END_TIME": str(int(time.time()) + 60)}
     (tmp_path / f"mine/checkpoints/step-{last}").mkdir(parents=True)
@@ -222,7 +218,7 @@ def test_a_slurm_job_is_requeued_while_steps_are_left(
 
 
 @needs_mpirun
-def test_a_hostfile(tmp_path: Path) -> None:
+def test_a_hostfile(tmp_path):
     """Open MPI reads it; here the first node is this one, and there is no second."""
     text = (EXAMPLES / "hostfile").read_text()
     assert re.findall(r"^(\w+) slots=4$", text, re.M) == ["node1", "node2"]
@@ -235,14 +231,14 @@ def test_a_hostfile(tmp_path: Path) -> None:
 @needs("kos.interop.torch")
 @needs("torch")
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
-def test_torch(name: str, tmp_path: Path) -> None:
+def test_torch(name, tmp_path):
     """The losses that gloo gives, to the last printed digit."""
     text = (EXAMPLES / name).read_text()
     assert text.count('init_process_group("kos")') == 1
     over_gloo = re.sub(r"^import kos.*\n", "", text, flags=re.M).replace('group("kos")', 'group("gloo")')
     (tmp_path / name).write_text(over_gloo)
 
-    def losses(path: Path) -> list[str]:
+    def losses(path):
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
         done = run_program(*command, env=environment())
         # At the end of a process Gloo may abort it: "terminate called without an active exception".
@@ -255,7 +251,7 @@ def test_torch(name: str, tmp_path: Path) -> None:
 @needs_mpirun
 @needs("torch")
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
-def test_torch_under_mpirun_names_the_right_command(name: str) -> None:
+def test_torch_under_mpirun_names_the_right_command(name):
     done = mpirun(2, str(EXAMPLES / name))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"expected a number, got none; start with torchrun --nproc-per-node 2 examples/{name}" in done.stderr
@@ -263,7 +259,7 @@ def test_torch_under_mpirun_names_the_right_command(name: str) -> None:
 
 @pytest.mark.slow
 @needs("ray")
-def test_ray(tmp_path: Path) -> None:
+def test_ray(tmp_path):
     done = run_program(sys.executable, str(EXAMPLES / "ray_actors.py"), env=environment(), cwd=tmp_path)
     assert "by ray.util.collective: [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]" in output(done)
     assert "by kos: [('tcp', [0, 1]), ('tcp', [0, 1])]" in done.stdout
@@ -273,7 +269,7 @@ def test_ray(tmp_path: Path) -> None:
 @pytest.mark.skipif(bool(cuda.unavailable()), reason=f"needs two GPUs: {cuda.unavailable()}")
 @needs("cupy")
 @needs_mpirun
-def test_cupy() -> None:
+def test_cupy():
     if len(cuda.visible_devices()) < 2:
         pytest.skip("needs two GPUs")
     command = (MPIRUN, "-n", "2", sys.executable, str(EXAMPLES / "cupy_gpus.py"))

@@ -1,13 +1,7 @@
 """What the host's compiler made of kernels, loaded into one process."""
 
-from __future__ import annotations
-
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests import host_compiler
 from tests.host_compiler import compiled, needs_compiler
@@ -32,7 +26,7 @@ extern "C" EXPORTED void places(void** found) {{
 
 
 @needs_compiler
-def test_libraries_share_no_variables() -> None:
+def test_libraries_share_no_variables():
     """A kernel compiled for 1000 words would write behind the memory of the one that was loaded first, for 1."""
     found = (ctypes.c_void_p * 2)(), (ctypes.c_void_p * 2)()
     for words, there in zip((1, 1000), found, strict=True):
@@ -42,10 +36,10 @@ def test_libraries_share_no_variables() -> None:
 
 
 @needs_compiler
-def test_each_text_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_text_is_compiled_once(monkeypatch, tmp_path):
     texts, compile_ = [], host_compiler._compile
 
-    def noted(files: Any, command: Any, kept: Path) -> None:
+    def noted(files, command, kept):
         texts.append(kept)
         compile_(files, command, kept)
 

@@ -1,7 +1,5 @@
 """What may import what: nothing optional, no torch and no pickle, and down the floors only."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -120,9 +118,7 @@ def importable(rooms_of_train: bool) -> list[str]:
         pytest.param(True, ALLOWED_BY_CORE | ADDED_BY_TRAIN | DEPENDENCIES_OF_THOSE, id="train"),
     ],
 )
-def test_every_module_imports_without_mpi_gpu_torch_or_optional_packages(
-    train: bool, allowed: set[str]
-) -> None:
+def test_every_module_imports_without_mpi_gpu_torch_or_optional_packages(train, allowed):
     modules = importable(rooms_of_train=train)
     assert modules
     done = run_python(BLOCKER.format(allowed=allowed, modules=modules))
@@ -139,21 +135,21 @@ def test_every_module_imports_without_mpi_gpu_torch_or_optional_packages(
         ),
     ],
 )
-def test_an_import_loads_nothing_heavy(modules: list[str], never: tuple[str, ...]) -> None:
+def test_an_import_loads_nothing_heavy(modules, never):
     code = "import importlib, sys\n" + "\n".join(f"importlib.import_module({name!r})" for name in modules)
     done = run_python(code + f"\nprint([name for name in {never!r} if name in sys.modules])")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
 
-def test_processes_are_forked_before_cuda_is_initialised() -> None:
+def test_processes_are_forked_before_cuda_is_initialised():
     """After ``cuInit`` a forked process cannot use a GPU."""
     code = "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in IMPORTED)
     done = run_python(code + "\nfrom kos.cuda.driver import unavailable\nprint(unavailable.cache_info().currsize)")
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
-def test_imports_go_down_the_floors_only() -> None:
+def test_imports_go_down_the_floors_only():
     wrong = []
     for file in FILES:
         importer = room(module_name(file))
@@ -172,10 +168,10 @@ def test_imports_go_down_the_floors_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_circle() -> None:
+def test_no_import_circle():
     """Imports for types alone, and those inside functions, count."""
     modules = {module_name(file): file for file in FILES}
-    arrows: dict[str, set[str]] = {}
+    arrows = {}
     for name, file in modules.items():
         own = arrows.setdefault(name, set())
         for node in parsed(file):
@@ -185,9 +181,9 @@ def test_no_import_circle() -> None:
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 own |= (inner & modules.keys()) or {node.module}
         own.discard(name)
-    done: set[str] = set()
+    done = set()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def visit(name, path):
         assert name not in path, "an import circle: " + " -> ".join((*path[path.index(name) :], name))
         if name not in done:
             for imported in sorted(arrows[name]):
@@ -198,7 +194,7 @@ def test_no_import_circle() -> None:
         visit(name, ())
 
 
-def test_kos_imports_neither_torch_nor_pickle() -> None:
+def test_kos_imports_neither_torch_nor_pickle():
     banned = {"torch", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
     wrong = [
         f"{file.relative_to(ROOT)}:{line}: {module}"
@@ -211,7 +207,7 @@ def test_kos_imports_neither_torch_nor_pickle() -> None:
 
 
 @pytest.mark.parametrize("code", ["from kos import init", "import kos; kos.init", "from kos.train import fit"])
-def test_a_python_without_the_gil_is_refused(code: str) -> None:
+def test_a_python_without_the_gil_is_refused(code):
     """By the first import of what communicates: torch imports ``kos.interop.autoload`` in every program."""
     program = f"import sys; sys._is_gil_enabled = lambda: False; import kos.interop.autoload; {code}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

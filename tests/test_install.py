@@ -1,7 +1,5 @@
 """The Makefile and pyproject.toml: clear errors, repaired installs, and a Ctrl-C that lets the ranks save."""
 
-from __future__ import annotations
-
 import os
 import re
 import select
@@ -64,7 +62,7 @@ def fake_python(path: Path, version_ok: bool = True, venv_ok: bool = True) -> Pa
     )
 
 
-def test_help_is_the_default_and_names_every_target(tmp_path: Path) -> None:
+def test_help_is_the_default_and_names_every_target(tmp_path):
     done = run_make(tmp_path / "venv")
     assert done.returncode == 0, done.stderr
     for target in ("help", "train", "test", "lint", "clean"):
@@ -81,7 +79,7 @@ def test_help_is_the_default_and_names_every_target(tmp_path: Path) -> None:
     ],
     ids=["missing", "old", "without venv"],
 )
-def test_an_unusable_python_is_one_clear_line(tmp_path: Path, answers: dict[str, bool] | None, expected: str) -> None:
+def test_an_unusable_python_is_one_clear_line(tmp_path, answers, expected):
     python = tmp_path / "python3"
     if answers is not None:
         fake_python(python, **answers)
@@ -93,7 +91,7 @@ def test_an_unusable_python_is_one_clear_line(tmp_path: Path, answers: dict[str,
     assert not (tmp_path / "venv").exists()
 
 
-def test_an_interrupted_install_starts_from_an_empty_venv(tmp_path: Path) -> None:
+def test_an_interrupted_install_starts_from_an_empty_venv(tmp_path):
     python, venv = fake_python(tmp_path / "python3"), tmp_path / "venv"
     inner = fake_python(venv / "bin" / "python")
     stamp = str(venv / STAMP)
@@ -113,7 +111,7 @@ def test_an_interrupted_install_starts_from_an_empty_venv(tmp_path: Path) -> Non
     assert not inner.with_name("python.log").exists(), "the second run called pip"
 
 
-def test_a_failed_install_leaves_no_stamp(tmp_path: Path) -> None:
+def test_a_failed_install_leaves_no_stamp(tmp_path):
     venv = tmp_path / "venv"
     script(venv / "bin" / "python", '#!/bin/sh\ncase "$*" in *install*) exit 1 ;; esac\n')
     done = run_make(venv, f"PYTHON={fake_python(tmp_path / 'python3')}", str(venv / STAMP))
@@ -148,7 +146,7 @@ MPIRUN = """\
     [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)],
     ids=["saves", "stubborn", "supervisor"],
 )
-def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path, number: int, stubborn: bool) -> None:
+def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path, number, stubborn):
     """What reaches the shell twice within a second counts once: ``timeout`` signals the group, and make its shell."""
     venv = tmp_path / "venv"
     script(venv / "bin" / "mpirun", MPIRUN.format(python=sys.executable, stubborn=stubborn))
@@ -180,7 +178,7 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path,
         assert process.wait(60) == -number
 
 
-def test_every_extra_that_a_message_or_the_readme_names_exists() -> None:
+def test_every_extra_that_a_message_or_the_readme_names_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = "".join(file.read_text() for file in (ROOT / "kos").rglob("*.py"))
     pages = "".join(file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
@@ -192,7 +190,7 @@ def test_every_extra_that_a_message_or_the_readme_names_exists() -> None:
     assert "kos[" not in text + pages, "kos is on no package index: kos.errors.install says what works"
 
 
-def test_a_folder_named_kos_does_not_hide_the_package(tmp_path: Path) -> None:
+def test_a_folder_named_kos_does_not_hide_the_package(tmp_path):
     """A script beside a clone, whose folder Python takes for a namespace package unless it finds a real one."""
     pytest.importorskip("setuptools", minversion="77")
     clone, site = tmp_path / "kos", tmp_path / "site"

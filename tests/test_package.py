@@ -1,7 +1,5 @@
 """The wheel and the sdist: what they hold, and that an installed wheel runs; the command ``kos``."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import runpy
@@ -33,22 +31,22 @@ def run(*command: str | Path, cwd: Path = ROOT, limit: float = 120) -> subproces
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+def ran(monkeypatch):
     """The modules that the command has run, with their arguments."""
-    found: list[tuple[str, list[str]]] = []
+    found = []
     monkeypatch.setattr(sys, "argv", ["kos"])
     monkeypatch.setattr(runpy, "run_module", lambda module, **_: found.append((module, sys.argv[1:])))
     return found
 
 
-def test_the_command_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_its_commands(capsys):
     for words in ([], ["--help"], ["-h"]):
         assert main(words) == 0
         text = capsys.readouterr().out
         assert all(f"\n  {name} " in text for name in COMMANDS), text
 
 
-def test_a_command_is_its_module(ran: list[tuple[str, list[str]]]) -> None:
+def test_a_command_is_its_module(ran):
     for name, (module, _) in COMMANDS.items():
         assert main([name, "--help", "x"]) == 0 and ran.pop() == (module, ["--help", "x"])
         flat = ("sample", "chat", "eval", "tokenize", "export", "plot")
@@ -56,14 +54,14 @@ def test_a_command_is_its_module(ran: list[tuple[str, list[str]]]) -> None:
         assert importlib.util.find_spec(program) is not None
 
 
-def test_what_is_no_command(ran: list[tuple[str, list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_command(ran, capsys):
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == f"kos: error: expected one of {', '.join(COMMANDS)}, got 'trian'\n"
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"kos {kos.__version__}\n"
     assert not ran
 
 
-def test_a_command_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_as_a_process(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # the usage fits on one line with either name
     here, there = (run(sys.executable, "-m", *words, "--help") for words in (("kos", "tune"), ("kos.tune",)))
     assert there.stdout.startswith("usage: python -m kos.tune [-h]")
@@ -75,7 +73,7 @@ SAYING = ("--help", "--version", "schedules", "schedules ring --ranks 3", "docto
 
 
 @pytest.mark.parametrize("words", SAYING)
-def test_an_output_that_cannot_be_written_is_one_line(words: str) -> None:
+def test_an_output_that_cannot_be_written_is_one_line(words):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "kos", *words.split()]
         done = subprocess.run(command, stdout=full, stderr=PIPE, text=True, timeout=120)
@@ -84,7 +82,7 @@ def test_an_output_that_cannot_be_written_is_one_line(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", SAYING)
-def test_a_closed_pipe_or_an_ascii_output_ends_no_command_with_an_error(words: str) -> None:
+def test_a_closed_pipe_or_an_ascii_output_ends_no_command_with_an_error(words):
     command = ["env", "PYTHONIOENCODING=ascii", sys.executable, "-m", "kos", *words.split()]
     done = subprocess.run(command, capture_output=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.isascii()
@@ -95,7 +93,7 @@ def test_a_closed_pipe_or_an_ascii_output_ends_no_command_with_an_error(words: s
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
+def test_ctrl_c_ends_a_command_without_a_traceback():
     command = [sys.executable, "-m", "kos", "schedules", "ring", "--predict", "--scales", "8,16384", "--sizes", "1K,1G"]
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         assert process.stdout is not None and "predicted" in process.stdout.readline()
@@ -104,7 +102,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize(("ignored", "status"), [(False, -signal.SIGINT), (True, 0)])
-def test_what_a_command_printed_before_ctrl_c_is_not_lost(ignored: bool, status: int) -> None:
+def test_what_a_command_printed_before_ctrl_c_is_not_lost(ignored, status):
     """A command that a shell began in the background ignores SIGINT, and goes on."""
     program = """
 import os, runpy, signal
@@ -125,7 +123,7 @@ main(["schedules"])
     ("option", "number", "expected"),
     [("--scales", "65537", "65,536, got 65,537"), ("--sizes", "9" * 400, "4,611,686,018,427,387,904, got 9")],
 )
-def test_predictions_of_schedules_refuse_huge_numbers(option: str, number: str, expected: str) -> None:
+def test_predictions_of_schedules_refuse_huge_numbers(option, number, expected):
     done = run(sys.executable, "-m", "kos.comm.schedules", "ring", "--predict", option, number)
     assert done.returncode == 2 and f"kos: error: {option}: expected numbers up to {expected}" in done.stderr
 
@@ -138,21 +136,19 @@ def test_predictions_of_schedules_refuse_huge_numbers(option: str, number: str, 
         ("--ranks 100 --chunks 100", "--ranks times --chunks: expected up to 8,192, got 100 ranks with 100 chunks"),
     ],
 )
-def test_schedules_refuse_huge_numbers_of_chunks(words: str, expected: str) -> None:
+def test_schedules_refuse_huge_numbers_of_chunks(words, expected):
     done = run(sys.executable, "-m", "kos.comm.schedules", "ring", *words.split())
     assert done.returncode == 2 and f"kos: error: {expected}" in done.stderr
 
 
 @pytest.mark.parametrize("words", ["schedules", "sample --help", "plot --help"])
-def test_commands_work_without_docstrings(words: str) -> None:
+def test_commands_work_without_docstrings(words):
     done = run(sys.executable, "-OO", "-m", "kos", *words.split())
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "train"])
-def test_wrong_arguments_are_refused_by_the_name_that_was_typed(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, monkeypatch, capsys):
     """With the usage, except by commands of several ranks: those refuse once for all ranks, on one line."""
     monkeypatch.setattr(sys, "argv", ["kos"])
     with pytest.raises(SystemExit) as ended:
@@ -168,7 +164,7 @@ def test_wrong_arguments_are_refused_by_the_name_that_was_typed(
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def dist(tmp_path_factory):
     """The wheel, built from the unpacked sdist, and the sdist."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("dist")
@@ -194,7 +190,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_both_hold_every_file_of_kos_and_no_other(dist: tuple[Path, Path]) -> None:
+def test_both_hold_every_file_of_kos_and_no_other(dist):
     wheel, sdist = dist
     files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "kos"], cwd=ROOT, capture_output=True)
     expected = {name for name in files.stdout.decode().split() if (ROOT / name).exists()}
@@ -214,7 +210,7 @@ def test_both_hold_every_file_of_kos_and_no_other(dist: tuple[Path, Path]) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None or shutil.which("cc") is None, reason="needs make and a C compiler")
-def test_make_wheels_builds_one_with_the_core_and_a_pure_one_and_the_sdist() -> None:
+def test_make_wheels_builds_one_with_the_core_and_a_pure_one_and_the_sdist():
     """The wheels have the same files but the core; no symbol is newer than manylinux allows."""
     made = run("make", "wheels", f"PYTHON={sys.executable}", limit=280)
     assert made.returncode == 0, made.stdout + made.stderr
@@ -230,7 +226,7 @@ def test_make_wheels_builds_one_with_the_core_and_a_pure_one_and_the_sdist() -> 
 
 
 @pytest.mark.slow
-def test_a_wheel_built_without_a_compiler_works_without_the_core(dist: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_wheel_built_without_a_compiler_works_without_the_core(dist, tmp_path):
     [unpacked] = (dist[0].parent / "unpacked").iterdir()
     for built in ("build", "kos/_core/native.abi3.so"):
         shutil.rmtree(unpacked / built, ignore_errors=True)
@@ -249,9 +245,7 @@ def test_a_wheel_built_without_a_compiler_works_without_the_core(dist: tuple[Pat
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_passes_the_trial_of_releases(
-    dist: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_an_installed_wheel_passes_the_trial_of_releases(dist, tmp_path):
     """In a venv that has the packages kos depends on, from this Python, and kos from the wheel alone."""
     venv = tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
@@ -269,7 +263,7 @@ def test_an_installed_wheel_passes_the_trial_of_releases(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_sdist_installs_without_an_index(dist: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_sdist_installs_without_an_index(dist, tmp_path):
     """In an environment of its own, with nothing but the build requirements, which were downloaded before."""
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     download = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", tmp_path, *requirements)

@@ -4,8 +4,6 @@
 private names: ``kos._core`` and what its header defines, ``Transport``, the layout of segments, the ABI of kernels.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator
@@ -65,13 +63,11 @@ def of_self(node: ast.Attribute) -> bool:
 
 def counts() -> dict[str, int]:
     """The number of uses in each file of the tests that has some."""
-    found = {
-        str(path.relative_to(ROOT)): len(list(used(path.read_text()))) for path in (ROOT / "tests").rglob("*.py")
-    }
+    found = {str(path.relative_to(ROOT)): len(list(used(path.read_text()))) for path in (ROOT / "tests").rglob("*.py")}
     return {path: count for path, count in sorted(found.items()) if count}
 
 
-def test_private_names_of_kos_become_fewer() -> None:
+def test_private_names_of_kos_become_fewer():
     listed = {path: int(count) for count, path in (line.split() for line in LISTED.read_text().splitlines())}
     found = counts()
     more = {path: count for path, count in found.items() if count > listed.get(path, 0)}
@@ -80,7 +76,7 @@ def test_private_names_of_kos_become_fewer() -> None:
     assert found == listed, "there are fewer by now: run python -m tests.test_private_names"
 
 
-def test_what_is_a_private_name_of_kos() -> None:
+def test_what_is_a_private_name_of_kos():
     text = """
 from kos.comm.watchdog import _stop, TICK
 from kos import _core

@@ -1,7 +1,5 @@
 """The tools in tests/: lines, stubs, paths, settings, mutations, and how tests are run."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from kos.dtypes import DTYPES
 from tests import lines, paths, settings, stubs
 from tests import run as stages
 from tests.launcher import needs_mpirun
-from tests.mutations import MUTATIONS, Mutation
+from tests.mutations import MUTATIONS
 from tests.random_mutations import defects, replaced
 from tests.run import ROOT
 
@@ -56,14 +53,14 @@ here */
 """
 
 
-def test_what_counts_as_code() -> None:
+def test_what_counts_as_code():
     python = lines.count("comm", "kos/comm/half.py", PYTHON)
     assert (python.code, python.total, python.classes, python.functions) == (8, 18, 1, (("text", 5),))
     cuda = lines.count("comm", "kos/comm/half.cuh", CUDA)
     assert (cuda.language, cuda.code, cuda.total) == ("CUDA", 3, 8)
 
 
-def test_a_bound_that_is_exceeded_names_what_exceeds_it() -> None:
+def test_a_bound_that_is_exceeded_names_what_exceeds_it():
     """In the message of ``test_bounds``, since its failure is all that a developer sees."""
     long = "def long():\n" + "    x = 1\n" * lines.MOST_IN_FUNCTION
     files = [lines.count("train", "kos/train/a.py", long), lines.count("comm", "kos/comm/b.py", "\n" * 501)]
@@ -71,7 +68,7 @@ def test_a_bound_that_is_exceeded_names_what_exceeds_it() -> None:
     assert len(said) == 2 and "kos/train/a.py: long: 61" in said[0] and "kos/comm/b.py: 501" in said[1]
 
 
-def test_bounds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bounds(monkeypatch, capsys):
     """Prints every bound and its value. None may be exceeded."""
     counted = list(lines.files())
     assert {file.folder for file in counted} <= set(lines.FOLDERS)
@@ -85,12 +82,12 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     print(printed)
 
 
-def test_the_stub_is_current() -> None:
+def test_the_stub_is_current():
     """Else: ``python tests/stubs.py``."""
     assert stubs.TARGET.read_text() == stubs.generate(stubs.SOURCE.read_text())
 
 
-def test_every_operation_has_overloads() -> None:
+def test_every_operation_has_overloads():
     public = {name for name, value in vars(Operations).items() if callable(value) and not name.startswith("_")}
     persistent = {f"{name}_init" for name in {*stubs.RESULTS} - {"send_bytes", "recv_bytes"}}
     assert public - {"feed_back", "probe"} == {*stubs.RESULTS, *persistent}
@@ -115,7 +112,7 @@ if native is None:  # how often ranks return depends on their timing
     MOST["nccl+peer"] = {"miss": (11, 10), "hit": (6, 0)}
 
 
-def test_the_path_of_a_trace() -> None:
+def test_the_path_of_a_trace():
     trace = [("", "a"), ("a", "b"), ("b", "b"), ("a", "b"), ("a", "a"), ("a", "c"), ("c", "b"), ("b", "a"), ("a", "c")]
     passed = paths.path(trace)
     assert passed == ["a", "b", "c", "b", "a", "c"]
@@ -123,7 +120,7 @@ def test_the_path_of_a_trace() -> None:
     assert paths.shortest([passed, ["a", "b", "a"], ["a", "b"]]) == ["a", "b"]
 
 
-def test_a_trace_follows_python_calls_of_kos() -> None:
+def test_a_trace_follows_python_calls_of_kos():
     """Not those of other packages, and a generator where it begins alone."""
     assert paths.trace(lambda: [DTYPES["float32"], np.ones(3).mean()]) == []
     calls = paths.trace(lambda: in_and_out(np.ones(3), None, None))
@@ -141,7 +138,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_files_that_an_all_reduce_passes(backend: str) -> None:
+def test_the_files_that_an_all_reduce_passes(backend):
     for kind, passed in paths.TRACED[backend]().items():
         most_files, most_returns = MOST[backend][kind]
         told = f"{backend}, {kind}: {passed}"
@@ -186,7 +183,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("name", [name for name in settings.SETTINGS if name != "nobody"])  # it covers /root
-def test_a_setting_changes_what_it_says(name: str) -> None:
+def test_a_setting_changes_what_it_says(name):
     python = sorted(os.listdir(sys.base_prefix))
     command = [sys.executable, settings.__file__, name, sys.executable, "-c", PROGRAM, name]
     done = subprocess.run(command, cwd=settings.ROOT, capture_output=True, text=True, timeout=120)
@@ -197,17 +194,17 @@ def test_a_setting_changes_what_it_says(name: str) -> None:
     assert (done.returncode, done.stdout) == (3, "changed\n"), done.stderr
 
 
-def test_an_unknown_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_setting_is_refused(capsys):
     assert settings.main(["no", "true"]) == settings.main(["as-is"]) == settings.main([]) == 2
     assert "long-tmpdir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.old}")
-def test_the_text_is_there(mutation: Mutation) -> None:
+def test_the_text_is_there(mutation):
     assert mutation.old in (ROOT / mutation.file).read_text()
 
 
-def test_random_defects_are_other_programs() -> None:
+def test_random_defects_are_other_programs():
     text = "def f(é, x):\n    if not x < 2 and é:\n        g(x + 1)\n    return True\n"
     changed = {ast.unparse(ast.parse(replaced(text, node, new))) for node, new in defects(text, ast.parse(text))}
     found = {line.strip() for each in changed for line in each.splitlines()}
@@ -254,9 +251,7 @@ def ignore_sigint() -> None:
     [(signal.SIGTERM, None), (signal.SIGINT, None), (signal.SIGTERM, ignore_sigint)],
     ids=["SIGTERM", "SIGINT", "SIGTERM, SIGINT ignored"],
 )
-def test_a_test_under_way_ends_what_it_started(
-    tmp_path: Path, number: signal.Signals, start: Callable[[], None] | None
-) -> None:
+def test_a_test_under_way_ends_what_it_started(tmp_path, number, start):
     file, children = tmp_path / "test_waits.py", tmp_path / "children"
     file.write_text(WAITS.replace('"children"', repr(str(children))))
     options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
@@ -273,13 +268,13 @@ def test_a_test_under_way_ends_what_it_started(
     until(lambda: process(child)[0] in "ZX", "the end of what the test started")
 
 
-def test_what_tests_start_heeds_sigint() -> None:
+def test_what_tests_start_heeds_sigint():
     ignored = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     done = subprocess.run([sys.executable, "-c", ignored], capture_output=True, text=True, timeout=SECONDS)
     assert done.stdout == "False\n"
 
 
-def test_tests_that_a_shell_began_in_the_background() -> None:
+def test_tests_that_a_shell_began_in_the_background():
     """There SIGINT is ignored, by all children too."""
     this = f"{__file__}::{test_what_tests_start_heeds_sigint.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", this]
@@ -292,9 +287,7 @@ def test_tests_that_a_shell_began_in_the_background() -> None:
 @pytest.mark.parametrize(
     ("passed", "code"), [((True, None, True), 0), ((None, None, None), 5), ((True, False, None), 1)]
 )
-def test_a_selection_without_a_test_fails(
-    passed: tuple[bool | None, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_selection_without_a_test_fails(passed, code, tmp_path, monkeypatch):
     """A misspelt ``-k`` is no success; a stage alone may be empty."""
     left = iter(passed)
     monkeypatch.setattr(stages, "REPORTS", tmp_path / "reports")

@@ -1,7 +1,5 @@
 """The files for GitHub, which run nowhere here: they parse, and what they name exists in this repository."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
@@ -38,7 +36,7 @@ def unknown(line: str) -> str:
     return " ".join(file for file in files if not (ROOT / file).is_file())
 
 
-def test_what_a_line_names() -> None:
+def test_what_a_line_names():
     known = ("make lint", ".venv/bin/python tests/lines.py", "make test PYTHON=python")
     assert [unknown(line) for line in known] == ["", "", ""]
     assert unknown("make lnit") == "lnit" and unknown("make") == "no target" and unknown("tox -e py") == "tox"
@@ -46,12 +44,12 @@ def test_what_a_line_names() -> None:
 
 
 @pytest.mark.parametrize(("job", "step"), [(job, step) for job, step in STEPS if "run" in step], ids=str)
-def test_the_commands_of_workflows_exist(job: tuple[str, str], step: dict[str, Any]) -> None:
+def test_the_commands_of_workflows_exist(job, step):
     lines = step["run"].splitlines()
     assert lines and not [found for line in lines if (found := unknown(line))]
 
 
-def test_actions_and_workflows_have_a_version_or_exist() -> None:
+def test_actions_and_workflows_have_a_version_or_exist():
     used = [each["uses"] for each in (*JOBS.values(), *(step for _, step in STEPS)) if "uses" in each]
     assert len(used) > 5
     for name in used:
@@ -63,7 +61,7 @@ def test_actions_and_workflows_have_a_version_or_exist() -> None:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_jobs_end_and_need_jobs_that_exist(job: tuple[str, str]) -> None:
+def test_jobs_end_and_need_jobs_that_exist(job):
     each = JOBS[job]
     needs = each.get("needs", [])
     assert {*([needs] if isinstance(needs, str) else needs)} <= {name for flow, name in JOBS if flow == job[0]}
@@ -77,7 +75,7 @@ def pythons(job: dict[str, Any]) -> list[str]:
     return [version for each in given for version in (job["strategy"]["matrix"]["python"] if "${{" in each else [each])]
 
 
-def test_pythons_are_those_that_kos_supports() -> None:
+def test_pythons_are_those_that_kos_supports():
     """The tests run on three or more; what is installed, on every one that pyproject.toml lists."""
     supported = SpecifierSet(PROJECT["project"]["requires-python"])
     listed = [each.rpartition(" ")[2] for each in PROJECT["project"]["classifiers"] if "Python :: 3." in each]
@@ -93,7 +91,7 @@ def test_pythons_are_those_that_kos_supports() -> None:
     assert f"/opt/python/{abi}-{abi}/bin/python" in build and abi == f"cp{oldest.replace('.', '')}"
 
 
-def test_only_the_job_that_publishes_may_write_and_it_needs_all_others() -> None:
+def test_only_the_job_that_publishes_may_write_and_it_needs_all_others():
     """By a token of this run: no password or key is stored."""
     assert all(flow["permissions"] == {"contents": "read"} for flow in WORKFLOWS.values())
     assert {job: each["permissions"] for job, each in JOBS.items() if "permissions" in each} == {
@@ -108,7 +106,7 @@ def test_only_the_job_that_publishes_may_write_and_it_needs_all_others() -> None
             assert step["with"]["persist-credentials"] is False
 
 
-def test_what_is_published_is_what_was_built() -> None:
+def test_what_is_published_is_what_was_built():
     """One artifact for each CPU: the wheels and the sdist from one, the other CPU's wheel from the other."""
     [upload] = [step["with"] for _, step in STEPS if "upload-artifact" in step.get("uses", "")]
     assert upload["name"] == "dist-${{ matrix.cpu }}" and upload["if-no-files-found"] == "error"
@@ -119,7 +117,7 @@ def test_what_is_published_is_what_was_built() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem)
-def test_issue_forms(path: Path) -> None:
+def test_issue_forms(path):
     form = yaml.safe_load(path.read_text())
     assert {*form} == {"name", "description", "labels", "body"}
     ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
@@ -129,7 +127,7 @@ def test_issue_forms(path: Path) -> None:
         assert (ROOT / link).is_file(), link
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_is_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "version", "date-released", "license"} <= {*cited}
     assert cited["version"] == kos.__version__ and cited["license"] == PROJECT["project"]["license"]

@@ -7,8 +7,6 @@ the rank of the fault, and that rank alone; after a crash the survivors also go 
 result.  Each wrong trial gets a line with its seed, which ``--trials 1 --seed S`` repeats.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

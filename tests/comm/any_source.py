@@ -1,10 +1,6 @@
 """Ranks for tests of receives from any rank, of bytes and of probes: threads, ``tcp`` and ``mpi``."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ ON_MPI = [pytest.param(name, marks=pytest.mark.mpi) for name in ("mpi", "mpi apa
 
 
 @pytest.fixture(params=[*(() if UNDER_MPIRUN else ("mock", "tcp", "tcp apart")), *ON_MPI])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     if request.param.endswith("apart"):
         request.getfixturevalue("apart")
     elif request.param != "mock" and _core.native is None:
@@ -30,7 +26,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def run(kind: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+def run(kind, request):
     """Runs a function of a communicator on three ranks, or under mpirun on all of them."""
     if "mpi" in kind:
         world = request.getfixturevalue("mpi_world")
@@ -43,7 +39,7 @@ def run(kind: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def meet(kind: str) -> Callable[[kos.Communicator], Any]:
+def meet(kind):
     """Waits for all ranks, outside of kos where ranks are threads: a rank that waits in kos is not named as late."""
     barrier = threading.Barrier(SIZE)
     return (lambda comm: comm.rendezvous.barrier()) if "mpi" in kind else (lambda comm: barrier.wait(TIMEOUT))

@@ -1,7 +1,5 @@
 """The errors of compressed operations are within the bounds of ``kos.comm.compression``."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

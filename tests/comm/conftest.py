@@ -1,9 +1,6 @@
 """Fixtures: groups of ranks on every backend that runs on a CPU."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ _SEED = int(np.random.SeedSequence().generate_state(1)[0])
 
 
 @pytest.fixture(autouse=True)
-def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _slow_machine(monkeypatch):
     """Any thread may be held up for seconds: what waits for one beyond a test's own timeout waits for long."""
     monkeypatch.setattr("kos.comm.control.group.GRACE_SECONDS", 30.0)
     monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 30.0)
@@ -28,7 +25,7 @@ def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def mpi_world() -> Iterator[kos.Communicator]:
+def mpi_world():
     """The communicator of the mpirun that runs this pytest."""
     with kos.init("mpi") as world:
         yield world
@@ -51,7 +48,7 @@ def backends(*sizes: int) -> dict[str, Any]:
 
 
 @pytest.fixture(**backends(1, 2, 3, 4))
-def ranks(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
+def ranks(request):
     """``ranks.run(fn)`` runs fn(comm) on every rank."""
     if request.param == "mpi":
         return MPIRanks(request.getfixturevalue("mpi_world"))
@@ -62,7 +59,7 @@ TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_P
 
 
 @pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def no_launcher(monkeypatch):
     """As in a shell: no launcher, mpirun included, has told this process anything."""
     slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
     for name in (*LAUNCHERS_VARIABLES, *slurm, "OMPI_COMM_WORLD_RANK", "PMI_RANK", *TORCHS_VARIABLES):
@@ -71,7 +68,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
+def seed(request):
     """A fresh seed, the same on all ranks; printed when the test fails."""
     value = _SEED
     if request.node.get_closest_marker("mpi"):
@@ -82,13 +79,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(**backends(2, 4))
-def several(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
+def several(request):
     """As ``ranks``, two or more."""
     return request.getfixturevalue("ranks_of_mpi") if request.param == "mpi" else MockRanks(request.param)
 
 
 @pytest.fixture
-def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
+def ranks_of_mpi(mpi_world):
     """The ranks of the mpirun that runs this pytest, two or more."""
     if mpi_world.size == 1:
         pytest.skip("needs mpirun with two ranks or more")
@@ -96,26 +93,26 @@ def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
 
 
 @pytest.fixture
-def queued(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def queued(fake, monkeypatch):
     """As ``fake``, on GPUs that never run the all_reduces that are queued."""
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
     return fake
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def apart(monkeypatch):
     """Each rank pretends to be on a host of its own."""
     on_hosts(monkeypatch, [1] * 64)
 
 
 @pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def messages(monkeypatch):
     """Ranks that are threads send messages in every collective; otherwise the last rank computes most of them."""
     monkeypatch.setattr("kos.comm.host.threads.ThreadTransport.computes", lambda self, o: False)
 
 
 @pytest.fixture(params=["shared", "none"])
-def memory(request: pytest.FixtureRequest) -> str:
+def memory(request):
     """The memory that ranks of this host share."""
     if request.param == "none":
         request.getfixturevalue("apart")
@@ -128,7 +125,7 @@ def memory(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def fake(monkeypatch):
     """The stand-ins for GPUs and NCCL."""
     from tests.comm.fake_nccl import no_gpu  # which the ranks of mpirun need not import
 
@@ -137,13 +134,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_looks(monkeypatch):
     """The watchdog, after whose looks Python marks a call of NCCL, looks at nothing."""
     monkeypatch.setattr("kos.comm.watchdog.TICK", 1000.0)
 
 
 @pytest.fixture(params=["nccl", "peer"])
-def gpu_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def gpu_run(request, monkeypatch):
     """Runs a function of a communicator on two ranks, with stand-ins for GPUs."""
     from tests.comm.fake_nccl import FakeRanks, no_gpu
     from tests.comm.fake_peer import ThreadRanks, no_gpus
@@ -151,13 +148,13 @@ def gpu_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     if request.param == "peer" and COMPILER is None:
         pytest.skip("needs a C++ compiler")
-    ranks: Any = FakeRanks(2) if request.param == "nccl" else ThreadRanks(2)
+    ranks = FakeRanks(2) if request.param == "nccl" else ThreadRanks(2)
     with no_gpu(monkeypatch) if request.param == "nccl" else no_gpus(monkeypatch, 2):
         yield lambda body: ranks.run(lambda gpu: body(gpu.comm))
 
 
 @pytest.fixture(params=["nccl", "peer", "auto"])
-def gpu_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def gpu_alone(request, monkeypatch):
     """Runs a function of a communicator of one rank and of the stand-in for the driver."""
     from kos.comm.gpu.backend import GPUBackend
     from kos.comm.gpu.nccl import NCCLBackend
@@ -172,9 +169,9 @@ def gpu_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
 
-    def rank(rendezvous: Any, body: Callable[..., None], fake: Any) -> None:
+    def rank(rendezvous, body, fake):
         host = HostBackend(rendezvous, ThreadTransport)
-        routes: list[Any] = [NCCLBackend(rendezvous, host.engine, 0, Comm(group, 0))] if kind != "peer" else []
+        routes = [NCCLBackend(rendezvous, host.engine, 0, Comm(group, 0))] if kind != "peer" else []
         routes += [PeerBackend(rendezvous, host.engine, 0)] if kind != "nccl" else []
         backend = GPUBackend(rendezvous, routes, host if kind == "auto" else None)
         with kos.Communicator(backend, rendezvous, {}, WAIT) as comm:
@@ -185,7 +182,7 @@ def gpu_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
-def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+def world(request, mpi_world):
     """The ranks of the mpirun that runs this pytest, on each backend for GPUs."""
     probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
     if mpi_world.size == 1 or not probe.usable:
@@ -196,20 +193,18 @@ def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def worlds(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
+def worlds(request, mpi_world):
     """The communicators of the backend ``BACKEND`` of the test's module, of which the last one may be in use."""
     probe = mpi_world.probes[request.module.BACKEND]
     if not probe.usable:
         pytest.skip(f"needs a GPU for each rank: {probe.reason}")
-    worlds: list[kos.Communicator] = []
+    worlds = []
     yield worlds
     worlds[-1].close()
 
 
 @pytest.fixture
-def gpu_world(
-    request: pytest.FixtureRequest, mpi_world: kos.Communicator, worlds: list[kos.Communicator]
-) -> kos.Communicator:
+def gpu_world(request, mpi_world, worlds):
     """The communicator of all ranks, shared by the tests until one of them breaks it."""
     fit = bool(worlds) and worlds[-1].failure is None
     if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):

@@ -1,7 +1,5 @@
 """Functions of the driver and of NCCL by their addresses, as the compiled core calls them: each is a stand-in here."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -4,8 +4,6 @@ compiled by the host's C++ compiler, on a machine that reorders what they store 
 What they compute, how they cut, wait, count and order is tested; hardware and time are not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import threading

@@ -1,7 +1,5 @@
 """Calls on GPUs that the compiled core makes, for tests: on ranks that are threads, with stand-ins for GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

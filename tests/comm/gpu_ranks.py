@@ -1,7 +1,5 @@
 """Ranks with a GPU each, for tests written for NumPy: arrays go to the GPU before a call and come back after it."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

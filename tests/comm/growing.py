@@ -1,7 +1,5 @@
 """Groups that grow, for tests: members and newcomers as threads, and what they call."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ Body = Callable[[kos.Communicator], Any]
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(monkeypatch):
     """The secret of newcomers, also where a group of one needs none to begin with."""
     monkeypatch.setenv("KOS_SECRET", SECRET)
     monkeypatch.delenv("KOS_JOIN", raising=False)

@@ -1,7 +1,5 @@
 """Kernels of kos on the host: the real ones, compiled by the host's C++ compiler (``ptx_host.h``)."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Two threads in every order: at each line of a call in turn, another thread makes a second call."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import sys

@@ -3,8 +3,6 @@
 For tests that run any operation, of any dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Every kernel over peer memory back to back, on the host (``fake_peer``) and on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

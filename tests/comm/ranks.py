@@ -4,8 +4,6 @@ A failed assertion on one rank must not leave the others waiting: ``run`` catche
 other how they fared, and every rank of the test fails, with the messages of all ranks that did.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -34,9 +32,7 @@ from kos.testing.conformance.values import (
     poison,
 )
 
-__all__ = [
-    "ALL_DTYPES", "SIZES", "SUMS_IN_16_BITS", "assert_bits", "assert_same_on_all_ranks", "inputs", "poison",
-]  # fmt: skip
+__all__ = ["ALL_DTYPES", "SIZES", "SUMS_IN_16_BITS", "assert_bits", "assert_same_on_all_ranks", "inputs", "poison"]
 
 TIMEOUT = 30.0  # seconds
 

@@ -1,7 +1,5 @@
 """Ranks that are threads of this process and share a segment as processes do, on a backend of nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -67,5 +65,5 @@ def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) ->
 
 def end_process(comm: kos.Communicator) -> None:
     """Make other ranks see that this rank's process has ended, and that its process ID was reused."""
-    calls: Any = comm.backend.calls  # type: ignore[attr-defined]
+    calls: Any = comm.backend.calls
     calls.words[calls._line + STARTED] += 1

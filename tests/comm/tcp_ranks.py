@@ -1,7 +1,5 @@
 """Ranks that meet by environment over loopback, as threads of the test: each with its own sockets."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -157,9 +155,7 @@ def start(command: list[str], rank: int, size: int, port: int, **more: str) -> s
     """One rank as a process, started as from a shell."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
     env |= environment(rank, size, port, PYTHONPATH=str(ROOT), OPENBLAS_NUM_THREADS="1", **more)
-    return subprocess.Popen(
-        command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:

@@ -1,9 +1,6 @@
 """``Communicator.abort_flags``: flags in memory that tell kernels whether an operation was ended early."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +20,11 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compil
 
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])
-def test_a_flag_is_set_before_operations_are_ended(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_is_set_before_operations_are_ended(backend, monkeypatch):
     monkeypatch.setattr(shared, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
-    ranks: Any = FakeRanks(2) if backend == "nccl" else ThreadRanks(2)
+    ranks = FakeRanks(2) if backend == "nccl" else ThreadRanks(2)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         flags = gpu.comm.abort_flags
         assert flags and not any(read(flags))
         gpu.comm.abort()
@@ -37,5 +34,5 @@ def test_a_flag_is_set_before_operations_are_ended(backend: str, monkeypatch: py
         ranks.run(body)
 
 
-def test_hosts_have_none() -> None:
+def test_hosts_have_none():
     assert spawn(lambda comm: comm.abort_flags, 2) == [[], []]

@@ -1,7 +1,5 @@
 """Receives from any rank, on threads, over ``tcp`` and ``mpi``."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from math import inf
@@ -13,12 +11,7 @@ import pytest
 
 import kos
 from kos.comm.host.mpi import MPITransport
-from kos.errors import (
-    CollectiveError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    RankLost,
-)
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.any_source import LONG, kind, meet, run, wait_for_marks
 from tests.comm.ranks import MockRanks, on_each_rank
@@ -28,7 +21,7 @@ __all__ = ["kind", "meet", "run"]  # fixtures
 
 
 @on_each_rank("run")
-def test_a_receive_from_any_rank_fixes_no_size(comm: kos.Communicator, /) -> None:
+def test_a_receive_from_any_rank_fixes_no_size(comm, /):
     """A parameter server, and then another exchange with the same tag."""
     if comm.rank == 0:
         for _ in range(2):
@@ -46,7 +39,7 @@ def test_a_receive_from_any_rank_fixes_no_size(comm: kos.Communicator, /) -> Non
 
 
 @on_each_rank("run")
-def test_sizes_and_dtypes_of_one_tag_keep_the_order_of_each_sender(comm: kos.Communicator, /) -> None:
+def test_sizes_and_dtypes_of_one_tag_keep_the_order_of_each_sender(comm, /):
     kinds = [(3, np.float32), (0, np.int8), (70_001, np.float64), (LONG, np.uint8), (5, np.int16), (1, np.float32)]
     if comm.rank:
         works = [comm.send(np.full(n, comm.rank, kind), 0, 7, async_op=True) for n, kind in kinds]
@@ -63,7 +56,7 @@ def test_sizes_and_dtypes_of_one_tag_keep_the_order_of_each_sender(comm: kos.Com
 
 
 @on_each_rank("run")
-def test_receives_match_in_the_order_in_which_they_were_posted(comm: kos.Communicator, /) -> None:
+def test_receives_match_in_the_order_in_which_they_were_posted(comm, /):
     """From any rank or from one, of arrays or of bytes, cached calls of the core and send_recv."""
     if comm.rank == 1:
         comm.send(np.full(2, -1.0), 0)
@@ -92,14 +85,14 @@ def test_receives_match_in_the_order_in_which_they_were_posted(comm: kos.Communi
 
 @pytest.mark.parametrize("posted", ["before", "after"])
 @on_each_rank("run")
-def test_a_message_of_another_size_raises_and_spoils_nothing(comm: kos.Communicator, /, posted: str) -> None:
+def test_a_message_of_another_size_raises_and_spoils_nothing(comm, /, posted):
     """The receive that it is for raises, and names its sender; another one that waits gets the next message."""
     if comm.rank == 0:
         x, y = np.full(2, 7.0), np.zeros(3, np.float32)
         if posted == "after":
             comm.barrier()
             wait_for_marks(comm)
-        works: list[Any] = [comm.recv(x, async_op=True), comm.recv(y, async_op=True)]
+        works = [comm.recv(x, async_op=True), comm.recv(y, async_op=True)]
         if posted == "before":
             comm.barrier()
         assert (works[1].wait()[0] == 2).all()
@@ -121,7 +114,7 @@ def test_a_message_of_another_size_raises_and_spoils_nothing(comm: kos.Communica
 
 
 @on_each_rank("run")
-def test_no_sender_is_served_alone(comm: kos.Communicator, /) -> None:
+def test_no_sender_is_served_alone(comm, /):
     if comm.rank:
         for _ in range(4):
             comm.send(np.zeros(1), 0)
@@ -134,10 +127,10 @@ def test_no_sender_is_served_alone(comm: kos.Communicator, /) -> None:
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
 @pytest.mark.parametrize("source", [None, 1])
-def test_a_wait_reports_late_ranks_while_another_thread_aborts(memory: str, source: int | None) -> None:
+def test_a_wait_reports_late_ranks_while_another_thread_aborts(memory, source):
     """Between the release of shared memory and the end of the operations, which the abort cancels then."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         part = comm.duplicate()
         if comm.rank == 0:
             waiting = part.recv(np.zeros(1), source, async_op=True)
@@ -153,7 +146,7 @@ def test_a_wait_reports_late_ranks_while_another_thread_aborts(memory: str, sour
 
 
 @on_each_rank("run")
-def test_a_rank_that_has_closed_ends_no_receive_from_others(comm: kos.Communicator, /) -> None:
+def test_a_rank_that_has_closed_ends_no_receive_from_others(comm, /):
     part, last = comm.duplicate(), comm.size - 1
     if comm.rank == 0:
         for rank in range(1, last):
@@ -175,7 +168,7 @@ def test_a_rank_that_has_closed_ends_no_receive_from_others(comm: kos.Communicat
 
 
 @on_each_rank("run")
-def test_groups_in_batches_and_persistent(comm: kos.Communicator, /) -> None:
+def test_groups_in_batches_and_persistent(comm, /):
     """In a group whose ranks are in reverse, beside messages of the world with the same tag."""
     group, last, x = comm.split(0, -comm.rank), comm.size - 1, np.zeros(2)
     assert group is not None
@@ -203,8 +196,8 @@ def test_groups_in_batches_and_persistent(comm: kos.Communicator, /) -> None:
 
 
 @pytest.mark.parametrize("kind", ["drop", "crash", "error", "stall"])
-def test_faults_of_a_sender_name_it(kind: str) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_faults_of_a_sender_name_it(kind):
+    def body(comm):
         if comm.rank == 0:
             comm.recv_bytes(tag=4)
             comm.recv_bytes(tag=4)
@@ -220,10 +213,10 @@ def test_faults_of_a_sender_name_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
-def test_a_receive_behind_another_is_named_at_its_timeout(memory: str) -> None:
+def test_a_receive_behind_another_is_named_at_its_timeout(memory):
     """Of a send_recv whose receive has not begun, since it comes after one from any rank."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             wild = comm.recv(np.zeros(1), async_op=True, timeout=20)
             with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing with tag 0") as caught:
@@ -238,27 +231,27 @@ def test_a_receive_behind_another_is_named_at_its_timeout(memory: str) -> None:
     TCPRanks(2).run(body)
 
 
-def test_mpi_shows_no_more_messages_than_are_taken() -> None:
+def test_mpi_shows_no_more_messages_than_are_taken():
     """Messages that no receive takes yet stay in MPI."""
     shown = list[int]()
 
-    def probe(source: int) -> Any:
+    def probe(source):
         shown.append(source)
         rank, tag = (2, 3) if len(shown) == 2 else (1, 3 if len(shown) > 2 else 4)
         return None if len(shown) > 100 else ((rank, tag), (object(), 8, tag))
 
     mpi = SimpleNamespace(next_check=inf, _arrived={}, _posted={}, _probe=probe, _MPI=SimpleNamespace(ANY_SOURCE=-1))
     for _ in range(2):  # the second time it is known
-        assert MPITransport.arrived(mpi, [1, 2], 3)[:1] == (2,)  # type: ignore[arg-type, index]
+        assert MPITransport.arrived(mpi, [1, 2], 3)[:1] == (2,)
         assert shown == [-1, -1]
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_a_failure_with_the_text_of_an_orderly_end(on: Any) -> None:
+def test_a_failure_with_the_text_of_an_orderly_end(on):
     """It ends a receive from any rank, though another rank could still send."""
     raised, left = threading.Event(), threading.Barrier(3, timeout=TIMEOUT)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.barrier()
         left.wait()  # over messages, a rank may still be in the barrier when another has left it
         if comm.rank == 1:
@@ -273,8 +266,8 @@ def test_a_failure_with_the_text_of_an_orderly_end(on: Any) -> None:
     on(3).run(body)
 
 
-def test_a_progress_thread_receives_from_any_rank() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_progress_thread_receives_from_any_rank():
+    def body(comm):
         if comm.rank == 0:
             works = [comm.recv_bytes(async_op=True) for _ in range(2)]
             comm.rendezvous.barrier()
@@ -285,7 +278,7 @@ def test_a_progress_thread_receives_from_any_rank() -> None:
             comm.rendezvous.barrier()
             comm.send_bytes(b"%d" % comm.rank, 0)
 
-    def rank(rendezvous: Any) -> None:
+    def rank(rendezvous):
         with kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT, progress_thread=True) as comm:
             body(comm)
 

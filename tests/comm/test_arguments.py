@@ -1,7 +1,5 @@
 """Arguments that are refused before anything is sent, naming expected and got."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import weakref
@@ -21,12 +19,12 @@ from kos.testing import Fault, spawn
 
 
 @pytest.fixture
-def comm() -> Iterator[kos.Communicator]:
+def comm():
     """Rank 0 of a group of two whose other rank never comes: what is refused must not wait for it."""
     group = ThreadGroup(2)
 
     class Lonely(ThreadRendezvous):
-        def allgather(self, data: bytes) -> list[bytes]:
+        def allgather(self, data):
             return [data, data]
 
     communicator = kos.init("mock", rendezvous=Lonely(group, 0, 1.0), timeout=0.2)
@@ -153,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(comm: kos.Communicator, case: str) -> None:
+def test_refused(comm, case):
     call, message = REFUSED[case]
     with pytest.raises(InvalidArgument, match=message) as caught:
         call(comm)
@@ -177,7 +175,7 @@ class Wrapped:
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "uint16", "int64", "bool", "complex64"])
-def test_memory_behind_dlpack(dtype: str, old: bool) -> None:
+def test_memory_behind_dlpack(dtype, old):
     """The same bytes, shape and right to write; kept as long as a view of it is used."""
     for base in (np.arange(12).reshape(3, 4), np.array(5), np.zeros((0, 3))):
         array = base.astype(dtype)
@@ -203,12 +201,12 @@ def test_memory_behind_dlpack(dtype: str, old: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [AttributeError("lost"), KeyError("lost"), AssertionError("lost")], ids=repr)
-def test_whatever_an_export_raises_names_the_argument(error: Exception) -> None:
+def test_whatever_an_export_raises_names_the_argument(error):
     with pytest.raises(InvalidArgument, match="x: expected an array that DLPack can share, got Refusing: .*lost"):
         as_buffer(Refusing(error), "x", writable=False)
 
 
-def test_a_tensor_with_the_negative_bit_is_refused() -> None:
+def test_a_tensor_with_the_negative_bit_is_refused():
     """torch shares its memory, which holds the values with the other sign."""
     torch = pytest.importorskip("torch")
     x = torch.ones(1, dtype=torch.complex64).conj().imag
@@ -218,7 +216,7 @@ def test_a_tensor_with_the_negative_bit_is_refused() -> None:
     assert as_buffer(x.resolve_neg(), "x", writable=False).flat[0] == 0
 
 
-def test_a_tensor_without_memory_is_refused() -> None:
+def test_a_tensor_without_memory_is_refused():
     """Such as torch's FakeTensor, and parameters whose storage FSDP has freed."""
     torch = pytest.importorskip("torch")
     x = torch.ones(3)
@@ -227,7 +225,7 @@ def test_a_tensor_without_memory_is_refused() -> None:
         as_buffer(x, "x", writable=False)
 
 
-def test_allocate_without_enough_memory() -> None:
+def test_allocate_without_enough_memory():
     alone = kos.init("mock")
     with pytest.raises(OutOfMemory, match=r"allocate of uint8\[1125899906842624\]: "):
         alone.allocate(1 << 50, np.uint8)
@@ -235,7 +233,7 @@ def test_allocate_without_enough_memory() -> None:
     alone.close()
 
 
-def test_arrays_that_never_change_are_read_only() -> None:
+def test_arrays_that_never_change_are_read_only():
     """Though their library's capsules cannot say so."""
 
     class Immutable(Wrapped):
@@ -248,10 +246,10 @@ def test_arrays_that_never_change_are_read_only() -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_tensors(name: str) -> None:
+def test_tensors(name):
     torch = pytest.importorskip("torch")
 
-    def body(comm: kos.Communicator) -> tuple[Any, Any]:
+    def body(comm):
         mine = torch.full((3, 3), comm.rank + 1.0).to(getattr(torch, name))[1:]
         return comm.all_reduce(mine), mine
 
@@ -264,7 +262,7 @@ def test_tensors(name: str) -> None:
         as_buffer(torch.ones(2, 3).to(getattr(torch, name)).t(), "x", writable=True)
 
 
-def test_buffer() -> None:
+def test_buffer():
     x = np.arange(12.0).reshape(3, 4)
     buffer = as_buffer(x, "x", writable=True)
     assert (buffer.count, buffer.nbytes, str(buffer)) == (12, 96, "float64[3, 4]")
@@ -272,7 +270,7 @@ def test_buffer() -> None:
     assert np.shares_memory(buffer.flat, x)
 
 
-def test_dtype_table() -> None:
+def test_dtype_table():
     for name, entry in DTYPES.items():
         assert dtype_of(np.zeros(1, entry.numpy).dtype) is entry
         assert entry.name == name
@@ -354,7 +352,7 @@ NOT_CHECKED = {"abort": ["reason"], "synchronize": []}
     for name in RIGHT for parameter in inspect.signature(getattr(kos.Communicator, name)).parameters
     if parameter not in ("self", *NOT_CHECKED.get(name, []))
 ])  # fmt: skip
-def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> None:
+def test_every_parameter(comm, name, parameter):
     call, given = getattr(comm, name), RIGHT[name]
     wrong = WRONG[parameter]
     if (name.startswith("scatter") and parameter == "out") or ("counts" in parameter and name.endswith("_init")):
@@ -393,21 +391,21 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
     (Fault, "operation", [*NO_NUMBER, -1]),
     (Fault, "seconds", ["1", 0, -1.0, NAN, float("inf")]),
 ])  # fmt: skip
-def test_every_parameter_of_functions(call: Callable[..., Any], parameter: str, wrong: list[Any]) -> None:
+def test_every_parameter_of_functions(call, parameter, wrong):
     rights = {
         kos.init: {}, kos.join: {"address": "threads:none"}, spawn: {"fn": lambda comm: None, "world_size": 2},
         Fault: {"kind": "delay", "rank": 0},
     }  # fmt: skip
-    given: dict[str, Any] = rights[call]
+    given = rights[call]
     for value in wrong:
         with pytest.raises(InvalidArgument, match=f"^({'fault.*' if call is Fault else parameter}): expected .*, got "):
             call(**{**given, parameter: value})
 
 
-def test_the_others_need_not_wait_for_what_is_refused() -> None:
+def test_the_others_need_not_wait_for_what_is_refused():
     """A root without what it is to scatter, for one: it goes on, and may call again."""
 
-    def body(comm: kos.Communicator) -> float:
+    def body(comm):
         out = np.empty(2)
         if comm.rank == 0:
             with pytest.raises(InvalidArgument, match="x: expected an array, got NoneType"):
@@ -418,10 +416,10 @@ def test_the_others_need_not_wait_for_what_is_refused() -> None:
     assert spawn(body, 2, timeout=10) == [1, 3]
 
 
-def test_exscan_refuses_the_same_on_every_rank() -> None:
+def test_exscan_refuses_the_same_on_every_rank():
     """Also where its rank 0, which has no result, has cached the call."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, out = np.ones(4), np.empty(4)
         for _ in range(4):
             comm.exscan(x, out=out)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kos
 from kos.comm.gpu.works import free_finished
 from kos.cuda import driver, streams
 from kos.memory import as_buffer
@@ -90,7 +89,7 @@ class Torch:
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
+def torch(monkeypatch):
     torch = Torch()
     with no_gpu(monkeypatch):
         monkeypatch.setattr(driver, "unavailable", lambda: None)
@@ -102,7 +101,7 @@ def tensor(count: int = 6) -> Tensor:
     return Tensor(Array.zeros(count, np.float32, 0))
 
 
-def test_torchs_current_stream_is_followed(torch: Torch) -> None:
+def test_torchs_current_stream_is_followed(torch):
     x = tensor()
     buffer = as_buffer(x, "x", True)
     assert (buffer.stream, buffer.queue, buffer.array) == (streams.LEGACY, None, x)
@@ -117,11 +116,11 @@ def test_torchs_current_stream_is_followed(torch: Torch) -> None:
     assert set(x.asked) == {-1}, "nothing has to wait: it is the stream on which torch works"
 
 
-def test_results_for_a_tensor_are_tensors(torch: Torch) -> None:
+def test_results_for_a_tensor_are_tensors(torch):
     comm, torch.handle, torch.stream_id = alone(), 5000, 35
     x = tensor()
     for call in (comm.reduce_scatter, comm.all_gather, comm.all_to_all, comm.gather):
-        out: Any = call(x)
+        out = call(x)
         assert type(out) is Tensor and out.memory.size == 6
     assert comm.all_reduce(x) is x
     made = list[int]()
@@ -131,7 +130,7 @@ def test_results_for_a_tensor_are_tensors(torch: Torch) -> None:
     comm.close()
 
 
-def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
+def test_a_plain_tensor_is_taken_without_dlpack(torch):
     """DLPack refuses tensors with lazy conjugation, strides or gradients."""
     torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35
     x = Plain(Array.zeros((2, 3), np.float32, 0))
@@ -146,13 +145,13 @@ def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
         assert other.asked == [-1], name
 
 
-def test_cupys_current_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+def test_cupys_current_stream_is_kept_alive(monkeypatch, torch):
     device = Device()
     device.install(driver.cu)
 
     class Owned(Stream):
         @property
-        def ptr(self) -> int:
+        def ptr(self):
             return self.handle
 
     class CuPyArray(Tensor):
@@ -172,7 +171,7 @@ def test_cupys_current_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch, tor
     comm.close()
 
 
-def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+def test_results_for_a_jax_array_are_jax_arrays(monkeypatch, torch):
     """Its memory is held until the GPU has finished, because JAX does not know the stream."""
     over = [0]
     monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (over[0],))
@@ -180,7 +179,7 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch,
     class ArrayImpl(Tensor):
         __module__ = "jaxlib"
 
-    def of(memory: Any) -> tuple[str, Any]:
+    def of(memory):
         return "jax", memory
 
     jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=of), numpy=SimpleNamespace(asarray=of))
@@ -188,18 +187,18 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch,
     comm = alone()
     over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
 
-    def call(make: Any) -> Any:
+    def call(make):
         x = ArrayImpl(Array.zeros(6, np.float32, 0))
         kind, out = make(x)
         assert kind == "jax" and type(out) is Array and x.asked == [streams.LEGACY], "the stream waits for JAX's work"
         return weakref.ref(x)
 
-    def batched(x: Any) -> Any:
+    def batched(x):
         with comm.batch():
             out = comm.all_gather(x)
         return "jax", out  # the batch returned it before it started, not yet as JAX's
 
-    def persistent(x: Any) -> Any:
+    def persistent(x):
         return comm.all_gather_init(x).start().wait()
 
     left = [call(make) for make in (comm.all_gather, persistent, batched) * 2]
@@ -213,13 +212,13 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch,
     comm.close()
 
 
-def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch, torch):
     """While the event of one call is recorded, another thread's message looks for events that are over."""
     busy = driver.cu.CUresult.CUDA_ERROR_NOT_READY
     kind, recorded, comm = type("ArrayImpl", (Tensor,), {"__module__": "jaxlib"}), list[int](), alone()
     monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (busy if recorded else 0,))
 
-    def record(event: Any, stream: int) -> tuple[int]:
+    def record(event, stream):
         recorded.clear()
         free_finished(comm.backend._in_flight)
         recorded.append(stream)
@@ -236,15 +235,15 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch: pytest.M
     comm.close()
 
 
-def test_two_threads_that_free_at_once_keep_the_order() -> None:
+def test_two_threads_that_free_at_once_keep_the_order():
     """The second one looks at the next call, or at the same, while the first one does."""
     looked, returned = threading.Event(), threading.Event()
 
     class Call:
-        def __init__(self, number: int) -> None:
+        def __init__(self, number):
             self.number, self.over_now = number, False
 
-        def over(self) -> bool:
+        def over(self):
             if threading.current_thread() is not second:
                 second.start()
                 assert looked.wait(20)
@@ -262,14 +261,14 @@ def test_two_threads_that_free_at_once_keep_the_order() -> None:
     assert [each.number for (each,) in in_flight] == [0, 1, 2]
 
 
-def test_threads_free_no_call_that_is_not_over() -> None:
+def test_threads_free_no_call_that_is_not_over():
     """Another thread frees the first call while this one looks at it."""
 
     class Call:
-        def __init__(self, number: int) -> None:
+        def __init__(self, number):
             self.number, self.looks = number, 0
 
-        def over(self) -> bool:
+        def over(self):
             self.looks += 1
             if self.number == 0 and self.looks == 1:
                 free_finished(in_flight)
@@ -280,29 +279,29 @@ def test_threads_free_no_call_that_is_not_over() -> None:
     assert [each.number for (each,) in in_flight] == [1, 2]
 
 
-def test_results_for_a_host_tensor_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_for_a_host_tensor_are_tensors(monkeypatch):
     class HostTensor:
         __module__ = "torch"
         is_cuda = False
 
-        def __init__(self, memory: np.ndarray) -> None:
+        def __init__(self, memory):
             self.memory = memory
 
-        def is_neg(self) -> bool:
+        def is_neg(self):
             return False
 
-        def new_empty(self, shape: tuple[int, ...]) -> HostTensor:
+        def new_empty(self, shape):
             return HostTensor(np.empty(shape, self.memory.dtype))
 
-        def __dlpack_device__(self) -> tuple[int, int]:
+        def __dlpack_device__(self):
             return self.memory.__dlpack_device__()
 
-        def __dlpack__(self, **options: Any) -> Any:
+        def __dlpack__(self, **options):
             return self.memory.__dlpack__(**options)
 
     monkeypatch.setitem(sys.modules, "torch", Torch())
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = HostTensor(np.full(2, comm.rank + 1.0))
         out = comm.all_gather(x)
         assert type(out) is HostTensor and out.memory.tolist() == [[1, 1], [2, 2]]
@@ -312,11 +311,11 @@ def test_results_for_a_host_tensor_are_tensors(monkeypatch: pytest.MonkeyPatch) 
     spawn(body, 2)
 
 
-def test_managed_memory_is_gpu_memory(torch: Torch) -> None:
+def test_managed_memory_is_gpu_memory(torch):
     """In ``from_dlpack`` and in calls."""
 
     class Managed(Tensor):
-        def __dlpack_device__(self) -> tuple[int, int]:
+        def __dlpack_device__(self):
             return 13, 0
 
     x = Managed(Array.zeros(6, np.float32, 0))

@@ -1,13 +1,10 @@
 """How ``auto`` routes, without a GPU: two backends that say what they are, over the stand-ins of ``fake_nccl``."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -111,7 +108,7 @@ def zeros(count: int, dtype: Any = np.float16, stream: Any = None) -> Array:
 
 
 @on_each_rank(run)
-def test_routes_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /) -> None:
+def test_routes_by_operation_size_and_dtype(comm, log, /):
     f2, f4 = np.float16, np.float32
     for count, dtype in ((1, f2), (2048, f2), (2049, f2), (256, f4), (257, f4)):
         x = Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)
@@ -142,7 +139,7 @@ def way(comm: kos.Communicator, name: str, count: int, **options: Any) -> str:
 
 
 @on_each_rank(run)
-def test_routes_of_deterministic_calls_and_named_algorithms(comm: kos.Communicator, log: Log, /) -> None:
+def test_routes_of_deterministic_calls_and_named_algorithms(comm, log, /):
     ways = [way(comm, "all_reduce", 1 << 20, **of) for of in ({}, {"deterministic": True}, {"algorithm": "ring"})]
     assert ways == ["nccl", "peer", "peer"]
 
@@ -152,24 +149,24 @@ def comm_buffer(x: Array) -> Any:
 
 
 @on_each_rank(run)
-def test_operations_whose_bytes_differ_between_ranks_have_one_route(comm: kos.Communicator, log: Log, /) -> None:
+def test_operations_whose_bytes_differ_between_ranks_have_one_route(comm, log, /):
     """Rank 0 sends little and receives much: by their own sizes the ranks would choose different routes."""
     mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
     comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
     assert log == ["peer"]
 
 
-def test_routes_of_symmetric_buffers_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_of_symmetric_buffers_and_graphs(monkeypatch):
     """Buffers and captures are queried only for the calls whose route depends on them."""
     state = SimpleNamespace(captured=False, asked=0)
 
-    def is_captured(stream: int) -> bool:
+    def is_captured(stream):
         state.asked += 1
         return bool(state.captured)
 
     monkeypatch.setattr(routes, "is_captured", is_captured)
 
-    def body(comm: kos.Communicator, log: Log) -> None:
+    def body(comm, log):
         if comm.rank:
             return
         ways = [way(comm, "broadcast", count) for count in (8, 1 << 20, 1024)]
@@ -183,18 +180,18 @@ def test_routes_of_symmetric_buffers_and_graphs(monkeypatch: pytest.MonkeyPatch)
     run(body)
 
 
-def test_register_uses_the_first_backend_that_accepts_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_uses_the_first_backend_that_accepts_the_memory(monkeypatch):
     """Peer takes memory of cudaMalloc, nccl that of the driver; where both refuse, the error names both."""
-    refusing: list[type[NCCLBackend]] = []
+    refusing = []
 
-    def register(part: NCCLBackend, buffer: Any) -> Any:
+    def register(part, buffer):
         if type(part) in refusing:
             raise (InvalidArgument if type(part) is NCCLBackend else PeerMemoryError)(f"not of {part.name}")
         return part.name
 
     monkeypatch.setattr(NCCLBackend, "register", register)
 
-    def body(comm: kos.Communicator, log: Log) -> None:
+    def body(comm, log):
         x = zeros(8)
         found = []
         for refused in ([], [Peer], [Peer, NCCLBackend]):
@@ -211,7 +208,7 @@ def test_register_uses_the_first_backend_that_accepts_the_memory(monkeypatch: py
 
 
 @on_each_rank(run)
-def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log, /) -> None:
+def test_a_batch_is_launched_backend_by_backend(comm, log, /):
     counts = (4096, 8, 5000, 16)
     xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
     host = np.full(3, comm.rank + 1, np.float32)
@@ -226,11 +223,11 @@ def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log
 
 @needs_core
 @on_each_rank(run, host=SharedOnly)
-def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: Log, /) -> None:
+def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
     """In the order of their numbers, whichever backend carries a call: ranks compare how far each has come."""
     calls, node = comm.backend.host.calls, comm.backend.host.node
     assert comm.backend.shared.calls is calls
-    begun: list[int] = []
+    begun = []
     announce, core = calls.announce, node._core
     calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
     node._core = SimpleNamespace(
@@ -245,12 +242,10 @@ def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: L
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(monkeypatch, overlap):
     """Of another route on another stream, where much of the program's own work may be queued."""
 
-    def body(comm: kos.Communicator, log: Log) -> None:
+    def body(comm, log):
         done, streams = list[str](), comm.backend.streams
         queue, follow = works.Marks.queue, streams.follow
         monkeypatch.setattr(works.Marks, "queue", lambda *given: (done.append("begin"), queue(*given)))
@@ -263,12 +258,12 @@ def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(
     alone_in(monkeypatch, body)
 
 
-def test_a_finalizer_may_make_a_call_while_another_one_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
+def test_a_finalizer_may_make_a_call_while_another_one_is_ordered(monkeypatch):
+    def body(comm, log):
         streams, followed = comm.backend.streams, list[tuple[int, int]]()
         follow = streams.follow
 
-        def finalizing(stream: int, before: int, capture: int) -> None:
+        def finalizing(stream, before, capture):
             followed.append((stream, before))
             if len(followed) == 1:
                 comm.all_reduce(zeros(8), stream=7)
@@ -297,12 +292,10 @@ def alone_in(monkeypatch: pytest.MonkeyPatch, body: Callable[[kos.Communicator, 
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce", "send_recv"])
-def test_a_route_that_does_not_carry_an_operation_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
+def test_a_route_that_does_not_carry_an_operation_is_not_chosen(monkeypatch, operation):
     """Also where a table chooses it within graphs alone, or for an operation whose sizes differ."""
 
-    def body(comm: kos.Communicator, log: Log) -> None:
+    def body(comm, log):
         before = way(comm, operation, 5000)
         monkeypatch.setattr(NCCLBackend, "carries", lambda route, o: type(route) is Peer)
         assert (before, way(comm, operation, 5000)) == (before, "peer")
@@ -312,11 +305,11 @@ def test_a_route_that_does_not_carry_an_operation_is_not_chosen(
 
 @needs_core
 @on_each_rank(run, host=SharedOnly)
-def test_host_arrays_go_through_the_core(comm: kos.Communicator, log: Log, /) -> None:
+def test_host_arrays_go_through_the_core(comm, log, /):
     """Not over messages; after a look at the calls on the GPUs."""
-    backend: Any = comm.backend
+    backend = comm.backend
     backend.host.transport.launch = None
-    confirmed: list[int] = []
+    confirmed = []
     confirm = backend.confirm
     backend.confirm = lambda work: (confirmed.append(work.sequence), confirm(work))[1]
     x = np.full(3, comm.rank + 1.0)
@@ -332,7 +325,7 @@ def test_host_arrays_go_through_the_core(comm: kos.Communicator, log: Log, /) ->
 
 
 @on_each_rank(run)
-def test_a_persistent_call_has_the_route_of_other_calls_in_a_graph(comm: kos.Communicator, log: Log, /) -> None:
+def test_a_persistent_call_has_the_route_of_other_calls_in_a_graph(comm, log, /):
     persistent = comm.reduce_init(zeros(8, stream=5))
     for graph in (nullcontext, captures, nullcontext):
         part = "peer" if graph is captures else "nccl"
@@ -350,7 +343,7 @@ def test_a_persistent_call_has_the_route_of_other_calls_in_a_graph(comm: kos.Com
 
 @needs_core
 @on_each_rank(run, host=SharedOnly)
-def test_a_start_in_a_graph_does_not_change_the_eager_route(comm: kos.Communicator, log: Log, /) -> None:
+def test_a_start_in_a_graph_does_not_change_the_eager_route(comm, log, /):
     """Ranks may pass different arrays to the eager call in between."""
     x, y = zeros(8, stream=5), zeros(8, stream=5)
     persistent = comm.reduce_init(x)
@@ -364,8 +357,8 @@ def test_a_start_in_a_graph_does_not_change_the_eager_route(comm: kos.Communicat
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer"])
-def test_a_single_backend_carries_all_operations(parts: str) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
+def test_a_single_backend_carries_all_operations(parts):
+    def body(comm, log):
         assert comm.backend_name == f"{parts}+mock"
         for count in (1, 1 << 20):
             comm.all_reduce(zeros(count))
@@ -375,7 +368,7 @@ def test_a_single_backend_carries_all_operations(parts: str) -> None:
 
 
 @on_each_rank(run)
-def test_splits_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
+def test_splits_use_both_backends(comm, log, /):
     backend = comm.backend
     for route in backend.routes:
         route.split = lambda *_, kind=KINDS[route.name]: partial(kind, comm=Comm(Group(1), 0))
@@ -385,7 +378,7 @@ def test_splits_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
 
 
 @on_each_rank(run)
-def test_calls_with_different_routes_are_a_mismatch(comm: kos.Communicator, log: Log, /) -> None:
+def test_calls_with_different_routes_are_a_mismatch(comm, log, /):
     operations = [comm.all_reduce_init(zeros(count))._checked[0] for count in (5000, 8)]
     assert [comm.backend.prepare(o).values["backend"] for o in operations] == ["nccl", "peer"]
 
@@ -399,11 +392,9 @@ def test_calls_with_different_routes_are_a_mismatch(comm: kos.Communicator, log:
     ],
     ids=["measured", "not measured", "does not work"],
 )
-def test_peer_takes_part_where_it_was_measured(
-    monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], broken: str, taken: list[str], why: str
-) -> None:
+def test_peer_takes_part_where_it_was_measured(monkeypatch, routes, broken, taken, why):
     class Some(NCCLBackend):
-        def __init__(self, rendezvous: Any, engine: Any, device: int) -> None:
+        def __init__(self, rendezvous, engine, device):
             if self.name == "peer" and broken:
                 raise BackendUnavailable(broken)
 
@@ -412,27 +403,27 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch.setattr(making, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    ranks: Any = SimpleNamespace(size=2, local_size=2)
-    assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken  # type: ignore[arg-type]
+    ranks = SimpleNamespace(size=2, local_size=2)
+    assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken
     assert probes["peer"] == Probe(not broken, why)
 
 
 @pytest.mark.parametrize("local_size", [1, 2, 4])
-def test_between_hosts_calls_may_go_in_phases(monkeypatch: pytest.MonkeyPatch, local_size: int) -> None:
+def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
     class Made(NCCLBackend):
-        def __init__(self, rendezvous: Any, engine: Any, device: int) -> None: ...
+        def __init__(self, rendezvous, engine, device): ...
 
     phases = type("Phases", (Made,), {})
     monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
     monkeypatch.setattr(making, "HierarchicalBackend", phases)
     probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
-    made = making._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
+    made = making._for_gpus(ranks, probes, None, ExitStack())
     assert [*map(type, made)] == [Made, phases][: 1 + (local_size < 4)]
 
 
-def test_explain_describes_the_routes() -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
+def test_explain_describes_the_routes():
+    def body(comm, log):
         said = comm.explain()
         assert re.search("tuning table +in use +the test", said)
         rows = [re.split("  +", line) for line in said.splitlines()]
@@ -443,15 +434,15 @@ def test_explain_describes_the_routes() -> None:
         assert ["float32 on hosts", *by_size] in rows and ["broadcast", *["mock native"] * 5] in rows
 
     run(body)
-    engine: Any = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
+    engine = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
     engine.pick = partial(PeerEngine.pick, engine)
     for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
         assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True, False) == way
 
 
-def test_tuning_measures_every_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tuning_measures_every_operation(monkeypatch, tmp_path):
     """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
-    launched: list[Any] = []
+    launched = []
     monkeypatch.setattr(tune, "PeerBackend", Peer)
     monkeypatch.setattr(Peer, "use", lambda self, launches: launched.append(launches), raising=False)
     monkeypatch.setattr(Peer, "allocate", lambda self, shape, dtype: zeros(shape, dtype))
@@ -464,7 +455,7 @@ def test_tuning_measures_every_operation(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
     groups = {name: Group(SIZE) for name in KINDS}
 
-    def rank(rendezvous: ThreadRendezvous) -> Any:
+    def rank(rendezvous):
         nccl, peer = (
             kos.Communicator(GPUBackend(rendezvous, [route]), rendezvous, {}, 20)
             for name, kind in KINDS.items()

@@ -1,7 +1,5 @@
 """Failures, aborts and closes of a communicator that has two backends for GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -12,21 +10,20 @@ from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import FakeNCCL
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core
-from tests.comm.test_auto import SIZE, Log, run, zeros
+from tests.comm.test_auto import SIZE, run, zeros
 from tests.comm.works import work_of
 
 pytestmark = pytest.mark.usefixtures("fake")
 
 
 @on_each_rank(run)
-def test_each_backend_is_closed_if_the_close_of_another_fails(comm: kos.Communicator, log: Log, /) -> None:
+def test_each_backend_is_closed_if_the_close_of_another_fails(comm, log, /):
     backend = comm.backend
-    ended: list[str] = []
+    ended = []
 
-    def fails(name: str) -> None:
+    def fails(name):
         ended.append(name)
         raise CollectiveError(name)
 
@@ -38,8 +35,8 @@ def test_each_backend_is_closed_if_the_close_of_another_fails(comm: kos.Communic
 
 
 @pytest.mark.parametrize(("parts", "calls"), [("nccl", 2), ("nccl peer", 2), ("nccl peer", 0)])
-def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts: str, calls: int) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
+def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts, calls):
+    def body(comm, log):
         x = zeros(1)
         for _ in range(calls):
             comm.all_reduce(x)
@@ -51,12 +48,12 @@ def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts: str, calls: int) ->
     run(body, parts)
 
 
-def test_a_failure_of_a_call_ends_all_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
+def test_a_failure_of_a_call_ends_all_routes(monkeypatch):
+    ended = []
     monkeypatch.setattr(NCCLBackend, "abort", lambda self, reason: ended.append(f"waits of {self.name}"))
     monkeypatch.setattr(NCCLBackend, "drained", lambda self, final: ended.append(self.name))
 
-    def body(comm: kos.Communicator, log: Log) -> None:
+    def body(comm, log):
         if comm.rank:
             return
         backend = comm.backend
@@ -74,7 +71,7 @@ def test_a_failure_of_a_call_ends_all_routes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @on_each_rank(run)
-def test_survivors_of_a_shrink_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
+def test_survivors_of_a_shrink_use_both_backends(comm, log, /):
     comm.all_reduce(zeros(1))
     comm.rendezvous.barrier()
     if comm.rank == 0:
@@ -89,7 +86,7 @@ def test_survivors_of_a_shrink_use_both_backends(comm: kos.Communicator, log: Lo
 
 
 @on_each_rank(run)
-def test_an_abort_is_reported_before_it_waits(comm: kos.Communicator, log: Log, /) -> None:
+def test_an_abort_is_reported_before_it_waits(comm, log, /):
     backend = comm.backend
     backend.host.abort = lambda reason: log.append(f"mock: {reason}")
     for route in backend.routes:
@@ -102,7 +99,7 @@ def test_an_abort_is_reported_before_it_waits(comm: kos.Communicator, log: Log, 
 
 @needs_core
 @on_each_rank(run, host=SharedOnly)
-def test_an_abort_reaches_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
+def test_an_abort_reaches_ranks_that_wait_for_a_gpu(comm, log, /, queued):
     comm.all_reduce(zeros(5000))
     part = comm.backend
     comm.rendezvous.barrier()
@@ -121,8 +118,8 @@ def on_two_ranks(body: Callable[[kos.Communicator], None]) -> None:
     on_threads(SIZE, rank)
 
 
-def test_without_a_backend_for_gpus_the_error_says_why() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_without_a_backend_for_gpus_the_error_says_why():
+    def body(comm):
         why = [f"{name}: {comm.probes[name].reason}" for name in ("nccl", "peer")]
         assert all(each.partition(": ")[2] in comm.explain() for each in why)
         pair = comm.duplicate()
@@ -137,9 +134,7 @@ def test_without_a_backend_for_gpus_the_error_says_why() -> None:
 
 
 @pytest.mark.parametrize("visible", [True, False])
-def test_a_visible_gpu_without_a_backend_is_a_warning(
-    visible: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_visible_gpu_without_a_backend_is_a_warning(visible, monkeypatch, caplog):
     monkeypatch.setattr("kos.comm.making.visible_devices", lambda: ("a stand-in",) * visible)
     on_two_ranks(lambda comm: None)
     text = "auto: rank 0 sees a GPU, but no backend can use GPUs: nccl: a stand-in; peer: a stand-in"

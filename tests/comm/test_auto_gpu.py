@@ -3,18 +3,13 @@
 mpirun -n 4 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_auto_gpu.py
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
-import kos
 from kos import ReduceOp, cuda
 from kos.comm import tuning
 from kos.comm.gpu.peer import launches
@@ -43,12 +38,12 @@ OPERATIONS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather
 
 
 @pytest.fixture(scope="module")
-def worlds(mpi_world: kos.Communicator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[kos.Communicator]]:
+def worlds(mpi_world, tmp_path_factory):
     for name in ("peer", "nccl"):
         if not mpi_world.probes[name].usable or mpi_world.size == 1:
             pytest.skip(f"needs two ranks or more, with a GPU each: {name}: {mpi_world.probes[name].reason}")
     gpu, link = tuning.machine(mpi_world.local_rank)
-    routes: dict[str, tuning.Route] = {tuning.key(name, False, False, True): TURNS for name in OPERATIONS}
+    routes = {tuning.key(name, False, False, True): TURNS for name in OPERATIONS}
     routes[tuning.key("send_recv", False, False, True)] = ((None, "peer"),)
     table = tuning.Table(gpu, link, mpi_world.size, "the test", launches.DEFAULT, routes)
     kernels = cache_folder() / "kernels"  # which stay where they are
@@ -58,25 +53,25 @@ def worlds(mpi_world: kos.Communicator, tmp_path_factory: pytest.TempPathFactory
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(table.to_json()))
     (cache_folder() / "kernels").symlink_to(kernels)
-    worlds: list[kos.Communicator] = []
+    worlds = []
     yield worlds
     worlds[-1].close()
     os.environ.pop("XDG_CACHE_HOME") if before is None else os.environ.update(XDG_CACHE_HOME=before)
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
+def ranks(request, gpu_world, mpi_world):
     case = getattr(request.node, "callspec", None)
     if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
         pytest.skip("products of complex numbers are refused by name")
     return GPURanks(gpu_world, mpi_world)
 
 
-def test_backends_alternate_on_one_stream(ranks: GPURanks, seed: int) -> None:
+def test_backends_alternate_on_one_stream(ranks, seed):
     """Each call's input is the last one's output, eager and in a graph: their order is the stream's."""
     assert ranks.comm.backend_name == "nccl+peer+mpi", ranks.comm.explain()
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, rng = gpu.comm, np.random.default_rng(seed)
         stream = cuda.create_stream(comm.device)
         counts = rng.integers(1, 1 << 20, 40)
@@ -84,14 +79,14 @@ def test_backends_alternate_on_one_stream(ranks: GPURanks, seed: int) -> None:
         cuda.synchronize(comm.device)
         turns = itertools.cycle(comm.backend.routes)
 
-        def calls() -> None:
+        def calls():
             for count in counts:
                 comm.all_reduce(x[: int(count)], op=ReduceOp.MAX, stream=stream)
                 comm.all_reduce(x[: int(count)], stream=stream)
                 comm.reduce_scatter(x[: comm.size], x[comm.rank : comm.rank + 1], stream=stream)
                 comm.all_gather(x[comm.rank : comm.rank + 1], x[: comm.size], stream=stream)
 
-        backend: Any = comm.backend
+        backend = comm.backend
         backend.of = lambda o: next(turns)
         try:
             calls()

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,12 +58,12 @@ print("same", flush=True)
 
 
 @needs_mpirun
-def test_a_split_of_mpi_beside_plain_calls_of_mpi(tmp_path: Path) -> None:
+def test_a_split_of_mpi_beside_plain_calls_of_mpi(tmp_path):
     done = mpirun(4, program(tmp_path, BESIDE_MPI), fresh=True)
     assert (done.returncode, done.stdout) == (0, "same\n" * 4), done.stderr
 
 
-def test_addresses_in_processes_that_anything_started() -> None:
+def test_addresses_in_processes_that_anything_started():
     code = f"""
 import os, sys, threading
 import numpy as np, kos
@@ -81,11 +80,11 @@ with kos.init(rendezvous=place | {{"secret": "of this job"}}, timeout={TIMEOUT})
     assert run_processes(code, 3) == [(0, "")] * 3
 
 
-def test_addresses_twice_and_a_local_rank() -> None:
+def test_addresses_twice_and_a_local_rank():
     """Two communicators at the same time, of the same ranks, at two ports."""
     first, second = free_port(), free_port()
 
-    def body(rank: int) -> list[int]:
+    def body(rank):
         place = {"rank": rank, "size": 2, "secret": SECRET, "local_rank": 1 - rank}
         with (
             kos.init(rendezvous=place | {"address": f"localhost:{first}"}, timeout=TIMEOUT) as one,
@@ -121,7 +120,7 @@ class Member:
 
 
 @pytest.mark.parametrize("hosts", ["one", "several"])
-def test_an_exchange_of_another_framework(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
+def test_an_exchange_of_another_framework(monkeypatch, hosts):
     group, named = Threads(3), threading.local()
     monkeypatch.setenv("KOS_SECRET", "")  # none is needed
     if hosts == "several":  # so that the ranks do not stay on loopback
@@ -131,7 +130,7 @@ def test_an_exchange_of_another_framework(monkeypatch: pytest.MonkeyPatch, hosts
             pytest.skip(f"this host does not resolve its own name: {error}")
         monkeypatch.setattr(offers, "loopback_id", lambda: f"host {named.rank}")
 
-    def body(rank: int) -> tuple[int, str, int]:
+    def body(rank):
         named.rank, member = rank, group.of(rank)
         with kos.init(rendezvous=member, timeout=TIMEOUT) as comm:
             assert member.exchanges == 2
@@ -141,16 +140,14 @@ def test_an_exchange_of_another_framework(monkeypatch: pytest.MonkeyPatch, hosts
     assert results == [(3, "tcp", hosts == "one")] * 3
 
 
-def test_a_group_of_an_exchange_shrinks_where_its_user_has_no_secret(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_group_of_an_exchange_shrinks_where_its_user_has_no_secret(monkeypatch, tmp_path):
     """The home may be read-only.  Only newcomers need a secret that is known outside: all members get the error."""
     monkeypatch.delenv("KOS_SECRET", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
     group, missing = Threads(3), "secret: expected .* or KOS_SECRET to be set, got: "
 
-    def body(rank: int) -> int:
+    def body(rank):
         with kos.init(rendezvous=group.of(rank), timeout=TIMEOUT).shrink() as comm:
             with pytest.raises(RendezvousError, match=missing):
                 comm.grow(1)
@@ -161,7 +158,7 @@ def test_a_group_of_an_exchange_shrinks_where_its_user_has_no_secret(
     assert run_threads(*(lambda rank=rank: body(rank) for rank in range(3))) == [3] * 3
 
 
-def test_an_exchange_of_one_rank() -> None:
+def test_an_exchange_of_one_rank():
     with kos.init(rendezvous=Threads(1).of(0)) as comm:
         assert (comm.size, comm.backend_name) == (1, "tcp")
 
@@ -190,13 +187,13 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_what_is_no_rendezvous(case: str) -> None:
+def test_what_is_no_rendezvous(case):
     given, expected = GIVEN[case]
     with pytest.raises(InvalidArgument, match=expected):
         kos.init(rendezvous=given)
 
 
-def test_an_exchange_that_returns_something_else() -> None:
+def test_an_exchange_that_returns_something_else():
     with pytest.raises(RendezvousError, match="allgather: expected a list of 2 bytes, got bytes$"):
         kos.init(rendezvous=Short(Threads(2), 0))
 
@@ -204,11 +201,11 @@ def test_an_exchange_that_returns_something_else() -> None:
 @pytest.mark.parametrize(
     "change", [lambda parts: parts[::-1], lambda parts: [b"other"] * len(parts)], ids=["order", "data"]
 )
-def test_an_exchange_in_another_order(change: Any) -> None:
+def test_an_exchange_in_another_order(change):
     """Also where the ranks of one host have sent equal bytes before."""
 
     class Changed(Member):
-        def allgather(self, data: bytes) -> list[bytes]:
+        def allgather(self, data):
             return list(change(super().allgather(data)))
 
     group = Threads(2)
@@ -217,11 +214,11 @@ def test_an_exchange_in_another_order(change: Any) -> None:
         assert re.search("allgather: expected the bytes of rank . at place ., got other bytes$", str(error)), error
 
 
-def test_a_rank_0_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_cannot_listen(monkeypatch):
     """All ranks raise."""
     group = Threads(2)
 
-    def refuse(network: object, port: int = 0) -> None:
+    def refuse(network, port=0):
         raise OSError("no sockets left")
 
     monkeypatch.setattr(Network, "listen", refuse)
@@ -229,7 +226,7 @@ def test_a_rank_0_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(error) for error in errors] == ["rendezvous: rank 0 cannot listen: no sockets left"] * 2
 
 
-def test_errors_name_the_address() -> None:
+def test_errors_name_the_address():
     """Not the variables of the environment, which this program did not set."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = {"rank": 0, "size": 2, "address": f"127.0.0.1:{taken.getsockname()[1]}", "secret": SECRET}
@@ -346,14 +343,14 @@ class Echo:
         return [data] * self.size
 
 
-def test_ranks_of_other_network_namespaces_do_not_meet_at_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_other_network_namespaces_do_not_meet_at_a_loopback_address(monkeypatch):
     """Whether they share a store or an exchange."""
     here, given = threading.local(), list[Any]()
     monkeypatch.setattr(offers.os, "readlink", lambda path: f"net:{here.rank}")
     monkeypatch.setattr(store, "listen_for", lambda hosts: given.append(hosts) or (None, {"error": "seen"}))
     monkeypatch.setattr(offers, "listen_for", store.listen_for)
 
-    def body(rank: int, rendezvous: Any) -> None:
+    def body(rank, rendezvous):
         here.rank = rank
         with pytest.raises(RendezvousError, match="rank 0 cannot listen: seen"):
             kos.init(rendezvous=rendezvous(rank), timeout=TIMEOUT)
@@ -364,21 +361,21 @@ def test_ranks_of_other_network_namespaces_do_not_meet_at_a_loopback_address(mon
     assert [len(set(hosts)) for hosts in given] == [2, 2]
 
 
-def test_an_exchange_without_the_offer_of_rank_0() -> None:
+def test_an_exchange_without_the_offer_of_rank_0():
     with pytest.raises(RendezvousError, match="rendezvous: allgather: expected what rank 0 has set, got another bytes"):
         kos.init(rendezvous=Echo(1), timeout=TIMEOUT)
 
 
-def test_rank_0_of_an_exchange_that_fails_closes_its_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_of_an_exchange_that_fails_closes_its_listener(monkeypatch):
     class Broken(Echo):
-        def allgather(self, data: bytes) -> list[bytes]:
+        def allgather(self, data):
             if made:
                 raise OSError("lost")
             return super().allgather(data)
 
     made, listen = list[Any](), offers.listen_for
 
-    def listening(hosts: Any) -> Any:
+    def listening(hosts):
         found = listen(hosts)
         made.append(found[0])
         return found

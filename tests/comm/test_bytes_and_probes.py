@@ -1,7 +1,5 @@
 """Messages of bytes, probes, and waits of every kind, from one rank or from any."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +12,7 @@ from kos import _core
 from kos.comm.contract import Backend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.matching import Expected
-from kos.errors import (
-    BackendUnavailable,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    InvalidArgument,
-    RankLost,
-)
+from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.testing import spawn
 from tests.comm.any_source import LONG, kind, meet, run, wait_for_marks
 from tests.comm.ranks import MockRanks, on_each_rank
@@ -30,7 +22,7 @@ __all__ = ["kind", "meet", "run"]  # fixtures
 
 
 @on_each_rank("run")
-def test_a_receive_of_bytes_holds_up_no_other_sender(comm: kos.Communicator, /) -> None:
+def test_a_receive_of_bytes_holds_up_no_other_sender(comm, /):
     if comm.size < 3:
         return
     if comm.rank == 0:
@@ -49,7 +41,7 @@ def test_a_receive_of_bytes_holds_up_no_other_sender(comm: kos.Communicator, /) 
 
 @pytest.mark.parametrize("count", [0, 1, 1 << 16, LONG])
 @on_each_rank("run")
-def test_bytes_of_any_length(comm: kos.Communicator, /, count: int) -> None:
+def test_bytes_of_any_length(comm, /, count):
     data = bytes(range(256)) * (count // 256 + 1)
     if comm.rank:
         mine = data[: count + comm.rank * (count > 0)]
@@ -68,7 +60,7 @@ def test_bytes_of_any_length(comm: kos.Communicator, /, count: int) -> None:
 
 
 @on_each_rank("run")
-def test_bytes_are_arrays_of_uint8(comm: kos.Communicator, /) -> None:
+def test_bytes_are_arrays_of_uint8(comm, /):
     if comm.rank == 0:
         assert comm.recv(np.zeros(3, np.uint8), 1).tobytes() == b"abc"
         assert comm.recv_bytes(1) == b"\1\2"
@@ -85,7 +77,7 @@ def test_bytes_are_arrays_of_uint8(comm: kos.Communicator, /) -> None:
 
 
 @on_each_rank("run")
-def test_a_probe_takes_nothing(comm: kos.Communicator, /) -> None:
+def test_a_probe_takes_nothing(comm, /):
     if comm.rank == 0:
         assert comm.probe(tag=6, wait=False) is None
         comm.barrier()
@@ -128,9 +120,7 @@ WAITS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("source", [None, 1])
 @pytest.mark.parametrize("name", WAITS)
 @on_each_rank("run")
-def test_a_timeout_names_those_that_sent_nothing(
-    comm: kos.Communicator, /, name: str, source: int | None, meet: Any, kind: str
-) -> None:
+def test_a_timeout_names_those_that_sent_nothing(comm, /, name, source, meet, kind):
     late = [1] if source else list(range(1, comm.size))
     if comm.rank == 0:
         names = f"ranks {late}" if len(late) > 1 else "rank 1"
@@ -151,7 +141,7 @@ def test_a_timeout_names_those_that_sent_nothing(
 @pytest.mark.parametrize("source", [None, 1])
 @pytest.mark.parametrize("name", [*WAITS, "polled"])
 @on_each_rank("run")
-def test_a_rank_that_aborts_is_named(comm: kos.Communicator, /, name: str, source: int | None) -> None:
+def test_a_rank_that_aborts_is_named(comm, /, name, source):
     part = comm.duplicate()
     if comm.rank == 1:
         part.send_bytes(b"last", 0, 2)
@@ -169,11 +159,11 @@ def test_a_rank_that_aborts_is_named(comm: kos.Communicator, /, name: str, sourc
 
 
 @on_each_rank("run")
-def test_wrong_arguments_raise_before_anything_is_sent(comm: kos.Communicator, /) -> None:
+def test_wrong_arguments_raise_before_anything_is_sent(comm, /):
     other = (comm.rank + 1) % comm.size
-    wrong: dict[str, Callable[[], Any]] = {
-        "data: expected bytes, got str": lambda: comm.send_bytes("text", other),  # type: ignore[arg-type]
-        "data: expected bytes, got ndarray": lambda: comm.send_bytes(np.zeros(3), other),  # type: ignore[arg-type]
+    wrong = {
+        "data: expected bytes, got str": lambda: comm.send_bytes("text", other),
+        "data: expected bytes, got ndarray": lambda: comm.send_bytes(np.zeros(3), other),
         f"dst: expected a rank from 0 to {comm.size - 1}": lambda: comm.send_bytes(b"", comm.size),
         "dst: expected another rank": lambda: comm.send_bytes(b"", comm.rank),
         "tag: expected a number from 0": lambda: comm.recv_bytes(other, 1 << 20),
@@ -182,7 +172,7 @@ def test_wrong_arguments_raise_before_anything_is_sent(comm: kos.Communicator, /
         "src: expected a rank": lambda: comm.recv_bytes(-1),
         "src: expected another rank": lambda: comm.probe(comm.rank),
         "timeout: expected a positive number": lambda: comm.probe(timeout=0),
-        "wait: expected True or False": lambda: comm.probe(wait="no"),  # type: ignore[call-overload]
+        "wait: expected True or False": lambda: comm.probe(wait="no"),
         "x: expected": lambda: comm.recv(np.zeros((4, 4))[:, 1]),
     }
     receive = comm.recv(np.zeros(1), tag=1, async_op=True)  # from any rank: -1 must not find it
@@ -197,8 +187,8 @@ def test_wrong_arguments_raise_before_anything_is_sent(comm: kos.Communicator, /
     comm.barrier()
 
 
-def test_a_group_of_one_has_no_other_rank() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_group_of_one_has_no_other_rank():
+    def body(comm):
         for call in (lambda: comm.recv(np.zeros(1)), comm.recv_bytes, comm.probe):
             with pytest.raises(InvalidArgument, match="src: expected another rank, got None in a group of one"):
                 call()
@@ -233,17 +223,17 @@ CALLS = ["comm.recv(np.zeros(1))", "comm.recv_bytes()", "comm.probe()", "while T
 
 @pytest.mark.parametrize("core", ["1", "0"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_rank_whose_process_ends_is_named(call: str, core: str) -> None:
+def test_a_rank_whose_process_ends_is_named(call, core):
     (code, output), _, _ = run_processes(DEAD.replace("{call}", call), 3, KOS_CORE=core)
     assert code == 0 and "(b'last', 1)" in output, output
     assert "(1,) " in output and "rank 1 is gone" in output, output
 
 
 @pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
-def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
+def test_a_message_whose_sender_has_cancelled_it_is_passed():
     """Not as a probe's, and not by a receive of bytes, whose length would be that of the cancelled one."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 1:
             work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
             comm.rendezvous.barrier()
@@ -267,8 +257,8 @@ def test_a_message_whose_sender_has_cancelled_it_is_passed() -> None:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_polls_of_many_tags_leave_nothing_behind(on: Any) -> None:
-    def body(comm: kos.Communicator) -> int:
+def test_polls_of_many_tags_leave_nothing_behind(on):
+    def body(comm):
         comm.barrier()
         if comm.rank == 0:
             for tag in range(500):
@@ -280,11 +270,11 @@ def test_polls_of_many_tags_leave_nothing_behind(on: Any) -> None:
     assert max(on(2).run(body)) < 10
 
 
-def test_a_transport_without_envelopes_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_without_envelopes_refuses(monkeypatch):
     monkeypatch.setattr(ThreadTransport, "arrived", Backend.arrived)
 
-    def body(comm: kos.Communicator) -> None:
-        calls: dict[str, Callable[[], Any]] = {
+    def body(comm):
+        calls = {
             "recv from any rank": lambda: comm.recv(np.zeros(1)), "recv_bytes": lambda: comm.recv_bytes(0),
             "probe": comm.probe, "send_bytes": lambda: comm.send_bytes(b"", 1),
         }  # fmt: skip
@@ -295,8 +285,8 @@ def test_a_transport_without_envelopes_refuses(monkeypatch: pytest.MonkeyPatch) 
     spawn(body, 2)
 
 
-def test_backends_for_gpus_refuse(gpu_run: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_backends_for_gpus_refuse(gpu_run):
+    def body(comm):
         x, name = comm.allocate(3, np.float32), comm.backend_name
         for what, call in {
             "recv from any rank": lambda: comm.recv(x), "recv_bytes": comm.recv_bytes, "probe": comm.probe,

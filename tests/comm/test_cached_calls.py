@@ -28,7 +28,7 @@ from kos.testing.conformance.model import EXCHANGING, GATHERING, IN_PLACE, MOVIN
 from kos.testing.conformance.values import assert_bits
 from tests.comm import shared_ranks
 from tests.comm.fake_nccl import Stream
-from tests.comm.gpu_eager import Run, hits
+from tests.comm.gpu_eager import hits
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.tcp_ranks import TCPRanks
 
@@ -412,21 +412,21 @@ def names_of(size: int) -> list[str]:
 
 
 @SIZES
-def test_on_threads(size: int, seed: int) -> None:
+def test_on_threads(size, seed):
     spawn(lambda comm: Program(comm, seed, names_of(size)).run(), size)
 
 
 @shared_ranks.needs_core
 @SIZES
-def test_on_tcp(size: int, seed: int) -> None:
+def test_on_tcp(size, seed):
     TCPRanks(size).run(lambda comm: Program(comm, seed, names_of(size), lambda step: size > 1).run())
 
 
 @shared_ranks.needs_core
 @pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("seed", range(3))
-def test_on_gpus(gpu_run: Run, seed: int) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_on_gpus(gpu_run, seed):
+    def body(comm):
         if comm.backend_name == "peer":
             Program(comm, seed, NAMES, lambda step: step.name != "barrier", [np.int32]).run()
         else:
@@ -438,5 +438,5 @@ def test_on_gpus(gpu_run: Run, seed: int) -> None:
 @shared_ranks.needs_core
 @pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("seed", range(2))
-def test_on_one_gpu(gpu_alone: Callable[..., None], seed: int) -> None:
+def test_on_one_gpu(gpu_alone, seed):
     gpu_alone(lambda comm, fake: Program(comm, seed, names_of(1), lambda step: step.name != "barrier").run())

@@ -1,7 +1,5 @@
 """Many calls compared at a time, of ranks that go on, or end, while they are looked at."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +69,7 @@ class Words:
 
 @pytest.mark.parametrize("looks", ["compare", "check"])
 @on_each_rank(together)
-def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[CallRing], /, looks: str) -> None:
+def test_a_rank_that_goes_on_while_its_calls_are_read(calls, /, looks):
     """As it does that waits for nobody: the call looked at is then no longer on record."""
     mine, theirs = calls
     for sequence in range(5):
@@ -79,7 +77,7 @@ def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[CallRing], /, 
     for sequence in range(RING - 1):  # none of which overwrites another
         theirs.announce(varied(sequence))
 
-    def go_on() -> None:
+    def go_on():
         for sequence in range(RING - 1, RING + 20):
             theirs.announce(varied(sequence))
 
@@ -93,13 +91,13 @@ def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[CallRing], /, 
 
 
 @on_each_rank(together)
-def test_own_calls_that_are_overwritten_while_they_are_read(calls: list[CallRing], /) -> None:
+def test_own_calls_that_are_overwritten_while_they_are_read(calls, /):
     """The watchdog reads them for other hosts, while the program goes on."""
     mine = calls[0]
     for sequence in range(RING):
         mine.announce(varied(sequence))
 
-    def go_on() -> None:
+    def go_on():
         for sequence in range(RING, RING + 20):
             mine.announce(varied(sequence))
 
@@ -110,7 +108,7 @@ def test_own_calls_that_are_overwritten_while_they_are_read(calls: list[CallRing
 
 
 @on_each_rank(together)
-def test_own_calls_that_are_no_longer_on_record(calls: list[CallRing], /) -> None:
+def test_own_calls_that_are_no_longer_on_record(calls, /):
     """A part of ``auto`` asks for its own last call, while others have begun many since."""
     for sequence in range(RING + 20):
         calls[0].announce(varied(sequence))
@@ -120,7 +118,7 @@ def test_own_calls_that_are_no_longer_on_record(calls: list[CallRing], /) -> Non
 
 
 @on_each_rank(together, 3)
-def test_several_ranks_that_are_gone(calls: list[CallRing], /) -> None:
+def test_several_ranks_that_are_gone(calls, /):
     mine = calls[0]
     for local in (1, 2):
         mine.segment.words[mine.segment.line(local) + PID] = (1 << 22) + 1  # no process has it
@@ -130,7 +128,7 @@ def test_several_ranks_that_are_gone(calls: list[CallRing], /) -> None:
 
 
 @on_each_rank(together)
-def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make(calls: list[CallRing], /) -> None:
+def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make(calls, /):
     mine, theirs = calls
     mine.announce(call(0))
     assert mine.compare(call(0), 0) == 0

@@ -3,13 +3,11 @@
 mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_client_arrays_gpu.py
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ _sizes = itertools.count(100_003, 50_021)  # NCCL connects anew for some of thes
 
 
 @pytest.fixture
-def comm(world: kos.Communicator) -> Iterator[kos.Communicator]:
+def comm(world):
     """A communicator in which nothing has been called yet."""
     comm = world.duplicate()
     yield comm
@@ -104,15 +102,15 @@ class CuPy:
 
 
 @pytest.fixture(params=[Torch, CuPy], ids=["torch", "cupy"])
-def library(request: pytest.FixtureRequest, world: kos.Communicator) -> Any:
+def library(request, world):
     return request.param(world.device)
 
 
 @pytest.fixture
-def on_all(mpi_world: kos.Communicator) -> Callable[[Callable[[], None]], None]:
+def on_all(mpi_world):
     """Run a test's body on every rank, and raise on all what failed on any."""
 
-    def run(body: Callable[[], None]) -> None:
+    def run(body):
         failure = b""
         try:
             body()
@@ -134,7 +132,7 @@ def check(library: Any, x: Any, expected: float) -> None:
 
 
 @on_each_rank("on_all")
-def test_the_current_stream_is_followed(comm: kos.Communicator, library: Any) -> None:
+def test_the_current_stream_is_followed(comm, library):
     """A slow kernel and a fill before, a copy after; on streams that come and go."""
     for turn, count in itertools.product(range(ROUNDS), (SMALL, LARGE)):
         with library.on(library.stream()):
@@ -151,7 +149,7 @@ def test_the_current_stream_is_followed(comm: kos.Communicator, library: Any) ->
 
 
 @on_each_rank("on_all")
-def test_a_stream_that_is_given_wins(comm: kos.Communicator, library: Any) -> None:
+def test_a_stream_that_is_given_wins(comm, library):
     stream, other = library.stream(), library.stream()
     for given in (stream, library.handle(stream)):
         with library.on(stream):
@@ -166,7 +164,7 @@ def test_a_stream_that_is_given_wins(comm: kos.Communicator, library: Any) -> No
 
 
 @on_each_rank("on_all")
-def test_streams_that_are_gone_are_not_asked(comm: kos.Communicator, library: Any) -> None:
+def test_streams_that_are_gone_are_not_asked(comm, library):
     for given in ("current", "handle"):
         for end in (comm.barrier, comm.synchronize, lambda: comm.all_reduce(library.full(LARGE, 1.0))):
             stream = library.stream()
@@ -185,15 +183,15 @@ def test_streams_that_are_gone_are_not_asked(comm: kos.Communicator, library: An
     comm.synchronize()
 
 
-def test_captured_as_the_first_call_of_its_kind(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+def test_captured_as_the_first_call_of_its_kind(comm, library, on_all):
     """In torch.cuda.graph's default mode no thread may do what could disturb the capture."""
     count = next(_sizes)
 
-    def body() -> None:
+    def body():
         x = library.full(count, 1.0)
-        outs: list[Any] = []
+        outs = []
 
-        def calls() -> None:
+        def calls():
             comm.all_reduce(x)
             outs.append(comm.all_gather(x))
             outs.append(comm.reduce_scatter(library.copy(outs[0])))
@@ -218,10 +216,10 @@ def test_captured_as_the_first_call_of_its_kind(comm: kos.Communicator, library:
     on_all(body)
 
 
-def test_order_is_kept_across_a_capture(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+def test_order_is_kept_across_a_capture(comm, library, on_all):
     """Eager on one stream behind a slow kernel, captured on a second, eager on a third."""
 
-    def body() -> None:
+    def body():
         comm.all_reduce(library.full(SMALL, 0.0))
         comm.all_reduce(captured)
         comm.synchronize()
@@ -254,7 +252,7 @@ def test_order_is_kept_across_a_capture(comm: kos.Communicator, library: Any, on
 
 
 @on_each_rank("on_all")
-def test_what_is_made_has_the_type_of_the_input(comm: kos.Communicator, library: Any) -> None:
+def test_what_is_made_has_the_type_of_the_input(comm, library):
     n, x = comm.size, library.full(6 * comm.size, 1.0)
     calls = {
         "reduce_scatter": (lambda: comm.reduce_scatter(x), (6,)),
@@ -269,14 +267,14 @@ def test_what_is_made_has_the_type_of_the_input(comm: kos.Communicator, library:
         check(library, out, n if name == "reduce_scatter" else 1)
 
 
-def test_jax(comm: kos.Communicator, on_all: Any) -> None:
+def test_jax(comm, on_all):
     """Calls wait until JAX has made their input; results are JAX's arrays, kept until JAX has read them."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = pytest.importorskip("jax")
     device = jax.devices("gpu")[comm.device]
 
-    def body() -> None:
-        def slowly(x: Any) -> Any:
+    def body():
+        def slowly(x):
             return jax.lax.fori_loop(0, 300, lambda i, y: y * 1.0 + 0.0, x)
 
         make, double = jax.jit(lambda x, k: slowly(x) + k), jax.jit(lambda x, zeros: x * (2 + slowly(zeros)[0]))

@@ -1,9 +1,5 @@
 """The formats of compressed collectives: bytes, errors within the published bounds, infinities and NaN, refusals."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ def decoded(form: Format, x: np.ndarray) -> np.ndarray:
 
 
 @formats
-def test_bytes_of_bf16(form: Format) -> None:
+def test_bytes_of_bf16(form):
     """Wire bytes as a part of those of bf16."""
     limit = {"fp8": 0.53, "int8": 0.53, "int4": 0.28}[form.name]
     assert form.nbytes(1 << 20) == form.encode(np.zeros(1 << 20, np.float32)).size <= limit * 2 * (1 << 20)
@@ -40,9 +36,7 @@ def test_bytes_of_bf16(form: Format) -> None:
 @formats
 @dtypes
 @pytest.mark.parametrize("by_core", [True, False], ids=["core", "numpy"])
-def test_errors_are_within_the_bounds(
-    form: Format, dtype: Any, by_core: bool, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_within_the_bounds(form, dtype, by_core, seed, monkeypatch):
     """Of any bits, normal values of every size, outliers, one-hot blocks, and of what is near the bounds."""
     if by_core and compression.native is None:
         pytest.skip("needs the compiled core")
@@ -69,7 +63,7 @@ def test_errors_are_within_the_bounds(
 @pytest.mark.parametrize(
     ("form", "dtype", "size"), [("int8", ml_dtypes.bfloat16, 1.0), ("fp8", np.float16, 1e-6), ("int8", np.float32, 0.0)]
 )
-def test_small_scales_and_the_rounding_to_the_dtype_count(form: str, dtype: Any, size: float, seed: int) -> None:
+def test_small_scales_and_the_rounding_to_the_dtype_count(form, dtype, size, seed):
     """Ordinary bfloat16, small float16, and float32 below the least scale lose more than a code and its scale do."""
     rng = np.random.default_rng(seed)
     x = (size * np.exp(rng.normal(0, 2, 1000 * BLOCK))).astype(dtype) if size else np.full(BLOCK, 1e-38, dtype)
@@ -81,7 +75,7 @@ def test_small_scales_and_the_rounding_to_the_dtype_count(form: str, dtype: Any,
 
 @formats
 @pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2), (1, 1, 1, 1)], ids=str)
-def test_errors_between_hosts_are_within_the_bounds(form: Format, hosts: tuple[int, ...], seed: int) -> None:
+def test_errors_between_hosts_are_within_the_bounds(form, hosts, seed):
     """Each host's sum is encoded once, and the sum of these once: a bound of each, whatever the ranks of a host."""
     rng, count = np.random.default_rng(seed), 24 * BLOCK
     xs = rng.standard_normal((sum(hosts), count)).astype(np.float32)
@@ -90,7 +84,7 @@ def test_errors_between_hosts_are_within_the_bounds(form: Format, hosts: tuple[i
     xs[:, 2 * BLOCK : 3 * BLOCK] = 0
     xs[:, 4 * BLOCK : 5 * BLOCK - 1] *= np.float32(2.0**-140)
 
-    def body(comm: kos.Communicator) -> np.ndarray:
+    def body(comm):
         host, rail = comm.split("host"), comm.split(comm.local_rank)
         x = xs[comm.rank].copy()
         part = host.reduce_scatter(x, deterministic=True)
@@ -100,7 +94,7 @@ def test_errors_between_hosts_are_within_the_bounds(form: Format, hosts: tuple[i
     got = spawn(body, sum(hosts), hosts=hosts)
     assert all(each.tobytes() == got[0].tobytes() for each in got)
 
-    def bound(x: np.ndarray) -> np.ndarray:
+    def bound(x):
         return largest_errors(form, abs(x), np.dtype(np.float32))[0]
 
     sums = xs.astype(np.float64).reshape(len(hosts), hosts[0], -1).sum(1)
@@ -132,7 +126,7 @@ def _any_floats(rng: np.random.Generator, count: int, kind: int) -> np.ndarray:
 @pytest.mark.skipif(compression.native is None, reason="needs the compiled core")
 @formats
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_the_core_has_the_bits_of_numpy(form: Format, dtype: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_has_the_bits_of_numpy(form, dtype, seed, monkeypatch):
     """Encoded, decoded and added, on any floats and lengths."""
     rng = np.random.default_rng(seed)
     core = compression.native
@@ -154,21 +148,21 @@ def test_the_core_has_the_bits_of_numpy(form: Format, dtype: Any, seed: int, mon
 @pytest.mark.parametrize(
     "wrong", [(8, 127, 3, 64, 66), (8, 127, 0, 256, 65), (8, 127, -1, 256, 66), (4, 7, 0, 256, 66)]
 )
-def test_the_core_refuses_wrong_bytes(wrong: tuple[int, int, int, int, int]) -> None:
+def test_the_core_refuses_wrong_bytes(wrong):
     bits, top, dtype, nbytes, encoded = wrong
     with pytest.raises(ValueError, match="expected"):
         compression.native.encode(bits, top, dtype, bytes(nbytes), bytearray(encoded))
 
 
 @formats
-def test_zeros_stay(form: Format) -> None:
+def test_zeros_stay(form):
     x = np.array([0.0, -0.0] * 100, np.float32)
     assert decoded(form, x).tobytes() == np.zeros(200, np.float32).tobytes()
 
 
 @formats
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_infinities_and_nan_arrive_where_they_were(form: Format, seed: int, dtype: Any) -> None:
+def test_infinities_and_nan_arrive_where_they_were(form, seed, dtype):
     """In blocks of their own, and beside numbers, which arrive within the bounds."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(50 * BLOCK).astype(np.float32)
@@ -186,7 +180,7 @@ def test_infinities_and_nan_arrive_where_they_were(form: Format, seed: int, dtyp
 @formats
 @dtypes
 @pytest.mark.parametrize("special", [False, True], ids=["numbers", "with inf"])
-def test_the_largest_numbers_stay_finite(form: Format, seed: int, dtype: Any, special: bool) -> None:
+def test_the_largest_numbers_stay_finite(form, seed, dtype, special):
     rng, largest = np.random.default_rng(seed), float(ml_dtypes.finfo(dtype).max)
     x = (largest * rng.uniform(0.9, 1, (500, BLOCK)) * rng.choice([-1, 1], (500, BLOCK))).astype(dtype)
     x[:, 0] = (largest * np.linspace(0.97, 1, 500)).astype(dtype)
@@ -203,11 +197,11 @@ def test_the_largest_numbers_stay_finite(form: Format, seed: int, dtype: Any, sp
 
 @formats
 @dtypes
-def test_only_sums_beyond_the_largest_number_are_infinite(form: Format, dtype: Any) -> None:
+def test_only_sums_beyond_the_largest_number_are_infinite(form, dtype):
     """As uncompressed ones are: the largest number plus 0, 0.49 of it twice, it twice, and a block of both cases."""
     largest = float(ml_dtypes.finfo(dtype).max)
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         x = np.zeros(4 * BLOCK, dtype)
         x[:BLOCK] = largest if comm.rank == 0 else 0
         x[BLOCK : 2 * BLOCK] = 0.49 * largest
@@ -222,7 +216,7 @@ def test_only_sums_beyond_the_largest_number_are_infinite(form: Format, dtype: A
 
 
 @formats
-def test_what_is_decoded_is_encoded_alike(form: Format, seed: int) -> None:
+def test_what_is_decoded_is_encoded_alike(form, seed):
     """Ranks that send on what they received lose nothing more, beyond the rounding of the scale."""
     x = np.random.default_rng(seed).standard_normal(1000).astype(np.float32)
     once = decoded(form, x)
@@ -230,12 +224,12 @@ def test_what_is_decoded_is_encoded_alike(form: Format, seed: int) -> None:
     assert abs(twice - once).max() <= abs(x).max() * 2.0**-7
 
 
-def test_what_cannot_be_compressed(seed: int) -> None:
+def test_what_cannot_be_compressed(seed):
     with kos.init("mock") as comm:
         x = np.zeros(8, np.float32)
         for compress in ("int2", 8, True, b"fp8", np.float16, ["fp8"]):
             with pytest.raises(InvalidArgument, match="compress: expected None, 'fp8', 'int8', 'int4', got "):
-                comm.all_reduce(x, compress=compress)  # type: ignore[call-overload]
+                comm.all_reduce(x, compress=compress)
         for dtype in (np.float64, np.int32, np.complex64, np.bool_, ml_dtypes.float8_e5m2):
             with pytest.raises(
                 InvalidArgument, match=f"x: expected float32, float16, bfloat16 with compress, got {np.dtype(dtype)}"
@@ -251,19 +245,19 @@ def test_what_cannot_be_compressed(seed: int) -> None:
                 getattr(comm, name)(x, compress="int8")
 
 
-def test_what_feed_back_refuses() -> None:
+def test_what_feed_back_refuses():
     with kos.init("mock") as comm:
         x = np.zeros(8, np.float32)
         for residual in (x, x[:4], np.zeros(8, np.float16), np.zeros((2, 4), np.float32)):
             with pytest.raises(InvalidArgument, match="residual: expected memory of its own, as "):
                 comm.feed_back(x, residual, "int8")
         with pytest.raises(InvalidArgument, match="feed_back: expected a format and float32.* got None"):
-            comm.feed_back(x, x.copy(), None)  # type: ignore[arg-type]
+            comm.feed_back(x, x.copy(), None)
         with pytest.raises(InvalidArgument, match="got 'int8' and float64"):
             comm.feed_back(np.zeros(8), np.zeros(8), "int8")
 
 
-def test_a_group_of_one_keeps_every_bit(seed: int) -> None:
+def test_a_group_of_one_keeps_every_bit(seed):
     with kos.init("mock") as comm:
         x = np.random.default_rng(seed).standard_normal(100).astype(np.float32)
         for call in (comm.all_reduce, comm.all_gather, comm.all_to_all, comm.reduce_scatter):
@@ -271,8 +265,8 @@ def test_a_group_of_one_keeps_every_bit(seed: int) -> None:
 
 
 @pytest.mark.parametrize("theirs", [None, "fp8"])
-def test_ranks_that_compress_differently(theirs: str | None) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_ranks_that_compress_differently(theirs):
+    def body(comm):
         with pytest.raises(CollectiveMismatch, match="compress"):
             comm.all_reduce(np.ones(100, np.float32), compress="int8" if comm.rank else theirs)
 
@@ -280,10 +274,10 @@ def test_ranks_that_compress_differently(theirs: str | None) -> None:
 
 
 @pytest.mark.parametrize("count", [20, 70])
-def test_counts_that_disagree(count: int) -> None:
+def test_counts_that_disagree(count):
     """Within a block, where as many bytes travel, too.  The ranks are named by their numbers in the world."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if (pair := comm.group([1, 2])) is not None:
             x, mine, theirs = np.ones(20, np.float32), [10, 10], [10, 10] if pair.rank else [10, count]
             with pytest.raises(CollectiveMismatch, match="rank 1 of world expected .* from rank 2 of world") as caught:
@@ -293,7 +287,7 @@ def test_counts_that_disagree(count: int) -> None:
     spawn(body, 3)
 
 
-def test_persistent_batches_and_the_format_in_texts() -> None:
+def test_persistent_batches_and_the_format_in_texts():
     spawn(_persistent_and_batches, 3)
 
 

@@ -1,7 +1,5 @@
 """The promises of ``kos.testing.conformance`` for every dtype, on mock and MPI; other files collect them by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.schedules import algorithms
@@ -51,19 +48,19 @@ WHOLE = {*vars(intact), *vars(order), "in_rank_order", "sums_of_16_bits_in_fp32"
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases(full=True) if case.name.split()[0] in WHOLE])
-def test_promise(ranks: Any, seed: int, name: str) -> None:
+def test_promise(ranks, seed, name):
     (case,) = (each for each in cases(full=True, seed=seed) if each.name == name)
     if ranks.size >= case.ranks:
         ranks.run(case.call)
 
 
 @reductions
-def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+def test_all_reduce(ranks, seed, dtype, op):
     ranks.run(lambda comm: results.correct(comm, seed, Step("all_reduce", dtype=dtype, op=op)))
 
 
 @reductions
-def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+def test_reduce_scatter(ranks, seed, dtype, op):
     """Every dtype and every operation, as is fastest and in rank order; each pair of them in one of the ways."""
     deterministic = REDUCTIONS.index((dtype, op)) % 2 == 1
     step = Step("reduce_scatter", dtype=dtype, op=op, deterministic=deterministic)
@@ -72,19 +69,19 @@ def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) ->
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @every_dtype
-def test_reduce(ranks: Any, seed: int, dtype: np.dtype, deterministic: bool) -> None:
+def test_reduce(ranks, seed, dtype, deterministic):
     op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
     step = Step("reduce", dtype=dtype, op=op, deterministic=deterministic)
     ranks.run(lambda comm: results.correct(comm, seed, step))
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.values[0] != np.bool_], ids=str)
-def test_reduce_scatter_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
+def test_reduce_scatter_v(ranks, seed, dtype):
     ranks.run(lambda comm: results.correct(comm, seed, Step("reduce_scatter_v", dtype=dtype)))
 
 
 @every_dtype
-def test_scan(ranks: Any, seed: int, dtype: np.dtype) -> None:
+def test_scan(ranks, seed, dtype):
     """Each dtype with the operations that it is alone in, or that scale."""
     op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM if dtype.kind in "iu" else ReduceOp.PREMUL_SUM
     for name in ("scan", "exscan"):
@@ -92,28 +89,28 @@ def test_scan(ranks: Any, seed: int, dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)], ids=str)
-def test_scans_add_in_rank_order(ranks: Any, seed: int, dtype: np.dtype) -> None:
+def test_scans_add_in_rank_order(ranks, seed, dtype):
     for name in ("scan", "exscan"):
         ranks.run(lambda comm, name=name: results.in_rank_order(comm, seed, name, dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
-def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
+def test_compressed(ranks, seed, form, dtype):
     ranks.run(lambda comm: results.compressed(comm, seed, form, dtype))
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", np.float32), ("int8", ml_dtypes.bfloat16), ("int4", np.float16)])
-def test_error_feedback(ranks: Any, seed: int, form: str, dtype: Any) -> None:
+def test_error_feedback(ranks, seed, form, dtype):
     ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda kind: kind.__name__)
-def test_compressed_errors_are_within_the_bounds(ranks: Any, seed: int, dtype: Any) -> None:
+def test_compressed_errors_are_within_the_bounds(ranks, seed, dtype):
     ranks.run(lambda comm: bounds.errors_are_within_the_bounds(comm, seed, np.dtype(dtype)))
 
 
-def test_compressed_sums_are_near(ranks: Any, seed: int) -> None:
+def test_compressed_sums_are_near(ranks, seed):
     ranks.run(lambda comm: bounds.compressed_sums_are_near(comm, seed))
 
 
@@ -125,12 +122,12 @@ def test_compressed_sums_are_near(ranks: Any, seed: int) -> None:
     ],
 )
 @pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
-def test_all_reduce_by_algorithm(ranks: Any, seed: int, algorithm: str, dtype: Any) -> None:
+def test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype):
     by_algorithm(ranks, seed, "all_reduce", algorithm, dtype)
 
 
 @pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
-def test_reduce_scatter_by_algorithm(ranks: Any, seed: int, algorithm: str) -> None:
+def test_reduce_scatter_by_algorithm(ranks, seed, algorithm):
     by_algorithm(ranks, seed, "reduce_scatter", algorithm, np.float32)
 
 
@@ -143,7 +140,7 @@ def by_algorithm(ranks: Any, seed: int, name: str, algorithm: str, dtype: Any) -
 
 def moving(*names: str) -> Callable[..., None]:
     @every_dtype
-    def test(ranks: Any, seed: int, dtype: np.dtype) -> None:
+    def test(ranks, seed, dtype):
         for name in names:
             ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=dtype)))
 
@@ -160,27 +157,27 @@ test_gather_and_scatter = moving("gather", "scatter")
 test_gather_v_and_scatter_v = moving("gather_v", "scatter_v")
 
 
-def test_large(ranks: Any, seed: int) -> None:
+def test_large(ranks, seed):
     """Several segments of every schedule."""
     for name in ("all_gather", "broadcast", "send_recv"):
         ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name), [LARGE]))
 
 
-def test_arguments_of_other_ranks_than_the_root(ranks: Any) -> None:
+def test_arguments_of_other_ranks_than_the_root(ranks):
     ranks.run(results.arguments_of_other_ranks_than_the_root)
 
 
-def test_shapes_and_scalars(ranks: Any) -> None:
+def test_shapes_and_scalars(ranks):
     ranks.run(results.shapes_and_scalars)
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, PremulSum(0.3)], ids=str)
 @pytest.mark.mpi
-def test_deterministic_is_the_same_on_mock_and_mpi(mpi_world: kos.Communicator, seed: int, op: Any) -> None:
+def test_deterministic_is_the_same_on_mock_and_mpi(mpi_world, seed, op):
     for dtype in (np.float32, ml_dtypes.bfloat16):
         xs = inputs(seed, mpi_world.size, 1003, dtype)
 
-        def reduce(comm: kos.Communicator, xs: list[np.ndarray] = xs) -> np.ndarray:
+        def reduce(comm, xs=xs):
             return comm.all_reduce(xs[comm.rank].copy(), op, deterministic=True)
 
         mine = reduce(mpi_world)

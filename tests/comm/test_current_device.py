@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,12 +56,12 @@ class Devices:
 
 
 @pytest.fixture
-def comm(monkeypatch: pytest.MonkeyPatch) -> Iterator[kos.Communicator]:
+def comm(monkeypatch):
     devices = Devices()
     with no_gpu(monkeypatch):
         monkeypatch.setattr(driver, "unavailable", lambda: None)
         monkeypatch.setattr(Immutable, "devices", devices, raising=False)
-        cu: Any = driver.cu
+        cu = driver.cu
         for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
             call = getattr(cu, name)
             place = {"cuEventRecord": 1}.get(name, 0)
@@ -116,7 +115,7 @@ def array(stream: Any = None) -> Array:
 
 
 @pytest.mark.parametrize("kind", [Immutable, Other])
-def test_an_array_without_a_stream(comm: kos.Communicator, kind: type[Other]) -> None:
+def test_an_array_without_a_stream(comm, kind):
     memory = Memory(16)
     for _ in range(3):
         comm.all_reduce(kind(memory), out=array())
@@ -127,10 +126,10 @@ def test_an_array_without_a_stream(comm: kos.Communicator, kind: type[Other]) ->
     comm.synchronize()
 
 
-def test_a_new_array_of_jax(comm: kos.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_array_of_jax(comm, monkeypatch):
     """JAX changes the current device when it shares memory; a call of kos does not."""
 
-    def from_dlpack(array: Array) -> Array:
+    def from_dlpack(array):
         Immutable.devices.leave()
         return array
 
@@ -142,7 +141,7 @@ def test_a_new_array_of_jax(comm: kos.Communicator, monkeypatch: pytest.MonkeyPa
     assert Immutable.devices.stack == [0]
 
 
-def test_many_streams(comm: kos.Communicator) -> None:
+def test_many_streams(comm):
     comm.all_reduce(array())
     for stream in range(100, 140):
         comm.all_reduce(array(stream))
@@ -150,19 +149,19 @@ def test_many_streams(comm: kos.Communicator) -> None:
     comm.synchronize()
 
 
-def test_a_new_array_keeps_the_stream_of_an_array_that_is_gone(comm: kos.Communicator) -> None:
+def test_a_new_array_keeps_the_stream_of_an_array_that_is_gone(comm):
     """Its memory is freed in the order of that stream, whose handle ``__cuda_array_interface__`` gives."""
 
     class Stream:
         pass
 
     class OnStream(Other):
-        def __init__(self, memory: Memory) -> None:
+        def __init__(self, memory):
             super().__init__(memory)
             self.stream = Stream()
 
         @property
-        def __cuda_array_interface__(self) -> dict[str, Any]:
+        def __cuda_array_interface__(self):
             return super().__cuda_array_interface__ | {"stream": 77}
 
     class WithoutObject(OnStream):

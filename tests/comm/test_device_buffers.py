@@ -1,7 +1,5 @@
 """Arrays on a GPU: what becomes a Buffer, and what backends for host memory refuse."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ def described(
     return Array(pointer, shape, dtype, device, **more)
 
 
-def test_array_becomes_a_buffer() -> None:
+def test_array_becomes_a_buffer():
     x = described(stream=77)
     buffer = as_buffer(x, "x", writable=True)
     assert buffer.array is x
@@ -36,8 +34,8 @@ def test_array_becomes_a_buffer() -> None:
     assert as_buffer(described(), "x", writable=True).stream == streams.LEGACY
 
 
-def test_overlap_of_gpu_memory() -> None:
-    def buffer(start: int, count: int, device: int = 0) -> Any:
+def test_overlap_of_gpu_memory():
+    def buffer(start, count, device=0):
         return as_buffer(described(start, (count,), np.uint8, device), "x", writable=True)
 
     assert buffer(100, 10).overlaps(buffer(109, 1))
@@ -47,7 +45,7 @@ def test_overlap_of_gpu_memory() -> None:
     assert not buffer(100, 10).overlaps(as_buffer(np.zeros(10, np.uint8), "x", writable=True))
 
 
-def test_refused_before_anything_is_sent() -> None:
+def test_refused_before_anything_is_sent():
     class Owner:
         closed = True
 
@@ -96,7 +94,7 @@ def foreign_arrays() -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", foreign_arrays())
-def test_arrays_of_other_libraries(library: str) -> None:
+def test_arrays_of_other_libraries(library):
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     x = foreign_arrays()[library](values)
     buffer = as_buffer(x, "x", writable=False)
@@ -118,7 +116,7 @@ def test_arrays_of_other_libraries(library: str) -> None:
 
 
 @pytest.mark.gpu
-def test_torch_streams_and_gradients() -> None:
+def test_torch_streams_and_gradients():
     torch = pytest.importorskip("torch")
     comm = kos.init("nccl")
     stream = torch.cuda.Stream()
@@ -137,11 +135,11 @@ def test_torch_streams_and_gradients() -> None:
     comm.close()
 
 
-def test_addresses_of_a_launch_are_those_of_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_a_launch_are_those_of_its_arrays(monkeypatch):
     """Without a GPU: what the driver would read of the parameters."""
-    launched: list[list[int]] = []
+    launched = []
 
-    def queue(config: Any, function: Any, parameters: int, extra: int) -> tuple[int]:
+    def queue(config, function, parameters, extra):
         places = (ctypes.c_uint64 * 4).from_address(parameters)
         launched.append([ctypes.c_uint64.from_address(place).value for place in places])
         return (0,)

@@ -1,18 +1,14 @@
 """Calls that the compiled core makes by itself are as those through Python, and notice whatever has changed."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
 import time
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
 
-import kos
 from kos.comm.communicator import Communicator
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument
 from tests.comm.gpu_eager import hits
@@ -24,12 +20,12 @@ pytestmark = needs_core
 
 
 @pytest.fixture
-def run() -> Any:
+def run():
     return TCPRanks(2).run
 
 
 @on_each_rank("run")
-def test_the_recorder_has_them(comm: kos.Communicator, /) -> None:
+def test_the_recorder_has_them(comm, /):
     x = np.ones(3)
     for _ in range(3):
         comm.all_reduce(x)  # this line
@@ -44,7 +40,7 @@ def test_the_recorder_has_them(comm: kos.Communicator, /) -> None:
 
 
 @on_each_rank("run")
-def test_a_new_timeout_counts(comm: kos.Communicator, /) -> None:
+def test_a_new_timeout_counts(comm, /):
     x = np.ones(3)
     for _ in range(3):
         comm.all_reduce(x)
@@ -56,8 +52,8 @@ def test_a_new_timeout_counts(comm: kos.Communicator, /) -> None:
     comm.rendezvous.barrier()
 
 
-def test_a_closed_communicator_refuses_them() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_closed_communicator_refuses_them():
+    def body(comm):
         part, aborted = comm.duplicate(), comm.duplicate()
         for each in (part, aborted):
             for _ in range(3):
@@ -73,7 +69,7 @@ def test_a_closed_communicator_refuses_them() -> None:
 
 
 @on_each_rank("run")
-def test_calls_that_differ_are_named(comm: kos.Communicator, /) -> None:
+def test_calls_that_differ_are_named(comm, /):
     part = comm.duplicate()
     x, y = np.ones(3), np.ones(4)
     for _ in range(3):
@@ -88,7 +84,7 @@ def test_calls_that_differ_are_named(comm: kos.Communicator, /) -> None:
 
 
 @on_each_rank("run")
-def test_messages_that_differ_are_named(comm: kos.Communicator, /) -> None:
+def test_messages_that_differ_are_named(comm, /):
     x, y = np.ones(3), np.ones(4)
     for _ in range(3):
         comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
@@ -101,14 +97,14 @@ def test_messages_that_differ_are_named(comm: kos.Communicator, /) -> None:
     comm.barrier()
 
 
-def test_two_threads_are_found() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_two_threads_are_found():
+    def body(comm):
         part, x, begun = comm.duplicate(), np.ones(3), threading.Event()
         for _ in range(3):
             part.all_reduce(x)
         if comm.rank == 0:
 
-            def first() -> None:
+            def first():
                 begun.set()
                 with pytest.raises(CollectiveError, match="two threads|threads"):
                     part.all_reduce(x)
@@ -127,15 +123,15 @@ def test_two_threads_are_found() -> None:
     TCPRanks(2).run(body)
 
 
-def test_a_subclass_keeps_its_methods() -> None:
+def test_a_subclass_keeps_its_methods():
     class Counting(Communicator):
         calls = 0
 
-        def all_reduce(self, x: Any, *args: Any, **options: Any) -> Any:
+        def all_reduce(self, x, *args, **options):
             self.calls += 1
             return super().all_reduce(x, *args, **options)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         other = Counting(comm.backend, comm.rendezvous, comm.probes, 30.0)
         other._collectives = comm._collectives  # one backend, one order
         for _ in range(3):
@@ -150,7 +146,7 @@ def test_a_subclass_keeps_its_methods() -> None:
 
 
 @on_each_rank("run")
-def test_a_call_beside_others_is_kept_once(comm: kos.Communicator, /) -> None:
+def test_a_call_beside_others_is_kept_once(comm, /):
     """It goes through the method each time; other calls stay known."""
     x, y, peer = np.ones(3), np.ones(2), 1 - comm.rank
     comm.all_reduce(y)
@@ -165,7 +161,7 @@ def test_a_call_beside_others_is_kept_once(comm: kos.Communicator, /) -> None:
 
 
 @on_each_rank("run")
-def test_nothing_holds_the_arrays_or_the_communicator(comm: kos.Communicator, /) -> None:
+def test_nothing_holds_the_arrays_or_the_communicator(comm, /):
     x = np.ones(1000)
     seen = weakref.ref(x)
     for _ in range(3):
@@ -186,15 +182,15 @@ def test_nothing_holds_the_arrays_or_the_communicator(comm: kos.Communicator, /)
 
 
 @on_each_rank("run")
-def test_more_calls_than_are_kept(comm: kos.Communicator, /) -> None:
+def test_more_calls_than_are_kept(comm, /):
     for _, count in itertools.product(range(3), range(1, 100)):
         assert (comm.all_reduce(np.ones(count)) == comm.size).all()
 
 
-def test_a_call_is_never_kept_as_another() -> None:
+def test_a_call_is_never_kept_as_another():
     """Calls of batches, by a schedule, and that raise come between a call that is kept and its arguments."""
 
-    def body(comm: Any) -> None:
+    def body(comm):
         x, y = np.ones(4), np.empty(4)
         if comm.rank == 0:
             for dst in (1, 2):
@@ -221,10 +217,10 @@ def test_a_call_is_never_kept_as_another() -> None:
     TCPRanks(3).run(body)
 
 
-def test_threads_do_not_keep_each_others_calls() -> None:
+def test_threads_do_not_keep_each_others_calls():
     """While a thread waits in a send, another one sends the same array to another rank."""
 
-    def body(comm: Any) -> None:
+    def body(comm):
         x = np.zeros(1_000_000)  # each send waits for its receive
         if comm.rank == 0:
             other = threading.Thread(target=lambda: (time.sleep(0.1), comm.send(x, 2)))
@@ -240,10 +236,10 @@ def test_threads_do_not_keep_each_others_calls() -> None:
     TCPRanks(3).run(body)
 
 
-def test_a_known_call_beside_others_keeps_the_table() -> None:
+def test_a_known_call_beside_others_keeps_the_table():
     """As many signatures as are kept; then each again, beside an outstanding Work."""
 
-    def body(comm: Any) -> None:
+    def body(comm):
         arrays = [np.ones(n) for n in range(1, 32)]  # with the one that is outstanding
         for x in arrays * 2:
             comm.all_reduce(x)

@@ -4,13 +4,10 @@ Such are finalizers, which a collection of garbage or the end of an object runs.
 begins its calls first.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +26,7 @@ pytestmark = needs_core
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Any]]:
+def pair():
     with both_ranks() as made:
         yield made
 
@@ -93,7 +90,7 @@ def fill_recorder(pair: list[Any], shape: Any, count: int = SLOTS - 1) -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="garbage is collected between two instructions")
-def test_a_finalizer_sets_the_timeout_and_makes_a_call_of_the_same_operation(pair: list[Any]) -> None:
+def test_a_finalizer_sets_the_timeout_and_makes_a_call_of_the_same_operation(pair):
     """That frees what the core knows of the call that it is about to make."""
     one, other = pair
     make_known(pair, 3, 5)
@@ -102,7 +99,7 @@ def test_a_finalizer_sets_the_timeout_and_makes_a_call_of_the_same_operation(pai
         within, theirs = ([np.ones(5) for _ in range(4)] for _ in range(2))
         finish = begin(other, *theirs, y)
 
-        def again(within: list[Any] = within) -> None:
+        def again(within=within):
             one.timeout = one.timeout
             for each in within:
                 one.all_reduce(each)
@@ -113,7 +110,7 @@ def test_a_finalizer_sets_the_timeout_and_makes_a_call_of_the_same_operation(pai
         assert all((each == 2).all() for each in within + theirs)
 
 
-def test_a_call_within_the_record_of_another_is_the_next_one(pair: list[Any]) -> None:
+def test_a_call_within_the_record_of_another_is_the_next_one(pair):
     """An entry of the recorder is overwritten, and what it has kept ends."""
     one, other = pair
     make_known(pair, 3, 5)
@@ -132,13 +129,13 @@ def test_a_call_within_the_record_of_another_is_the_next_one(pair: list[Any]) ->
     assert within.tolist() == theirs[1].tolist() == [4.0] * 5
 
 
-def test_the_end_of_the_last_work_finds_the_new_one(pair: list[Any]) -> None:
+def test_the_end_of_the_last_work_finds_the_new_one(pair):
     """A Persistent keeps its last Work, whose end may start it again: it is not waited for yet."""
     one, other = pair
     x, said = np.ones(3), list[str]()
     persistent = one.all_reduce_init(x)
 
-    def again() -> None:
+    def again():
         try:
             persistent.start()
         except InvalidArgument as error:
@@ -156,7 +153,7 @@ def test_the_end_of_the_last_work_finds_the_new_one(pair: list[Any]) -> None:
     assert watcher() is None and len(said) == 1 and "previous start" in said[0]
 
 
-def test_a_start_with_wrong_arguments_hides_nothing(pair: list[Any]) -> None:
+def test_a_start_with_wrong_arguments_hides_nothing(pair):
     one, other = pair
     x = np.zeros(3)
     persistent = one.all_reduce_init(x)
@@ -171,12 +168,12 @@ def test_a_start_with_wrong_arguments_hides_nothing(pair: list[Any]) -> None:
     assert x.tolist() == [6.0] * 3
 
 
-def test_a_timeout_that_is_set_within_a_first_call_counts(pair: list[Any]) -> None:
+def test_a_timeout_that_is_set_within_a_first_call_counts(pair):
     """The call that was made before it is not the one to repeat."""
     one, other = pair
     x = np.ones(3)
 
-    def profile(frame: FrameType, event: str, argument: object) -> None:
+    def profile(frame, event, argument):
         if event == "return" and frame.f_code is Prepared.start.__code__:
             sys.setprofile(None)
             one.timeout = 0.2
@@ -194,13 +191,13 @@ def test_a_timeout_that_is_set_within_a_first_call_counts(pair: list[Any]) -> No
         one.all_reduce(x)
 
 
-def test_an_array_that_changes_within_a_first_call_is_not_known(pair: list[Any]) -> None:
+def test_an_array_that_changes_within_a_first_call_is_not_known(pair):
     """The core keeps the dtype that it then has, and not the one that it would compare."""
     one, other = pair
     dtype = np.dtype(np.float64, metadata={"of": "this test"})  # an object of its own
     x, y = np.ones(3, dtype), np.ones(3, dtype)
 
-    def profile(frame: FrameType, event: str, argument: object) -> None:
+    def profile(frame, event, argument):
         if event == "return" and frame.f_code is Prepared.start.__code__:
             sys.setprofile(None)
             x.dtype = np.dtype(np.float64)
@@ -217,13 +214,13 @@ def test_an_array_that_changes_within_a_first_call_is_not_known(pair: list[Any])
     assert hits(one) == before and x.tolist() == y.tolist() == [2.0] * 3
 
 
-def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(pair: list[Any]) -> None:
+def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(pair):
     """As of a trace function, through the method of the class, on the same array."""
     one, other = pair
     x, theirs = np.full(3, 2.0), [np.full(3, 5.0), np.full(3, 5.0)]
     finish = begin(other, theirs[0], op=kos.ReduceOp.MAX), begin(other, theirs[1])
 
-    def profile(frame: FrameType, event: str, argument: object) -> None:
+    def profile(frame, event, argument):
         if event == "call" and frame.f_code is Prepared.start.__code__:
             sys.setprofile(None)
             Communicator.all_reduce(one, x, kos.ReduceOp.MAX)

@@ -1,7 +1,5 @@
 """Works, persistent starts and tensors of torch: calls that the compiled core knows need no Python here either."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -24,7 +22,7 @@ needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch
 
 
 @pytest.fixture
-def run() -> Any:
+def run():
     return TCPRanks(2).run
 
 
@@ -34,7 +32,7 @@ def settle(comm: Any) -> None:
 
 
 @on_each_rank("run")
-def test_a_work_in_flight_is_advanced_by_other_waits(comm: kos.Communicator, /) -> None:
+def test_a_work_in_flight_is_advanced_by_other_waits(comm, /):
     x, y = np.ones(3), np.ones(5)
     for _ in range(3):
         comm.all_reduce(x, async_op=True).wait()
@@ -55,7 +53,7 @@ def test_a_work_in_flight_is_advanced_by_other_waits(comm: kos.Communicator, /) 
 
 
 @on_each_rank("run")
-def test_a_message_in_flight_is_cancelled_at_its_timeout(comm: kos.Communicator, /) -> None:
+def test_a_message_in_flight_is_cancelled_at_its_timeout(comm, /):
     x, peer = np.zeros(4), 1 - comm.rank
     for _ in range(3):
         work = comm.recv(x, peer, async_op=True)
@@ -74,7 +72,7 @@ def test_a_message_in_flight_is_cancelled_at_its_timeout(comm: kos.Communicator,
 
 
 @on_each_rank("run")
-def test_a_work_leaves_the_record_of_a_later_call(comm: kos.Communicator, /) -> None:
+def test_a_work_leaves_the_record_of_a_later_call(comm, /):
     """The recorder keeps 1,024: while a receive is in flight, its entry becomes that of another call."""
     x, y, peer = np.zeros(4), np.ones(2), 1 - comm.rank
     for _ in range(3):
@@ -99,7 +97,7 @@ def test_a_work_leaves_the_record_of_a_later_call(comm: kos.Communicator, /) -> 
 
 
 @on_each_rank("run")
-def test_a_failure_ends_a_work_in_flight(comm: kos.Communicator, /) -> None:
+def test_a_failure_ends_a_work_in_flight(comm, /):
     part, x = comm.duplicate(), np.ones(3)
     for _ in range(3):
         part.all_reduce(x, async_op=True).wait()
@@ -113,7 +111,7 @@ def test_a_failure_ends_a_work_in_flight(comm: kos.Communicator, /) -> None:
 
 
 @on_each_rank("run")
-def test_a_persistent_start_must_be_waited_for(comm: kos.Communicator, /) -> None:
+def test_a_persistent_start_must_be_waited_for(comm, /):
     x = np.ones(3)
     persistent = comm.all_reduce_init(x)
     for _ in range(3):
@@ -135,7 +133,7 @@ def test_a_persistent_start_must_be_waited_for(comm: kos.Communicator, /) -> Non
 
 
 @on_each_rank("run")
-def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm: kos.Communicator, /) -> None:
+def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm, /):
     x, other = np.ones(3), np.ones(4)
     for _ in range(2):
         if comm.rank == 0:
@@ -156,7 +154,7 @@ def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm: kos.Communic
 
 
 @on_each_rank("run")
-def test_persistents_end_with_their_last_reference(comm: kos.Communicator, /) -> None:
+def test_persistents_end_with_their_last_reference(comm, /):
     """Nothing refers to them in a circle."""
     persistent = comm.all_reduce_init(np.ones(3))
     alive = weakref.ref(persistent)
@@ -171,8 +169,8 @@ def test_persistents_end_with_their_last_reference(comm: kos.Communicator, /) ->
     comm.all_reduce_init(np.ones(2)).start().wait()
 
 
-def test_a_persistent_of_a_closed_communicator_is_refused() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_persistent_of_a_closed_communicator_is_refused():
+    def body(comm):
         part = comm.duplicate()
         persistent = part.barrier_init()
         for _ in range(3):
@@ -185,8 +183,8 @@ def test_a_persistent_of_a_closed_communicator_is_refused() -> None:
     TCPRanks(2).run(body)
 
 
-def test_a_progress_thread_gets_the_works() -> None:
-    def body(rendezvous: Any) -> None:
+def test_a_progress_thread_gets_the_works():
+    def body(rendezvous):
         with kos.init("tcp", rendezvous=rendezvous, progress_thread=True) as comm:
             x, y = np.ones(3), np.ones(1 << 20)
             for _ in range(3):
@@ -202,7 +200,7 @@ def test_a_progress_thread_gets_the_works() -> None:
 
 @needs_torch
 @on_each_rank("run")
-def test_tensors_of_torch_hit(comm: kos.Communicator, /) -> None:
+def test_tensors_of_torch_hit(comm, /):
     import torch
 
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
@@ -224,7 +222,7 @@ def test_tensors_of_torch_hit(comm: kos.Communicator, /) -> None:
 
 @needs_torch
 @on_each_rank("run")
-def test_other_tensors_are_other_calls(comm: kos.Communicator, /) -> None:
+def test_other_tensors_are_other_calls(comm, /):
     import torch
 
     x = torch.ones(4)
@@ -249,7 +247,7 @@ def test_other_tensors_are_other_calls(comm: kos.Communicator, /) -> None:
 
 @needs_torch
 @on_each_rank("run")
-def test_misaligned_tensors_are_refused(comm: kos.Communicator, /) -> None:
+def test_misaligned_tensors_are_refused(comm, /):
     """Also if the core knows such calls."""
     import torch
 
@@ -263,7 +261,7 @@ def test_misaligned_tensors_are_refused(comm: kos.Communicator, /) -> None:
 
 @needs_torch
 @on_each_rank("run")
-def test_a_call_that_has_begun_runs_no_python(comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_has_begun_runs_no_python(comm, /, monkeypatch):
     """It is not in the queue yet: a thread that ran now would put its messages where nobody looks for them."""
     import torch
 

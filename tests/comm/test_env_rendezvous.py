@@ -1,7 +1,5 @@
 """Rendezvous by environment variables: launchers, and jobs that are started wrongly."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys
@@ -9,7 +7,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +38,7 @@ SECRETS = "expected the same secret (KOS_SECRET) on all ranks, got another"
 # Who starts it.
 
 
-def test_variables_of_launchers() -> None:
+def test_variables_of_launchers():
     secret = {"KOS_SECRET": "x"}  # else the user's own, in a home that may be read-only
     torch = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "h", "MASTER_PORT": "7", "LOCAL_RANK": "0", **secret}
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "2"}
@@ -56,7 +53,7 @@ def test_variables_of_launchers() -> None:
     assert list(agent.ports)[:7] == [65531, 65532, 65533, 65534, 65535, 1, 2]
 
 
-def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
+def test_the_default_rendezvous(no_launcher):
     assert isinstance(default_rendezvous(5), ThreadRendezvous)
     no_launcher.setenv("RANK", "0")
     no_launcher.setenv("WORLD_SIZE", "1")
@@ -96,7 +93,7 @@ MASTER = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", **TORCH}, 0),
     ],
 )
-def test_the_rank_before_the_start(no_launcher: pytest.MonkeyPatch, environ: dict[str, str], expected: int) -> None:
+def test_the_rank_before_the_start(no_launcher, environ, expected):
     for name, value in environ.items():
         no_launcher.setenv(name, value)
     assert launched_rank() == expected
@@ -111,7 +108,7 @@ with kos.init(timeout=60) as comm:
 
 
 @pytest.mark.parametrize(("size", "more"), [(3, {}), (2, {"LOCAL_RANK": "0"})], ids=["default", "LOCAL_RANK"])
-def test_plain_shells(size: int, more: dict[str, str]) -> None:
+def test_plain_shells(size, more):
     """The local rank is the launcher's, if it sets one."""
     total = size * (size + 1) // 2
     expected = [(0, f"rank {r} of {size}, local {0 if more else r}, on tcp: {total}\n") for r in range(size)]
@@ -129,7 +126,7 @@ def port_before_a_taken_one() -> Iterator[int]:
         yield port
 
 
-def test_torchrun(tmp_path: Path) -> None:
+def test_torchrun(tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -143,7 +140,7 @@ def test_torchrun(tmp_path: Path) -> None:
         assert f"rank {rank} of 2, local {rank}, on tcp: 3" in output
 
 
-def test_jobs_side_by_side() -> None:
+def test_jobs_side_by_side():
     """Two jobs of one user whose ports overlap, as two torchruns may choose them: each finds its own."""
     with port_before_a_taken_one() as port:
         jobs = [
@@ -155,7 +152,7 @@ def test_jobs_side_by_side() -> None:
         assert errors_of(30, *jobs) == [""] * 4
 
 
-def test_the_trainer(tmp_path: Path) -> None:
+def test_the_trainer(tmp_path):
     text = tmp_path / "corpus.txt"
     text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "kos" / "comm").glob("*.py"))))
     port, command = free_port(), [*python(), "-m", "kos.train", *TINY, "--data", str(text), "--out"]
@@ -182,7 +179,7 @@ def test_the_trainer(tmp_path: Path) -> None:
         ({"KOS_SECRET": ""}, "KOS_SECRET: expected a secret, got an empty one"),
     ],
 )
-def test_bad_variables(changes: dict[str, str | None], message: str) -> None:
+def test_bad_variables(changes, message):
     environ = {k: v for k, v in {**environment(1, 2, 7), **changes}.items() if v is not None}
     assert errors_of(5, environ) == [message]
 
@@ -201,9 +198,7 @@ def test_bad_variables(changes: dict[str, str | None], message: str) -> None:
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "4"}, "MASTER_ADDR, MASTER_PORT", "SLURM_PROCID, SLURM_NTASKS"),
     ],
 )
-def test_a_part_of_the_variables(
-    no_launcher: pytest.MonkeyPatch, environ: dict[str, str], missing: str, given: str
-) -> None:
+def test_a_part_of_the_variables(no_launcher, environ, missing, given):
     """No group of one by mistake."""
     for name, value in environ.items():
         no_launcher.setenv(name, value)
@@ -212,13 +207,13 @@ def test_a_part_of_the_variables(
     assert str(caught.value).startswith(f"{missing}: expected values beside those of {given}, got none (")
 
 
-def test_a_rank_on_the_host_says_nothing(no_launcher: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_the_host_says_nothing(no_launcher):
     no_launcher.setenv("LOCAL_RANK", "3")
     with kos.init() as comm:
         assert (comm.size, comm.local_rank) == (1, 0)
 
 
-def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_port(monkeypatch):
     monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -227,20 +222,20 @@ def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.endswith("Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))")
 
 
-def test_a_port_that_is_busy_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_busy_for_a_moment(monkeypatch):
     monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 20.0)
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     ranks = [environment(rank, 2, port) for rank in range(2)]
 
-    def leave() -> None:
+    def leave():
         other.accept()[0].close()  # rank 1 called, and will call again
         other.close()
 
     assert run_threads(leave, lambda: errors_of(30, *ranks))[1] == ["", ""]
 
 
-def test_missing_ranks_are_named_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_named_on_all_others(monkeypatch):
     come_first(monkeypatch, 3)
     port, began = free_port(), time.monotonic()
     others = [environment(rank, 5, port) for rank in (2, 4)]
@@ -250,12 +245,12 @@ def test_missing_ranks_are_named_on_all_others(monkeypatch: pytest.MonkeyPatch) 
     assert first + rest == [expected] * 3
 
 
-def test_rank_0_says_where_others_look_for_it() -> None:
+def test_rank_0_says_where_others_look_for_it():
     [error] = errors_of(0.3, environment(0, 2, free_port(), MASTER_ADDR="no-such-host.invalid"))
     assert "which others find by MASTER_ADDR=no-such-host.invalid)" in error
 
 
-def test_a_master_that_cannot_be_reached() -> None:
+def test_a_master_that_cannot_be_reached():
     port = free_port()
     [error] = errors_of(0.3, environment(1, 2, port))
     expected = f"rendezvous: rank 1 did not reach rank 0 within 0.3 s: 127.0.0.1:{port}: "
@@ -264,7 +259,7 @@ def test_a_master_that_cannot_be_reached() -> None:
     assert error.startswith("rendezvous: rank 1 did not reach rank 0 within 0.3 s: no-such-host.invalid")
 
 
-def test_a_rank_that_comes_twice() -> None:
+def test_a_rank_that_comes_twice():
     port = free_port()
     errors = errors_of(30, *[environment(rank, 3, port) for rank in (0, 1, 1)])
     assert set(errors) == {
@@ -272,13 +267,13 @@ def test_a_rank_that_comes_twice() -> None:
     }
 
 
-def test_a_second_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_rank_0(monkeypatch):
     monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 0.1)
     port, refused, remaining = free_port(), threading.Event(), Hub._remaining
     patient = lambda hub, *of: remaining(hub, *of) if refused.is_set() else 0.1  # noqa: E731
     monkeypatch.setattr(Hub, "_remaining", patient)
 
-    def come() -> str:
+    def come():
         [error] = errors_of(0.3, environment(0, 2, port))
         refused.set()
         return error.split(":")[0]
@@ -287,7 +282,7 @@ def test_a_second_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_another_world_size(size: int) -> None:
+def test_another_world_size(size):
     port = free_port()
     ranks = [environment(rank, 3, port) for rank in (0, 2)]
     refused = (
@@ -297,7 +292,7 @@ def test_another_world_size(size: int) -> None:
     assert errors_of(30, *ranks, environment(1, size, port)) == [refused] * 3
 
 
-def test_a_rank_that_joins_after_the_failure_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_joins_after_the_failure_is_told_too(monkeypatch):
     """Rank 0 has raised it, and ends."""
     monkeypatch.setattr("kos.comm.control.hub.CLOSE_SECONDS", 20.0)
     port = free_port()
@@ -305,11 +300,11 @@ def test_a_rank_that_joins_after_the_failure_is_told_too(monkeypatch: pytest.Mon
     assert errors_of(30, environment(2, 3, port)) == first[:1] and first[0] == first[1] != ""
 
 
-def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_secret(caplog):
     """The caller with another secret fails at once; rank 0 logs it and continues to wait for the right one."""
     port = free_port()
 
-    def others() -> list[str]:
+    def others():
         return [*errors_of(30, environment(1, 2, port, KOS_SECRET="wrong")), *errors_of(30, environment(1, 2, port))]
 
     first, rest = run_threads(lambda: errors_of(30, environment(0, 2, port)), others)
@@ -320,12 +315,12 @@ def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_timeout_names_the_callers_with_another_secret(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_names_the_callers_with_another_secret(size, monkeypatch):
     port, refused, remaining = free_port(), threading.Event(), Hub._remaining
     patient = lambda hub, *of: remaining(hub, *of) if refused.is_set() else 1.0  # noqa: E731
     monkeypatch.setattr(Hub, "_remaining", patient)
 
-    def others() -> None:
+    def others():
         for rank in (1, 1, size - 1):
             errors_of(30, environment(rank, size, port, KOS_SECRET="wrong"))
         refused.set()
@@ -338,11 +333,11 @@ def test_a_timeout_names_the_callers_with_another_secret(size: int, monkeypatch:
     )
 
 
-def test_another_program_at_the_port() -> None:
+def test_another_program_at_the_port():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 
-        def program() -> None:
+        def program():
             sock, _ = other.accept()
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
             sock.close()
@@ -353,7 +348,7 @@ def test_another_program_at_the_port() -> None:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 @pytest.mark.parametrize("case", ["in use", "missing"])
-def test_an_error_of_init_has_no_frames_within_kos(no_launcher: pytest.MonkeyPatch, case: str, debug: str) -> None:
+def test_an_error_of_init_has_no_frames_within_kos(no_launcher, case, debug):
     """Python prints them where no hook of kos is set, as under torchrun.  Those of the program stay."""
     no_launcher.setenv("KOS_DEBUG", debug)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,7 +1,5 @@
 """Which failure a rank raises and which ranks it names: ``FailureLog`` and ``PeerStatus``, without ranks."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import time
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kos
 from kos.comm.failures import HOST_SECONDS, FailureLog, Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, from_record, to_record
@@ -22,13 +19,13 @@ from kos.testing import Fault, spawn
 from tests.comm.works import work_of
 
 
-def test_a_posted_failure_holds_no_frames() -> None:
+def test_a_posted_failure_holds_no_frames():
     """In them is what the failed call had made, such as memory and files, which would last until the next call."""
 
     class Made:
         pass
 
-    def fail() -> weakref.ref[Made]:
+    def fail():
         made = Made()
         try:
             raise RankLost(f"rank 1 is gone, {made} is left", ranks=[1])
@@ -44,7 +41,7 @@ def test_a_posted_failure_holds_no_frames() -> None:
     assert status.last is not None and status.last.ranks == (1,)
 
 
-def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
+def test_what_is_queued_may_change_while_another_thread_reads_it():
     status, first, second = PeerStatus(), SimpleNamespace, PeerStatus()
     status.post_queued(first, [1])
     reading = iter(status.queued.items())
@@ -53,14 +50,14 @@ def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
     assert status.queued == {first: (1,), second: (2,)}
 
 
-def test_a_lost_rank_is_posted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_is_posted_once(monkeypatch):
     """By each rank that finds it: a post goes to every rank of other hosts."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         with pytest.raises(RankLost, match="rank 1 is gone"):
             comm.all_reduce(np.ones(1))
 
-    def post_failure(self: PeerStatus, error: KosError) -> None:
+    def post_failure(self, error):
         posted.append(self._rank)
         post(self, error)
 
@@ -92,9 +89,7 @@ class _Waits(PeerStatus):
     [({}, True, (1,)), ({1: (0,)}, True, ()), ({}, False, ())],
     ids=["late", "both wait", "its GPU may wait"],
 )
-def test_the_only_other_rank_is_late_if_it_would_wait(
-    waits: dict[int, tuple[int, ...]], all_wait: bool, named: tuple[int, ...]
-) -> None:
+def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
     """As in a barrier of mpi between hosts, which does not know who has not arrived."""
     late = Late(words="which ranks did not arrive is not known", others=[1], all_wait=all_wait)
     error = FailureLog(range(2), 0, _Waits(waits, {})).overdue(late, "barrier #1", 1.0)
@@ -109,7 +104,7 @@ def test_the_only_other_rank_is_late_if_it_would_wait(
         ("world.0:group: all_reduce #1 of int8[1]: late", "world.0:group: all_reduce #1 of int8[1]: late"),
     ],
 )
-def test_the_call_and_the_communicator_are_named_once(cause: str, named: str) -> None:
+def test_the_call_and_the_communicator_are_named_once(cause, named):
     """``named``: the part of the cause's text that the error has after its call; "" for a cause of the same call."""
     call = "world: all_reduce #1 of int8[1]"
     log = FailureLog(range(3), 0, _Waits({}, {1: CollectiveTimeout(cause, ranks=[2])}))
@@ -121,7 +116,7 @@ def test_the_call_and_the_communicator_are_named_once(cause: str, named: str) ->
     assert str(caught.value) == (f"{call}: the communicator failed before: {named}" if named else cause)
 
 
-def test_a_hub_that_does_not_answer_is_named_alone() -> None:
+def test_a_hub_that_does_not_answer_is_named_alone():
     """No rank of another host can say that it waits for the rank of the hub."""
     status, plane = PeerStatus(2), _Plane(-1)
     status.connect(plane)
@@ -138,15 +133,13 @@ def test_a_hub_that_does_not_answer_is_named_alone() -> None:
         ({1: (1,)}, (2,), "ranks [1] did not arrive"),
     ],
 )
-def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
-    failures: dict[int, tuple[int, ...]], arrived: tuple[int, ...], named: str
-) -> None:
+def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(failures, arrived, named):
     errors = {rank: CollectiveTimeout("late", ranks=list(ranks)) for rank, ranks in failures.items()}
     log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
     assert named in str(log.overdue(Late([3], "ranks [3] did not arrive", arrived), "all_reduce #1", 1.0))
 
 
-def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
+def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs():
     """Which may wait for it where nobody sees that: in a call of a library, for one."""
     status = _Waits({}, {})
     status.halted = lambda rank: rank == 2
@@ -160,7 +153,7 @@ def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
     ("waits", "cycle"),
     [({1: (0,)}, "; ranks [0, 1] wait"), ({1: (2,), 2: (0,)}, "; ranks [0, 1, 2] wait"), ({1: (2,)}, None)],
 )
-def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycle: str | None) -> None:
+def test_ranks_that_wait_for_one_another(waits, cycle):
     """Ranks wait in different groups, in a cycle; there is no cycle if one of them does not wait."""
     text = str(FailureLog(range(3), 0, _Waits(waits, {})).overdue(Late([1]), "all_reduce #1", 1.0))
     assert ("wait for one another" in text) == (cycle is not None)
@@ -177,7 +170,7 @@ def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycl
     ],
 )
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_cycle_says_whether_its_calls_are_of_one_group(call: str, expected: str, reverse: bool) -> None:
+def test_a_cycle_says_whether_its_calls_are_of_one_group(call, expected, reverse):
     status = _Waits({1: (0,)}, {})
     what = "world: send_recv #3 of float32[7], to and from rank 1 with tag 0"
     call, what = (what, call) if reverse else (call, what)
@@ -186,9 +179,9 @@ def test_a_cycle_says_whether_its_calls_are_of_one_group(call: str, expected: st
     assert f"ranks [0, 1] {expected}" in text.split("; "), text
 
 
-def test_the_failure_of_the_earliest_collective_counts() -> None:
+def test_the_failure_of_the_earliest_collective_counts():
     """Whichever is reported first; calls before it go on, and links carry what is earlier than all before."""
-    carried: list[int] = []
+    carried = []
     link = SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))
     log = FailureLog(range(3), 0)
     log.reporters = [link]
@@ -201,7 +194,7 @@ def test_the_failure_of_the_earliest_collective_counts() -> None:
         log.ask(3)
 
 
-def test_a_wait_for_ranks_of_other_groups() -> None:
+def test_a_wait_for_ranks_of_other_groups():
     """The GPU runs the kernels of all communicators one after another."""
     failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
     error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
@@ -227,12 +220,12 @@ def on_hosts(world: Sequence[int] = range(5)) -> FailureLog:
         ([4], "ranks [4] did not arrive; rank 4 is on c"),
     ],
 )
-def test_late_ranks_are_named_with_their_hosts(late: list[int], named: str) -> None:
+def test_late_ranks_are_named_with_their_hosts(late, named):
     error = on_hosts().overdue(Late(late), "all_reduce #1", 1.0)
     assert str(error) == f"all_reduce #1: not complete after 1.0 s; {named}" and error.ranks == tuple(late)
 
 
-def test_a_group_names_the_host_of_its_ranks() -> None:
+def test_a_group_names_the_host_of_its_ranks():
     log = on_hosts([0, 2, 3])
     assert log.names([1, 2]) == "host b (ranks [2, 3] of world)" and log.names([1], False) == "rank 2 of world"
     assert on_hosts().names([0, 1, 2, 3]) == "host a and host b (ranks [0, 1, 2, 3])"
@@ -250,14 +243,14 @@ CLOSED = "its connection was closed"
         ([2, 3], "it closed its communicator", "rank 2 is gone: it closed its communicator; rank 2 is on host b"),
     ],
 )
-def test_a_host_is_lost_with_its_last_rank(ends: list[int], why: str, named: str) -> None:
+def test_a_host_is_lost_with_its_last_rank(ends, why, named):
     log = on_hosts()
     log.status.ends.update(dict.fromkeys(ends, why))
     error = log.lost(2, why)
     assert str(error) == named and error.ranks == ((2, 3) if named.startswith("host") else (2,))
 
 
-def test_a_rank_that_ended_because_of_another_is_not_named_with_it() -> None:
+def test_a_rank_that_ended_because_of_another_is_not_named_with_it():
     log = on_hosts()
     log.status.ends.update({2: CLOSED, 3: CLOSED})
     log.status.failures[3] = RankLost("rank 2 is gone", ranks=[2]), time.monotonic()
@@ -281,7 +274,7 @@ class _Plane:
             status.ends[3] = CLOSED
 
 
-def test_a_lost_rank_waits_for_the_ends_of_its_host() -> None:
+def test_a_lost_rank_waits_for_the_ends_of_its_host():
     """If they can arrive, and not for long; ranks of this host are not waited for."""
     for silent, lost in ((5, (2, 3)), (-1, (2,))):
         log, plane = on_hosts(), _Plane(silent)
@@ -293,11 +286,11 @@ def test_a_lost_rank_waits_for_the_ends_of_its_host() -> None:
         assert silent > 0 or time.monotonic() - began >= HOST_SECONDS
 
 
-def test_the_parts_of_a_mismatch_and_of_a_timeout() -> None:
+def test_the_parts_of_a_mismatch_and_of_a_timeout():
     """On every rank; what a rank was told of has the parts too."""
     found, overdue = list[KosError](), threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         part = comm.split(0)
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout) as late:
@@ -317,7 +310,7 @@ def test_the_parts_of_a_mismatch_and_of_a_timeout() -> None:
         assert error.got == "all_reduce #1 of float64[3] by SUM", error
 
 
-def test_the_parts_of_an_error_are_copied_sent_and_pickled() -> None:
+def test_the_parts_of_an_error_are_copied_sent_and_pickled():
     cause = RankLost("rank 3 is gone: boom", ranks=[3])
     error = CollectiveMismatch(ranks=[1, 2], call="world: recv #1", expected="2 elements", got="3")
     assert str(error) == "world: recv #1: expected 2 elements, got 3"
@@ -329,10 +322,10 @@ def test_the_parts_of_an_error_are_copied_sent_and_pickled() -> None:
     assert str(later) == "world: barrier #2: rank 3 is gone: boom; rank 1 aborted because of it"
 
 
-def test_errors_have_their_call_as_a_part() -> None:
+def test_errors_have_their_call_as_a_part():
     """Of a call that was aborted, that failed by an exception which is not of kos, or that was interrupted."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         part = comm.duplicate()
         if comm.rank == 0:
             work = part.all_reduce(np.ones(2), async_op=True)
@@ -340,7 +333,7 @@ def test_errors_have_their_call_as_a_part() -> None:
             with pytest.raises(KosError) as caught:
                 work.wait()
             errors.extend([caught.value, comm.backend.failures.named(work, ValueError("no memory"))])
-            comm.backend.start_all = _interrupt  # type: ignore[method-assign]
+            comm.backend.start_all = _interrupt
             with suppress(KeyboardInterrupt), comm.batch():
                 comm.all_reduce(np.ones(2))
             errors.append(comm.failure)

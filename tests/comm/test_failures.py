@@ -1,11 +1,9 @@
 """Mismatched calls, ranks that do not come, ranks that are gone: errors that name them, and no hang."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,10 +38,10 @@ def F4() -> np.ndarray:
 
 
 @pytest.mark.mpi
-def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
+def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi, memory):
     """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
 
-    def leaves(comm: kos.Communicator) -> None:
+    def leaves(comm):
         left = comm.duplicate()
         if comm.rank == 0:
             left.send(np.ones(1), 1)
@@ -56,7 +54,7 @@ def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str)
             with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
                 left.barrier()
 
-    def leaves_for_a_failure(comm: kos.Communicator) -> None:
+    def leaves_for_a_failure(comm):
         """Rank 1 hears of it in a message, and leaves at once."""
         left = comm.duplicate()
         comm.rendezvous.barrier()
@@ -75,11 +73,9 @@ def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str)
 
 
 @pytest.mark.mpi
-def test_a_call_that_mpi_still_holds_is_named(
-    ranks_of_mpi: Any, apart: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    def body(comm: kos.Communicator) -> None:
-        part: Any = comm.duplicate()
+def test_a_call_that_mpi_still_holds_is_named(ranks_of_mpi, apart, caplog):
+    def body(comm):
+        part = comm.duplicate()
         if comm.rank == 0:  # takes no part in the call of MPI
             part.backend.transport._native_request = lambda *_: part.backend.transport._MPI.REQUEST_NULL
             part.all_reduce(np.ones(3))
@@ -94,10 +90,10 @@ def test_a_call_that_mpi_still_holds_is_named(
 
 
 @pytest.mark.mpi
-def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mpi: Any, apart: None) -> None:
+def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mpi, apart):
     """Nobody receives it.  Open MPI would give it to a communicator that has the number of a freed one."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         first = comm.duplicate()
         if comm.rank == 1:
             first.close()
@@ -118,11 +114,11 @@ def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mp
 
 
 @pytest.mark.parametrize("on", [MockRanks, pytest.param(TCPRanks, marks=needs_core)])
-def test_a_rank_that_is_late_in_another_group_is_named(on: Any) -> None:
+def test_a_rank_that_is_late_in_another_group_is_named(on):
     """Rank 0 waits for rank 1, which waits in another group for rank 2."""
     begins, ended = threading.Event(), threading.Event()
 
-    def body(comm: kos.Communicator) -> tuple[str, tuple[int, ...]] | None:
+    def body(comm):
         parts = [comm.group(ranks) for ranks in ((0, 1), (1, 2))]
         comm.barrier()
         part = parts[comm.rank > 0]
@@ -151,10 +147,10 @@ def test_a_rank_that_is_late_in_another_group_is_named(on: Any) -> None:
     assert found[1] == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in found[0]
 
 
-def test_timeout_names_operation_and_missing_ranks() -> None:
+def test_timeout_names_operation_and_missing_ranks():
     met = threading.Barrier(2)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.barrier()
         work = comm.all_reduce(np.zeros((2, 3), np.float32), async_op=True)
         met.wait(20)
@@ -169,14 +165,12 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
 
 
-def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
-    several: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(several, monkeypatch):
     """Memory of a host moves when somebody asks: time before that is nobody's fault."""
     clock, computed = time.monotonic, 0.0
     monkeypatch.setattr("kos.comm.work.time", SimpleNamespace(monotonic=lambda: clock() + computed))
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         nonlocal computed
         x = np.ones(3)
         work = comm.all_reduce(x, async_op=True, timeout=30)
@@ -190,10 +184,10 @@ def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
     several.run(body)
 
 
-def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
+def test_synchronize_raises_what_failed_at_its_launch(several):
     """Nothing is in flight then; nor did anybody ask."""
 
-    def late(comm: kos.Communicator) -> None:
+    def late(comm):
         part, x = comm.duplicate(), np.ones(3)
         if comm.rank > 0:
             with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
@@ -206,7 +200,7 @@ def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
                 part.synchronize(1)
         comm.rendezvous.barrier()
 
-    def message(comm: kos.Communicator) -> None:
+    def message(comm):
         for tag in range(2):
             if comm.rank == 0:
                 comm.send(np.ones(3), 1, tag)
@@ -227,7 +221,7 @@ def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10])
 @on_each_rank(spawn, 2, timeout=60)
-def test_a_timeout_longer_than_clocks_count(comm: kos.Communicator, /, timeout: float) -> None:
+def test_a_timeout_longer_than_clocks_count(comm, /, timeout):
     group = comm.rendezvous.threads
     mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
     with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
@@ -250,11 +244,11 @@ WAITS: dict[str, Callable[[kos.Communicator, kos.Communicator], Any]] = {
 @pytest.mark.parametrize(("end", "why"), [
     ("raises", "ZeroDivisionError: boom"), ("returns", "its function returned"), ("aborts", "the data are damaged"),
 ])  # fmt: skip
-def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting: str, end: str, why: str) -> None:
+def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting, end, why):
     """Also by a rank that waits after the thread of that rank has ended."""
-    told: list[str] = []
+    told = []
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         part = comm.split(0)
         if comm.rank == 1 and end == "raises":
             raise ZeroDivisionError("boom")
@@ -274,18 +268,18 @@ def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting: str, end: 
     assert len(told) == 2 and (end != "raises" or caught.value.__notes__ == ["raised on rank 1 of 3"])
 
 
-def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch):
     """Before anything is sent, for each number of ranks; what is registered last counts."""
     monkeypatch.setitem(registry._REGISTRY, "all_reduce", dict(registry._REGISTRY["all_reduce"]))
 
-    def to_and_fro(n: int, c: int, back: int = 2) -> Iterator[list[Moves]]:
+    def to_and_fro(n, c, back=2):
         yield [Moves(np.arange(1, n), 0, 0, count=c, reduce=True)]
         yield [Moves(0, np.arange(1, back), 0, count=c)]
 
-    def body(comm: kos.Communicator) -> float:
+    def body(comm):
         return float(comm.all_reduce(np.ones(2), algorithm="own").sum())
 
-    def refused(comm: kos.Communicator) -> None:
+    def refused(comm):
         with pytest.raises(ScheduleError, match="all_reduce/own on 3 ranks.*: rank 2, after the last round, data"):
             body(comm)
         assert comm.all_reduce(np.ones(1)) == 3
@@ -297,8 +291,8 @@ def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.Monkey
     spawn(refused, 3)
 
 
-def test_a_message_sent_before_leaving_arrives() -> None:
-    def body(comm: kos.Communicator) -> float:
+def test_a_message_sent_before_leaving_arrives():
+    def body(comm):
         x = np.full(1, comm.rank + 1.0)
         if comm.rank == 0:
             comm.send(x, 1)
@@ -311,17 +305,17 @@ def test_a_message_sent_before_leaving_arrives() -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "recv"])
-def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    interrupts: list[KeyboardInterrupt] = []
+def test_an_interrupted_operation_is_not_complete(monkeypatch, name):
+    interrupts = []
     came, over = threading.Event(), threading.Event()
     done = ThreadMessage.done
 
-    def interrupted(self: ThreadMessage) -> bool:
+    def interrupted(self):
         if interrupts:
             raise interrupts.pop()
         return done(self)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 1:
             if name == "all_reduce":
                 comm.all_reduce(np.ones(4), algorithm="ring", async_op=True)
@@ -352,11 +346,11 @@ def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatc
     spawn(body, 2, timeout=60)
 
 
-def test_spawn_names_ranks_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_names_ranks_that_hang(monkeypatch):
     release = threading.Event()
-    threads: dict[int, threading.Thread] = {}
+    threads = {}
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         threads[comm.rank] = threading.current_thread()
         if comm.rank == 1:
             release.wait(30)
@@ -372,11 +366,11 @@ def test_spawn_names_ranks_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "split", "recv"])
-def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name, monkeypatch):
     release = threading.Event()
-    comms: dict[int, kos.Communicator] = {}
+    comms = {}
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comms[comm.rank] = comm
         if comm.rank == 1:
             release.wait(30)
@@ -395,12 +389,12 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypat
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
-def test_a_missing_rank_at_init() -> None:
+def test_a_missing_rank_at_init():
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not arrive within 0.2 s"):
         kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
 
 
-def test_a_backend_that_cannot_run_here_says_why() -> None:
+def test_a_backend_that_cannot_run_here_says_why():
     group = ThreadGroup(1)
     with pytest.raises(BackendUnavailable, match="mpi: the ranks are not processes of an MPI job"):
         kos.init("mpi", rendezvous=ThreadRendezvous(group, 0))
@@ -415,22 +409,22 @@ def test_a_backend_that_cannot_run_here_says_why() -> None:
     ("auto", BackendUnavailable, "auto: expected a backend for GPU 3 of rank 1, got none: nccl: .+; peer"),
     ("mock", InvalidArgument, "device: expected None with backend 'mock', which uses no GPU, got 3 of rank 1"),
 ])  # fmt: skip
-def test_a_device_without_a_backend_for_gpus(backend: str, error: type[Exception], said: str) -> None:
+def test_a_device_without_a_backend_for_gpus(backend, error, said):
     """Refused on every rank, whoever asked for it; threads have none, GPU or not."""
     group = ThreadGroup(2)
 
-    def ask(rank: int) -> None:
+    def ask(rank):
         with pytest.raises(error, match=f"^{said}"):
             kos.init(backend, rendezvous=ThreadRendezvous(group, rank, TIMEOUT), device=3 if rank else None)
 
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
 
-def test_a_refusal_whose_close_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_whose_close_fails_too(monkeypatch):
     """The refusal is raised, and what was made is aborted."""
-    ended: list[str] = []
+    ended = []
 
-    def close(backend: HostBackend) -> None:
+    def close(backend):
         raise CollectiveError("another rank called differently")
 
     monkeypatch.setattr(HostBackend, "close", close)
@@ -440,10 +434,10 @@ def test_a_refusal_whose_close_fails_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ended == [UNMADE]
 
 
-def test_ranks_that_request_different_backends() -> None:
+def test_ranks_that_request_different_backends():
     group, names = ThreadGroup(2), ["mock", "auto"]
 
-    def ask(rank: int) -> None:
+    def ask(rank):
         message = f"init: rank {rank} requested backend '{names[rank]}', rank {1 - rank} '{names[1 - rank]}'"
         with pytest.raises(RendezvousError, match=f"^{message}$"):
             kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, TIMEOUT))
@@ -452,7 +446,7 @@ def test_ranks_that_request_different_backends() -> None:
 
 
 @on_each_rank(spawn, 3, timeout=60)
-def test_nothing_is_kept_of_finished_operations(comm: kos.Communicator, /) -> None:
+def test_nothing_is_kept_of_finished_operations(comm, /):
     for _ in range(20):
         comm.all_reduce(np.ones(100), algorithm="ring")
         comm.all_gather_bytes(b"abc")

@@ -3,12 +3,9 @@
 ``python -m tests.faults`` runs the campaign for longer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +37,7 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 @every_call
 @on_each_rank(spawn, SIZE, 60, faults=[Fault("delay", CULPRIT, operation, 0.01) for operation in (1, 2)])
-def test_delays_change_no_result(comm: kos.Communicator, /, name: str) -> None:
+def test_delays_change_no_result(comm, /, name):
     """Nor what follows on the same communicator."""
     for _ in range(4):
         run(comm, CALLS[name], SEED)
@@ -73,10 +70,10 @@ def outcome(name: str, kind: str) -> dict[int, KosError]:
         ("drop", "waits for .*rank.* in world: {name} #1"),
     ],
 )
-def test_a_rank_that_stalls_or_sends_nothing(name: str, kind: str, message: str) -> None:
+def test_a_rank_that_stalls_or_sends_nothing(name, kind, message):
     """No rank waits for ever: all raise as soon as none can go on."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         for _ in range(2):
             run(comm, CALLS[name], SEED)
             comm.rendezvous.barrier()
@@ -91,7 +88,7 @@ def test_a_rank_that_stalls_or_sends_nothing(name: str, kind: str, message: str)
 
 
 @every_call
-def test_a_rank_that_crashes_is_named(name: str) -> None:
+def test_a_rank_that_crashes_is_named(name):
     errors = outcome(name, "crash")
     assert 2 in errors and (name == "send_recv" or 0 in errors) and CULPRIT not in errors
     for rank, error in errors.items():
@@ -100,7 +97,7 @@ def test_a_rank_that_crashes_is_named(name: str) -> None:
 
 
 @every_call
-def test_an_operation_that_fails_on_one_rank(name: str) -> None:
+def test_an_operation_that_fails_on_one_rank(name):
     errors = outcome(name, "error")
     assert CULPRIT in errors and (name == "send_recv" or len(errors) == SIZE)
     for error in errors.values():
@@ -109,10 +106,10 @@ def test_an_operation_that_fails_on_one_rank(name: str) -> None:
         assert error.ranks == (CULPRIT,)
 
 
-def test_ranks_of_a_split_are_those_of_the_world() -> None:
+def test_ranks_of_a_split_are_those_of_the_world():
     """Operation 1 of world rank 2 is its first on the split, where it is rank 1."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         comm.barrier()
         part = comm.split(comm.rank % 2)
         try:
@@ -126,10 +123,10 @@ def test_ranks_of_a_split_are_those_of_the_world() -> None:
     assert "rank 2 of world is gone: it crashed" in results[0]
 
 
-def test_two_that_stall_and_one_that_crashes() -> None:
+def test_two_that_stall_and_one_that_crashes():
     faults = [Fault("stall", 0), Fault("stall", 1), Fault("crash", 2)]
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         with pytest.raises(RankLost, match="rank 2 is gone: it crashed before barrier"):
             comm.barrier()
         return "survived"
@@ -137,10 +134,10 @@ def test_two_that_stall_and_one_that_crashes() -> None:
     assert spawn(body, 4, 60, faults=faults) == [None, None, None, "survived"]
 
 
-def test_a_rank_that_crashes_finishes_nothing() -> None:
+def test_a_rank_that_crashes_finishes_nothing():
     """Not even what it has under way: it does not wait for that, nor tell anybody."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 1:
             comm.recv(np.empty(1), 0, async_op=True)
         with pytest.raises(RankLost, match="rank 1 is gone: it crashed before barrier"):
@@ -149,8 +146,8 @@ def test_a_rank_that_crashes_finishes_nothing() -> None:
     assert spawn(body, 2, 30, faults=[Fault("crash", 1, 1)]) == [None, None]
 
 
-def test_a_fault_of_one_kind_of_operation() -> None:
-    def body(comm: kos.Communicator) -> str:
+def test_a_fault_of_one_kind_of_operation():
+    def body(comm):
         try:
             for _ in range(3):
                 comm.barrier()
@@ -167,7 +164,7 @@ def test_a_fault_of_one_kind_of_operation() -> None:
         Fault("crash", 1, call=3)
 
 
-def test_a_plan_that_makes_no_sense() -> None:
+def test_a_plan_that_makes_no_sense():
     for wrong in (("loss", 0), ("drop", -1), ("drop", 0, -1), ("drop", 0, 0, 1), ("delay", 0, 0, 0)):
         with pytest.raises(InvalidArgument, match="fault: expected"):
             Fault(*wrong)
@@ -175,8 +172,8 @@ def test_a_plan_that_makes_no_sense() -> None:
         spawn(lambda comm: None, 2, faults=[Fault("drop", 2)])
 
 
-def test_a_fault_that_never_happens_fails_the_test() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_fault_that_never_happens_fails_the_test():
+    def body(comm):
         comm.broadcast(np.ones(1))  # of which rank 1 sends nothing
 
     for fault in (Fault("drop", 1), Fault("crash", 0, 1)):
@@ -193,14 +190,14 @@ def test_a_fault_that_never_happens_fails_the_test() -> None:
         pytest.param("mpi", 6, marks=[needs_mpirun, pytest.mark.slow]),
     ],
 )
-def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: int, tmp_path: Path) -> None:
+def test_every_survivor_names_the_rank_that_failed_first(backend, trials, tmp_path):
     seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
     assert campaign(trials, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"
     summary = json.loads(out.read_text())
     assert (summary["trials"], summary["right"], summary["wrong"]) == (trials, trials, [])
 
 
-def test_every_survivor_names_the_host_that_failed(tmp_path: Path) -> None:
+def test_every_survivor_names_the_host_that_failed(tmp_path):
     seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
     # Without cuts: a rank that waits for one of its host, which waits for the cut one, may name it (test_two_hosts.py).
     trials = [host_faults.HostTrial(seed + i, "kill", 3.0) for i in range(2)]
@@ -212,13 +209,11 @@ def test_every_survivor_names_the_host_that_failed(tmp_path: Path) -> None:
     assert {kind: found["errors"] for kind, found in by_fault.items()} == {"kill": 4}
 
 
-def test_every_thread_names_the_rank_that_failed() -> None:
+def test_every_thread_names_the_rank_that_failed():
     assert thread_faults.campaign(12, int(np.random.SeedSequence().generate_state(1)[0])) == 0, "the seeds are printed"
 
 
-def test_what_is_not_installed_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_installed_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("tests.faults.MPIRUN", "")
     monkeypatch.setattr("kos.cuda.driver.unavailable", lambda: "no CUDA driver")
     lines = {"mpi": r"mpirun was not found .*: .*pip install .*\[mpi\].*", "nccl": "CUDA: no CUDA driver"}
@@ -229,14 +224,14 @@ def test_what_is_not_installed_is_one_line(
         assert re.fullmatch(rf"python -m tests.faults: {line}\n", capsys.readouterr().err)
 
 
-def test_a_seed_stands_for_one_trial() -> None:
+def test_a_seed_stands_for_one_trial():
     assert Trial.of(7, "tcp", 3.0) == Trial.of(7, "tcp", 3.0) != Trial.of(8, "tcp", 3.0)
 
 
-def test_a_program_without_a_fault_passes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_a_fault_passes_on_gpus(monkeypatch):
     trial, group, nccl = Trial.of(-2, "nccl", 3.0), ThreadGroup(2), fake_nccl.Group(2)
 
-    def body(rank: int) -> None:
+    def body(rank):
         comm = fake_nccl.communicator(ThreadRendezvous(group, rank, 30.0), nccl)
         part = Rank(trial, comm)
         part.warm_up()

@@ -3,12 +3,10 @@
 mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_calls.py
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,7 +65,7 @@ CASES: dict[str, tuple[Call, Call, str]] = {
 
 
 @pytest.fixture
-def comm(world: kos.Communicator, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+def comm(world, mpi_world):
     """One to break; afterwards the GPU works as before."""
     comm = world.duplicate()
     x = ones(comm)
@@ -81,7 +79,7 @@ def comm(world: kos.Communicator, mpi_world: kos.Communicator) -> Iterator[kos.C
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms(world: kos.Communicator, seed: int, together: bool) -> None:
+def test_persistent_forms(world, seed, together):
     assert world.device is not None
     check_persistent_forms(world, seed, together, *arrays_on(world.device))
 
@@ -89,7 +87,7 @@ def test_persistent_forms(world: kos.Communicator, seed: int, together: bool) ->
 @pytest.mark.parametrize(
     "name", ["all_to_all_v", "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v", "scan", "exscan", "send_recv"]
 )
-def test_repeated_calls_are_cached(world: kos.Communicator, seed: int, name: str) -> None:
+def test_repeated_calls_are_cached(world, seed, name):
     if world.size == 1 and name == "send_recv":
         pytest.skip("needs another rank")
     comm = world.duplicate()
@@ -100,10 +98,10 @@ def test_repeated_calls_are_cached(world: kos.Communicator, seed: int, name: str
 
 
 @pytest.mark.parametrize("library", ["kos", "torch"])
-def test_known_calls_are_made_by_the_core(world: kos.Communicator, library: str) -> None:
+def test_known_calls_are_made_by_the_core(world, library):
     """On fresh arrays, on the default stream and another one, each ordered with what its stream holds."""
     comm = world.duplicate()
-    torch: Any = pytest.importorskip("torch") if library == "torch" else None
+    torch = pytest.importorskip("torch") if library == "torch" else None
     if comm._core_group is None or (torch and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")):
         pytest.skip("needs the compiled core, and with torch DLPack's C exchange API")
     made, device, calls = 0, f"cuda:{comm.device}", 40
@@ -111,7 +109,7 @@ def test_known_calls_are_made_by_the_core(world: kos.Communicator, library: str)
     side = torch.cuda.Stream(comm.device) if torch else None
     for turn, on_side in enumerate((False, True, False, True)):
         outer = torch.cuda.stream(side) if torch and on_side else contextlib.nullcontext()
-        at: Any = stream if on_side else None
+        at = stream if on_side else None
         with outer:
             before = comm._core_group.hits
             for number in range(calls):
@@ -130,13 +128,13 @@ def test_known_calls_are_made_by_the_core(world: kos.Communicator, library: str)
     comm.close()
 
 
-def test_a_thread_that_has_no_device_of_its_own(world: kos.Communicator) -> None:
+def test_a_thread_that_has_no_device_of_its_own(world):
     """CUDA's current device is each thread's own: calls of a new one, overlapped ones too, find the communicator's."""
     x, y, failures = ones(world), world.allocate(1 << 21, np.float32), []
     z = Array.from_numpy(np.ones(1000, np.float32), world.device, stream=cuda.create_stream(world.device))
     y.copy_from(ones(world, 1 << 21))  # as large as what copy engines carry
 
-    def body() -> None:
+    def body():
         try:
             world.all_reduce(x)
             for array in (x, y):
@@ -164,12 +162,12 @@ def alike(mpi_world: kos.Communicator, error: pytest.ExceptionInfo[CollectiveMis
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_wait_names_what_differs(comm: kos.Communicator, mpi_world: kos.Communicator, case: str) -> None:
+def test_a_wait_names_what_differs(comm, mpi_world, case):
     usual, other, message = CASES[case]
     odd = comm.size - 1
     begun = time.monotonic()
 
-    def run() -> None:
+    def run():
         (other if comm.rank == odd else usual)(comm)
         comm.synchronize()
 
@@ -183,13 +181,11 @@ def test_a_wait_names_what_differs(comm: kos.Communicator, mpi_world: kos.Commun
 
 
 @pytest.mark.parametrize("case", ["operation", "count"])
-def test_a_rank_that_never_waits_learns_of_it_too(
-    comm: kos.Communicator, mpi_world: kos.Communicator, case: str
-) -> None:
+def test_a_rank_that_never_waits_learns_of_it_too(comm, mpi_world, case):
     usual, other, message = CASES[case]
     x = ones(comm)
 
-    def run() -> None:
+    def run():
         (other if comm.rank == 0 else usual)(comm)
         for _ in range(ENOUGH):
             comm.all_reduce(x)
@@ -201,7 +197,7 @@ def test_a_rank_that_never_waits_learns_of_it_too(
     assert len(set(found)) == 1, found
 
 
-def test_a_process_that_drives_two_gpus(comm: kos.Communicator) -> None:
+def test_a_process_that_drives_two_gpus(comm):
     """Each rank has one communicator per GPU, and calls them alternately."""
     devices = len(cuda.visible_devices())
     if devices < max(2, comm.size):
@@ -217,7 +213,7 @@ def test_a_process_that_drives_two_gpus(comm: kos.Communicator) -> None:
             comm.all_reduce(x)
 
 
-def test_what_a_graph_captures_is_compared_once(comm: kos.Communicator, mpi_world: kos.Communicator) -> None:
+def test_what_a_graph_captures_is_compared_once(comm, mpi_world):
     """Comparing queues nothing, so it may happen while a graph is captured; replays are not calls."""
     stream = cuda.create_stream(comm.device)
     x = Array.zeros(1000, np.float32, comm.device, stream=stream)

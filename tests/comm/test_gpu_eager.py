@@ -3,23 +3,18 @@
 The driver, NCCL and memory are stand-ins; kernels of peer run on the host.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
-import kos
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Stream, captures
-from tests.comm.gpu_eager import Run, by, hits, known, on_gpu
+from tests.comm.fake_nccl import FakeRanks, Stream, captures
+from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.shared_ranks import needs_core
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 
 
-def test_the_recorder_has_them(gpu_run: Run) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_the_recorder_has_them(gpu_run):
+    def body(comm):
         for _ in range(4):
             comm.all_reduce(on_gpu([1.0, 2.0]))  # this line
         entries = comm.recorder.entries()[-4:]
@@ -33,8 +28,8 @@ def test_the_recorder_has_them(gpu_run: Run) -> None:
     gpu_run(body)
 
 
-def test_another_stream_is_ordered_by_python(gpu_run: Run) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_another_stream_is_ordered_by_python(gpu_run):
+    def body(comm):
         streams = Stream(40), Stream(41)
         arrays = [on_gpu(np.ones(4, np.float32), stream) for stream in streams]
         for x in arrays:
@@ -53,10 +48,10 @@ def test_another_stream_is_ordered_by_python(gpu_run: Run) -> None:
     gpu_run(body)
 
 
-def test_a_stream_that_its_owner_closes(gpu_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_its_owner_closes(gpu_run, monkeypatch):
     """Its handle is then that of the legacy stream, as Python reads it."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         stream = Stream(40)
         x, y = on_gpu(np.ones(4, np.float32), stream), on_gpu(np.ones(4, np.float32))
         known(comm, x)
@@ -72,10 +67,10 @@ def test_a_stream_that_its_owner_closes(gpu_run: Run, monkeypatch: pytest.Monkey
     gpu_run(body)
 
 
-def test_graphs_keep_windows(fake: FakeNCCL) -> None:
+def test_graphs_keep_windows(fake):
     """A captured call goes through Python, which keeps the memory of windows for the graph."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         x, y = comm.allocate(4, np.float32), comm.allocate(4, np.float32)
         stream = Stream(40)
@@ -91,10 +86,10 @@ def test_graphs_keep_windows(fake: FakeNCCL) -> None:
     FakeRanks(2).run(body)
 
 
-def test_a_captured_call_says_nothing_of_eager_ones(fake: FakeNCCL) -> None:
+def test_a_captured_call_says_nothing_of_eager_ones(fake):
     """Whose route may be another one."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x, stream = gpu.comm, on_gpu([1.0]), Stream(40)
         known(comm, x)
         with captures(), by(comm, 0):
@@ -108,10 +103,10 @@ def test_a_captured_call_says_nothing_of_eager_ones(fake: FakeNCCL) -> None:
     FakeRanks(2).run(body)
 
 
-def test_objects_that_are_new_each_time_are_not_kept(fake: FakeNCCL) -> None:
+def test_objects_that_are_new_each_time_are_not_kept(fake):
     """They would push out calls that the core knows."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x = gpu.comm, on_gpu([1.0])
         known(comm, x)
         fresh = type("ExternalStream", (Stream,), {"__module__": "torch.cuda"})
@@ -125,10 +120,10 @@ def test_objects_that_are_new_each_time_are_not_kept(fake: FakeNCCL) -> None:
     FakeRanks(2).run(body)
 
 
-def test_works_of_persistent_starts(gpu_run: Run) -> None:
+def test_works_of_persistent_starts(gpu_run):
     """A start returns a Work that the program has let go; if it has none, Python makes another one."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = on_gpu(np.ones(4, np.float32))
         start = comm.all_reduce_init(x).start
         for _ in range(3):
@@ -152,10 +147,10 @@ def test_works_of_persistent_starts(gpu_run: Run) -> None:
     gpu_run(body)
 
 
-def test_a_persistent_start_in_a_capture(fake: FakeNCCL) -> None:
+def test_a_persistent_start_in_a_capture(fake):
     """Of memory in a window, which is kept for the graph."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, stream = gpu.comm, Stream(40)
         start = comm.all_reduce_init(comm.allocate(4, np.float32), stream=stream).start
         for _ in range(3):

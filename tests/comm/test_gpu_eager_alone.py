@@ -3,18 +3,13 @@
 The driver, NCCL and memory are stand-ins.
 """
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-import kos
 from kos.comm.failures import EndedEarly
 from kos.cuda import driver, kernels
 from kos.errors import CollectiveTimeout, CudaError
@@ -25,10 +20,10 @@ from tests.comm.shared_ranks import needs_core
 pytestmark = [needs_core, needs_compiler, pytest.mark.usefixtures("no_looks")]
 
 
-def test_in_place_nothing_is_queued(gpu_alone: Callable[..., None]) -> None:
+def test_in_place_nothing_is_queued(gpu_alone):
     """A call may be in place, and the next one not."""
 
-    def body(comm: kos.Communicator, fake: Any) -> None:
+    def body(comm, fake):
         x, y = on_gpu([1.0, 2.0]), on_gpu([0.0, 0.0])
         known(comm, x)
         comm.all_reduce(x, out=x)
@@ -42,8 +37,8 @@ def test_in_place_nothing_is_queued(gpu_alone: Callable[..., None]) -> None:
     gpu_alone(body)
 
 
-def test_no_output_and_no_data(gpu_alone: Callable[..., None]) -> None:
-    def body(comm: kos.Communicator, fake: Any) -> None:
+def test_no_output_and_no_data(gpu_alone):
+    def body(comm, fake):
         x, y = on_gpu([1.0]), on_gpu([9.0])
         comm.exscan(x, out=y)
         comm.exscan(x, out=y)
@@ -61,8 +56,8 @@ def test_no_output_and_no_data(gpu_alone: Callable[..., None]) -> None:
     gpu_alone(body)
 
 
-def test_a_timeout_names_the_last_call(gpu_alone: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(comm: kos.Communicator, fake: Any) -> None:
+def test_a_timeout_names_the_last_call(gpu_alone, monkeypatch):
+    def body(comm, fake):
         x, y = on_gpu([1.0]), on_gpu([0.0])
         comm.all_reduce(x, out=y)
         comm.all_gather(x, y, algorithm="auto")
@@ -75,8 +70,8 @@ def test_a_timeout_names_the_last_call(gpu_alone: Callable[..., None], monkeypat
     gpu_alone(body)
 
 
-def test_a_failure_of_one_rank_waits_for_no_report(gpu_alone: Callable[..., None]) -> None:
-    def body(comm: kos.Communicator, fake: Any) -> None:
+def test_a_failure_of_one_rank_waits_for_no_report(gpu_alone):
+    def body(comm, fake):
         x = on_gpu([1.0])
         work = comm.all_reduce(x, out=on_gpu([0.0]), async_op=True)
         shared = getattr(comm.backend, "gpus", [comm.backend])[0].shared
@@ -87,8 +82,8 @@ def test_a_failure_of_one_rank_waits_for_no_report(gpu_alone: Callable[..., None
     gpu_alone(body)
 
 
-def test_groups_of_one_hold_no_descriptors(gpu_alone: Callable[..., None]) -> None:
-    def body(comm: kos.Communicator, fake: Any) -> None:
+def test_groups_of_one_hold_no_descriptors(gpu_alone):
+    def body(comm, fake):
         before = len(os.listdir("/proc/self/fd"))
         groups = [comm.duplicate() for _ in range(20)]
         assert len(os.listdir("/proc/self/fd")) - before < 20
@@ -99,10 +94,10 @@ def test_groups_of_one_hold_no_descriptors(gpu_alone: Callable[..., None]) -> No
     gpu_alone(body)
 
 
-def test_a_thread_without_the_context(gpu_alone: Callable[..., None]) -> None:
+def test_a_thread_without_the_context(gpu_alone):
     """Python makes it current."""
 
-    def body(comm: kos.Communicator, fake: Any) -> None:
+    def body(comm, fake):
         x, y = on_gpu([1.0], Stream(40)), on_gpu([0.0], Stream(40))
         known(comm, x, out=y)
         fake.current = 0
@@ -115,8 +110,8 @@ def test_a_thread_without_the_context(gpu_alone: Callable[..., None]) -> None:
     gpu_alone(body)
 
 
-def test_graphs_keep_windows(gpu_alone: Callable[..., None]) -> None:
-    def body(comm: kos.Communicator, fake: Any) -> None:
+def test_graphs_keep_windows(gpu_alone):
+    def body(comm, fake):
         stream = Stream(40)
         x, y = (comm.allocate(4, np.float32) for _ in range(2))
         known(comm, x, out=y, stream=stream)
@@ -127,8 +122,8 @@ def test_graphs_keep_windows(gpu_alone: Callable[..., None]) -> None:
     gpu_alone(body)
 
 
-def test_a_copy_that_is_refused(gpu_alone: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(comm: kos.Communicator, fake: Any) -> None:
+def test_a_copy_that_is_refused(gpu_alone, monkeypatch):
+    def body(comm, fake):
         x, y = on_gpu([1.0]), on_gpu([0.0])
         known(comm, x, out=y)
         stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}

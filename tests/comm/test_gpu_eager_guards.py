@@ -3,8 +3,6 @@
 The driver, NCCL and memory are stand-ins; kernels of peer run on the host.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import signal
@@ -12,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,20 +29,20 @@ from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
 from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, Stream
 from tests.comm.fake_peer import ThreadRanks, no_gpus
-from tests.comm.gpu_eager import Run, by, hits, known, needs_compiler, on_gpu
+from tests.comm.gpu_eager import by, hits, known, needs_compiler, on_gpu
 from tests.comm.ranks import on_threads
 from tests.comm.shared_ranks import needs_core
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 
 
-def test_whatever_a_launch_depends_on(gpu_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_launch_depends_on(gpu_run, monkeypatch):
     """One by one, the core finds what Python would find; the next call after that is the core's again."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
         known(comm, x)
-        changes: list[tuple[Any, str, Any]] = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
+        changes = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
         changes.append((backend.shared.streams, "party", object()))
         for where, name, value in changes:
             setattr(where, name, value)
@@ -63,8 +61,8 @@ def test_whatever_a_launch_depends_on(gpu_run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-def test_other_communicators_leave_too_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(gpu: Any) -> None:
+def test_other_communicators_leave_too_little_room(monkeypatch):
+    def body(gpu):
         comm = gpu.comm
         other = comm.duplicate()
         x = on_gpu(np.ones(4, np.float32))
@@ -87,8 +85,8 @@ def test_other_communicators_leave_too_little_room(monkeypatch: pytest.MonkeyPat
 
 
 @needs_compiler
-def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(gpu: Any) -> None:
+def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch):
+    def body(gpu):
         comm, x = gpu.comm, on_gpu(np.ones(4, np.float32))
         known(comm, x)
         fake.driver.current += 1
@@ -101,8 +99,8 @@ def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch: pytest.Mon
         ThreadRanks(2).run(body)
 
 
-def test_every_64th_call_compares(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
+def test_every_64th_call_compares(fake):
+    def body(gpu):
         comm, x = gpu.comm, on_gpu([1.0])
         known(comm, x)
         for _ in range(400):
@@ -114,18 +112,18 @@ def test_every_64th_call_compares(fake: FakeNCCL) -> None:
     FakeRanks(2).run(body)
 
 
-def test_calls_that_differ_are_named(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_differ_are_named(fake, monkeypatch):
     """The ranks never wait for one another here."""
     monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
-    failures: list[Exception] = []
+    failures = []
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x = gpu.comm, on_gpu([1])
         known(comm, x)
         known(comm, x, op=ReduceOp.MAX)
         comm.rendezvous.barrier()
 
-        def call(number: int) -> None:
+        def call(number):
             comm.all_reduce(x, op=ReduceOp.MAX if number == 50 and comm.rank else ReduceOp.SUM)
             time.sleep(0.001 * (number > 100))  # ranks compare the last 1,024
 
@@ -141,8 +139,8 @@ def test_calls_that_differ_are_named(fake: FakeNCCL, monkeypatch: pytest.MonkeyP
 
 
 @needs_compiler
-def test_an_early_end_of_a_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(gpu: Any) -> None:
+def test_an_early_end_of_a_kernel_is_seen(monkeypatch):
+    def body(gpu):
         comm, x = gpu.comm, on_gpu([1.0])
         known(comm, x)
         comm.rendezvous.barrier()
@@ -162,10 +160,10 @@ def _left_open(fn: Callable[[Any], None], rendezvous: Any, timeout: float) -> No
     comm.abort()
 
 
-def test_cached_calls_keep_few_streams(gpu_run: Run) -> None:
+def test_cached_calls_keep_few_streams(gpu_run):
     """If a program creates one per step; streams used again are kept."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, alive = on_gpu(np.zeros(4, np.float32)), weakref.WeakSet[Stream]()
         for step in range(60):
             alive.add(stream := Stream(40 + step))
@@ -193,16 +191,16 @@ def test_cached_calls_keep_few_streams(gpu_run: Run) -> None:
     gpu_run(body)
 
 
-def test_a_launch_that_is_refused(fake: FakeNCCL) -> None:
+def test_a_launch_that_is_refused(fake):
     class NCCLError(Exception):
-        def __init__(self, status: int) -> None:
+        def __init__(self, status):
             super().__init__(f"status {status}")
             self.status = status
 
-    fake.NCCLError = NCCLError  # type: ignore[attr-defined]
+    fake.NCCLError = NCCLError
     failed = threading.Event()
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x = gpu.comm, on_gpu([1.0])
         known(comm, x)
         comm.rendezvous.barrier()
@@ -229,11 +227,11 @@ LONG = 100  # seconds
 
 
 @pytest.fixture
-def blocking(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def blocking(fake, monkeypatch):
     """An all_reduce by the core is nanosleep: its first address is that of how long it blocks, if no signal comes."""
 
     class NCCLError(Exception):
-        def __init__(self, status: int) -> None:
+        def __init__(self, status):
             super().__init__(f"status {status}")
             self.status = status
 
@@ -268,10 +266,10 @@ def call_and_wait(comm: Any, x: Any) -> None:
     comm.synchronize()
 
 
-def test_other_threads_run_while_a_launch_blocks(fake: FakeNCCL, blocking: None) -> None:
+def test_other_threads_run_while_a_launch_blocks(fake, blocking):
     over = threading.Event()
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x, short = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0]))
         known(comm, short)
         comm.rendezvous.barrier()
@@ -289,10 +287,10 @@ def test_other_threads_run_while_a_launch_blocks(fake: FakeNCCL, blocking: None)
     FakeRanks(2).run(body)
 
 
-def test_two_threads_are_found_while_a_launch_blocks(fake: FakeNCCL, blocking: None) -> None:
+def test_two_threads_are_found_while_a_launch_blocks(fake, blocking):
     found = threading.Event()
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x, y, over = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0])), threading.Event()
         known(comm, y)
         comm.rendezvous.barrier()
@@ -303,7 +301,7 @@ def test_two_threads_are_found_while_a_launch_blocks(fake: FakeNCCL, blocking: N
             with pytest.raises(CollectiveError, match="two threads"):
                 comm.synchronize()
             return
-        seconds: list[float] = []
+        seconds = []
         first = threading.Thread(target=lambda: seconds.append(call_that_blocks(comm, x, over)))
         first.start()
         while comm._active is None:
@@ -320,11 +318,11 @@ def test_two_threads_are_found_while_a_launch_blocks(fake: FakeNCCL, blocking: N
 
 
 @needs_compiler
-def test_of_two_backends_python_orders_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_backends_python_orders_each_turn(monkeypatch):
     """Deterministic calls go by peer, others by NCCL."""
     group = Group(2)
 
-    def rank(rendezvous: Any) -> None:
+    def rank(rendezvous):
         host = HostBackend(rendezvous, ThreadTransport)
         nccl = NCCLBackend(rendezvous, host.engine, 0, Comm(group, rendezvous.rank))
         routes = [nccl, PeerBackend(rendezvous, host.engine, 0)]

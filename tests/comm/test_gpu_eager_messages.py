@@ -3,8 +3,6 @@
 The driver, NCCL, kernels and memory are stand-ins.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -105,18 +103,18 @@ def inputs(turn: int, dtype: Any) -> list[Any]:
     [*((name, where) for name in CALLS for where in ("memory", "windows", "x in a window") if name != "all_reduce"),
      ("all_reduce", "memory")],
 )  # fmt: skip
-def test_the_core_makes_them(fake: FakeNCCL, name: str, where: str) -> None:
+def test_the_core_makes_them(fake, name, where):
     """Messages of registered memory pass through staging memory.  In a capture, Python makes the call."""
     call, expected = CALLS[name]
     dtype = np.int32 if "integers" in name else np.float32
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, stream = gpu.comm, Stream(40)
         x = comm.allocate(6, dtype) if where != "memory" else Array.zeros(6, dtype, 0)
         out = comm.allocate(9, dtype) if where == "windows" else Array.zeros(9, dtype, 0)
         x.stream = out.stream = stream
 
-        def check(turn: int) -> None:
+        def check(turn):
             xs = inputs(turn, dtype)
             x.copy_from(xs[comm.rank])
             out.fill_bytes(0x7F)
@@ -163,11 +161,11 @@ SUM, PROD, MAX, AVG = kos.ReduceOp.SUM, kos.ReduceOp.PROD, kos.ReduceOp.MAX, kos
      (2, np.float32, kos.PremulSum(2.0), False), (2, np.float32, MAX, False), (3, np.float32, SUM, False),
      (3, np.complex64, SUM, False), (3, np.int32, SUM, True), (3, np.bool_, MAX, True)],
 )  # fmt: skip
-def test_sums_that_have_one_order(fake: FakeNCCL, size: int, dtype: Any, op: Any, alike: bool) -> None:
+def test_sums_that_have_one_order(fake, size, dtype, op, alike):
     """A reduce_scatter_v is then a group of NCCL's own reduces, which needs no kernel of kos."""
     counts = counted(fake, "reduce", "send")
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x = gpu.comm, on_gpu(np.ones(2 * size, dtype))
         comm.reduce_scatter_v(x, [2] * size, on_gpu(np.zeros(2, dtype)), op)
 
@@ -182,11 +180,9 @@ class NCCLError(Exception):
 
 
 @pytest.mark.parametrize("failing", ["send", "recv", "group_start", "group_end", "cuLaunchKernelEx"])
-def test_a_launch_that_is_refused_ends_its_group(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_a_launch_that_is_refused_ends_its_group(fake, monkeypatch, failing):
     """Nothing is called after it but ncclGroupEnd; the error is that of the function that failed."""
-    fake.NCCLError = NCCLError  # type: ignore[attr-defined]
+    fake.NCCLError = NCCLError
     stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
     for module in (driver, kernels):
         monkeypatch.setattr(module, "cu", SimpleNamespace(**vars(driver.cu) | stubs))
@@ -194,7 +190,7 @@ def test_a_launch_that_is_refused_ends_its_group(
     failed = threading.Event()
     counts = counted(fake, "group_start", "send", "recv", "group_end")
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x, out = gpu.comm, on_gpu(np.ones(4, np.int16)), on_gpu(np.zeros(2, np.int16))
         for _ in range(3):
             comm.reduce_scatter_v(x, [2, 2], out)
@@ -224,15 +220,15 @@ def test_a_launch_that_is_refused_ends_its_group(
     FakeRanks(2).run(body)
 
 
-def test_scratch_memory_that_is_freed(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_memory_that_is_freed(fake, monkeypatch):
     """A cached call uses scratch memory of its stream, which ``synchronize`` frees if another stream was used since."""
-    made: list[Memory] = []
+    made = []
 
-    def make(nbytes: int, device: int) -> Memory:
+    def make(nbytes, device):
         made.append(piece := Memory(nbytes))
         return piece
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         x, y = (on_gpu(np.ones(4, np.float32), Stream(handle)) for handle in (40, 41))
         for each in (x, y, x):
@@ -258,10 +254,10 @@ def test_scratch_memory_that_is_freed(fake: FakeNCCL, monkeypatch: pytest.Monkey
     FakeRanks(2).run(body)
 
 
-def test_registered_memory_that_ends_within_a_page(fake: FakeNCCL) -> None:
+def test_registered_memory_that_ends_within_a_page(fake):
     """The rest of that page counts as registered too: Python looks where each array is."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x, out = gpu.comm, on_gpu(np.ones(4, np.float32)), on_gpu(np.zeros(4, np.float32))
         for _ in range(3):
             send_recv(comm, x, out)

@@ -1,11 +1,8 @@
 """What Python runs within a call on a GPU that the compiled core makes; the driver, NCCL and memory are stand-ins."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import SLOTS
 from tests.comm.fake_nccl import Stream
-from tests.comm.gpu_eager import Run, by, known, on_gpu
+from tests.comm.gpu_eager import by, known, on_gpu
 from tests.comm.shared_ranks import needs_core
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
@@ -35,8 +32,8 @@ class Asked(Stream):
         return handle
 
 
-def test_a_stream_that_is_asked_may_have_the_call_forgotten(gpu_run: Run) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_stream_that_is_asked_may_have_the_call_forgotten(gpu_run):
+    def body(comm):
         stream = Asked(40)
         x = on_gpu(np.ones(4, np.float32), stream)
         known(comm, x)
@@ -48,10 +45,10 @@ def test_a_stream_that_is_asked_may_have_the_call_forgotten(gpu_run: Run) -> Non
     gpu_run(body)
 
 
-def test_a_call_within_the_record_of_another_is_the_next_one(gpu_run: Run) -> None:
+def test_a_call_within_the_record_of_another_is_the_next_one(gpu_run):
     """An entry of the recorder is overwritten, and what it has kept ends."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, y, z = (on_gpu(np.zeros(n, np.float32)) for n in (4, 4, 8))
         known(comm, x)
         known(comm, z)
@@ -59,7 +56,7 @@ def test_a_call_within_the_record_of_another_is_the_next_one(gpu_run: Run) -> No
         code = compile("call(y)", "a line", "exec")
         exec(code, {"call": comm.all_reduce, "y": y})
 
-        def at_end(_: object) -> None:
+        def at_end(_):
             try:
                 comm.all_reduce(z)
                 said.append("made")
@@ -79,14 +76,14 @@ def test_a_call_within_the_record_of_another_is_the_next_one(gpu_run: Run) -> No
     gpu_run(body)
 
 
-def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(gpu_run: Run) -> None:
+def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(gpu_run):
     """As of a profile function, through the method of the class, on the same array."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = on_gpu(np.ones(4, np.int32))
         known(comm, on_gpu(np.ones(8, np.int32)), op=kos.ReduceOp.MAX)
 
-        def profile(frame: FrameType, event: str, argument: object) -> None:
+        def profile(frame, event, argument):
             if event == "call" and frame.f_code is Prepared.start.__code__:
                 sys.setprofile(None)
                 Communicator.all_reduce(comm, x, kos.ReduceOp.MAX)

@@ -1,7 +1,5 @@
 """Calls on GPUs that the compiled core makes: tensors of torch, read by DLPack's C exchange API."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -101,7 +99,7 @@ with pytest.MonkeyPatch.context() as patch, no_gpu(patch):
 """
 
 
-def test_tensors_of_torch_and_its_stream(tmp_path: Path) -> None:
+def test_tensors_of_torch_and_its_stream(tmp_path):
     """In a process of its own: the core reads the tensors of one type."""
     program = tmp_path / "program.py"
     program.write_text(TORCH)

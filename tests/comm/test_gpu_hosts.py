@@ -3,12 +3,10 @@
 Each has a rendezvous of its own, over sockets, and shares memory with the ranks of its host alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, of_nccl, quiet
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
@@ -31,7 +29,7 @@ Body = Callable[[kos.Communicator], Any]
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quiet(monkeypatch):
     with quiet(monkeypatch):
         yield
 
@@ -48,13 +46,13 @@ def auto(rendezvous: Rendezvous) -> kos.Communicator:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+def run(monkeypatch):
     """``run(body, hosts, kind)``: what ``body(comm)`` returned on each rank; rank r is on host ``hosts[r]``."""
 
-    def run(body: Body, hosts: tuple[int, ...] = APART, kind: Callable[..., kos.Communicator] = nccl) -> list[Any]:
+    def run(body, hosts=APART, kind=nccl):
         monkeypatch.setattr("tests.comm.ranks.host_of", lambda rank: f"host {hosts[rank]}")
 
-        def rank(rendezvous: Rendezvous) -> Any:
+        def rank(rendezvous):
             comm = kind(rendezvous)
             try:
                 return body(comm)
@@ -89,10 +87,10 @@ def all_raise(comm: kos.Communicator) -> str:
 @needs_core
 @pytest.mark.parametrize("hosts", [APART, PAIRS, TWO_AND_ONE], ids=str)
 @KINDS
-def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
+def test_a_mismatch_is_raised_on_all_ranks(run, kind, hosts):
     """Of the ranks of two hosts, which agree among themselves."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         for count in (5, 6, 7):
             comm.all_reduce(on_gpu(count))
         comm.all_reduce(on_gpu(10 + hosts[comm.rank]))
@@ -107,10 +105,10 @@ def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int
 @needs_core
 @pytest.mark.parametrize("case", ["where it lies", "operation"])
 @pytest.mark.parametrize("hosts", [APART, TWO_AND_ONE], ids=str)
-def test_calls_of_auto_on_both_kinds_of_memory(run: Any, case: str, hosts: tuple[int, ...]) -> None:
+def test_calls_of_auto_on_both_kinds_of_memory(run, case, hosts):
     """Calls on host memory are numbered with the others, also on a rank that shares no memory."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         heard = Heard(comm)
         for turn in range(40):
             comm.all_reduce(np.ones(turn))
@@ -149,10 +147,10 @@ def wait_for_looks(comm: kos.Communicator, count: int = 5) -> None:
 
 @KINDS
 @pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
-def test_a_host_that_is_behind_is_no_mismatch(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
+def test_a_host_that_is_behind_is_no_mismatch(run, kind, hosts):
     """At its timeout the other one tells its calls, of which this one has begun few."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         for turn in range(2 if hosts[comm.rank] else 300):
             comm.all_reduce(on_gpu(turn % 7))
         comm.rendezvous.barrier()
@@ -167,10 +165,10 @@ def test_a_host_that_is_behind_is_no_mismatch(run: Any, kind: Any, hosts: tuple[
 
 @needs_core
 @pytest.mark.parametrize(("calls", "wrong"), [(1000, 10), (1000, 999), (3000, 2100), (3000, 100)])
-def test_the_last_calls_are_compared(run: Any, calls: int, wrong: int) -> None:
+def test_the_last_calls_are_compared(run, calls, wrong):
     """The last 1,024."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         xs = [on_gpu(count) for count in (5, 6, 7)]  # no multiple of 3 is a power of two
         for turn in range(calls):
             comm.all_reduce(xs[(turn + (turn == wrong and comm.rank)) % 3])
@@ -192,8 +190,8 @@ def test_the_last_calls_are_compared(run: Any, calls: int, wrong: int) -> None:
 
 @needs_core
 @pytest.mark.parametrize("how", ["captured", "batch", "async", "persistent", "cached"])
-def test_every_way_to_call(run: Any, how: str) -> None:
-    def body(comm: kos.Communicator) -> str:
+def test_every_way_to_call(run, how):
+    def body(comm):
         x = on_gpu(10 + comm.rank)
         if how == "captured":
             with captures():
@@ -218,8 +216,8 @@ def test_every_way_to_call(run: Any, how: str) -> None:
 
 
 @needs_core
-def test_a_split_names_ranks_of_the_world(run: Any) -> None:
-    def body(comm: kos.Communicator) -> str | None:
+def test_a_split_names_ranks_of_the_world(run):
+    def body(comm):
         part = comm.split(comm.rank % 2)
         part.all_reduce(on_gpu(10 + (comm.rank == 3)))
         text = all_raise(part) if comm.rank % 2 else None
@@ -238,10 +236,10 @@ def test_a_split_names_ranks_of_the_world(run: Any) -> None:
 @needs_core
 @KINDS
 @pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
-def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
+def test_a_failure_reaches_the_other_hosts(run, kind, hosts):
     """Here an abort, as the loss of its rank."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         heard = Heard(comm)
         comm.all_reduce(on_gpu())
         wait_for_looks(comm)
@@ -256,11 +254,11 @@ def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int
 
 
 @needs_core
-def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nccl_meets_is_explained_by_another_host(run, monkeypatch):
     """NCCL reports that another rank has gone before the notice of its host has come."""
 
-    def body(comm: kos.Communicator) -> str:
-        part: Any = comm.backend
+    def body(comm):
+        part = comm.backend
         part.unwatch()
         comm.all_reduce(on_gpu())
         comm.rendezvous.barrier()
@@ -279,10 +277,10 @@ def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pyt
 
 
 @needs_core
-def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run: Any) -> None:
+def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run):
     """Here the second of its host, while nobody else waits."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         heard, part = Heard(comm), is_stuck(comm)
         comm.all_reduce(on_gpu(10 + PAIRS[comm.rank]))
         comm.rendezvous.barrier()
@@ -297,18 +295,18 @@ def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run: Any) -> N
 
 
 @needs_core
-def test_many_hosts(run: Any) -> None:
+def test_many_hosts(run):
     """All of them hear of a difference, also those whose calls are alike."""
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         comm.all_reduce(on_gpu(10 + (comm.rank == 3)))
         return all_raise(comm)
 
     assert all("rank 3 called" in text for text in run(body, tuple(range(7))))
 
 
-def test_an_orderly_end_is_no_failure(run: Any) -> None:
-    def body(comm: kos.Communicator) -> KosError | None:
+def test_an_orderly_end_is_no_failure(run):
+    def body(comm):
         began = time.monotonic()
         comm.all_reduce(on_gpu())
         comm.close()

@@ -1,7 +1,5 @@
 """Groups: by host, of chosen ranks, of the axes of a grid; options of NCCL that a group has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +22,10 @@ def members(comm: kos.Communicator) -> list[int]:
     return comm.all_gather(np.array([comm.world_ranks[comm.rank]])).ravel().tolist()
 
 
-def test_ranks_of_several_hosts() -> None:
+def test_ranks_of_several_hosts():
     group = ThreadGroup(5)
 
-    def body(rank: int) -> tuple[list[int], list[int], str]:
+    def body(rank):
         with kos.init("mock", rendezvous=ThreadRendezvous(group, rank, 20, host=f"host {rank % 2}")) as comm:
             host = comm.split("host")
             assert host.local_size == host.size and host.node == list(range(host.size))
@@ -37,8 +35,8 @@ def test_ranks_of_several_hosts() -> None:
     assert run_threads(*(lambda rank=rank: body(rank) for rank in range(5))) == [even, odd, even, odd, even]
 
 
-def test_chosen_ranks_in_their_order() -> None:
-    def body(comm: kos.Communicator) -> list[int] | None:
+def test_chosen_ranks_in_their_order():
+    def body(comm):
         part = comm.group([3, 0, 2])
         assert (part is None) == (comm.rank == 1)
         whole = comm.group(range(comm.size))
@@ -49,8 +47,8 @@ def test_chosen_ranks_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_groups_stay_open_after_the_communicator_that_they_were_split_from(on: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_groups_stay_open_after_the_communicator_that_they_were_split_from(on):
+    def body(comm):
         part = comm.group([0, 1])
         comm.close()
         if part is not None:
@@ -64,10 +62,10 @@ def test_groups_stay_open_after_the_communicator_that_they_were_split_from(on: A
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 1, 2), 6])
-def test_axes_of_a_grid(shape: Any) -> None:
+def test_axes_of_a_grid(shape):
     sizes = (shape,) if isinstance(shape, int) else shape
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         axes, numbers = comm.grid(shape), np.arange(6).reshape(sizes)
         place = np.unravel_index(comm.rank, sizes)
         assert [axis.size for axis in axes] == list(sizes) and tuple(axis.rank for axis in axes) == place
@@ -79,7 +77,7 @@ def test_axes_of_a_grid(shape: Any) -> None:
 
 
 @pytest.mark.parametrize(("shape", "sizes"), [((-1, 2), (3, 2)), ((3, -1, 1), (3, 2, 1)), (-1, (6,))])
-def test_a_size_of_minus_one_is_inferred(shape: Any, sizes: tuple[int, ...]) -> None:
+def test_a_size_of_minus_one_is_inferred(shape, sizes):
     assert spawn(lambda comm: [axis.size for axis in comm.grid(shape)], 6) == [list(sizes)] * 6
 
 
@@ -98,10 +96,10 @@ WRONG: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_groups_are_refused_before_anything_is_sent(case: str) -> None:
+def test_wrong_groups_are_refused_before_anything_is_sent(case):
     call, expected = WRONG[case]
 
-    def body(comm: kos.Communicator) -> int:
+    def body(comm):
         with pytest.raises(InvalidArgument, match=expected):
             call(comm)
         return int(comm.all_reduce(np.ones(1, int))[0])
@@ -119,8 +117,8 @@ def test_wrong_groups_are_refused_before_anything_is_sent(case: str) -> None:
     ],
     ids=["ranks", "group and split", "host and color", "grids"],
 )
-def test_groups_that_differ_raise_on_all_ranks(one: Any, other: Any) -> None:
-    def body(comm: kos.Communicator) -> str:
+def test_groups_that_differ_raise_on_all_ranks(one, other):
+    def body(comm):
         with pytest.raises(CollectiveMismatch) as caught:
             (other if comm.rank else one)(comm)
         return str(caught.value)
@@ -130,7 +128,7 @@ def test_groups_that_differ_raise_on_all_ranks(one: Any, other: Any) -> None:
         assert "for of" not in text and "purpose of" not in text and "  " not in text, text
 
 
-def test_product_is_the_name_of_torch() -> None:
+def test_product_is_the_name_of_torch():
     assert kos.ReduceOp.PRODUCT is kos.ReduceOp.PROD
     assert spawn(lambda comm: comm.all_reduce(np.array([comm.rank + 2]), kos.ReduceOp.PRODUCT)[0], 2) == [6, 6]
 
@@ -150,7 +148,7 @@ def on_nccl(size: int, fn: Callable[[int, Callable[..., kos.Communicator]], Any]
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpus(monkeypatch):
     """Each thread is a rank with a GPU of its own, all of which are stand-ins."""
     from kos.comm import making
     from kos.comm.contract import Probe
@@ -162,8 +160,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
 
-def test_options_reach_nccl_and_its_groups(gpus: None) -> None:
-    def body(rank: int, init: Any) -> list[dict[str, Any]]:
+def test_options_reach_nccl_and_its_groups(gpus):
+    def body(rank, init):
         with init(nccl={"min_ctas": 2, "max_ctas": 8, "net_name": "Socket"}) as comm:
             same = comm.split(0)
             fewer = comm.split(0, nccl={"max_ctas": 4, "split_share": np.True_})
@@ -180,7 +178,7 @@ def test_options_reach_nccl_and_its_groups(gpus: None) -> None:
     assert on_nccl(2, body) == [[whole, whole, fewer], [whole, whole, fewer, {**whole, "cta_policy": 2}]]
 
 
-def test_options_that_differ_raise_on_all_ranks(gpus: None) -> None:
+def test_options_that_differ_raise_on_all_ranks(gpus):
     errors = on_nccl(2, lambda rank, init: init(nccl={"max_ctas": 8 + rank}))
     assert [type(error) for error in errors] == [RendezvousError] * 2
     for me, error in enumerate(errors):
@@ -188,7 +186,7 @@ def test_options_that_differ_raise_on_all_ranks(gpus: None) -> None:
             f"init: rank {me} requested nccl {{'max_ctas': {8 + me}}}, rank {1 - me} {{'max_ctas': {9 - me}}}"
         )
 
-    def body(rank: int, init: Any) -> str:
+    def body(rank, init):
         comm = init()
         with pytest.raises(CollectiveMismatch) as caught:
             comm.split(0, nccl={"max_ctas": 8 + rank})
@@ -211,22 +209,22 @@ def test_options_that_differ_raise_on_all_ranks(gpus: None) -> None:
         ({"max_ctas": 8}, r"nccl: expected None without the backend nccl, got \{'max_ctas': 8\} on mock"),
     ],
 )
-def test_wrong_options_are_refused(options: Any, expected: str) -> None:
+def test_wrong_options_are_refused(options, expected):
     with pytest.raises(InvalidArgument, match=expected):
         kos.init(nccl=options)
 
 
-def test_options_are_set_in_the_config_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[Any] = []
+def test_options_are_set_in_the_config_of_nccl(monkeypatch):
+    configs = []
 
     class Config(SimpleNamespace):
         ptr = 7
 
-    def comm_init_rank_scalable(size: int, rank: int, count: int, identity: bytearray, config: int) -> str:
+    def comm_init_rank_scalable(size, rank, count, identity, config):
         assert config == 7
         return "a communicator"
 
-    def config() -> Config:
+    def config():
         configs.append(Config())
         return configs[-1]
 

@@ -1,11 +1,8 @@
 """Groups that grow: newcomers join, lost ranks are replaced, ranks that did not answer stay out."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,10 +41,10 @@ __all__ = ["known"]  # a fixture of every test
 
 @both
 @pytest.mark.parametrize("members", [1, 3])
-def test_a_group_grows(backend: str, members: int) -> None:
+def test_a_group_grows(backend, members):
     """Members keep their order, newcomers come after them; the old communicator and its groups are closed."""
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         comm.barrier()
         half = comm.duplicate()
         new = comm.grow(2)
@@ -58,7 +55,7 @@ def test_a_group_grows(backend: str, members: int) -> None:
                 old.barrier()
         return comm.rank, check(new)
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         comm = join(address)
         assert comm.timeout == 20.0 and comm.backend_name == backend
         return check(comm)
@@ -70,14 +67,14 @@ def test_a_group_grows(backend: str, members: int) -> None:
 
 
 @both
-def test_it_grows_again(backend: str) -> None:
-    def body(comm: kos.Communicator) -> Any:
+def test_it_grows_again(backend):
+    def body(comm):
         for _ in range(2):
             comm = comm.grow(1)
             comm.barrier()
         return check(comm)
 
-    def first(address: str) -> Any:
+    def first(address):
         comm = join(address)
         comm.barrier()
         addresses.append(comm.address)
@@ -85,7 +82,7 @@ def test_it_grows_again(backend: str) -> None:
         comm.barrier()
         return check(comm)
 
-    def second(address: str) -> Any:
+    def second(address):
         while not addresses:
             time.sleep(0.01)
         comm = join(addresses[0])
@@ -97,8 +94,8 @@ def test_it_grows_again(backend: str) -> None:
 
 
 @both
-def test_without_enough_newcomers_the_communicator_is_as_it_was(backend: str) -> None:
-    def body(comm: kos.Communicator) -> Any:
+def test_without_enough_newcomers_the_communicator_is_as_it_was(backend):
+    def body(comm):
         while not comm.broadcast(np.array(comm.newcomers()), 0):
             time.sleep(0.01)
         with pytest.raises(RendezvousError, match=r"world: grow 2: 1 of 2 newcomers joined at .* within 2 s$"):
@@ -111,8 +108,8 @@ def test_without_enough_newcomers_the_communicator_is_as_it_was(backend: str) ->
 
 
 @both
-def test_calls_that_differ(backend: str) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_calls_that_differ(backend):
+    def body(comm):
         with pytest.raises(CollectiveMismatch, match="called grow [12] but rank [01] called grow [12]") as caught:
             comm.grow(1 + comm.rank)
         error = caught.value
@@ -125,13 +122,13 @@ def test_calls_that_differ(backend: str) -> None:
 
 @both
 @pytest.mark.parametrize("last", [0, 1])
-def test_changes_that_differ(backend: str, last: int) -> None:
+def test_changes_that_differ(backend, last):
     """Whichever rank comes last, also where no newcomer is awaited."""
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         comm.barrier()
         time.sleep(0.2 * (comm.rank == last))
-        change: Callable[[], kos.Communicator] = comm.shrink if comm.rank == 0 else lambda: comm.replace(0)
+        change = comm.shrink if comm.rank == 0 else lambda: comm.replace(0)
         either = "called (shrink|replace 0)"
         with pytest.raises(CollectiveMismatch, match=f"{either} but rank [01] {either}"):
             change()
@@ -141,8 +138,8 @@ def test_changes_that_differ(backend: str, last: int) -> None:
 
 
 @both
-def test_a_member_that_does_not_come_is_named(backend: str) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_member_that_does_not_come_is_named(backend):
+    def body(comm):
         if comm.rank == 1:
             assert done.wait(20)
         else:
@@ -157,8 +154,8 @@ def test_a_member_that_does_not_come_is_named(backend: str) -> None:
     run(backend, 2, body)
 
 
-def test_a_member_that_is_lost_fails_a_grow_and_is_replaced() -> None:
-    def body(comm: kos.Communicator) -> Any:
+def test_a_member_that_is_lost_fails_a_grow_and_is_replaced():
+    def body(comm):
         comm.barrier()
         if comm.rank == 1:
             comm.rendezvous.threads.world.end(1, "it is dead")
@@ -170,7 +167,7 @@ def test_a_member_that_is_lost_fails_a_grow_and_is_replaced() -> None:
         may_join.set()
         return check(comm.replace())
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         assert may_join.wait(20)
         return check(join(address))
 
@@ -179,7 +176,7 @@ def test_a_member_that_is_lost_fails_a_grow_and_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])
-def test_the_backend_of_gpus_is_made_again(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_of_gpus_is_made_again(backend, monkeypatch):
     """With slabs, kernels and communicators of their own: on stand-ins for GPUs."""
     with fake_nccl.no_gpu(monkeypatch) if backend == "nccl" else fake_peer.no_gpus(monkeypatch, 3):
         grow_on_gpus(backend, monkeypatch)
@@ -215,11 +212,11 @@ def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(run(backend, 2, body, newcomer, device=0)) == [(rank, 3) for rank in range(3)]
 
 
-def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch):
     """The others know it as silent, and give way as soon as it answers."""
     monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 0.1)
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         comm.barrier()
         if comm.rank == 0:
             failed.wait()
@@ -237,11 +234,11 @@ def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch: pytest.Mon
     assert results == [(rank, 4) for rank in range(4)]
 
 
-def test_ranks_do_not_call_again_at_a_leader_that_was_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_call_again_at_a_leader_that_was_silent(monkeypatch):
     """They would be late for the next one, which waits for the silent one no longer than the timeout."""
     monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 2.0)
 
-    def body(comm: kos.Communicator) -> float:
+    def body(comm):
         comm.barrier()
         if comm.rank == 0:
             assert over.wait(40)
@@ -320,7 +317,7 @@ comm.close()
 
 
 @pytest.mark.parametrize(("killed", "hosts"), [([0], False), ([0, 2], True), ([1, 2, 3], False)], ids=str)
-def test_killed_processes_are_replaced(tmp_path: Path, killed: list[int], hosts: bool) -> None:
+def test_killed_processes_are_replaced(tmp_path, killed, hosts):
     """Wherever they are, rank 0 included; newcomers find the leader by the file of KOS_JOIN."""
     host = 'os.environ["KOS_HOST"] = os.environ.get("RANK", str(os.getpid()))' if hosts else ""
     member, newcomer = (text.format(killed=killed, host=host) for text in (MEMBER, NEWCOMER))
@@ -367,7 +364,7 @@ rest.close()
 
 
 @pytest.mark.parametrize(("stopped", "shared"), [(0, True), (2, True), (0, False), (1, False)], ids=str)
-def test_a_stopped_rank_wakes_up_and_is_out(tmp_path: Path, stopped: int, shared: bool) -> None:
+def test_a_stopped_rank_wakes_up_and_is_out(tmp_path, stopped, shared):
     """It learns that the others have continued, whether it would lead them or follow."""
     lines = processes(STOPPED.format(stopped=stopped, shared=shared), 3, "", 0, tmp_path)
     out = f"out: world: shrink: rank {stopped} was left out: the others continued without it, because it did not answer"
@@ -375,7 +372,7 @@ def test_a_stopped_rank_wakes_up_and_is_out(tmp_path: Path, stopped: int, shared
 
 
 @needs_mpirun
-def test_ranks_of_mpi_are_replaced_over_tcp(tmp_path: Path) -> None:
+def test_ranks_of_mpi_are_replaced_over_tcp(tmp_path):
     """The newcomer is no process of the MPI job."""
     known = f"""
 import os
@@ -413,8 +410,8 @@ with kos.init("mpi", timeout=60) as comm:
     assert lines == ["0 tcp 3.0 None", "1 tcp 3.0 None"]
 
 
-def test_hosts_without_tcp_refuse_by_name() -> None:
-    carrier: Any = MPIRendezvous(MPIRanks(None, range(2)), 0, 1.0, FailureLog(range(2), 0), "")
+def test_hosts_without_tcp_refuse_by_name():
+    carrier = MPIRendezvous(MPIRanks(None, range(2)), 0, 1.0, FailureLog(range(2), 0), "")
     carrier.without_tcp = "rank 1 did not reach rank 0 at node1:4000: timed out"
     for call in ("grow 1", "replace", "shrink"):
         words = f"^{call}: expected hosts that reach each other by TCP, got: rank 1 did not reach rank 0 at node1:4000"
@@ -424,7 +421,7 @@ def test_hosts_without_tcp_refuse_by_name() -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 12, 13, 16, 21, 39])
-def test_random_changes(seed: int) -> None:
+def test_random_changes(seed):
     """Kills and joins amid collectives, rank 0 and several at once included; ``tests.faults grow`` has more."""
     trial = grow_faults.Trial.of(seed, 3.0)
     verdict, story = grow_faults.run_trial(trial)

@@ -1,8 +1,6 @@
 """Collectives between hosts in phases, without a GPU: ranks are threads, NCCL and the kernels of ``peer`` those of
 ``fake_nccl`` and ``fake_peer``."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter
@@ -10,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -76,7 +73,7 @@ class HostRanks(ThreadRanks):
 
         return super().run_bare(named, timeout)
 
-    def _with_communicator(self, fn: Any, rendezvous: Any, timeout: float) -> Any:  # type: ignore[override]
+    def _with_communicator(self, fn: Any, rendezvous: Any, timeout: float) -> Any:
         comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), self.flat, timeout, self.routes)
         with noting_who_adds(comm):
             result = fn(OnGPU(comm))
@@ -97,13 +94,13 @@ def communicator(
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_gpu(monkeypatch):
     with no_gpus(monkeypatch, 3):
         yield
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
-def ranks(no_gpu: None, request: pytest.FixtureRequest) -> HostRanks:
+def ranks(no_gpu, request):
     return HostRanks(request.param)
 
 
@@ -125,25 +122,25 @@ def suite() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype", "op"), [*suite()])
-def test_results(ranks: HostRanks, seed: int, name: str, dtype: Any, op: ReduceOp | None) -> None:
+def test_results(ranks, seed, name, dtype, op):
     ranks.run(lambda comm: results.correct(comm, seed, Step(name, dtype=dtype, op=op or ReduceOp.SUM)))
 
 
 @pytest.mark.parametrize("name", ["split_of_a_split", "close"])
-def test_promises(ranks: HostRanks, name: str) -> None:
+def test_promises(ranks, name):
     ranks.run(getattr(order, name))
 
 
-def test_persistent_calls_on_hosts(ranks: HostRanks, seed: int) -> None:
+def test_persistent_calls_on_hosts(ranks, seed):
     ranks.run(lambda comm: order.persistent(comm, seed))
 
 
-def test_several_in_flight(ranks: HostRanks) -> None:
+def test_several_in_flight(ranks):
     """They are waited for in reverse order."""
 
-    def body(comm: Any) -> None:
+    def body(comm):
         xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
-        works: list[Any] = [comm.all_reduce(x, async_op=True) for x in xs]
+        works = [comm.all_reduce(x, async_op=True) for x in xs]
         works.append(comm.barrier(async_op=True))
         for work in reversed(works):
             work.wait()
@@ -155,7 +152,7 @@ def test_several_in_flight(ranks: HostRanks) -> None:
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
-def test_compressed_between_hosts(ranks: HostRanks, seed: int, form: str, dtype: Any) -> None:
+def test_compressed_between_hosts(ranks, seed, form, dtype):
     """Exact sums by peer within a host, compressed ones by NCCL on its rails: the bits that ranks of CPUs have."""
     ranks.run(lambda comm: results.compressed_between_groups(comm, seed, form, dtype, comm.local_size))
 
@@ -192,8 +189,8 @@ class Ways(list[str]):
         return way
 
 
-def test_in_a_capture_and_on_several_streams(ranks: HostRanks) -> None:
-    def body(gpu: Any) -> None:
+def test_in_a_capture_and_on_several_streams(ranks):
+    def body(gpu):
         comm, total = gpu.comm, gpu.size * (gpu.size + 1) // 2
         ways = Ways(comm)
         for turn in range(3):
@@ -210,11 +207,11 @@ def test_in_a_capture_and_on_several_streams(ranks: HostRanks) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_an_all_to_all_in_a_capture(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+def test_an_all_to_all_in_a_capture(monkeypatch, before):
     """On the rails kos sends its messages itself, whatever eager calls did: NCCL registers memory of a graph."""
     with no_gpus(monkeypatch, 3) as fake:
 
-        def body(gpu: Any) -> None:
+        def body(gpu):
             comm, size = gpu.comm, gpu.size
             x = Array.from_numpy(np.arange(2 * size) + 100 * comm.rank, 0)
             out = Array.zeros(2 * size, x.dtype, 0)
@@ -229,8 +226,8 @@ def test_an_all_to_all_in_a_capture(monkeypatch: pytest.MonkeyPatch, before: int
         HostRanks((2, 2)).run(body)
 
 
-def test_memory_that_nccl_refuses(no_gpu: None) -> None:
-    def body(gpu: Any) -> None:
+def test_memory_that_nccl_refuses(no_gpu):
+    def body(gpu):
         with pytest.raises(InvalidArgument, match="expected memory of ncclMemAlloc or cuMemCreate, got memory of cuda"):
             gpu.comm.register(Array.zeros(64, np.float32, 0))
 
@@ -244,15 +241,15 @@ def sent(name: str, size: int, nbytes: int) -> float:
 
 
 @pytest.mark.parametrize("phases", [True, False])
-def test_bytes_out_of_a_host(ranks: HostRanks, phases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_out_of_a_host(ranks, phases, monkeypatch):
     """2(h-1)/h of the data, where a ring of all ranks sends 2(n-1)/n over the edge between two hosts."""
-    out: Counter[tuple[int, int]] = Counter()  # by size of NCCL's communicator and rank in it
+    out = Counter()  # by size of NCCL's communicator and rank in it
     lock = threading.Lock()
 
-    def counting(name: str, at: int) -> Callable[..., None]:
+    def counting(name, at):
         run = getattr(FakeNCCL, name)
 
-        def count(fake: Any, *arguments: Any) -> None:
+        def count(fake, *arguments):
             comm = next(each for each in arguments if isinstance(each, Comm))
             nbytes = arguments[at] * DTYPE_OF[arguments[at + 1]].numpy.itemsize
             with lock:
@@ -276,7 +273,7 @@ def test_bytes_out_of_a_host(ranks: HostRanks, phases: bool, monkeypatch: pytest
         out.clear()
         given = part // n if name == "all_gather" else part
 
-        def call(gpu: Any, name: str = name, given: int = given) -> None:
+        def call(gpu, name=name, given=given):
             getattr(gpu.comm, name)(filled(gpu, given))
 
         ranks.run(call)
@@ -288,10 +285,10 @@ def test_bytes_out_of_a_host(ranks: HostRanks, phases: bool, monkeypatch: pytest
             assert out == {(n, rank): round(ring * part * 4) for rank in range(n)}, name
 
 
-def test_what_stays_with_nccl(ranks: HostRanks) -> None:
+def test_what_stays_with_nccl(ranks):
     """Sums in rank order, compressed ones, sums of 8-bit floats, and what the table finds slower."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         backend, ways = comm.backend, Ways(comm)
         assert ways.of(comm.all_reduce, filled(comm, 600)) == PHASES
@@ -314,8 +311,8 @@ def test_what_stays_with_nccl(ranks: HostRanks) -> None:
     ("hosts", "reason"),
     [((4,), "the ranks are on one host"), ((1, 1), r"got [0]; [1]"), ((3, 1), r"got [0, 1, 2]; [3]")], ids=str,
 )
-def test_hosts_that_are_not_alike(no_gpu: None, hosts: tuple[int, ...], reason: str) -> None:
-    def body(gpu: Any) -> None:
+def test_hosts_that_are_not_alike(no_gpu, hosts, reason):
+    def body(gpu):
         x, ways = filled(gpu, 100), Ways(gpu.comm)
         assert ways.of(gpu.comm.all_reduce, x) == "nccl" and reason in gpu.comm.explain()
         assert (x.numpy() == gpu.size * (gpu.size + 1) / 2).all()
@@ -323,18 +320,18 @@ def test_hosts_that_are_not_alike(no_gpu: None, hosts: tuple[int, ...], reason: 
     HostRanks(hosts).run(body)
 
 
-def test_a_host_whose_memory_cannot_be_mapped(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_memory_cannot_be_mapped(no_gpu, monkeypatch):
     """No host then works in phases, and all say why."""
     usual = PeerBackend
 
-    def refuses(rendezvous: Any, *arguments: Any, **options: Any) -> Any:
+    def refuses(rendezvous, *arguments, **options):
         if rendezvous.failures.world[0] == 2:
             raise kos.errors.BackendUnavailable("peer: no bytes moved")
         return usual(rendezvous, *arguments, **options)
 
     monkeypatch.setattr(hierarchical, "PeerBackend", refuses)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         assert Ways(gpu.comm).of(gpu.comm.all_reduce, filled(gpu, 100)) == "nccl"
         assert "peer: no bytes moved" in gpu.comm.explain()
 
@@ -344,7 +341,7 @@ def test_a_host_whose_memory_cannot_be_mapped(no_gpu: None, monkeypatch: pytest.
 # Which calls go in phases.
 
 
-def test_the_prediction() -> None:
+def test_the_prediction():
     """Beside hand-made figures: where phases send fewer bytes, and the links within a host are faster by enough."""
     routes = predicted(2, 8, 50e9, 450e9)
     gain = (2 * 15 / 16 - 1) / 50e9 - 2 * 7 / 8 / 450e9
@@ -356,8 +353,8 @@ def test_the_prediction() -> None:
         assert limits[0] is not None and (limits[1] is None or limits[0] < limits[1]), name
 
 
-def test_the_rate_of_the_network(tmp_path: Path) -> None:
-    def write(place: str, **files: str) -> None:
+def test_the_rate_of_the_network(tmp_path):
+    def write(place, **files):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (tmp_path / place / name).write_text(text)
@@ -373,9 +370,7 @@ def test_the_rate_of_the_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_a_measured_table_is_preferred(
-    no_gpu: None, measured: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_measured_table_is_preferred(no_gpu, measured, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = user_path("a stand-in", 4, 2)
     if measured:
@@ -383,7 +378,7 @@ def test_a_measured_table_is_preferred(
         table = Table("a stand-in", "unknown links", 4, "", DEFAULT, ALWAYS, 2)
         path.write_text(json.dumps(table.to_json()))
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         text = gpu.comm.explain()
         assert (str(path) if measured else "predicted: 3 GB/s out of a host, 20 GB/s of each GPU") in text
         assert "2 hosts of 2 ranks" in text
@@ -394,15 +389,15 @@ def test_a_measured_table_is_preferred(
 
 
 @pytest.mark.parametrize("kinds", [("phases", "nccl"), ("nccl", "phases"), ("phases", "phases")], ids=str)
-def test_calls_on_other_streams_follow(no_gpu: None, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_on_other_streams_follow(no_gpu, kinds, monkeypatch):
     """Kernels of peer and NCCL wait for other ranks: GPUs must not start them in different orders."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, followed = gpu.comm, list[tuple[int, int]]()
         streams = comm.backend.streams
         follow = streams.follow
 
-        def noting(stream: int, before: int, capture: int) -> None:
+        def noting(stream, before, capture):
             followed.append((stream, before))
             follow(stream, before, capture)
 
@@ -414,12 +409,12 @@ def test_calls_on_other_streams_follow(no_gpu: None, kinds: tuple[str, str], mon
     HostRanks((2, 2)).run(body)
 
 
-def test_calls_of_a_batch_on_other_streams_follow(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
     """Also one that ends, or begins, on a rail: the end of the one before is recorded by then."""
     rank = threading.local()
 
-    def noting(name: str, usual: Callable[..., None]) -> Callable[..., None]:
-        def noted(*given: Any) -> None:
+    def noting(name, usual):
+        def noted(*given):
             rank.done = [*getattr(rank, "done", ()), (name, *[each for each in given if type(each) is int])]
             usual(*given)
 
@@ -430,7 +425,7 @@ def test_calls_of_a_batch_on_other_streams_follow(no_gpu: None, monkeypatch: pyt
     for name in ("mark", "follow"):
         monkeypatch.setattr(Streams, name, noting(name, getattr(Streams, name)))
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         x, y = filled(comm, 100), filled(comm, 9)
         for _ in range(2):  # first the ranks connect
@@ -445,15 +440,15 @@ def test_calls_of_a_batch_on_other_streams_follow(no_gpu: None, monkeypatch: pyt
     HostRanks((2, 2)).run(body)
 
 
-def test_first_calls_are_bounded_and_name_the_call(no_gpu: None) -> None:
+def test_first_calls_are_bounded_and_name_the_call(no_gpu):
     """NCCL connects the ranks of a rail at their first call."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, found = gpu.comm, list[str]()
         rail = comm.backend.routes[0].rail
         usual = rail.bounded
 
-        def bounded(run: Any, timeout: Any, what: str) -> Any:
+        def bounded(run, timeout, what):
             found.append(what)
             return usual(run, timeout, what)
 
@@ -465,14 +460,14 @@ def test_first_calls_are_bounded_and_name_the_call(no_gpu: None) -> None:
     HostRanks((2, 2)).run(body)
 
 
-def test_tuning_measures_phases(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_measures_phases(no_gpu, monkeypatch):
     """Every operation and size, in phases and by NCCL alone, and the table is one for these hosts."""
     eager = tune.Tuner._eager
     monkeypatch.setattr(tune.Tuner, "_in_graph", lambda tuner, start, depth, repeats: eager(tuner, start, 1, 2))
     monkeypatch.setattr(tune, "create_stream", lambda device: 7)
     monkeypatch.setattr(tune, "set_device", lambda device: None)
 
-    def body(rendezvous: Any) -> tuple[Table, Any]:
+    def body(rendezvous):
         flat = rendezvous.threads.shared("groups", lambda: [Group(4), Group(4)])
         phases = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat[0], routes=None)
         nccl = kos.Communicator(of_nccl(rendezvous, Comm(flat[1], rendezvous.rank)), rendezvous, {}, WAIT)

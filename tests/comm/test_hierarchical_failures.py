@@ -1,7 +1,5 @@
 """Failures of phases between hosts: ranks that do not come or end, calls that differ, survivors."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm import fake_nccl
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group
+from tests.comm.fake_nccl import FakeNCCL, Group
 from tests.comm.ranks import on_hosts
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
@@ -79,12 +77,12 @@ class Messages(queue.Queue[Any]):
 
 
 @pytest.fixture
-def kernels(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(no_gpu, monkeypatch):
     """Kernels of NCCL and the watchdog as in a job, and kernels of ``peer`` that are compiled."""
     HostRanks((2, 2)).run(lambda gpu: [getattr(gpu.comm, name)(filled(gpu, 1000)) for name in CARRIED[:4]])
     abort = FakeNCCL.comm_abort
 
-    def aborting(fake: FakeNCCL, comm: Comm) -> None:
+    def aborting(fake, comm):
         abort(fake, comm)
         if isinstance(comm.group, Kernels):
             comm.group.aborted[comm.rank].set()
@@ -108,10 +106,10 @@ def raised_by(comm: Any, *calls: Callable[[], Any]) -> KosError:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(no_gpu: None, waits: bool) -> None:
+def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(no_gpu, waits):
     """NCCL does not say it."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         backend = gpu.comm.backend
         work = gpu.comm.all_reduce(filled(gpu, 1000), async_op=True)
         route = next(route for route in backend.routes if route.name == PHASES)
@@ -129,17 +127,15 @@ def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(no_gpu: N
     [("all_reduce", 0, False), ("all_reduce", 3, True), ("all_gather", 0, True), ("broadcast", 3, True),
      ("reduce_scatter", 3, False), ("abort", 0, True), ("abort", 3, True)],
 )  # fmt: skip
-def test_a_rank_that_does_not_come_or_ends_is_named_on_all(
-    kernels: None, name: str, rank: int, connected: bool
-) -> None:
+def test_a_rank_that_does_not_come_or_ends_is_named_on_all(kernels, name, rank, connected):
     """Whatever phase a rank waits in, on whichever host."""
 
-    def body(comm: Any) -> str:
+    def body(comm):
         call = comm.all_reduce if name == "abort" else getattr(comm, name)
         for _ in range(2 * connected):
             call(filled(comm, 1000))
         comm.rendezvous.barrier()
-        error: KosError = CollectiveError("")
+        error = CollectiveError("")
         if comm.rank == rank:
             comm.abort(reason="of the test") if name == "abort" else None
         elif name == "abort":
@@ -156,8 +152,8 @@ def test_a_rank_that_does_not_come_or_ends_is_named_on_all(
 
 
 @pytest.mark.parametrize(("dead", "way"), [((4, 5), PHASES), ((0, 1), PHASES), ((5,), "nccl")], ids=str)
-def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[int, ...], way: str) -> None:
-    def body(rendezvous: Any) -> None:
+def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu, dead, way):
+    def body(rendezvous):
         flat = rendezvous.threads.shared("group", lambda: Group(6))
         comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat)
         comm.all_reduce(filled(comm, 100))
@@ -180,14 +176,12 @@ def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[i
 @needs_core
 @pytest.mark.parametrize("differs", ["count", "operation"])
 @pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
-def test_calls_that_differ_are_named_on_all(
-    kernels: None, monkeypatch: pytest.MonkeyPatch, differs: str, hosts: str
-) -> None:
+def test_calls_that_differ_are_named_on_all(kernels, monkeypatch, differs, hosts):
     """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
     monkeypatch.setattr(HierarchicalBackend, "resolve", lambda route, o: (nothing, PHASES, True))
     monkeypatch.setattr(GPUBackend, "is_idle", lambda backend, *_: False)
 
-    def body(comm: Any) -> str:
+    def body(comm):
         other = comm.rank > 1 if hosts == "between hosts" else comm.rank == 3
         for _ in range(3):
             comm.all_reduce(filled(comm, 10))

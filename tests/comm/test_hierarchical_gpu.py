@@ -6,10 +6,6 @@ Two GPUs are enough for two hosts of two ranks: a rank of each host is on each G
 ranks that share a GPU take turns on it.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kos import cuda
@@ -17,10 +13,7 @@ from tests.comm.test_hosts_gpu import START, names_of
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(len(cuda.visible_devices()) < 2, reason="needs two GPUs or more"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(len(cuda.visible_devices()) < 2, reason="needs two GPUs or more")]
 
 PHASES = START + """
 from dataclasses import replace
@@ -119,18 +112,18 @@ def hosts() -> list[str]:
 
 
 @needs_mpirun
-def test_results(tmp_path: Path) -> None:
+def test_results(tmp_path):
     lines = job(tmp_path, 4, PHASES.format(names=hosts(), backend="auto") + RESULTS)
     assert sorted(lines) == ["2 hosts of 2 ranks"] * 4 + ["done"] * 4
 
 
 @needs_mpirun
-def test_a_late_rank_is_named_on_both_hosts(tmp_path: Path) -> None:
+def test_a_late_rank_is_named_on_both_hosts(tmp_path):
     lines = job(tmp_path, 4, PHASES.format(names=hosts(), backend="auto") + LATE)
     assert sorted(lines) == ["(3,)"] * 3 + ["2 hosts of 2 ranks"] * 4
 
 
 @needs_mpirun
-def test_a_killed_rank_is_named_on_both_hosts(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_on_both_hosts(tmp_path):
     lines = job(tmp_path, 4, PHASES.format(names=hosts(), backend="auto") + KILLED, *ULFM)
     assert sorted(lines) == ["(3,)"] * 3 + ["2 hosts of 2 ranks"] * 4

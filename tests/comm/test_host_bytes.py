@@ -1,11 +1,8 @@
 """Collectives on host memory between hosts with several ranks each: bytes that leave the hosts, and equal bits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,12 +36,12 @@ def call(comm: kos.Communicator, name: str, x: np.ndarray, **options: Any) -> An
 
 
 @pytest.fixture
-def leaving(messages: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def leaving(messages, monkeypatch):
     """Bytes that leave all hosts in one call."""
     sent, lock = [0], threading.Lock()
     isend = ThreadTransport.isend
 
-    def counting(self: ThreadTransport, array: np.ndarray, peer: int, tag: int) -> Any:
+    def counting(self, array, peer, tag):
         local = self.ranks_per_host
         assert local is not None
         if peer // local != self.rank // local:
@@ -54,8 +51,8 @@ def leaving(messages: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
     monkeypatch.setattr(ThreadTransport, "isend", counting)
 
-    def count(hosts: tuple[int, ...], name: str, **options: Any) -> int:
-        def body(comm: kos.Communicator) -> None:
+    def count(hosts, name, **options):
+        def body(comm):
             call(comm, name, np.ones(COUNT, np.float32), **options)
 
         sent[0] = 0
@@ -67,7 +64,7 @@ def leaving(messages: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_as_few_bytes_as_must_leave_a_host(name: str, hosts: tuple[int, ...], leaving: Callable[..., int]) -> None:
+def test_as_few_bytes_as_must_leave_a_host(name, hosts, leaving):
     one_way = {"broadcast": 1, "reduce": 1}.get(name, 0)  # hosts that send nothing
     each = crossing({"reduce": "broadcast"}.get(name, name.removesuffix("_v")), 4 * COUNT, len(hosts), hosts[0])
     assert leaving(hosts, name) == each * (len(hosts) - one_way)
@@ -75,7 +72,7 @@ def test_as_few_bytes_as_must_leave_a_host(name: str, hosts: tuple[int, ...], le
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
-def test_bytes_of_compressed_calls(form: str, hosts: tuple[int, ...], leaving: Callable[..., int]) -> None:
+def test_bytes_of_compressed_calls(form, hosts, leaving):
     """Every contribution leaves its host once, and so does every sum."""
     ranks, local = sum(hosts), hosts[0]
     whole = FORMATS[form].nbytes(COUNT)
@@ -87,7 +84,7 @@ def test_bytes_of_compressed_calls(form: str, hosts: tuple[int, ...], leaving: C
     assert leaving(hosts, "all_to_all", compress=form) == contributions
 
 
-def test_flat_where_hosts_differ(messages: None) -> None:
+def test_flat_where_hosts_differ(messages):
     """Hosts of one rank, and of different numbers of ranks."""
     found = [spawn(_choice, sum(hosts), hosts=hosts) for hosts in ([1, 1], [2, 1], [2, 2])]
     assert [{*each} for each in found] == [{(1, "ring")}, {(None, "ring")}, {(2, "hierarchical")}]
@@ -110,9 +107,7 @@ def _sums(comm: kos.Communicator) -> list[bytes]:
     return [each.tobytes() for each in found]
 
 
-def test_the_same_bits_on_any_hosts_and_in_any_segments(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bits_on_any_hosts_and_in_any_segments(request, monkeypatch):
     """Also as the last rank computes them, and over sockets between the hosts and shared memory within each."""
     expected = spawn(_sums, 4)
     request.getfixturevalue("messages")
@@ -131,11 +126,11 @@ def _calls(comm: kos.Communicator) -> None:
 
 
 @pytest.mark.skipif(native is None, reason="needs the compiled core")
-def test_messages_within_a_host_use_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers: set[tuple[int, int]] = set()
+def test_messages_within_a_host_use_no_socket(monkeypatch):
+    peers = set()
     isend = TCPTransport.isend
 
-    def noting(self: TCPTransport, array: np.ndarray, peer: int, tag: int) -> Any:
+    def noting(self, array, peer, tag):
         peers.add((self.rank, peer))
         return isend(self, array, peer, tag)
 
@@ -145,18 +140,18 @@ def test_messages_within_a_host_use_no_socket(monkeypatch: pytest.MonkeyPatch) -
     assert peers and all(rank // 2 != peer // 2 for rank, peer in peers)
 
 
-def test_a_wait_for_another_host_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_another_host_sleeps(monkeypatch):
     """Rank 0 waits for the other host alone; rank 1 for rank 0, whose messages are no events."""
-    polls: Counter[Engine] = Counter()
+    polls = Counter()
     poll = Engine.poll
 
-    def counting(self: Engine) -> bool:
+    def counting(self):
         polls[self] += 1
         return poll(self)
 
     monkeypatch.setattr(Engine, "poll", counting)
 
-    def body(comm: kos.Communicator) -> tuple[int, float]:
+    def body(comm):
         engine = comm.backend.engine
         comm.barrier()
         before, began = polls[engine], time.monotonic()

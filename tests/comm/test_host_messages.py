@@ -1,10 +1,7 @@
 """Messages over sockets and through shared memory: unexpected messages, wrong sizes, credits, ranks that abort."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,14 +22,14 @@ EAGER, LONG = 256 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than
 
 
 @pytest.fixture(params=["tcp", "shared"])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     if request.param == "tcp":
         request.getfixturevalue("apart")
     return request.param
 
 
 @pytest.fixture
-def run(kind: str) -> Callable[..., Any]:
+def run(kind):
     return TCPRanks(2).run
 
 
@@ -51,13 +48,13 @@ def assert_nothing_is_left(comm: kos.Communicator) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, EAGER // 2, EAGER // 2 + 1, EAGER, EAGER + 1, LONG])
 @on_each_rank("run")
-def test_messages_that_arrive_before_their_receive(comm: kos.Communicator, /, count: int) -> None:
+def test_messages_that_arrive_before_their_receive(comm, /, count):
     messages_keep_their_order(comm, 0, np.uint8, [count])
     assert_nothing_is_left(comm)
 
 
 @pytest.mark.parametrize("count", [1, EAGER + 1, LONG])
-def test_messages_if_the_senders_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_messages_if_the_senders_memory_cannot_be_read(monkeypatch, count):
     monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
     TCPRanks(2).run(lambda comm: (messages_keep_their_order(comm, 0, np.uint8, [count]), assert_nothing_is_left(comm)))
 
@@ -67,7 +64,7 @@ def test_messages_if_the_senders_memory_cannot_be_read(monkeypatch: pytest.Monke
 )
 @pytest.mark.parametrize("posted", ["before", "after"])
 @on_each_rank("run")
-def test_message_of_another_size_or_dtype(comm: kos.Communicator, /, count: int, dtype: Any, posted: str) -> None:
+def test_message_of_another_size_or_dtype(comm, /, count, dtype, posted):
     """The receiver raises.  The sender of a long message, which was not read, raises too."""
     bytes_alike = count * np.dtype(dtype).itemsize == 3  # as if it were received by recv_bytes
     wanted = "elements of uint8" if bytes_alike else "3 elements of uint8"
@@ -93,13 +90,11 @@ def test_message_of_another_size_or_dtype(comm: kos.Communicator, /, count: int,
 
 
 @pytest.mark.parametrize("count", [0, 1000, EAGER // 2])
-def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
-    count: int, monkeypatch: pytest.MonkeyPatch, apart: None
-) -> None:
+def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(count, monkeypatch, apart):
     monkeypatch.setattr(tcp_messages, "CREDIT_BYTES", credit := 1 << 19 if count == EAGER // 2 else 1 << 16)
     number = 3 * credit // (count + tcp_messages.OVERHEAD_BYTES)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             works = [comm.send(np.full(count, i % 251, np.uint8), 1, i % 3, async_op=True) for i in range(number)]
             comm.send(np.ones(1), 1, 3)
@@ -107,7 +102,7 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
                 work.wait()
         else:
             comm.recv(np.ones(1), 0, 3)  # all messages that can arrive have arrived
-            transport: Any = comm.backend.transport
+            transport = comm.backend.transport
             [end] = transport.peers.values()
             lengths = [len(data) for queue in end._arrived.values() for _, _, data, _ in queue if data is not None]
             assert number > len(lengths) > number // 8
@@ -119,11 +114,11 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     TCPRanks(2).run(body)
 
 
-def test_an_announced_message_of_a_rank_that_aborts(run: Any) -> None:
+def test_an_announced_message_of_a_rank_that_aborts(run):
     """Its data was never sent.  The receive names the rank, as for a message that was not announced."""
     gone = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         part, x = comm.duplicate(), np.ones(LONG, np.uint8)
         if comm.rank == 1:
             work = part.send(x, 0, async_op=True)

@@ -5,20 +5,13 @@ python -m pytest -m gpu tests/comm/test_hosts_gpu.py
 Each layout is a job of its own: NCCL reads the name of the host once in a process.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kos import cuda
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import job
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(len(cuda.visible_devices()) < 2, reason="needs two GPUs or more"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(len(cuda.visible_devices()) < 2, reason="needs two GPUs or more")]
 
 START = """
 from kos.memory.array import Array
@@ -65,7 +58,7 @@ def names_of(hosts: tuple[int, ...]) -> list[str]:
 @needs_mpirun
 @pytest.mark.parametrize("backend", ["nccl", "auto"])
 @pytest.mark.parametrize("hosts", [(1, 1), (2, 2), (3, 1), (1, 1, 1, 1)], ids=str)
-def test_sums(tmp_path: Path, hosts: tuple[int, ...], backend: str) -> None:
+def test_sums(tmp_path, hosts, backend):
     """Where ranks outnumber the GPUs, those of different hosts share one; NCCL refuses that to ranks of one host."""
     names, gpus = names_of(hosts), len(cuda.visible_devices())
     if max(hosts) > gpus:
@@ -80,6 +73,6 @@ def test_sums(tmp_path: Path, hosts: tuple[int, ...], backend: str) -> None:
 
 
 @needs_mpirun
-def test_a_mismatch_is_named_on_both_hosts(tmp_path: Path) -> None:
+def test_a_mismatch_is_named_on_both_hosts(tmp_path):
     text = START.format(names=names_of((1, 1)), backend="nccl") + MISMATCH
     assert job(tmp_path, 2, text) == ["True True"] * 2

@@ -1,7 +1,5 @@
 """The hub of a TCP rendezvous: exchanges, calls that differ, ranks that are lost or stall."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -12,12 +10,10 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import RESULT, Hub, pair, send
@@ -29,8 +25,8 @@ from tests.forked import python
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_allgather_and_split(size: int) -> None:
-    def body(rendezvous: TCPRendezvous) -> None:
+def test_allgather_and_split(size):
+    def body(rendezvous):
         me = rendezvous.rank
         for length in (0, 1, 70_000):
             got = rendezvous.allgather(bytes([me]) * (length + me))
@@ -52,15 +48,15 @@ def test_allgather_and_split(size: int) -> None:
     run_ranks(size, body)
 
 
-def test_allgather_on_200_ranks() -> None:
-    def body(rendezvous: TCPRendezvous) -> None:
+def test_allgather_on_200_ranks():
+    def body(rendezvous):
         for _ in range(5):
             assert rendezvous.allgather(bytes([rendezvous.rank])) == [bytes([r]) for r in range(200)]
 
     run_ranks(200, body)
 
 
-def test_the_last_answers_arrive_without_a_close() -> None:
+def test_the_last_answers_arrive_without_a_close():
     """The process of rank 0 ends only when the hub has sent the answer to the others."""
     code = "from kos.comm.control.env import env_rendezvous\nenv_rendezvous(60).allgather(b'x' * 30_000_000)"
     port = free_port()
@@ -73,19 +69,19 @@ def test_the_last_answers_arrive_without_a_close() -> None:
     assert result == (0, "")
 
 
-def test_a_group_that_is_freed_on_the_thread_of_its_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_freed_on_the_thread_of_its_hub(monkeypatch):
     """The garbage collector may free a group on the thread of its hub."""
-    errors: list[Any] = []
+    errors = []
     monkeypatch.setattr(sys, "unraisablehook", errors.append)
     receive, collecting = Hub._receive, list[Hub]()
 
-    def collect(self: Hub, rank: int, slots: dict[int, bytes]) -> None:
+    def collect(self, rank, slots):
         if self in collecting:
             gc.collect()
         receive(self, rank, slots)
 
-    def body(rendezvous: TCPRendezvous) -> None:
-        group: Any = rendezvous.split(0)
+    def body(rendezvous):
+        group = rendezvous.split(0)
         hub = group._hub
         if rendezvous.rank == 0:
             group.itself = group
@@ -111,10 +107,10 @@ KINDS = pytest.mark.parametrize("run", [run_ranks, partial(on_threads, timeout=T
 
 
 @KINDS
-def test_calls_that_differ_raise_on_all_ranks(run: Any) -> None:
+def test_calls_that_differ_raise_on_all_ranks(run):
     """One rank gathers while the others split.  No rank gets the bytes of another call, then or later."""
 
-    def body(rendezvous: Rendezvous) -> list[str]:
+    def body(rendezvous):
         rendezvous.barrier()
         errors = []
         rendezvous.call = "allocate of float32[4]" if rendezvous.rank == 2 else "split"
@@ -132,11 +128,11 @@ def test_calls_that_differ_raise_on_all_ranks(run: Any) -> None:
 
 @KINDS
 @pytest.mark.parametrize("how", ["late", "interrupted", "closed"])
-def test_the_first_failure_is_raised_again(run: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_raised_again(run, how, monkeypatch):
     """A rank that arrives after the timeout of another does not join that rank's next exchange."""
     given_up = threading.Barrier(2)
 
-    def body(rendezvous: Rendezvous) -> list[str]:
+    def body(rendezvous):
         errors = []
         if rendezvous.rank == 1:
             given_up.wait(TIMEOUT)
@@ -168,10 +164,10 @@ def test_the_first_failure_is_raised_again(run: Any, how: str, monkeypatch: pyte
     [("exchange", KeyboardInterrupt()), ("part", MemoryError("all is used")), ("part", CudaError("out of memory"))],
     ids=["exchange", "part", "GPU"],
 )
-def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException) -> None:
+def test_a_rank_that_gives_up_says_so(run, where, error):
     """Ctrl-C within an exchange, and a group that one rank cannot use: nobody waits for the timeout."""
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         group = rendezvous.split(0, -rendezvous.rank) if where == "part" else rendezvous
         if rendezvous.rank == 1:
             if where == "part":
@@ -201,21 +197,19 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException
      (KeyboardInterrupt(), "interrupted on rank {} by KeyboardInterrupt")],
 )  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_within_a_join_says_why(
-    monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, told: str
-) -> None:
+def test_a_rank_that_fails_within_a_join_says_why(monkeypatch, rank, error, told):
     """Once it has reached the hub, which else reports that it closed the group."""
     usual = Network.listen
 
-    def listen(self: Network, *given: Any) -> socket.socket:
+    def listen(self, *given):
         if self is failing:
             raise error
         return usual(self, *given)
 
     monkeypatch.setattr(Network, "listen", listen)
-    failing: Network | None = None
+    failing = None
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         nonlocal failing
         if rendezvous.rank != rank:
             with pytest.raises(RendezvousError, match=told.format(rank)) as caught:
@@ -224,27 +218,27 @@ def test_a_rank_that_fails_within_a_join_says_why(
             return
         unjoined = rendezvous._unjoined
 
-        def make(ranks: list[int]) -> TCPRendezvous:
+        def make(ranks):
             nonlocal failing
             failing = rendezvous.network
             return unjoined(ranks)
 
-        rendezvous._unjoined = make  # type: ignore[method-assign]
+        rendezvous._unjoined = make
         with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RendezvousError):
             rendezvous.split(0)
 
     run_ranks(3, body)
 
 
-def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch):
     """It hears of the death, though rank 0 has left the group meanwhile."""
     found, told, report, join_at = threading.Event(), threading.Barrier(2), Hub._report, TCPRendezvous._join_at
 
-    def tell(self: Hub, failure: bytes) -> None:
+    def tell(self, failure):
         found.set()
         report(self, failure)
 
-    def join(self: TCPRendezvous, *arguments: Any) -> None:
+    def join(self, *arguments):
         if self.rank == 2:
             told.wait(TIMEOUT)
             raise RankLost("as if its process had ended")
@@ -253,7 +247,7 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
             time.sleep(0.5)  # rank 0 leaves
         join_at(self, *arguments)
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         monkeypatch.setattr(rendezvous.failures.status, "ended", lambda rank: rank == 2)
         with pytest.raises(RankLost) as caught:
             rendezvous.split(0)
@@ -270,13 +264,11 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
     run_ranks(3, body)
 
 
-def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def admit_but_2(
-        listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float, look: Any, epoch: int
-    ) -> tuple[dict[int, Connection], list[int]]:
+def test_a_rank_that_does_not_connect_is_named(monkeypatch):
+    def admit_but_2(listener, key, above, size, deadline, look, epoch):
         return admit_all(listener, key, above - {2}, size, deadline, look=look)[0], [2]
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         problem = ""
         if rendezvous.rank == 2:
             rendezvous.allgather(b"")  # the first step of connect
@@ -294,14 +286,14 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("how", ["killed", "aborted", "closed"])
 @pytest.mark.parametrize("gone", [0, 2])
-def test_a_rank_that_is_lost(how: str, gone: int) -> None:
+def test_a_rank_that_is_lost(how, gone):
     why = {
         "killed": "its connection was closed",
         "aborted": "it aborted the group",
         "closed": "it closed the group|its connection was closed",
     }[how]
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         rendezvous.barrier()
         if rendezvous.rank == gone:
             if how == "killed":
@@ -318,11 +310,11 @@ def test_a_rank_that_is_lost(how: str, gone: int) -> None:
     run_ranks(4, body)
 
 
-def test_rank_0_aborts_at_once() -> None:
+def test_rank_0_aborts_at_once():
     """The abort does not wait for the other ranks, which learn of it in their next call."""
     aborted = threading.Event()
 
-    def body(rendezvous: TCPRendezvous) -> float:
+    def body(rendezvous):
         began = time.monotonic()
         if rendezvous.rank == 0:
             rendezvous.abort(1)
@@ -337,12 +329,12 @@ def test_rank_0_aborts_at_once() -> None:
 
 
 @pytest.mark.parametrize(("late", "within"), [(0, False), (1, False), (1, True)])
-def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stalls_is_named(late, within, monkeypatch):
     """Before it sends its message, or within it."""
     met, named = threading.Barrier(3), threading.Barrier(3)
     come_first(monkeypatch, 2)
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         rendezvous.timeout = 0.3
         if late == 0 and rendezvous._hub is not None:  # else the hub uses the timeout of rank 0
             rendezvous._hub.timeout = 0.3
@@ -359,10 +351,10 @@ def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytes
     run_ranks(3, body)
 
 
-def test_a_rank_that_does_not_read_delays_no_other_rank() -> None:
+def test_a_rank_that_does_not_read_delays_no_other_rank():
     came = threading.Event()
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         connection = rendezvous._connection
         if rendezvous.rank == 2:
             receive = connection.receive
@@ -374,7 +366,7 @@ def test_a_rank_that_does_not_read_delays_no_other_rank() -> None:
     run_ranks(3, body)
 
 
-def test_a_forked_process_does_not_keep_rank_0s_connection_open() -> None:
+def test_a_forked_process_does_not_keep_rank_0s_connection_open():
     mine, hubs = pair()
     (ready, began), (asleep, wake) = os.pipe(), os.pipe()
     if not (child := os.fork()):
@@ -398,11 +390,11 @@ def of_two(timeout: float) -> tuple[TCPRendezvous, Connection]:
     return rendezvous, hubs
 
 
-def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch):
     """The answer arrives between the wait for it and the look."""
     real = drive
 
-    def late(waiting: Any, sock: socket.socket, deadline: float, look: Any = None) -> Any:
+    def late(waiting, sock, deadline, look=None):
         if look is not None:
             next(waiting)
             message = real(connection.receive(), connection.sock, deadline)[1:]
@@ -418,15 +410,15 @@ def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch: pytest.
     assert rendezvous.allgather(b"question") == [b"question"] * 2
 
 
-def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_stalls(monkeypatch):
     monkeypatch.setattr("kos.comm.control.group.GRACE_SECONDS", 0.1)
     rendezvous, _hubs = of_two(0.2)
     with pytest.raises(RendezvousError, match=r"rank 0 gave no answer within 0\.2 s"):
         rendezvous.allgather(b"")
 
 
-def test_the_ranks_beside_a_lost_hub_are_looked_for_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
+def test_the_ranks_beside_a_lost_hub_are_looked_for_on_its_host(monkeypatch):
+    asked = []
     monkeypatch.setattr("kos.comm.control.group.look_beside_hub", lambda failures, places: asked.extend(places))
     mine, hubs = pair()
     hubs.close()
@@ -438,16 +430,16 @@ def test_the_ranks_beside_a_lost_hub_are_looked_for_on_its_host(monkeypatch: pyt
     assert asked == [("hub", 1), ("hub", 2), ("10.0.0.2", 3)]
 
 
-def test_an_exchange_that_cannot_be_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_that_cannot_be_compressed(monkeypatch):
     for name, value in (("hub.PACKED_RANKS", 2), ("hub.MAX_MESSAGE", 300_000), ("wire.MAX_MESSAGE", 300_000)):
         monkeypatch.setattr(f"kos.comm.control.{name}", value)
     run_ranks(2, lambda rendezvous: rendezvous.allgather(os.urandom(149_970)))
 
 
-def test_an_exchange_of_too_many_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_of_too_many_bytes_is_refused(monkeypatch):
     monkeypatch.setattr("kos.comm.control.hub.MAX_MESSAGE", 1000)
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         message = "allgather: expected less than 1000 bytes in all, got 12[0-9][0-9]"
         with pytest.raises(RendezvousError, match=message):
             rendezvous.allgather(bytes(600))

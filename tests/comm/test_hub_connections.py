@@ -1,7 +1,5 @@
 """Ranks and hubs that lack connections or file descriptors, and calls of the hub that Ctrl-C interrupts."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket
@@ -16,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub, is_cut_off
 from kos.comm.control.wire import Connection, Network, admit_all
 from kos.errors import CollectiveTimeout, KosError, RendezvousError
@@ -25,43 +22,41 @@ from tests.comm.tcp_ranks import ROOT, TIMEOUT, environment, free_port, run_rank
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("rank", [1, 2])
-def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
-    monkeypatch: pytest.MonkeyPatch, rank: int, early: bool
-) -> None:
+def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(monkeypatch, rank, early):
     """The hub has admitted it, and perhaps takes no second call: all ranks have come."""
     full, reported, usual_admit = threading.Event(), threading.Event(), Hub._admit_all
 
-    def admit(self: Hub) -> dict[int, bytes]:
+    def admit(self):
         slots = usual_admit(self)
         self._acceptor.close()
         full.set()
         return slots
 
-    def interrupted(rendezvous: TCPRendezvous) -> None:
+    def interrupted(rendezvous):
         unjoined = rendezvous._unjoined
 
-        def make(ranks: list[int]) -> TCPRendezvous:
+        def make(ranks):
             child = unjoined(ranks)
             usual = child._call_hub
 
-            def call(*given: Any) -> Connection:
-                child._call_hub = usual  # type: ignore[method-assign]
+            def call(*given):
+                child._call_hub = usual
                 connection = usual(*given)
                 assert early or full.wait(TIMEOUT)
                 connection.close()
                 raise KeyboardInterrupt
 
-            child._call_hub = call  # type: ignore[method-assign]
+            child._call_hub = call
             return child
 
-        rendezvous._unjoined = make  # type: ignore[method-assign]
+        rendezvous._unjoined = make
         with pytest.raises(KeyboardInterrupt):
             rendezvous.split(0)
         reported.set()
         last = rendezvous.failures.status.last
         assert last is not None and last.ranks == (rank,) and "KeyboardInterrupt" in str(last)
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         if rendezvous.rank == rank:
             return interrupted(rendezvous)
         if rendezvous.rank == 0:
@@ -72,24 +67,24 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
             rendezvous.split(0)
         assert caught.value.ranks == (rank,)
 
-    def late(child: TCPRendezvous) -> TCPRendezvous:
+    def late(child):
         usual = child._join_at
 
-        def join(*given: Any) -> None:
+        def join(*given):
             assert reported.wait(TIMEOUT)
             usual(*given)
 
-        child._join_at = join  # type: ignore[method-assign]
+        child._join_at = join
         return child
 
     run_ranks(3, body)
 
 
-def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
+def test_a_rank_that_waits_for_connections_hears_of_a_failure():
     """Before its timeout."""
 
-    def body(rendezvous: TCPRendezvous) -> None:
-        expected: type[BaseException] = RendezvousError
+    def body(rendezvous):
+        expected = RendezvousError
         if rendezvous.rank == 1:
             expected, rendezvous.network = KeyboardInterrupt, Mock(call=Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(expected) as caught, rendezvous.reporting():
@@ -100,20 +95,20 @@ def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
     run_ranks(2, body, timeout=10.0)
 
 
-def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
+def test_a_timeout_of_another_rank_is_no_lack_of_connections():
     """In Python a CollectiveTimeout is an OSError."""
     late = CollectiveTimeout("all_reduce #3: rank 2 did not arrive", ranks=[2])
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         usual = rendezvous.barrier
 
-        def fail() -> None:
+        def fail():
             usual()
             rendezvous.failures.over = late
             raise late
 
         if rendezvous.rank == 1:
-            rendezvous.barrier = fail  # type: ignore[method-assign]
+            rendezvous.barrier = fail
         with pytest.raises(CollectiveTimeout, match="rank 2 did not arrive") as caught:
             rendezvous.split(0)
         assert caught.value.ranks == (2,) and "connections" not in str(caught.value)
@@ -121,7 +116,7 @@ def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
     run_ranks(3, body)
 
 
-def test_a_listener_without_an_acceptor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_without_an_acceptor_is_closed(monkeypatch):
     """Those who call there would wait for as long as it lasts."""
     listener = Network(b"secret", "127.0.0.1", "", True).listen()
     monkeypatch.setattr("selectors.DefaultSelector", Mock(side_effect=OSError("too many open files")))
@@ -130,21 +125,21 @@ def test_a_listener_without_an_acceptor_is_closed(monkeypatch: pytest.MonkeyPatc
     assert listener.fileno() < 0
 
 
-def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch):
     """The other ranks hear it as soon as rank 0 has closed another file."""
     usual, close, free, port = socket.socket.accept, Connection.close, threading.Event(), free_port()
 
-    def accept(self: socket.socket) -> Any:
+    def accept(self):
         if threading.current_thread().name == "kos rendezvous" and not free.is_set():
             raise OSError(errno.EMFILE, "Too many open files")
         return usual(self)
 
-    def join(rank: int) -> KosError:
+    def join(rank):
         with pytest.raises(RendezvousError, match="rank 0 cannot open its connections: .*Too many open") as caught:
             env_rendezvous(15, environment(rank, 3, port))
         return caught.value
 
-    def close_and_free(self: Connection) -> None:
+    def close_and_free(self):
         close(self)
         free.set()
 
@@ -155,13 +150,13 @@ def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("opens", ["accept", "dup", "connect"])
-def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: pytest.MonkeyPatch, opens: str) -> None:
-    lacking: threading.Thread | None = None
+def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch, opens):
+    lacking = None
 
-    def limit(name: str, owner: Any) -> None:
+    def limit(name, owner):
         usual = getattr(owner, name)
 
-        def limited(*given: Any, **more: Any) -> Any:
+        def limited(*given, **more):
             if threading.current_thread() is lacking:
                 raise OSError(errno.EMFILE, "Too many open files")
             return usual(*given, **more)
@@ -170,12 +165,12 @@ def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: py
 
     limit("create_connection" if opens == "connect" else opens, socket if opens == "connect" else socket.socket)
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         nonlocal lacking
         if rendezvous.rank == 1:
             lacking = threading.current_thread()
         rendezvous.barrier()
-        def connect() -> None:
+        def connect():
             with rendezvous.reporting():
                 rendezvous.connect()
                 rendezvous.barrier()  # rank 0 may have all of its connections
@@ -191,7 +186,7 @@ def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: py
     run_ranks(3, body)
 
 
-def test_a_hub_serves_more_ranks_than_processes_may_usually_open_files() -> None:
+def test_a_hub_serves_more_ranks_than_processes_may_usually_open_files():
     """One of them ends, which all the others are told; rank 0 raises the limit of its process."""
     limit = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (1024, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
     done = run([sys.executable, "-c", f"{limit}; from benchmarks.hub import measure; measure(1100, 1)"], cwd=ROOT,
@@ -199,7 +194,7 @@ def test_a_hub_serves_more_ranks_than_processes_may_usually_open_files() -> None
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once(monkeypatch):
     fail = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(RendezvousError, match="rank 1 cannot open its connections: .*Too many open files") as caught:
@@ -222,10 +217,10 @@ def interrupt_once(owner: Any, name: str, *, after: bool) -> None:
 
 @pytest.mark.parametrize("where", ["within the barrier", "after the barrier", "before it joins"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: str) -> None:
+def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank, where):
     """Rank 0 runs the hub of the new group."""
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         if rendezvous.rank != rank:
             with pytest.raises(KosError, match=f"interrupted on rank {rank} .*by KeyboardInterrupt") as caught:
                 rendezvous.split(0, rendezvous.rank)
@@ -233,28 +228,28 @@ def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: st
             return
         unjoined, barrier = rendezvous._unjoined, rendezvous.barrier
 
-        def make(ranks: list[int]) -> TCPRendezvous:
+        def make(ranks):
             child = unjoined(ranks)
             interrupt_once(child, "_join", after=False)
             return child
 
-        def last() -> None:
+        def last():
             interrupt_once(rendezvous, "_exchange", after=True)
             barrier()
 
         if where == "within the barrier":
-            rendezvous.barrier = last  # type: ignore[method-assign]
+            rendezvous.barrier = last
         elif where == "after the barrier":
             interrupt_once(rendezvous, "barrier", after=True)
         else:
-            rendezvous._unjoined = make  # type: ignore[method-assign]
+            rendezvous._unjoined = make
         with pytest.raises(KeyboardInterrupt):
             rendezvous.split(0, rendezvous.rank)
 
     run_ranks(3, body)
 
 
-def test_a_host_whose_rank_reads_nothing_is_not_cut_off() -> None:
+def test_a_host_whose_rank_reads_nothing_is_not_cut_off():
     """It answers what asks for room in the receiver's memory: of a stopped rank, for one."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         reader, _ = listener.accept()

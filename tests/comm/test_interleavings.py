@@ -1,7 +1,5 @@
 """What the watchdog, and other threads of the program, do beside a call: in every order.  See docs/architecture.md."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading
@@ -55,12 +53,12 @@ def _pair(timeout: float = TIMEOUT) -> Iterator[tuple[kos.Communicator, kos.Comm
 
 
 @pytest.mark.usefixtures("apart")
-def test_a_report_of_the_watchdog_beside_a_message() -> None:
+def test_a_report_of_the_watchdog_beside_a_message():
     interleaving, count, left = Interleaving("host/tcp_messages.py", "host/tcp.py"), 0, True
     while left:
         with _pair() as (comm, other):
             with contextlib.suppress(RankLost):  # it may know of the failure first
-                transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+                transport = comm.backend.transport
                 left = interleaving(
                     lambda comm=comm: comm.send(np.ones(1), dst=1),
                     lambda transport=transport: transport.report_failure(_failure(0), 0),
@@ -73,7 +71,7 @@ def test_a_report_of_the_watchdog_beside_a_message() -> None:
     assert count > 10
 
 
-def test_the_earliest_failure_of_two_threads_counts() -> None:
+def test_the_earliest_failure_of_two_threads_counts():
     interleaving, left = Interleaving("comm/failures.py"), True
     while left:
         log = FailureLog([0, 1], 0)
@@ -97,18 +95,18 @@ class _Failed(_Link):
         return _failure(0)
 
 
-def test_a_link_is_closed_while_the_watchdog_asks_all() -> None:
+def test_a_link_is_closed_while_the_watchdog_asks_all():
     interleaving, left = Interleaving("comm/failures.py", "test_interleavings.py"), True
     while left:
         log = FailureLog([0, 1], 0)
         first = _Link(log)
         log.reporters += [first, _Failed(log)]
-        found: list[Any] = []
+        found = []
         left = interleaving(lambda found=found, log=log: found.append(log.find()), first.close)
         assert found[0] is not None
 
 
-def test_ends_that_arrive_while_a_call_asks() -> None:
+def test_ends_that_arrive_while_a_call_asks():
     interleaving, left = Interleaving("comm/failures.py"), True
     while left:
         log = FailureLog(range(4), 0)
@@ -116,7 +114,7 @@ def test_ends_that_arrive_while_a_call_asks() -> None:
         left = interleaving(lambda log=log: log.ask(3), lambda log=log: log.record_end(2, 9, "it closed"))
 
 
-def test_deaths_that_arrive_while_a_call_reads_them() -> None:
+def test_deaths_that_arrive_while_a_call_reads_them():
     interleaving, left = Interleaving("control/notices.py", "control/group.py"), True
     while left:
         place = TCPRendezvous(1, 4, TIMEOUT, Network(b"", "127.0.0.1", "127.0.0.1", True), None)
@@ -129,13 +127,13 @@ def test_deaths_that_arrive_while_a_call_reads_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["deaths", "notice", "exchange"])
-def test_a_group_is_closed_beside_another_thread(name: str) -> None:
+def test_a_group_is_closed_beside_another_thread(name):
     """Nobody is taken for dead, and only errors of kos are raised."""
     interleaving, left = Interleaving("control/group.py", "control/inbox.py", "control/notices.py"), True
     while left:
         one, two = run_threads(*_places(free_port()))
 
-        def wait(one: TCPRendezvous = one) -> None:
+        def wait(one=one):
             with contextlib.suppress(KosError):
                 one.barrier()
 
@@ -143,7 +141,7 @@ def test_a_group_is_closed_beside_another_thread(name: str) -> None:
         if name == "exchange":
             other.start()
 
-        def call(two: TCPRendezvous = two) -> None:
+        def call(two=two):
             if name == "exchange":
                 with contextlib.suppress(KosError):
                     two.barrier()
@@ -152,7 +150,7 @@ def test_a_group_is_closed_beside_another_thread(name: str) -> None:
             else:
                 two.deaths()
 
-        def close(two: TCPRendezvous = two) -> None:
+        def close(two=two):
             two.abort(None)
 
         left = interleaving(call, close)
@@ -163,7 +161,7 @@ def test_a_group_is_closed_beside_another_thread(name: str) -> None:
 
 
 @needs_core
-def test_failures_of_two_threads_in_shared_memory() -> None:
+def test_failures_of_two_threads_in_shared_memory():
     """The record of one of them is whole."""
     interleaving, left = Interleaving("shared/status.py"), True
     while left:
@@ -178,18 +176,18 @@ def test_failures_of_two_threads_in_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["recv", "all_reduce", "async"])
-def test_another_thread_aborts_a_waiting_call(name: str, memory: str) -> None:
+def test_another_thread_aborts_a_waiting_call(name, memory):
     """At every line of the backend: the call raises an error of kos, and no other."""
     interleaving = Interleaving("host/host_backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")
     left, count = True, 0
-    calls: dict[str, Callable[[kos.Communicator], Any]] = {
+    calls = {
         "recv": lambda comm: comm.recv(np.ones(3), src=1, timeout=0.1),
         "all_reduce": lambda comm: comm.all_reduce(np.ones(3), timeout=0.1),
         "async": lambda comm: comm.all_reduce(np.ones(3), async_op=True, timeout=0.1).wait(),
     }
     while left:
         with _pair() as (comm, _):
-            def call(comm: kos.Communicator = comm) -> None:
+            def call(comm=comm):
                 with contextlib.suppress(KosError):
                     calls[name](comm)
 
@@ -215,7 +213,7 @@ class _Gate:
 @needs_core
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 does not trace each instruction; 3.12.1 crashes")
 @pytest.mark.parametrize("name", ["late", "wait"])
-def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
+def test_another_thread_frees_what_a_wait_uses(name):
     """At every instruction of the backend."""
     interleaving, left, count = Interleaving("host/host_backend.py", finely=True), True, 0
     while left:
@@ -228,7 +226,7 @@ def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
         aborting.start()
         assert gate.reached.wait(LIMIT)
 
-        def call(comm: kos.Communicator = comm, work: Any = work) -> None:
+        def call(comm=comm, work=work):
             if name == "late":  # as a wait does
                 with comm.backend.engine.lock:
                     comm.backend.late(work)
@@ -237,7 +235,7 @@ def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
                 with contextlib.suppress(KosError):
                     work.wait(0.05)
 
-        def free(gate: _Gate = gate, aborting: threading.Thread = aborting) -> None:
+        def free(gate=gate, aborting=aborting):
             gate.open.set()
             aborting.join(LIMIT)
 
@@ -249,8 +247,8 @@ def test_another_thread_frees_what_a_wait_uses(name: str) -> None:
 
 
 @needs_core
-def test_a_work_that_the_core_has_begun_is_aborted() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_work_that_the_core_has_begun_is_aborted():
+    def body(comm):
         x = np.ones(3)
         for _ in range(3):
             comm.all_reduce(x, async_op=True).wait()

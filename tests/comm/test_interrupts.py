@@ -3,8 +3,6 @@
 A receive has the message in its array, or the next receive gets it; any other call stays in flight.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import queue
@@ -12,7 +10,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,7 +20,7 @@ import pytest
 import kos
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
-from tests.comm.ranks import TIMEOUT, MPIRanks
+from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import environment, free_port, run_processes
 from tests.core.core_ranks import needs_core
 
@@ -31,7 +29,7 @@ WAITS = 4  # how often a line has run when the other rank begins: the call waits
 
 
 @pytest.fixture(autouse=True)
-def _interrupts() -> Iterator[None]:
+def _interrupts():
     """SIGINT raises KeyboardInterrupt, also where this process has inherited that it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.collect()
@@ -182,13 +180,13 @@ def _places(backend: str) -> list[Callable[[], Any]]:
 
 @pytest.mark.parametrize("backend", ["mock", "tcp", "tcp apart"])
 @pytest.mark.parametrize("name", CALLS)
-def test_ctrl_c_at_any_line_of_a_call(backend: str, name: str, request: pytest.FixtureRequest) -> None:
+def test_ctrl_c_at_any_line_of_a_call(backend, name, request):
     backend, _, apart = backend.partition(" ")
     if apart:
         request.getfixturevalue("apart")
     places, orders, errors = _places(backend), queue.SimpleQueue[bool](), list[BaseException]()
 
-    def second() -> None:
+    def second():
         try:
             with kos.init(backend, rendezvous=places[1](), timeout=TIMEOUT) as comm:
                 _take_part(comm, name, lambda: orders.get(timeout=TIMEOUT))
@@ -206,10 +204,10 @@ def test_ctrl_c_at_any_line_of_a_call(backend: str, name: str, request: pytest.F
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", CALLS)
-def test_ctrl_c_on_mpi(memory: str, ranks_of_mpi: MPIRanks, name: str) -> None:
+def test_ctrl_c_on_mpi(memory, ranks_of_mpi, name):
     from mpi4py import MPI
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         orders = MPI.COMM_WORLD.Dup()  # which kos does not use
         if comm.rank > 0:
             _take_part(comm, name, lambda: orders.recv(source=0))
@@ -224,16 +222,16 @@ def test_ctrl_c_on_mpi(memory: str, ranks_of_mpi: MPIRanks, name: str) -> None:
 @pytest.mark.parametrize(
     "call", ["comm.recv(x)", "comm.recv(x, 1)", "comm.recv_bytes()", "comm.recv_bytes(1)", "comm.probe()"]
 )
-def test_a_receive_that_ctrl_c_ends_takes_no_message(call: str, raised: type[BaseException]) -> None:
+def test_a_receive_that_ctrl_c_ends_takes_no_message(call, raised):
     """Whatever the program's handler of SIGINT raises.  Nobody would learn who sent the message, or have its bytes."""
     places, interrupted, lines = _places("mock"), threading.Event(), 0
 
-    def second() -> None:
+    def second():
         with kos.init("mock", rendezvous=places[1](), timeout=TIMEOUT) as comm:
             assert interrupted.wait(TIMEOUT)
             comm.send_bytes(b"later", 0)
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:
+    def trace(frame, event, _):
         nonlocal lines
         if frame.f_code.co_filename.endswith(f"{_KOS}work.py"):
             lines += 1
@@ -241,7 +239,7 @@ def test_a_receive_that_ctrl_c_ends_takes_no_message(call: str, raised: type[Bas
                 signal.raise_signal(signal.SIGINT)
         return trace
 
-    def handler(*_: object) -> None:
+    def handler(*_):
         raise raised
 
     signal.signal(signal.SIGINT, handler)
@@ -260,7 +258,7 @@ def test_a_receive_that_ctrl_c_ends_takes_no_message(call: str, raised: type[Bas
 
 
 @needs_core
-def test_a_receive_that_ctrl_c_ends_before_it_is_returned() -> None:
+def test_a_receive_that_ctrl_c_ends_before_it_is_returned():
     """While the first call of its kind is kept for later calls of the core."""
     text = """import numpy as np, pytest, kos
 from kos.comm.host.shared.node import Node

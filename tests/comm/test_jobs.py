@@ -1,7 +1,5 @@
 """Whole programs as a user starts them: with mpirun, without it, and without MPI."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -46,7 +44,7 @@ def output(tmp_path: Path, text: str, ranks: int = 0, fresh: bool = False) -> st
 
 
 @needs_mpirun
-def test_what_explain_says_of_sizes_is_what_happens(tmp_path: Path) -> None:
+def test_what_explain_says_of_sizes_is_what_happens(tmp_path):
     text = """
 from kos._core import native as core
 from kos.comm.host.mpi import MPITransport
@@ -72,7 +70,7 @@ for shared in (True, False):
 
 @needs_mpirun
 @pytest.mark.parametrize(("leaver", "memory"), [(0, "shared"), pytest.param(2, "none", marks=pytest.mark.slow)])
-def test_a_rank_that_ends_without_close_is_gone(tmp_path: Path, leaver: int, memory: str) -> None:
+def test_a_rank_that_ends_without_close_is_gone(tmp_path, leaver, memory):
     text = f"""
 if "{memory}" == "none":
     os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
@@ -89,7 +87,7 @@ for call in (comm.barrier, lambda: comm.recv(np.ones(1), {leaver}), lambda: comm
 
 
 @needs_mpirun
-def test_init_is_tried_until_all_have_come(tmp_path: Path) -> None:
+def test_init_is_tried_until_all_have_come(tmp_path):
     """By rank 0, in vain before rank 1 comes; a job that is out of step would not barrier, or not exit."""
     text = """
 from mpi4py import MPI
@@ -215,7 +213,7 @@ print("done", flush=True)
 
 
 @needs_mpirun
-def test_a_process_that_a_rank_forked_is_no_rank(tmp_path: Path) -> None:
+def test_a_process_that_a_rank_forked_is_no_rank(tmp_path):
     done = mpirun(2, program(tmp_path, FORK))
     assert (done.returncode, done.stdout) == (0, "done\n" * 2), done.stderr
     assert "ends the job" not in done.stderr
@@ -239,7 +237,7 @@ raise SystemError("of the program")
 
 @needs_mpirun
 @pytest.mark.parametrize("before", ["", "kos.init(timeout=60).close()"])
-def test_after_mpi_finalize(tmp_path: Path, before: str) -> None:
+def test_after_mpi_finalize(tmp_path, before):
     """An error, where MPI would abort the job; then the exception of the program."""
     done = mpirun(2, program(tmp_path, FINALIZED.format(before=before)), fresh=True)
     assert done.stdout == "mpi: expected MPI to run, got kos.init after MPI.Finalize\n" * 2, done.stderr
@@ -248,7 +246,7 @@ def test_after_mpi_finalize(tmp_path: Path, before: str) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_an_init_that_all_ranks_refuse_frees_its_communicators(tmp_path: Path, hosts: int) -> None:
+def test_an_init_that_all_ranks_refuse_frees_its_communicators(tmp_path, hosts):
     text = f"""
 from kos.comm.control import mpi_job
 from kos.errors import KosError
@@ -279,7 +277,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
-def test_mpi_is_finalized_once(tmp_path: Path) -> None:
+def test_mpi_is_finalized_once(tmp_path):
     """After what the program registered, whoever imports mpi4py; also where nobody closed the communicator."""
     text = """
 import atexit
@@ -294,7 +292,7 @@ comm.all_reduce(np.ones(3), async_op=True)
 
 @needs_mpirun
 @pytest.mark.parametrize("imports", ["", "from mpi4py import MPI"])
-def test_mpi_that_the_program_leaves_to_kos_is_finalized(tmp_path: Path, imports: str) -> None:
+def test_mpi_that_the_program_leaves_to_kos_is_finalized(tmp_path, imports):
     text = f"""
 import mpi4py
 mpi4py.rc.initialize = False
@@ -306,7 +304,7 @@ print(kos.init("mpi", timeout=60).all_reduce(np.ones(1)))
 
 @needs_mpirun
 @pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.slow if each in RARE else ()) for each in ENDS])
-def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
+def test_one_rank_ends_the_job(tmp_path, case):
     text, code, message = ENDS[case]
     first = re.match(r"rank (\d)", message)  # the others leave it the time to end the job, however slow it is
     others = f"os.environ['OMPI_COMM_WORLD_RANK'] != '{first[1]}'" if first else "False"
@@ -317,7 +315,7 @@ def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
 
 
 @needs_mpirun
-def test_a_rank_that_waits_for_a_stopped_hub_reports_before_the_job_ends(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_stopped_hub_reports_before_the_job_ends(tmp_path):
     """Rank 0 waits in a group whose hub is rank 2, and fails some seconds after rank 1, which ends the job."""
     text = """
 try:
@@ -338,14 +336,14 @@ except kos.errors.KosError as error:
     assert "rank 0: (2,)" in done.stdout, done.stderr
 
 
-def test_requests_given_up_are_kept_until_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_given_up_are_kept_until_they_are_over(monkeypatch):
     class Request:
         over = False
 
-        def Test(self) -> bool:
+        def Test(self):
             return self.over
 
-    kept: list[Request] = []
+    kept = []
     monkeypatch.setattr(mpi_job, "_unfinished", kept)
     requests = [Request() for _ in range(5)]
     for request in requests[:4]:
@@ -356,7 +354,7 @@ def test_requests_given_up_are_kept_until_they_are_over(monkeypatch: pytest.Monk
     assert kept == [requests[1], requests[3], requests[4]]
 
 
-def test_without_mpirun(tmp_path: Path) -> None:
+def test_without_mpirun(tmp_path):
     text = """
 with kos.init() as comm:
     assert (comm.rank, comm.size, comm.backend_name) == (0, 1, "mock")
@@ -374,7 +372,7 @@ sys.meta_path.insert(0, Nothing())
 """
 
 
-def test_without_mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpi4py(tmp_path, monkeypatch):
     monkeypatch.chdir("/")  # as ``start`` does: the command is for that folder
     text = NO_MPI + """
 try:
@@ -400,7 +398,7 @@ except kos.errors.BackendUnavailable as error:
     ],
     ids=["mpirun", "srun"],
 )
-def test_a_launcher_that_mpi_does_not_know(tmp_path: Path, launcher: dict[str, str], size: str) -> None:
+def test_a_launcher_that_mpi_does_not_know(tmp_path, launcher, size):
     """Ranks that would each train alone: MPI sees one rank where three were started."""
     text = f"""
 from mpi4py import MPI  # before the variables are there, which this MPI would follow
@@ -428,11 +426,9 @@ with kos.init() as comm:
 
 @needs_mpirun
 @pytest.mark.parametrize("debug", ["0", "1"])
-def test_a_bug_is_one_line_and_the_frames_of_the_program(tmp_path: Path, debug: str) -> None:
+def test_a_bug_is_one_line_and_the_frames_of_the_program(tmp_path, debug):
     path = program(tmp_path, BUG)
-    done = run_program(
-        MPIRUN, "-n", "2", sys.executable, path, env={**environment(), "KOS_DEBUG": debug}, cwd="/"
-    )
+    done = run_program(MPIRUN, "-n", "2", sys.executable, path, env={**environment(), "KOS_DEBUG": debug}, cwd="/")
     line, *frames = done.stderr.partition("\n----")[0].splitlines()
     assert line.startswith("rank 1: InvalidArgument: x: expected a C-contiguous array, got")
     assert line.endswith(f" (program.py:{4 + BUG.count(chr(10), 0, BUG.index('comm.all_reduce'))})")
@@ -444,7 +440,7 @@ def test_a_bug_is_one_line_and_the_frames_of_the_program(tmp_path: Path, debug: 
 
 @needs_mpirun
 @pytest.mark.parametrize("signal", ["", "TERM"])
-def test_an_error_of_every_rank_prints_the_frames_of_one(tmp_path: Path, signal: str) -> None:
+def test_an_error_of_every_rank_prints_the_frames_of_one(tmp_path, signal):
     """mpirun ends the other ranks by SIGTERM, at which they may dump their flight record first."""
     path, more = program(tmp_path, BUG), {"KOS_RECORDER_SIGNAL": signal, "KOS_RECORDER_DIR": str(tmp_path)}
     done = run_program(MPIRUN, "-n", "3", sys.executable, path, "all", env={**environment(), **more}, cwd="/")
@@ -455,7 +451,7 @@ def test_an_error_of_every_rank_prints_the_frames_of_one(tmp_path: Path, signal:
 
 
 @needs_mpirun
-def test_the_process_stays_as_it_is(tmp_path: Path) -> None:
+def test_the_process_stays_as_it_is(tmp_path):
     """With process_hooks=False; a job that fails is then for the program that asked for it to end."""
     text = """
 import ctypes
@@ -481,7 +477,7 @@ print("same", flush=True)
 
 
 @needs_mpirun
-def test_one_rank_of_mpi_without_mpirun(tmp_path: Path) -> None:
+def test_one_rank_of_mpi_without_mpirun(tmp_path):
     text = """
 with kos.init("mpi") as comm:
     assert (comm.size, comm.backend_name) == (1, "mpi")

@@ -1,7 +1,5 @@
 """What a rank has sent before it ends arrives: its end fails no call that can complete, and a failed one names it."""
 
-from __future__ import annotations
-
 import math
 import socket
 import threading
@@ -29,25 +27,25 @@ pytestmark = pytest.mark.usefixtures("apart")
 
 def end(comm: kos.Communicator) -> None:
     """As the end of the process: the connections close without a word."""
-    transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+    transport: Any = comm.backend.transport
     for peer in transport.peers.values():
         peer.sock.shutdown(socket.SHUT_RDWR)
 
 
 def notice_end(comm: kos.Communicator, work: Any) -> None:
     """Poll ``work``, which stays in flight, until the end of rank 1 is known."""
-    transport, deadline = comm.backend.transport, time.monotonic() + TIMEOUT  # type: ignore[attr-defined]
+    transport, deadline = comm.backend.transport, time.monotonic() + TIMEOUT
     while transport.peers[1].gone is None:
         assert not work.done()
         assert time.monotonic() < deadline
     assert not work.done()
 
 
-def test_a_rank_that_ends_right_after_a_barrier_fails_it_nowhere() -> None:
+def test_a_rank_that_ends_right_after_a_barrier_fails_it_nowhere():
     """Rank 0 is late in it, and rank 2 waits for rank 0 when rank 1 has completed it and ended."""
     begun, known = threading.Event(), threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             work = comm.barrier(async_op=True)
             assert not work.done()
@@ -71,11 +69,11 @@ def test_a_rank_that_ends_right_after_a_barrier_fails_it_nowhere() -> None:
     TCPRanks(3).run(body)
 
 
-def test_ranks_that_remain_exchange_messages() -> None:
+def test_ranks_that_remain_exchange_messages():
     """They do not wait for the one that has ended."""
     known = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 1:
             end(comm)
         elif comm.rank == 0:
@@ -92,11 +90,11 @@ def test_ranks_that_remain_exchange_messages() -> None:
     TCPRanks(3).run(body)
 
 
-def test_a_rank_that_has_ended_is_named_where_another_one_is_late() -> None:
+def test_a_rank_that_has_ended_is_named_where_another_one_is_late():
     """Rank 0 waits for rank 2, which does not come and so does not report the loss."""
     over = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 1:
             comm.gather(np.ones(3), root=0)
             end(comm)
@@ -113,13 +111,13 @@ def test_a_rank_that_has_ended_is_named_where_another_one_is_late() -> None:
     TCPRanks(3).run(body)
 
 
-def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender() -> None:
+def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender():
     """The sender has not read what the receiver has sent meanwhile, for which Linux would reset the connection."""
     posted, sent, unread, ended = (threading.Event() for _ in range(4))
     count = 150_000  # bytes: the sender's system holds them, that of the receiver does not
 
-    def body(comm: kos.Communicator) -> None:
-        transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+    def body(comm):
+        transport = comm.backend.transport
         sock = transport.peers[1 - comm.rank].sock
         if comm.rank == 0:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -144,7 +142,7 @@ def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender(
 
 
 @pytest.fixture
-def mpi(monkeypatch: pytest.MonkeyPatch) -> MPITransport:
+def mpi(monkeypatch):
     """Rank 0 of three, over a stand-in for MPI.  Comparisons of calls are complete, and no message comes."""
     request = SimpleNamespace(Test=lambda: True)
     comm = SimpleNamespace(
@@ -154,7 +152,7 @@ def mpi(monkeypatch: pytest.MonkeyPatch) -> MPITransport:
     library = SimpleNamespace(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0)
     monkeypatch.setattr(mpi_job, "load_mpi", lambda: library)
     monkeypatch.setattr("kos.comm.host.mpi.await_request", lambda *given: None)
-    place: Any = SimpleNamespace(
+    place = SimpleNamespace(
         rank=0, size=3, failures=FailureLog(range(3), 0), ranks_per_host=1, mpi_comm=comm, open_channel=lambda: None
     )
     transport = MPITransport(place, Engine())
@@ -167,9 +165,9 @@ SEQUENCES = pytest.mark.parametrize("sequence", [7, COLLECTIVE_TAGS - 1, 3 * COL
 
 
 @SEQUENCES
-def test_a_message_of_mpi_of_a_rank_that_left_later_is_awaited(mpi: MPITransport, sequence: int) -> None:
+def test_a_message_of_mpi_of_a_rank_that_left_later_is_awaited(mpi, sequence):
     mpi.failures.record_end(1, sequence + 1, WHY_CLOSED)
-    message: Any = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence))
+    message = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence))
     for _ in range(10 * LAST_CHECKS):
         mpi.receive_notices()
         assert not message.done()
@@ -179,9 +177,7 @@ def test_a_message_of_mpi_of_a_rank_that_left_later_is_awaited(mpi: MPITransport
 
 @SEQUENCES
 @pytest.mark.parametrize("collective", [True, False])
-def test_a_message_of_mpi_that_never_comes_fails_after_some_time(
-    mpi: MPITransport, sequence: int, collective: bool
-) -> None:
+def test_a_message_of_mpi_that_never_comes_fails_after_some_time(mpi, sequence, collective):
     """However often it was polled meanwhile."""
     mpi.failures.record_end(1, sequence, WHY_CLOSED)
     message = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence) if collective else 3)
@@ -195,9 +191,9 @@ def test_a_message_of_mpi_that_never_comes_fails_after_some_time(
         message.done()
 
 
-def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi: MPITransport) -> None:
+def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi):
     """Once all have begun it.  The ranks that wait for the killed one report it; an abort is reported with its call."""
-    work: Any = SimpleNamespace(sequence=4, prepared=SimpleNamespace(fingerprint=1, text=b""))
+    work = SimpleNamespace(sequence=4, prepared=SimpleNamespace(fingerprint=1, text=b""))
     arrived = mpi.agree(work, None)
     assert arrived is not None and arrived()
     mpi.failures.record_end(1, 0, "its process ended")
@@ -205,7 +201,7 @@ def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi:
     mpi.failures.record_end(2, 4, "it was aborted")
     with pytest.raises(RankLost, match="rank 2 is gone: it was aborted"):
         arrived()
-    late = mpi.agree(SimpleNamespace(sequence=5, prepared=work.prepared), None)  # type: ignore[arg-type]
+    late = mpi.agree(SimpleNamespace(sequence=5, prepared=work.prepared), None)
     with pytest.raises(RankLost, match="rank 1 is gone: its process ended"):
         assert late is not None and late()
 
@@ -222,7 +218,7 @@ class Silent:
         return RankLost(f"rank {rank} is gone", ranks=[rank])
 
 
-def test_a_receive_of_any_length_waits_for_last_messages_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receive_of_any_length_waits_for_last_messages_for_some_time(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("kos.comm.matching.time", SimpleNamespace(monotonic=lambda: clock.now))
     matching = Matching(0, 2, Silent(), FailureLog(range(2), 0))

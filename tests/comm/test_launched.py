@@ -1,7 +1,5 @@
 """Programs that a rank starts do not take its place: a process claims the rank of its job."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -11,10 +9,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,7 +77,7 @@ def skip_without_semaphores() -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize(("way", "all_ranks"), [*((way, True) for way in WAYS), ("subprocess", False)])
-def test_a_child_of_a_rank_of_mpi_is_refused(tmp_path: Path, way: str, all_ranks: bool) -> None:
+def test_a_child_of_a_rank_of_mpi_is_refused(tmp_path, way, all_ranks):
     if way == "spawn":
         skip_without_semaphores()
     text = f"""{CHILD}
@@ -97,7 +94,7 @@ if __name__ == "__main__":
 
 @needs_mpirun
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "RANK"])
-def test_a_child_is_refused_whatever_other_launchers_have_set(tmp_path: Path, name: str) -> None:
+def test_a_child_is_refused_whatever_other_launchers_have_set(tmp_path, name):
     """As torchrun or srun set for what a rank of mpirun starts by them."""
     text = f"""{CHILD}
 comm = kos.init(timeout=60)
@@ -110,7 +107,7 @@ print("done", flush=True)
 
 
 @needs_mpirun
-def test_a_child_is_refused_as_long_as_its_rank_has_mpi(tmp_path: Path) -> None:
+def test_a_child_is_refused_as_long_as_its_rank_has_mpi(tmp_path):
     """Also after ``close``: Open MPI 5.0.11 crashed in MPI_Finalize once a child had taken the rank's place."""
     text = f"""{CHILD}
 comm = kos.init(timeout=60)
@@ -127,7 +124,7 @@ print("done", flush=True)
 
 
 @needs_mpirun
-def test_a_job_that_a_rank_starts_is_another(tmp_path: Path) -> None:
+def test_a_job_that_a_rank_starts_is_another(tmp_path):
     text = f"""{CHILD}
 comm = kos.init(timeout=60)
 if comm.rank == 0:
@@ -141,7 +138,7 @@ print("done", flush=True)
 
 @needs_mpirun
 @pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_a_group_of_one_may_start_an_mpirun(tmp_path: Path, variables: dict[str, str]) -> None:
+def test_a_group_of_one_may_start_an_mpirun(tmp_path, variables):
     text = f"""{CHILD}
 os.environ |= {variables}
 comm = kos.init(timeout=60)
@@ -154,7 +151,7 @@ print("done", flush=True)
 
 @needs_mpirun
 @pytest.mark.parametrize("wrapper", ["shell", "python", "exec"])
-def test_a_program_between_mpirun_and_the_rank(tmp_path: Path, wrapper: str) -> None:
+def test_a_program_between_mpirun_and_the_rank(tmp_path, wrapper):
     """A wrapper that has not called ``kos.init``, and one that becomes the rank's program after it has."""
     path = program(tmp_path, "comm = kos.init(timeout=60)\nassert comm.all_reduce(np.ones(1)) == 2\nprint('done')\n")
     command = {
@@ -168,7 +165,7 @@ def test_a_program_between_mpirun_and_the_rank(tmp_path: Path, wrapper: str) -> 
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "spawn"])  # for which a program must be in a file
-def test_a_child_of_a_rank_without_mpi_is_refused(way: str) -> None:
+def test_a_child_of_a_rank_without_mpi_is_refused(way):
     text = f"""import os, sys, numpy as np, kos
 {CHILD}
 comm = kos.init(timeout=60)
@@ -210,7 +207,7 @@ comm.close()
 
 
 @needs_mpirun
-def test_a_program_that_starts_before_its_rank_of_mpi_is_refused(tmp_path: Path) -> None:
+def test_a_program_that_starts_before_its_rank_of_mpi_is_refused(tmp_path):
     text = f"""{BEFORE.format(by_mpi=True)}
 {EARLY}print("done", flush=True)
 """
@@ -219,7 +216,7 @@ def test_a_program_that_starts_before_its_rank_of_mpi_is_refused(tmp_path: Path)
 
 @needs_mpirun
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_multiprocessing_starts_no_rank_of_mpi(tmp_path: Path, method: str) -> None:
+def test_multiprocessing_starts_no_rank_of_mpi(tmp_path, method):
     """Not even a process that starts, calls ``kos.init`` and ends before its rank does: MPI could not start again."""
     if method == "spawn":
         skip_without_semaphores()
@@ -240,14 +237,14 @@ if __name__ == "__main__":
     assert len(refused) == 2 and sorted(done) == [*["done"] * 2, *sorted(refused)], done
 
 
-def test_a_program_that_starts_before_its_rank_without_mpi_is_refused(tmp_path: Path) -> None:
+def test_a_program_that_starts_before_its_rank_without_mpi_is_refused(tmp_path):
     (path := tmp_path / "program.py").write_text(f"""import os, sys, numpy as np, kos
 {BEFORE.format(by_mpi=False)}
 {EARLY}""")
     assert run_processes(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", 2) == [(0, "")] * 2
 
 
-def test_a_rank_whose_place_a_program_has_taken_is_refused() -> None:
+def test_a_rank_whose_place_a_program_has_taken_is_refused():
     """A program that the rank has started before it calls ``kos.init``."""
     text = """import os, subprocess, sys, kos
 INIT = "import kos, sys\\nwith kos.init(timeout=60):\\n    print(1, flush=True)\\n    sys.stdin.readline()"
@@ -267,7 +264,7 @@ with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, te
     assert run_processes(text, 2) == [(0, "")] * 2
 
 
-def test_the_place_of_a_rank_without_mpi_is_free_once_it_has_closed() -> None:
+def test_the_place_of_a_rank_without_mpi_is_free_once_it_has_closed():
     text = f"""import os, sys, numpy as np, kos
 {CHILD}
 comm = kos.init(timeout=60)
@@ -283,7 +280,7 @@ assert child() == f"child: rank {{comm.rank}} of 2 on tcp"
     assert run_processes(text, 2) == [(0, "")] * 2
 
 
-def test_the_claim_lasts_as_long_as_a_group_of_the_rank() -> None:
+def test_the_claim_lasts_as_long_as_a_group_of_the_rank():
     text = """import os, numpy as np, kos
 from kos.comm.control.identity import claimant
 from kos.errors import BackendUnavailable
@@ -304,7 +301,7 @@ assert claimant(False) is None
     assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
 
 
-def test_the_claim_goes_with_a_communicator_that_the_program_drops() -> None:
+def test_the_claim_goes_with_a_communicator_that_the_program_drops():
     text = f"""import gc, os, sys, numpy as np, kos
 {CHILD}
 comm = kos.init(timeout=60)
@@ -332,8 +329,8 @@ LAUNCHERS = {
 
 
 @pytest.fixture
-def launched(no_launcher: pytest.MonkeyPatch) -> Callable[..., pytest.MonkeyPatch]:
-    def launch(launcher: str, **more: str) -> pytest.MonkeyPatch:
+def launched(no_launcher):
+    def launch(launcher, **more):
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "KOS_SECRET": "s"}
         job["SLURM_STEP_NUM_TASKS"] = "2" if launcher == "srun" else "1"
         for name, value in {**LAUNCHERS[launcher], **job, **more}.items():
@@ -343,7 +340,7 @@ def launched(no_launcher: pytest.MonkeyPatch) -> Callable[..., pytest.MonkeyPatc
     return launch
 
 
-def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched: Any) -> None:
+def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched):
     class Group:
         pass
 
@@ -375,7 +372,7 @@ def claiming(by_mpi: bool = False) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("launcher", ["shell", "torchrun", "srun"])
-def test_the_claim_of_another_process(launched: Any, launcher: str) -> None:
+def test_the_claim_of_another_process(launched, launcher):
     """While that process runs, this one is refused.  Once it is killed, this one is its successor."""
     environment = launched(launcher)
     alone = r"start it without the variables .*MASTER_PORT"
@@ -415,7 +412,7 @@ def orphaned() -> Iterator[tuple[int, int]]:
                 os.close(pipe)
 
 
-def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched, monkeypatch):
     """As if a script starts a job again when one of its ranks has ended: the others may end a moment later."""
     launched("shell")
     with orphaned() as (pid, pipe):
@@ -424,7 +421,7 @@ def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched: Any, monkeypatc
             pass
         sleep, waits = time.sleep, list[float]()
 
-        def end_it(seconds: float) -> None:
+        def end_it(seconds):
             if not waits:
                 os.close(pipe)
             waits.append(seconds)
@@ -437,7 +434,7 @@ def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched: Any, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any, how: str) -> None:
+def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched, how):
     """As workers that load data, when the rank is killed and a launcher starts it again."""
     launched("shell")
     sleep = "import time; time.sleep(100)"
@@ -464,7 +461,7 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched: Any
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched: Any, monkeypatch: Any, ends: bool) -> None:
+def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched, monkeypatch, ends):
     """It may close the claim a moment later; a rank that is started again has to wait.  It does not wait for ever."""
     launched("shell")
     hold = "import sys; sys.stdin.readline()"
@@ -476,9 +473,9 @@ def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched: Any, 
         assert claimant(False) == process.pid
         sleep, waits = time.sleep, list[float]()
 
-        def end_it(seconds: float) -> None:
+        def end_it(seconds):
             if ends and not waits:
-                process.stdin.close()  # type: ignore[union-attr]
+                process.stdin.close()
             waits.append(seconds)
             sleep(seconds)
 
@@ -490,7 +487,7 @@ def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched: Any, 
 
 
 @pytest.mark.parametrize("relation", ["unrelated", "parent"])
-def test_a_job_without_a_name(launched: Any, relation: str) -> None:
+def test_a_job_without_a_name(launched, relation):
     """Of a launcher that kos does not know: two of its jobs on a host cannot be told apart."""
     environment = launched("mpi")
     with claiming(by_mpi=True):
@@ -503,11 +500,11 @@ def test_a_job_without_a_name(launched: Any, relation: str) -> None:
                 pass
 
 
-def test_processes_of_other_users_may_be_hidden(no_launcher: pytest.MonkeyPatch) -> None:
+def test_processes_of_other_users_may_be_hidden(no_launcher):
     """As by hidepid=1 of /proc: those that have started the launcher."""
     read, mine = Path.read_text, Path(f"/proc/{os.getpid()}/stat")
 
-    def read_own(path: Path, *args: Any, **options: Any) -> str:
+    def read_own(path, *args, **options):
         if path != mine and path.name == "stat":
             raise PermissionError(1, "Operation not permitted", str(path))
         return read(path, *args, **options)

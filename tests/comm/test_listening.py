@@ -1,7 +1,5 @@
 """``KOS_PORTS`` and ``KOS_BIND``: every socket at which a rank or a newcomer listens."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -70,7 +68,7 @@ def none_free(port: int) -> str:
 
 
 @pytest.fixture
-def taken_port() -> Iterator[int]:
+def taken_port():
     yield from taken(1)
 
 
@@ -81,7 +79,7 @@ def taken_port() -> Iterator[int]:
         *(("KOS_BIND", value) for value in ("eth0", "localhost", "10.0.0", "10.0.0.0/8", "::g")),
     ],
 )
-def test_wrong_values_are_refused_by_name(no_launcher: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_wrong_values_are_refused_by_name(no_launcher, name, value):
     no_launcher.setenv(name, value)
     place = {"rank": 0, "size": 1, "address": "127.0.0.1:1"}
     for call in (kos.init, lambda: kos.init(rendezvous=place), lambda: kos.join("127.0.0.1:1")):
@@ -89,7 +87,7 @@ def test_wrong_values_are_refused_by_name(no_launcher: pytest.MonkeyPatch, name:
             call()
 
 
-def test_an_address_of_another_host(no_launcher: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_host(no_launcher):
     no_launcher.setenv("KOS_BIND", "192.0.2.1")  # of RFC 5737: no host has it
     message = r"^KOS_BIND: expected an IP address of this host, got 192\.0\.2\.1$"
     for call in (
@@ -101,7 +99,7 @@ def test_an_address_of_another_host(no_launcher: pytest.MonkeyPatch) -> None:
             call()
 
 
-def test_an_address_at_which_the_others_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_at_which_the_others_do_not_look(monkeypatch):
     monkeypatch.setenv("KOS_BIND", "127.0.0.2")
     port = free_port()
     said = errors_of(20, *(environment(rank, 2, port) for rank in range(2)))
@@ -110,7 +108,7 @@ def test_an_address_at_which_the_others_do_not_look(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("place", ["127.0.0.1", "127.0.0.2", pytest.param("::1", marks=HAS_IPV6)])
-def test_every_socket_is_of_the_range_and_the_address(taken_port: int, place: str) -> None:
+def test_every_socket_is_of_the_range_and_the_address(taken_port, place):
     """One of its ports is taken; rank 0 also listens at MASTER_PORT."""
     last = min(taken_port + 40, 65535)
     more = {"KOS_PORTS": f"{taken_port}-{last}", "KOS_BIND": place, "MASTER_ADDR": place}
@@ -125,13 +123,13 @@ def test_every_socket_is_of_the_range_and_the_address(taken_port: int, place: st
 
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("place", ["", "127.0.0.1", "0.0.0.0", pytest.param("::", marks=HAS_IPV6)])
-def test_addresses_of_all_interfaces(place: str, hosts: int) -> None:
+def test_addresses_of_all_interfaces(place, hosts):
     names = "os.environ['KOS_HOST'] = 'host' + os.environ['RANK']\n" if hosts == 2 else ""
     results = run_processes("import os\n" + names + EVERYTHING, 2, KOS_BIND=place)
     assert [code for code, _ in results] == [0, 0], results
 
 
-def test_a_range_without_a_free_port(no_launcher: pytest.MonkeyPatch, taken_port: int) -> None:
+def test_a_range_without_a_free_port(no_launcher, taken_port):
     no_launcher.setenv("KOS_PORTS", f"{taken_port}-{taken_port}")
     no_launcher.setenv("KOS_BIND", "127.0.0.1")
     expected = none_free(taken_port)
@@ -143,7 +141,7 @@ def test_a_range_without_a_free_port(no_launcher: pytest.MonkeyPatch, taken_port
     assert said == [expected] * 2
 
 
-def test_a_range_without_a_free_port_on_one_rank(taken_port: int) -> None:
+def test_a_range_without_a_free_port_on_one_rank(taken_port):
     text = f"""
 import os, kos
 if os.environ["RANK"] == "1":
@@ -160,7 +158,7 @@ except kos.errors.KosError as error:
 
 
 @pytest.mark.parametrize("call", ["split(0)", "shrink()", "grow(1)"])
-def test_a_range_without_a_free_port_for_a_new_group(taken_port: int, call: str) -> None:
+def test_a_range_without_a_free_port_for_a_new_group(taken_port, call):
     """All ranks raise the cause, and at once."""
     text = f"""
 import os, threading, kos
@@ -186,7 +184,7 @@ except kos.errors.KosError as error:
 
 
 @needs_mpirun
-def test_a_range_without_a_free_port_under_mpirun(tmp_path: Path, taken_port: int) -> None:
+def test_a_range_without_a_free_port_under_mpirun(tmp_path, taken_port):
     text = """
 try:
     kos.init(timeout=60)
@@ -201,14 +199,14 @@ except kos.errors.RendezvousError as error:
 
 @needs_mpirun
 @pytest.mark.parametrize("place", ["", "127.0.0.3", pytest.param("::1", marks=HAS_IPV6)])
-def test_two_jobs_in_one_range(tmp_path: Path, taken_port: int, place: str) -> None:
+def test_two_jobs_in_one_range(tmp_path, taken_port, place):
     """Their ranks are on pretended hosts, so that rank 0 is also called to see whether TCP reaches it."""
     last = min(taken_port + 60, 65535)
     more = {"KOS_PORTS": f"{taken_port}-{last}", "KOS_BIND": place}
     text = "os.environ['KOS_HOST'] = 'host' + os.environ['OMPI_COMM_WORLD_RANK']\n" + EVERYTHING
     path = program(tmp_path, text.replace('kos.init("tcp"', 'kos.init("mpi"'))
 
-    def job(_: int) -> set[tuple[str, int]]:
+    def job(_):
         command = MPIRUN, "-n", "2", *python(), path
         done = run_program(*command, env={**environment_of_jobs(), **more}, cwd="/")
         assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -1,7 +1,5 @@
 """A rank that waits for a long time uses little CPU time: it polls rarely, or sleeps until an event."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +36,7 @@ def waits(comm: kos.Communicator) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch):
     """Shorten the first second of a wait to 50 ms."""
     monkeypatch.setattr(Backoff, "SLEEP_AFTER", 0.05)
 
@@ -53,7 +51,7 @@ def by_tcp(fn: Callable[[kos.Communicator], None]) -> None:
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("kind", ["mock", "shared memory", "sockets"])
-def test_a_wait_takes_a_small_part_of_a_core(kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_wait_takes_a_small_part_of_a_core(kind, request):
     if kind == "sockets":
         request.getfixturevalue("apart")
     spawn(waits, 2) if kind == "mock" else by_tcp(waits)
@@ -61,21 +59,21 @@ def test_a_wait_takes_a_small_part_of_a_core(kind: str, request: pytest.FixtureR
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("short")
-def test_a_wait_of_mpi_takes_a_small_part_of_a_core(mpi_world: kos.Communicator) -> None:
+def test_a_wait_of_mpi_takes_a_small_part_of_a_core(mpi_world):
     pair = mpi_world.split(0 if mpi_world.rank < 2 else None)
     if pair is not None and pair.size == 2:
         waits(pair)
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_long_sleeps(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sleeps(busy, monkeypatch):
     """A wait sleeps longer while a rank has not begun the call, unless another operation is in flight."""
     slept, sleep = threading.Event(), time.sleep
     monkeypatch.setattr(work, "LONG_WAIT", 0.05)
     monkeypatch.setattr(work, "LONG_SLEEP", 0.0123)
     monkeypatch.setattr(time, "sleep", lambda seconds: (seconds == 0.0123 and slept.set(), sleep(seconds)))
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = np.ones(2)
         if comm.rank == 0:
             other = comm.recv(np.empty(2), 1, async_op=True) if busy else None

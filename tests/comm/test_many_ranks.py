@@ -1,10 +1,7 @@
 """What has a fixed size and holds ranks, names or counts: 64 ranks, and what thousands of ranks would send."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,7 @@ from kos.comm.host.shared.segment import FAILURE_BYTES, PID, STARTED, Segment, s
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.operation import Operation, Options
 from kos.comm.prepared import TEXT_BYTES, Fingerprints, Prepared, described
-from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError
 from kos.memory import as_buffer
 from kos.testing import spawn
 from tests.comm.ranks import on_threads
@@ -65,15 +62,15 @@ def _prepared(o: Operation, kernel: str | None = None) -> Prepared:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:10])
-def test_an_exchange_of_thousands_of_ranks_fits_a_message(call: str) -> None:
+def test_an_exchange_of_thousands_of_ranks_fits_a_message(call):
     place = _Many()
     place.call = call
     assert place.allgather(b"x" * 1000) == [b"x" * 1000] * MANY
     assert MANY * (len(place.sent) + 4) < MAX_MESSAGE
 
 
-def test_long_calls_that_differ_at_their_end_are_told_apart() -> None:
-    def body(rendezvous: Any) -> str:
+def test_long_calls_that_differ_at_their_end_are_told_apart():
+    def body(rendezvous):
         rendezvous.call = f"group {[*range(20_000), rendezvous.rank]}"
         with pytest.raises(CollectiveMismatch) as caught:
             rendezvous.allgather(b"")
@@ -86,7 +83,7 @@ def test_long_calls_that_differ_at_their_end_are_told_apart() -> None:
 
 @pytest.mark.parametrize("kernel", [None, "k" * 3000])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:10])
-def test_the_description_of_a_call_fits_its_place(call: str, kernel: str | None) -> None:
+def test_the_description_of_a_call_fits_its_place(call, kernel):
     memory = memoryview(bytearray(4 * TEXT_BYTES))
     fingerprints, texts = Fingerprints(memory), []
     for end in "ab":
@@ -101,7 +98,7 @@ def test_the_description_of_a_call_fits_its_place(call: str, kernel: str | None)
 
 
 @pytest.mark.parametrize("size", [2, 16, 17, MANY])
-def test_the_description_of_long_counts_fits_its_place(size: int) -> None:
+def test_the_description_of_long_counts_fits_its_place(size):
     x, texts = as_buffer(np.zeros(1), "x", False), []
     for last in (1, 2):
         counts = [2**57 - 1] * (size - 1) + [last]
@@ -114,7 +111,7 @@ def test_the_description_of_long_counts_fits_its_place(size: int) -> None:
 
 @pytest.mark.parametrize("text", ["late", "é" * 5000, "\U0001f600" * 5000])
 @pytest.mark.parametrize("count", [0, 1, 64, 700, MANY])
-def test_a_failure_of_thousands_of_ranks_fits_shared_memory(count: int, text: str) -> None:
+def test_a_failure_of_thousands_of_ranks_fits_shared_memory(count, text):
     failure = CollectiveTimeout(text, ranks=range(100_000, 100_000 + count))
     data = fitting(kos.errors.to_record(failure))
     assert len(data) <= FAILURE_BYTES
@@ -125,7 +122,7 @@ def test_a_failure_of_thousands_of_ranks_fits_shared_memory(count: int, text: st
 
 
 @needs_core
-def test_waits_for_ranks_of_any_number() -> None:
+def test_waits_for_ranks_of_any_number():
     segment = Segment(-1, [0], 0)
     segment.words[segment.line(0) + PID] = os.getpid()
     segment.words[segment.line(0) + STARTED] = started(os.getpid())
@@ -140,11 +137,11 @@ def test_waits_for_ranks_of_any_number() -> None:
 
 @pytest.mark.parametrize("kind", [RankLost, CollectiveTimeout, RendezvousError])
 @pytest.mark.usefixtures("apart")
-def test_a_failure_of_thousands_of_ranks_reaches_other_hosts(kind: type[KosError]) -> None:
+def test_a_failure_of_thousands_of_ranks_reaches_other_hosts(kind):
     failure = kind("é" * 5000, ranks=range(MANY))
 
-    def body(comm: kos.Communicator) -> None:
-        transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+    def body(comm):
+        transport = comm.backend.transport
         if comm.rank == 0:
             transport.report_failure(failure, 0)
             return
@@ -168,13 +165,13 @@ def _in_a_group_of_all(comm: kos.Communicator) -> Any:
 @pytest.mark.parametrize("start", [
     lambda body: spawn(body, 64, timeout=60), pytest.param(lambda body: run(body, 64), marks=needs_core),
 ], ids=["mock", "shared"])  # fmt: skip
-def test_64_ranks(start: Callable[[Any], Any]) -> None:
+def test_64_ranks(start):
     assert start(_in_a_group_of_all) == [(10**6, 64.0)] * 64
 
 
 @needs_core
-def test_a_group_of_150_ranks() -> None:
-    def body(comm: kos.Communicator) -> int:
+def test_a_group_of_150_ranks():
+    def body(comm):
         group = comm.group(range(150))
         assert group is not None
         group.close()

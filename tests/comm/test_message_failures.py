@@ -1,7 +1,5 @@
 """Messages that do not fit or are given up: both ends hear of it, and nobody gets what was not meant for it."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from tests.comm.test_failures import F4
 @pytest.mark.mpi
 @pytest.mark.parametrize("posted", ["before", "after"])
 @on_each_rank("ranks_of_mpi.run")
-def test_message_of_another_size_on_mpi(world: kos.Communicator, /, memory: str, posted: str) -> None:
+def test_message_of_another_size_on_mpi(world, /, memory, posted):
     """Nothing is written beside what the receive was given: Open MPI would, of longer messages within a host."""
     comm = world.duplicate()
     for sent, expected in [(3, 4), (5, 4), (0, 2), (2, 0), (100_000, 2000), (10**6, 0), (2000, 10**6)]:
@@ -81,7 +79,7 @@ def fail_in_a_group(comm: kos.Communicator) -> None:
         group.barrier()
 
 
-def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> None:
+def test_which_ranks_are_of_the_group_and_which_of_the_world(several):
     several.run(fail_in_a_group)
 
 
@@ -108,7 +106,7 @@ def pass_a_failure_on(comm: kos.Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_a_failure_that_is_passed_on_names_its_rank_once(on: Any) -> None:
+def test_a_failure_that_is_passed_on_names_its_rank_once(on):
     (passed,), (own, _), learned = on(3).run(pass_a_failure_on)
     assert own.startswith("world: send #0 ")
     for text, call in zip((passed, *learned), ("send_recv #0", "recv #0", "all_reduce #1"), strict=True):
@@ -118,20 +116,20 @@ def test_a_failure_that_is_passed_on_names_its_rank_once(on: Any) -> None:
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
     """The errors of the other ranks name the rank that raised."""
     if comm.rank == 1:
-        comm.backend.scheduled.messages.irecv = Mock(side_effect=error)  # type: ignore[attr-defined]
+        comm.backend.scheduled.messages.irecv = Mock(side_effect=error)
     with pytest.raises(raised if comm.rank == 1 else CollectiveError) as caught:
         comm.all_reduce(np.ones(4), algorithm="ring")
     if comm.rank != 1:
         message = r"rank 1: .*all_reduce #\d .*: (MemoryError|interrupted by KeyboardInterrupt)"
         assert re.match(message, str(caught.value))
-        assert caught.value.ranks == (1,)  # type: ignore[union-attr]
+        assert caught.value.ranks == (1,)
 
 
 ERRORS = [(MemoryError(), CollectiveError), (KeyboardInterrupt(), KeyboardInterrupt)]
 
 
 @pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
-def test_an_error_of_one_rank(several: Any, error: BaseException, raised: type[BaseException]) -> None:
+def test_an_error_of_one_rank(several, error, raised):
     several.run(lambda comm: fail_on_one_rank(comm, error, raised))
 
 
@@ -183,11 +181,11 @@ def interrupt_a_launch(comm: kos.Communicator, name: str) -> None:
             comm.barrier()
     else:
         assert re.match(r".*rank 1: .* #\d.*: interrupted by KeyboardInterrupt", str(caught.value)), caught.value
-        assert caught.value.ranks == (1,)  # type: ignore[union-attr]
+        assert caught.value.ranks == (1,)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_interrupted_before_it_starts(several: Any, name: str) -> None:
+def test_a_call_that_is_interrupted_before_it_starts(several, name):
     several.run(lambda comm: interrupt_a_launch(comm, name))
 
 
@@ -200,21 +198,21 @@ def fail_to_make_a_part(comm: kos.Communicator) -> None:
         comm.split(0).rendezvous.barrier()
     if comm.rank != 1:
         assert "was interrupted on rank 1 by MemoryError: all is used" in str(caught.value)
-        assert caught.value.ranks == (1,)  # type: ignore[union-attr]
+        assert caught.value.ranks == (1,)
     comm.backend.split = usual
     assert comm.all_reduce(np.ones(2)).tolist() == [comm.size] * 2
 
 
-def test_a_rank_that_cannot_make_its_part_of_a_group(several: Any) -> None:
+def test_a_rank_that_cannot_make_its_part_of_a_group(several):
     several.run(fail_to_make_a_part)
 
 
-def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:
+def test_timeout_of_a_message_gives_up_no_other(several):
     several.run(time_out_beside_others)
 
 
 @on_each_rank("several.run")
-def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(comm: kos.Communicator, /) -> None:
+def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(comm, /):
     x, y = np.full(1 << 18, float(comm.rank)), np.zeros(1 << 18)
     if comm.rank == 0:
         with pytest.raises(CollectiveMismatch, match="send_recv #0 .* to and from rank 1 with .* got 3 elements"):
@@ -229,17 +227,15 @@ def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(comm: kos.Commun
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("elements", [65_536, 200_003])
-def test_messages_longer_than_mpi_counts(
-    ranks_of_mpi: Any, apart: None, monkeypatch: pytest.MonkeyPatch, elements: int
-) -> None:
+def test_messages_longer_than_mpi_counts(ranks_of_mpi, apart, monkeypatch, elements):
     """With a limit of 1000 bytes instead of 2 GiB."""
     monkeypatch.setattr("kos.comm.host.mpi_messages.LARGEST", 1000)
     monkeypatch.setattr("kos.comm.host.mpi.LARGEST", 1000)
-    long: set[int] = set()
+    long = set()
     make = mpi_messages._long_type
     monkeypatch.setattr(mpi_messages, "_long_type", lambda nbytes, MPI: (long.add(nbytes), make(nbytes, MPI))[1])
 
-    def body(world: kos.Communicator) -> None:
+    def body(world):
         comm = world.duplicate()
         me, n = comm.rank, comm.size
         x = np.random.default_rng(elements + me).integers(0, 256, elements, np.uint8)

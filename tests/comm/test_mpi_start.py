@@ -1,9 +1,6 @@
 """A rank does not wait in MPI_Init for longer than its timeout, and starts MPI as mpi4py is told to."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ MISSING = r"rank 1: RendezvousError: rendezvous: start: rank 0 did not arrive wi
 
 @needs_mpirun
 @pytest.mark.parametrize("how", ["exits", "does not come"])
-def test_mpi_init_ends_at_the_timeout(tmp_path: Path, how: str) -> None:
+def test_mpi_init_ends_at_the_timeout(tmp_path, how):
     """Rank 1 begins once the process of rank 0 has ended; mpirun ends a job whose ranks do that in another order."""
     file = tmp_path / "pid"
     text = f"""
@@ -38,7 +35,7 @@ kos.init(timeout=0.5)
 
 
 @needs_mpirun
-def test_ranks_of_other_hosts_are_not_named(tmp_path: Path) -> None:
+def test_ranks_of_other_hosts_are_not_named(tmp_path):
     text = """
 os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1"
 if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
@@ -51,7 +48,7 @@ kos.init(timeout=0.5)
 
 
 @needs_mpirun
-def test_a_rank_may_come_late(tmp_path: Path) -> None:
+def test_a_rank_may_come_late(tmp_path):
     here = tmp_path / "here"
     text = f"""
 if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
@@ -67,7 +64,7 @@ with kos.init(timeout=60) as comm:
 
 
 @needs_mpirun
-def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path: Path) -> None:
+def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path):
     """The timeout has passed when MPI_Init returns, and the turn of the last rank comes 4 s later."""
     text = """
 import threading
@@ -86,7 +83,7 @@ MPI.Finalize()
 
 
 @needs_mpirun
-def test_a_program_may_have_called_mpi_init(tmp_path: Path) -> None:
+def test_a_program_may_have_called_mpi_init(tmp_path):
     text = """
 import ctypes, importlib.util
 ctypes.CDLL(importlib.util.find_spec("mpi4py.MPI").origin).MPI_Init(None, None)  # as a library of the program does
@@ -100,7 +97,7 @@ with kos.init(timeout=60) as comm:
 @pytest.mark.parametrize(
     ("option", "level"), [("rc.thread_level = 'serialized'", "SERIALIZED"), ("rc.threads = False", "SINGLE")]
 )
-def test_mpi_starts_with_the_settings_of_mpi4py(tmp_path: Path, option: str, level: str) -> None:
+def test_mpi_starts_with_the_settings_of_mpi4py(tmp_path, option, level):
     text = f"""
 import mpi4py
 mpi4py.{option}

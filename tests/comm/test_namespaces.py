@@ -1,7 +1,5 @@
 """Ranks of one host in different PID or network namespaces (containers) share no memory, and say why."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -57,12 +55,10 @@ def namespaces(monkeypatch: pytest.MonkeyPatch, **of_ranks: str) -> Any:
         ({"pid": "aa", "net": "nn"}, ["2 ranks of this host share"] * 2),
     ],
 )
-def test_the_reason_is_the_same_on_all_ranks(
-    spaces: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reason_is_the_same_on_all_ranks(spaces, expected, monkeypatch):
     be = namespaces(monkeypatch, **spaces)
 
-    def body(rendezvous: Any) -> str:
+    def body(rendezvous):
         be(rendezvous.rank)
         found, text = open_segment(rendezvous)
         assert found is not None
@@ -73,11 +69,11 @@ def test_the_reason_is_the_same_on_all_ranks(
     assert run_ranks(len(spaces["pid"]), body) == expected
 
 
-def test_the_descriptor_of_another_namespace_is_never_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_descriptor_of_another_namespace_is_never_opened(monkeypatch):
     """Its number may be that of another process, and the file one that the program writes."""
     be, usual, opened = namespaces(monkeypatch, pid="ab"), os.open, list[str]()
 
-    def body(rendezvous: Any) -> None:
+    def body(rendezvous):
         be(rendezvous.rank)
         with kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT) as comm:
             monkeypatch.setattr(os, "open", lambda path, *more: opened.append(str(path)) or usual(path, *more))
@@ -90,7 +86,7 @@ def test_the_descriptor_of_another_namespace_is_never_opened(monkeypatch: pytest
     assert not [path for path in opened if path.startswith("/proc/")]
 
 
-def test_processes_in_pid_namespaces_of_their_own() -> None:
+def test_processes_in_pid_namespaces_of_their_own():
     """Both have the same PID there."""
     unshare = shutil.which("unshare")
     if unshare is None:

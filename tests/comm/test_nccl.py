@@ -3,10 +3,7 @@
 mpirun -n 8 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_nccl.py
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -34,7 +31,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture
-def ranks(gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
+def ranks(gpu_world, mpi_world):
     return GPURanks(gpu_world, mpi_world)
 
 
@@ -54,7 +51,7 @@ def on_gpu(comm: Any, x: np.ndarray, stream: Any = None) -> Array:
     ],
 )
 @on_each_rank("ranks.run")
-def test_deterministic_is_in_rank_order(gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+def test_deterministic_is_in_rank_order(gpu, /, seed, dtype, op):
     n, me = gpu.size, gpu.rank
     factors = [0.3 + 0.7 * rank for rank in range(n)]
     mine = PremulSum(factors[me]) if op is ReduceOp.PREMUL_SUM else op
@@ -81,7 +78,7 @@ REDUCTIONS = [
 
 
 @on_each_rank("ranks.run")
-def test_minimum_keeps_nan(gpu: Any, /) -> None:
+def test_minimum_keeps_nan(gpu, /):
     for dtype in (np.float32, BF16):
         for op in (ReduceOp.MIN, ReduceOp.MAX):
             x = np.full(5, gpu.rank, dtype)
@@ -92,7 +89,7 @@ def test_minimum_keeps_nan(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_messages(gpu: Any, /, seed: int) -> None:
+def test_messages(gpu, /, seed):
     n, me = gpu.size, gpu.rank
     if n == 1:
         return
@@ -111,7 +108,7 @@ def test_messages(gpu: Any, /, seed: int) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_host_does_not_wait(gpu: Any, /) -> None:
+def test_host_does_not_wait(gpu, /):
     """Calls return while the GPU is still busy with what was queued before; the order is kept all the same."""
     comm, stream = gpu.comm, cuda.create_stream(gpu.device)
     big = on_gpu(comm, np.full(1 << 26, 1.0, np.float32), stream)
@@ -132,7 +129,7 @@ def test_host_does_not_wait(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_async_operations_and_their_order(gpu: Any, /, seed: int) -> None:
+def test_async_operations_and_their_order(gpu, /, seed):
     comm, stream = gpu.comm, cuda.create_stream(gpu.device)
     xs = inputs(seed, comm.size, LARGE, np.float32)
     expected = xs[0] * 0
@@ -153,7 +150,7 @@ def test_async_operations_and_their_order(gpu: Any, /, seed: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @on_each_rank("ranks.run")
-def test_graph_capture_and_replay(gpu: Any, /, seed: int, deterministic: bool) -> None:
+def test_graph_capture_and_replay(gpu, /, seed, deterministic):
     """Captured once, replayed with other data; also what is captured as the first call of its kind."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
@@ -183,7 +180,7 @@ def test_graph_capture_and_replay(gpu: Any, /, seed: int, deterministic: bool) -
 @pytest.mark.parametrize("scale", [1, 40_000])
 @pytest.mark.parametrize("windows", [False, True])
 @on_each_rank("ranks.run")
-def test_uneven_shards_in_place_in_a_graph(gpu: Any, /, seed: int, windows: bool, scale: int) -> None:
+def test_uneven_shards_in_place_in_a_graph(gpu, /, seed, windows, scale):
     """Each rank's shard lies in the larger array; the last rank's is empty, if there are several."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
@@ -195,7 +192,7 @@ def test_uneven_shards_in_place_in_a_graph(gpu: Any, /, seed: int, windows: bool
     gathered, at_root, added, scattered = arrays = [make(total, np.int32) for _ in range(4)]
     root = n - 1
 
-    def calls() -> None:
+    def calls():
         comm.all_gather_v(gathered[mine], counts, gathered, stream=stream)
         comm.gather_v(at_root[mine], counts, root, at_root if me == root else None, stream=stream)
         comm.reduce_scatter_v(added, counts, added[mine], stream=stream)
@@ -223,7 +220,7 @@ def test_uneven_shards_in_place_in_a_graph(gpu: Any, /, seed: int, windows: bool
 
 
 @on_each_rank("ranks.run")
-def test_graph_of_batches_and_persistent_operations(gpu: Any, /, seed: int) -> None:
+def test_graph_of_batches_and_persistent_operations(gpu, /, seed):
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream, count = cuda.create_stream(comm.device), 10_007
     arrays = [Array.empty(count, np.float32, comm.device, stream=stream) for _ in range(5)]
@@ -253,7 +250,7 @@ def test_graph_of_batches_and_persistent_operations(gpu: Any, /, seed: int) -> N
 
 
 @on_each_rank("ranks.run")
-def test_batch_and_persistent(gpu: Any, /, seed: int) -> None:
+def test_batch_and_persistent(gpu, /, seed):
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     ones = [on_gpu(comm, np.full(k + 1, me, np.float32)) for k in range(6)]
     sixth = on_gpu(comm, np.full(5, me, np.int16))
@@ -265,7 +262,7 @@ def test_batch_and_persistent(gpu: Any, /, seed: int) -> None:
     expected = sum(range(n))
     assert all((x.numpy() == expected).all() for x in [*ones, sixth])
 
-    def refused() -> None:
+    def refused():
         with comm.batch():
             comm.all_reduce(ones[0])
             comm.all_reduce(ones[0], algorithm="magic")
@@ -283,7 +280,7 @@ def test_batch_and_persistent(gpu: Any, /, seed: int) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_several_communicators(gpu: Any, /) -> None:
+def test_several_communicators(gpu, /):
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     other = comm.duplicate()
     halves = comm.split(me % 2, -me)
@@ -313,20 +310,20 @@ ALGORITHMS = {  # one that each backend does not have, and those that it has
 
 
 @on_each_rank("ranks.run")
-def test_refusals(gpu: Any, /) -> None:
+def test_refusals(gpu, /):
     """Nothing is sent: the communicator works after each."""
     comm = gpu.comm
     x, y = (on_gpu(comm, np.ones(4, np.float32)) for _ in range(2))
     freed = Array.empty(4, np.float32, comm.device)
     freed.owner.close()
 
-    def described(pointer: int = x.pointer, count: int = 4, device: int = comm.device, **more: Any) -> Array:
+    def described(pointer=x.pointer, count=4, device=comm.device, **more):
         return Array(pointer, (count,), np.float32, device, owner=y, **more)
 
     algorithm, known = ALGORITHMS[comm.backend_name]
     stream = 7 if driver.unavailable() else cuda.create_stream(comm.device)
     here = rf"cuda:{comm.device} \(backend {comm.backend_name}\)"
-    refused: dict[str, Callable[[], Any]] = {
+    refused = {
         f"x: expected memory of {here}, got ndarray in memory of the host": lambda: comm.all_reduce(np.ones(4)),
         f"x: .* got Array in memory of cuda:{comm.device + 1}": lambda: comm.all_reduce(
             described(8, device=comm.device + 1)
@@ -358,7 +355,7 @@ def test_refusals(gpu: Any, /) -> None:
     assert (comm.all_reduce(x).numpy() == comm.size).all()
 
 
-def test_ranks_that_share_a_gpu_are_told(mpi_world: kos.Communicator, gpu_world: kos.Communicator) -> None:
+def test_ranks_that_share_a_gpu_are_told(mpi_world, gpu_world):
     if mpi_world.size == 1 or ranks_may_share_a_gpu():
         pytest.skip("needs two ranks or more, and an NCCL that does not let them share a GPU")
     with pytest.raises(BackendUnavailable, match="nccl: ranks 0 and 1 share GPU"):
@@ -367,7 +364,7 @@ def test_ranks_that_share_a_gpu_are_told(mpi_world: kos.Communicator, gpu_world:
         kos.init(device=0, timeout=TIMEOUT)
 
 
-def test_auto_takes_both(mpi_world: kos.Communicator, gpu_world: kos.Communicator, seed: int) -> None:
+def test_auto_takes_both(mpi_world, gpu_world, seed):
     with kos.init(timeout=TIMEOUT) as comm:
         assert comm.backend_name in ("nccl+mpi", "nccl+peer+mpi")  # peer where a tuning table names it
         rows = [line.split() for line in comm.explain().splitlines()]
@@ -386,13 +383,13 @@ def test_auto_takes_both(mpi_world: kos.Communicator, gpu_world: kos.Communicato
         assert comm.all_gather_bytes(b"%d" % comm.rank) == [b"%d" % rank for rank in range(comm.size)]
 
 
-def test_mismatch_raises_on_all_ranks(mpi_world: kos.Communicator, gpu_world: kos.Communicator) -> None:
+def test_mismatch_raises_on_all_ranks(mpi_world, gpu_world):
     if mpi_world.size == 1:
         pytest.skip("needs two ranks or more")
     comm = gpu_world.duplicate()
     x = on_gpu(comm, np.ones(1000 + comm.rank // (comm.size - 1), np.float32))  # the last rank has one more
 
-    def all_reduce() -> None:
+    def all_reduce():
         comm.all_reduce(x)
         comm.synchronize(TIMEOUT)
 
@@ -407,7 +404,7 @@ def test_mismatch_raises_on_all_ranks(mpi_world: kos.Communicator, gpu_world: ko
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, gpu_world: kos.Communicator, met: bool) -> None:
+def test_a_rank_that_does_not_come(mpi_world, gpu_world, met):
     """The host's wait ends in time, whether or not the ranks had been connected; the GPU is fit afterwards."""
     if mpi_world.size == 1:
         pytest.skip("needs two ranks or more")
@@ -420,7 +417,7 @@ def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, gpu_world: kos.C
     if comm.rank != late:
         begun = time.monotonic()
 
-        def all_reduce() -> None:
+        def all_reduce():
             comm.all_reduce(x, timeout=SHORT)
             comm.synchronize(SHORT)
 
@@ -436,7 +433,7 @@ def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, gpu_world: kos.C
     assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"
 
 
-def test_shrink(mpi_world: kos.Communicator, gpu_world: kos.Communicator) -> None:
+def test_shrink(mpi_world, gpu_world):
     """Without the last rank."""
     if mpi_world.size < 2:
         pytest.skip("needs two ranks or more")

@@ -1,7 +1,5 @@
 """Failures of the nccl backend without a GPU: calls that differ or do not end, ranks that go or do not come."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading
@@ -19,7 +17,7 @@ from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, of_nccl
+from tests.comm.fake_nccl import FakeRanks, of_nccl
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
@@ -37,7 +35,7 @@ CONTROL: dict[str, Callable[[kos.Communicator], Any]] = {
 
 @pytest.mark.parametrize(("mine", "theirs"), [*itertools.combinations(CONTROL, 2)])
 @on_each_rank(FakeRanks(SIZE).run)
-def test_calls_of_the_control_plane_that_differ(gpu: Any, /, fake: FakeNCCL, mine: str, theirs: str) -> None:
+def test_calls_of_the_control_plane_that_differ(gpu, /, fake, mine, theirs):
     """All ranks raise it, and again from the next call, of whatever kind; closing still ends."""
     said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
     for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
@@ -46,7 +44,7 @@ def test_calls_of_the_control_plane_that_differ(gpu: Any, /, fake: FakeNCCL, min
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_call_that_does_not_return_ends_in_time(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_does_not_return_ends_in_time(gpu, /, fake, monkeypatch):
     """The first call of its kind may wait inside NCCL; the abort lets it return."""
     aborted = threading.Event()
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: aborted.wait(20))
@@ -63,7 +61,7 @@ def test_a_call_that_does_not_return_ends_in_time(gpu: Any, /, fake: FakeNCCL, m
 @needs_core
 @pytest.mark.parametrize("wrong", [0, 9, 70, 1030, 2047])
 @on_each_rank(FakeRanks(SIZE).run)
-def test_calls_that_differ_are_told_later(gpu: Any, /, queued: FakeNCCL, wrong: int) -> None:
+def test_calls_that_differ_are_told_later(gpu, /, queued, wrong):
     """Nobody waits for the comparison, which is of many calls at a time, and wherever their ring wraps."""
     comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(6, np.float32, 0)
     comm.barrier()
@@ -73,7 +71,7 @@ def test_calls_that_differ_are_told_later(gpu: Any, /, queued: FakeNCCL, wrong: 
             comm.rendezvous.barrier()  # none is further ahead than calls are kept for
     message = rf"rank [01] called all_reduce #{wrong + 1} .* rank 2 .*: they differ in count 5 against 6"
 
-    def all_reduce() -> None:
+    def all_reduce():
         comm.all_reduce(y if comm.rank == 2 else x)
         comm.backend.wait_on_host(comm.backend._last, lambda: False, 1e4)  # as on a GPU, where it does not end
 
@@ -82,7 +80,7 @@ def test_calls_that_differ_are_told_later(gpu: Any, /, queued: FakeNCCL, wrong: 
 
 
 @on_each_rank(FakeRanks(SIZE).run)
-def test_one_rank_may_run_far_ahead(gpu: Any, /, queued: FakeNCCL) -> None:
+def test_one_rank_may_run_far_ahead(gpu, /, queued):
     """What neither side has on record any more is not compared."""
     comm, xs = gpu.comm, [Array.zeros(count, np.float32, 0) for count in (5, 6, 7)]
     for _ in range(2):
@@ -96,7 +94,7 @@ def test_one_rank_may_run_far_ahead(gpu: Any, /, queued: FakeNCCL) -> None:
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_work_that_does_not_end_is_aborted(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_does_not_end_is_aborted(gpu, /, fake, monkeypatch):
     monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
     x = Array.zeros(5, np.float32, 0)
     work = gpu.comm.all_reduce_init(x).start()
@@ -109,16 +107,14 @@ def test_work_that_does_not_end_is_aborted(gpu: Any, /, fake: FakeNCCL, monkeypa
 
 
 @needs_core
-def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
-    queued: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(queued, monkeypatch):
     abort = queued.comm_abort
     monkeypatch.setattr(queued, "comm_abort", lambda comm: (time.sleep(0.1), abort(comm)))  # as long as it may take
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
 
-        def call() -> None:  # in which a rank that comes late finds the failure already
+        def call():  # in which a rank that comes late finds the failure already
             comm.all_reduce(Array.zeros(5 + (comm.rank == 2), np.float32, 0))
             comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)
 
@@ -130,14 +126,12 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
 
 
 @pytest.mark.parametrize("end", [kos.Communicator.abort, kos.Communicator.shrink])
-def test_communicators_split_from_one_that_is_aborted_end_with_it(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, end: Callable[[kos.Communicator], Any]
-) -> None:
+def test_communicators_split_from_one_that_is_aborted_end_with_it(fake, monkeypatch, end):
     """An abort frees memory, and CUDA waits there for the kernels of all communicators: all of them end first."""
     running, aborted = [set[Any]() for _ in range(SIZE)], list[tuple[int, bool]]()
     changed = threading.Condition()
 
-    def abort(comm: Any) -> None:
+    def abort(comm):
         with changed:
             running[comm.rank].discard(comm)
             changed.notify_all()
@@ -145,7 +139,7 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(
 
     monkeypatch.setattr(fake, "comm_abort", abort)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         world = gpu.comm
         half = world.duplicate()
         groups = [world, half, half.split(0), world.split(0)]
@@ -161,7 +155,7 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(
 @needs_core
 @pytest.mark.parametrize("how", ["abort", "killed"])
 @on_each_rank(FakeRanks(SIZE).run)
-def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu: Any, /, queued: FakeNCCL, how: str) -> None:
+def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu, /, queued, how):
     """It has begun all that they have: that the GPU does not end is all that they see of it."""
     comm = gpu.comm
     comm.all_reduce(Array.zeros(5, np.float32, 0))
@@ -180,11 +174,11 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu: Any, /, queu
 
 
 @needs_core
-def test_a_rank_that_closed_may_end_while_others_still_wait(queued: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_closed_may_end_while_others_still_wait(queued, monkeypatch):
     monkeypatch.setattr(queued, "comm_destroy", lambda comm: None)
     closed = threading.Barrier(SIZE)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         comm.all_reduce(Array.zeros(5, np.float32, 0))
         calls, last = comm.backend.shared.calls, comm.backend._last
@@ -199,11 +193,11 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(queued: FakeNCCL, mo
     FakeRanks(SIZE).run(body)
 
 
-def test_ranks_that_are_left_go_on(fake: FakeNCCL) -> None:
+def test_ranks_that_are_left_go_on(fake):
     """They meet anew by their rendezvous."""
     whole = threading.Event()
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         comm.all_reduce(Array.zeros(3, np.int32, 0))
         comm.rendezvous.barrier()
@@ -225,12 +219,12 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL) -> None:
     assert sorted(fake.ended) == [("abort", 0, 3), ("abort", 2, 3)], "something was left"
 
 
-def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_call_waits_until_all_have_joined(fake, monkeypatch):
     """NCCL meets beside what the ranks do next."""
     may_join, join = threading.Event(), fake.comm_init_rank_scalable
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: may_join.wait(20) and join(*arguments))
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = kos.Communicator(of_nccl(gpu.comm.rendezvous), gpu.comm.rendezvous, {}, 20)
         comm.backend.inspect(work_of("a test"))
         comm.rendezvous.barrier()  # all are here, and none has joined
@@ -242,12 +236,12 @@ def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch:
     FakeRanks(SIZE).run(body)
 
 
-def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_join_in_time(fake, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: never.wait(1e4))
     monkeypatch.setattr(fake, "comm_abort", lambda comm: pytest.fail("there is nothing to abort"))
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = kos.Communicator(of_nccl(gpu.comm.rendezvous), gpu.comm.rendezvous, {}, 0.1)
         comm.backend.timeout = 0.1
         for _ in range(2):
@@ -259,11 +253,11 @@ def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.Monk
     never.set()
 
 
-def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_joins_after_the_end_is_not_used(fake, monkeypatch):
     joins = threading.Event()
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
     backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
-    nccl: Any = backend.routes[0]
+    nccl = backend.routes[0]
     begun = nccl._begin(lambda: nccl._comm, "a first message")
     with pytest.raises(CollectiveTimeout):
         nccl._finish(begun, "a first message", 0.1)
@@ -272,9 +266,7 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
     assert nccl._finish(begun, "a first message", 20) is nccl._comm is None
 
 
-def test_a_communicator_that_nothing_needed_is_closed_without_it(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_communicator_that_nothing_needed_is_closed_without_it(fake, monkeypatch, caplog):
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: time.sleep(0.5))
     backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     backend.timeout = 0.1
@@ -282,13 +274,13 @@ def test_a_communicator_that_nothing_needed_is_closed_without_it(
     assert "rank 0: nccl: init: not begun by all ranks after 0.1 s" in caplog.text
 
 
-def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, monkeypatch):
     log = list[str]()
 
-    def deregister(comm: Any, window: Any) -> None:
+    def deregister(comm, window):
         raise CollectiveError("window")
 
-    def destroy(comm: Any) -> None:
+    def destroy(comm):
         log.append("destroyed")
         raise CollectiveError("destroy")
 
@@ -296,7 +288,7 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
     for name, function in (("comm_window_deregister", deregister), ("comm_destroy", destroy), ("mem_free", free)):
         monkeypatch.setattr(fake, name, function)
     backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
-    nccl: Any = backend.routes[0]
+    nccl = backend.routes[0]
     assert nccl._comm is not None
     monkeypatch.setattr(nccl._token, "close", lambda: log.append("freed"))
     for number in range(2):
@@ -309,11 +301,11 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_nccl_are_errors_of_kos(gpu, /, fake, monkeypatch):
     class NCCLError(Exception):
         status = 6
 
-    def broken(*arguments: Any) -> None:
+    def broken(*arguments):
         raise NCCLError("RemoteError (6)")
 
     monkeypatch.setattr(fake, "all_reduce", broken)
@@ -334,24 +326,22 @@ def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypat
 
 @needs_core
 @pytest.mark.parametrize("status", [2, 3, 6])  # what NCCL reports if a rank dies while it starts
-def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(
-    status: int, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(status, fake, monkeypatch):
     class NCCLError(Exception):
         pass
 
-    worlds: dict[int, kos.Communicator] = {}
+    worlds = {}
 
-    def split(comm: Any, *arguments: Any) -> None:
+    def split(comm, *arguments):
         if comm.rank == 1:
             worlds[1].abort(reason="it had enough")
         error = NCCLError(f"({status})")
-        error.status = status  # type: ignore[attr-defined]
+        error.status = status
         raise error
 
     monkeypatch.setattr(fake, "comm_split", split)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         worlds[gpu.rank] = gpu.comm
         with pytest.raises(KosError) as caught:
             gpu.comm.duplicate()
@@ -364,7 +354,7 @@ def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_failure_does_not_wait_for_graphs(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_does_not_wait_for_graphs(gpu, /, fake, monkeypatch):
     """NCCL's abort waits until no graph holds its kernels (commDestroySync in NCCL's init.cc, from 2.26)."""
     graphs_are_gone, notified = threading.Event(), threading.Event()
     monkeypatch.setattr(fake, "comm_abort", lambda comm: graphs_are_gone.wait(60))
@@ -379,10 +369,10 @@ def test_a_failure_does_not_wait_for_graphs(gpu: Any, /, fake: FakeNCCL, monkeyp
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_a_failure_keeps_no_frames(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_keeps_no_frames(gpu, /, fake, monkeypatch):
     """Their arrays would live as long as the communicator."""
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments):
         raise CollectiveError("a test")
 
     monkeypatch.setattr(fake, "all_reduce", fail)

@@ -1,9 +1,6 @@
 """The kernels that add for nccl, compiled for the host, beside the stand-ins by which its logic is tested."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +29,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name in NAMES for case in CASES[name]])
-def test_as_the_stand_in(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, case: tuple[str, str, str]) -> None:
+def test_as_the_stand_in(monkeypatch, seed, name, case):
     monkeypatch.setitem(host_kernel.NAMES, "reduce_ordered", NAMES)
     launch = SimpleNamespace(cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),))
     monkeypatch.setattr(kernels, "cu", launch)
@@ -52,7 +49,7 @@ def test_as_the_stand_in(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, 
     ):
         source = x.copy()
         out = np.zeros(COUNT * (RANKS if name == "scan_ordered" else 1), DTYPES[result].numpy)
-        ends: list[Any] = [address(source), address(out)]
+        ends = [address(source), address(out)]
         arguments = {
             "reduce_ordered": [ends[0], COUNT, ends[1], COUNT],
             "scan_ordered": [ends[0], COUNT, ends[1], COUNT, int(op != "SUM")],

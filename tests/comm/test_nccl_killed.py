@@ -1,9 +1,5 @@
 """A rank of nccl is killed in the middle of collectives: the others raise in time, shrink and go on."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kos import cuda
@@ -61,14 +57,14 @@ def gpus() -> int:
 
 @needs_mpirun
 @pytest.mark.parametrize("last", [True, False])
-def test_a_killed_rank_of_an_mpi_job(tmp_path: Path, last: bool) -> None:
+def test_a_killed_rank_of_an_mpi_job(tmp_path, last):
     ranks = gpus()
     text = PROGRAM.format(last=last)
     assert job(tmp_path, ranks, text, *ULFM) == [f"left: {ranks - 1}"] * (ranks - 1)
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_a_killed_rank_without_mpi(last: bool) -> None:
+def test_a_killed_rank_without_mpi(last):
     ranks = gpus()
     results = run_processes(PROGRAM.format(last=last), ranks)
     left = results[:-1] if last else results[1:]

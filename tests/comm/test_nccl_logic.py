@@ -1,7 +1,5 @@
 """The nccl backend's own work, without a GPU: see ``fake_nccl``.  The same conformance suite, ranks as threads."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
@@ -41,14 +39,14 @@ SIZE = 3
 
 
 @pytest.fixture
-def ranks(fake: FakeNCCL, request: pytest.FixtureRequest) -> FakeRanks:
+def ranks(fake, request):
     if COMPILER is None and ("compressed" in request.node.name or "error_feedback" in request.node.name):
         pytest.skip("needs a C++ compiler: g++ or clang++")  # for the kernels that quantize
     return FakeRanks(SIZE)
 
 
 @on_each_rank(FakeRanks(SIZE).run)
-def test_one_address_as_several_dtypes(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_one_address_as_several_dtypes(gpu, /, fake):
     """Launches are kept by address: those of another dtype are others."""
     comm, n = gpu.comm, gpu.size
     x, out = Array.zeros(32, np.uint8, 0), Array.zeros(32 * n, np.uint8, 0)
@@ -64,7 +62,7 @@ def test_one_address_as_several_dtypes(gpu: Any, /, fake: FakeNCCL) -> None:
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_batch_is_one_group(gpu, /, fake):
     xs = [Array.zeros(5, np.float32, 0) for _ in range(4)]
     with gpu.comm.batch():
         for x in xs:
@@ -74,9 +72,9 @@ def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_group_of_one_copies(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_one_copies(gpu, /, fake, monkeypatch):
     """NCCL is called only for an operation with a factor."""
-    called: list[str] = []
+    called = []
     for name in ("all_reduce", "all_gather", "send", "recv"):
         monkeypatch.setattr(fake, name, lambda *arguments, name=name: called.append(name))
     comm, x, out = gpu.comm, Array.from_numpy(np.arange(5, dtype=np.float32), 0), Array.zeros(5, np.float32, 0)
@@ -96,7 +94,7 @@ def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_only_the_first_batch_of_its_kind_may_wait(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_only_the_first_batch_of_its_kind_may_wait(gpu, /, fake):
     """A thread that may be left behind costs more than the launch."""
     comm, xs = gpu.comm, [Array.zeros(5, np.float32, 0) for _ in range(4)]
     bounded = waits_that_are_bounded(comm)
@@ -108,7 +106,7 @@ def test_only_the_first_batch_of_its_kind_may_wait(gpu: Any, /, fake: FakeNCCL) 
 
 
 @on_each_rank(FakeRanks(3).run)
-def test_the_first_message_to_each_peer_is_launched_with_a_timeout(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_the_first_message_to_each_peer_is_launched_with_a_timeout(gpu, /, fake):
     """NCCL connects two ranks when one first sends to the other, whatever that has sent elsewhere."""
     comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(5, np.float32, 0)
     bounded = waits_that_are_bounded(comm)
@@ -118,7 +116,7 @@ def test_the_first_message_to_each_peer_is_launched_with_a_timeout(gpu: Any, /, 
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_scratch_memory_does_not_grow_with_the_streams(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_scratch_memory_does_not_grow_with_the_streams(gpu, /, fake):
     """What no graph can hold is free when the host has waited for all."""
     comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
     for stream in range(5, 25):
@@ -134,7 +132,7 @@ def test_scratch_memory_does_not_grow_with_the_streams(gpu: Any, /, fake: FakeNC
     comm.all_reduce(x, stream=5)
 
 
-def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_wait_until_all_have_joined(fake, monkeypatch):
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: 1 // 0)
     monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: pytest.fail("nobody frees it"))
     backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
@@ -142,11 +140,11 @@ def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.
         backend.allocate(3, np.int32)
 
 
-def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
+def test_a_window_outlives_the_calls_that_use_it(fake):
     """Its array is gone as soon as a call is queued: the next ``allocate`` waits, and frees it, or the end does."""
     log, over = fake.windows, list[int]()
 
-    def query(stream: int) -> tuple[int]:
+    def query(stream):
         log.append(("looked", stream))
         return (over.pop() if over else 0,)
 
@@ -173,7 +171,7 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 @on_each_rank(FakeRanks(3).run)
-def test_messages_in_windows_go_through_staging_memory(gpu: Any, /, fake: FakeNCCL, at_once: bool) -> None:
+def test_messages_in_windows_go_through_staging_memory(gpu, /, fake, at_once):
     comm, me, n = gpu.comm, gpu.rank, gpu.size
     window, other = comm.allocate(8, np.float32), Array.zeros(8, np.float32, 0)
     results = comm.allocate((2, 8), np.float32)
@@ -190,7 +188,7 @@ def test_messages_in_windows_go_through_staging_memory(gpu: Any, /, fake: FakeNC
 
 
 @on_each_rank(FakeRanks(3).run)
-def test_uneven_shards_of_a_window_in_place(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_uneven_shards_of_a_window_in_place(gpu, /, fake):
     """What goes to other ranks is staged, in a graph too; what stays is left where it is."""
     comm, me, counts = gpu.comm, gpu.rank, [1, 0, 3]
     mine = slice(sum(counts[:me]), sum(counts[: me + 1]))
@@ -211,7 +209,7 @@ def test_uneven_shards_of_a_window_in_place(gpu: Any, /, fake: FakeNCCL) -> None
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_captured_messages_in_cumemcreate_memory_go_through_staging_memory(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_captured_messages_in_cumemcreate_memory_go_through_staging_memory(gpu, /, fake):
     comm, x, out = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
     other = 1 - gpu.rank
     comm.send_recv(x, out, other, other, stream=5)  # not captured: it connects
@@ -224,9 +222,7 @@ def test_captured_messages_in_cumemcreate_memory_go_through_staging_memory(gpu: 
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
 @on_each_rank(FakeRanks(2).run)
-def test_all_to_all_gather_and_scatter_between_a_window_and_other_memory(
-    gpu: Any, /, fake: FakeNCCL, name: str
-) -> None:
+def test_all_to_all_gather_and_scatter_between_a_window_and_other_memory(gpu, /, fake, name):
     comm, window, other = gpu.comm, gpu.comm.allocate(4, np.int32), Array.zeros(8, np.int32, 0)
     fake.virtual |= set(range(window.pointer, window.pointer + window.nbytes))
     window.copy_from(np.arange(4, dtype=np.int32) + 10 * gpu.rank)
@@ -247,14 +243,12 @@ def test_all_to_all_gather_and_scatter_between_a_window_and_other_memory(
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
 @on_each_rank(FakeRanks(2).run)
-def test_all_to_all_gather_and_scatter_in_a_graph_between_virtual_and_other_memory(
-    gpu: Any, /, fake: FakeNCCL, name: str
-) -> None:
+def test_all_to_all_gather_and_scatter_in_a_graph_between_virtual_and_other_memory(gpu, /, fake, name):
     comm, x, other = gpu.comm, Array.zeros(4, np.int32, 0), Array.zeros(8, np.int32, 0)
     places = range(x.pointer, x.pointer + x.nbytes)
     fake.virtual.update(places)
     x.copy_from(np.arange(4, dtype=np.int32) + 10 * gpu.rank)
-    calls: dict[str, Any] = {
+    calls = {
         "all_to_all": lambda: comm.all_to_all(x, other[:4], stream=5),
         "gather": lambda: comm.gather(x, 0, other if gpu.rank == 0 else None, stream=5),
         "scatter": lambda: comm.scatter(x if gpu.rank == 0 else None, other[:2], stream=5),
@@ -273,7 +267,7 @@ def test_all_to_all_gather_and_scatter_in_a_graph_between_virtual_and_other_memo
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu, /, fake):
     """NCCL connects by a call on another thread, which does not belong into a capture."""
     comm, x, out = gpu.comm, Array.zeros(4, np.int32, 0), Array.zeros(4, np.int32, 0)
     comm.all_to_all(x, out, stream=5)
@@ -285,12 +279,12 @@ def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu: A
 
 @needs_core
 @on_each_rank(FakeRanks(2).run)
-def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu, /, fake):
     """It gathers the arrays by NCCL's function."""
     fake.all_gather = lambda *arguments: None
     comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
 
-    def reduce() -> None:
+    def reduce():
         for _ in range(1000):
             comm.all_reduce(arrays[gpu.rank], deterministic=True)
             time.sleep(0.001)
@@ -300,10 +294,10 @@ def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu: Any, /, fake: F
 
 
 @on_each_rank(FakeRanks(3).run)
-def test_what_goes_to_several_ranks_is_staged_once(gpu: Any, /, fake: FakeNCCL) -> None:
-    sent: set[tuple[int, int]] = vars(fake).setdefault("sent", set())
+def test_what_goes_to_several_ranks_is_staged_once(gpu, /, fake):
+    sent = vars(fake).setdefault("sent", set())
 
-    def send(pointer: int, count: int, code: int, peer: int, comm: Any, stream: int) -> None:
+    def send(pointer, count, code, peer, comm, stream):
         sent.add((comm.rank, pointer))
         FakeNCCL.send(fake, pointer, count, code, peer, comm, stream)
 
@@ -316,14 +310,14 @@ def test_what_goes_to_several_ranks_is_staged_once(gpu: Any, /, fake: FakeNCCL) 
 
 @needs_core
 @on_each_rank(FakeRanks(2).run)
-def test_windows_on_some_ranks_are_refused(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_windows_on_some_ranks_are_refused(gpu, /, fake):
     """NCCL would start different kernels on the ranks, and hang."""
     fake.all_reduce = lambda *arguments: None  # it would wait for the other rank, on the host
     comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
     assert comm.all_reduce(arrays[0], out=arrays[1]) is arrays[1]
     comm.send_recv(arrays[gpu.rank], arrays[1 - gpu.rank], 1 - gpu.rank, 1 - gpu.rank)  # of any memory
 
-    def reduce() -> None:
+    def reduce():
         for _ in range(1000):  # the earlier of the two finds it at a later call
             comm.all_reduce(arrays[gpu.rank])
             time.sleep(0.001)
@@ -333,7 +327,7 @@ def test_windows_on_some_ranks_are_refused(gpu: Any, /, fake: FakeNCCL) -> None:
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu, /, fake):
     """A backend that becomes part of another leaves its own: a look that had begun failed, and with it the group."""
     shared = gpu.comm.backend.shared
     closing = threading.Thread(target=shared.close)
@@ -347,7 +341,7 @@ def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu: Any, /, fake: F
 
 
 @on_each_rank("ranks.run")
-def test_sizes_do_not_travel_in_a_graph(gpu: Any, /) -> None:
+def test_sizes_do_not_travel_in_a_graph(gpu, /):
     """Refused before anything is sent; outside of it the rendezvous carries them."""
     comm, n = gpu.comm, gpu.comm.size
     x = Array.from_numpy(np.full(comm.rank, comm.rank, np.float32), 0)
@@ -359,7 +353,7 @@ def test_sizes_do_not_travel_in_a_graph(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /) -> None:
+def test_a_window_outlives_the_graphs_that_captured_it(gpu, /):
     """On one rank or on all: calls of other ranks reach into it as long as any graph is replayed."""
     comm = gpu.comm
     x, other = comm.allocate(1 << 12, np.float32), comm.allocate(1 << 12, np.float32)
@@ -384,7 +378,7 @@ def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /) -> None:
     assert all(window.pointer != pointer for window in windows.values())
 
 
-def test_addresses_of_a_freed_window_never_come_back(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_a_freed_window_never_come_back(fake, monkeypatch):
     log = list[Any]()
     cu = SimpleNamespace(
         cuMemRetainAllocationHandle=lambda pointer: (0, "handle"),
@@ -400,11 +394,11 @@ def test_addresses_of_a_freed_window_never_come_back(fake: FakeNCCL, monkeypatch
     assert log[3:] == [4096], "NCCL had it from cudaMalloc"
 
 
-def test_a_window_that_is_collected_while_others_are_freed(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_is_collected_while_others_are_freed(fake, monkeypatch):
     """Its release frees all that are unused: those too that are about to be."""
     freed = []
 
-    def free(memory: WindowMemory) -> None:
+    def free(memory):
         freed.append(memory.pointer)
         if len(freed) == 1:
             windows.release(3)
@@ -419,7 +413,7 @@ def test_a_window_that_is_collected_while_others_are_freed(fake: FakeNCCL, monke
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_scratch_grows_and_stays(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_scratch_grows_and_stays(gpu, /, fake):
     backend = gpu.comm.backend
     small = backend.scratch(10, 1)
     assert backend.scratch(1 << 20, 1) == small
@@ -432,7 +426,7 @@ def test_scratch_grows_and_stays(gpu: Any, /, fake: FakeNCCL) -> None:
     assert kept[0].closed
 
 
-def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_is_asked_for_what_it_has(monkeypatch):
     from types import SimpleNamespace
 
     monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
@@ -441,7 +435,7 @@ def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_nothing_keeps_the_arrays_of_a_call(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_nothing_keeps_the_arrays_of_a_call(gpu, /, fake):
     """Memory of a GPU must not wait for the collector, not even that of the first call of its kind."""
     comm, gone = gpu.comm, []
     gc.collect()
@@ -465,7 +459,7 @@ def test_nothing_keeps_the_arrays_of_a_call(gpu: Any, /, fake: FakeNCCL) -> None
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_arrays_of_a_batch_live_until_it_is_over(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_arrays_of_a_batch_live_until_it_is_over(gpu, /, fake):
     """Beside the caller's stream: what is freed in the order of that may still be in use."""
     over = [0]
     driver.cu.cuEventQuery = lambda event: (over[0],)
@@ -490,9 +484,7 @@ def test_arrays_of_a_batch_live_until_it_is_over(gpu: Any, /, fake: FakeNCCL) ->
 
 
 @pytest.mark.parametrize(("number", "setting", "may"), [(23007, "1", True), (22809, "1", False), (23007, "0", False)])
-def test_ranks_share_a_gpu_where_nccl_lets_them(
-    number: int, setting: str, may: bool, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_a_gpu_where_nccl_lets_them(number, setting, may, fake, monkeypatch):
     """The probe claims the GPU for its rank, except where NCCL is of 2.30 or later and told to share."""
     monkeypatch.setattr(nccl, "device_of", lambda rendezvous: SimpleNamespace(name="a stand-in", uuid="GPU-1"))
     monkeypatch.setattr(fake, "get_version", lambda: number, raising=False)

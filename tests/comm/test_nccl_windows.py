@@ -3,8 +3,6 @@
 mpirun -n 8 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_nccl_windows.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
 
 @on_each_rank("ranks.run")
-def test_windows(gpu: Any, /, seed: int) -> None:
+def test_windows(gpu, /, seed):
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     for count in (1, 1000, 1 << 20):
         x = comm.allocate(count, np.float32)
@@ -86,7 +84,7 @@ def moved(name: str, xs: list[np.ndarray], sizes: list[int], me: int) -> np.ndar
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", MOVES)
 @on_each_rank("ranks.run")
-def test_messages_between_windows_and_other_memory(gpu: Any, /, seed: int, name: str, captured: bool) -> None:
+def test_messages_between_windows_and_other_memory(gpu, /, seed, name, captured):
     """NCCL copies directly if one end is registered, even if the other end is not: it hangs or loses the data."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
@@ -118,7 +116,7 @@ def test_messages_between_windows_and_other_memory(gpu: Any, /, seed: int, name:
 
 
 @on_each_rank("ranks.run")
-def test_captured_calls_in_window_after_window(gpu: Any, /, seed: int) -> None:
+def test_captured_calls_in_window_after_window(gpu, /, seed):
     """Each window and its graph are gone when the next one is made: none may reach the memory of another."""
     comm, count = gpu.comm, 4 << 20
     stream = cuda.create_stream(comm.device)
@@ -139,7 +137,7 @@ def test_captured_calls_in_window_after_window(gpu: Any, /, seed: int) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_a_window_outlives_a_graph_that_keeps_nothing(gpu: Any, /) -> None:
+def test_a_window_outlives_a_graph_that_keeps_nothing(gpu, /):
     """Replays must not write to what lies there next: neither this rank's nor the others'."""
     comm, count = gpu.comm, 1 << 20
     stream = cuda.create_stream(comm.device)

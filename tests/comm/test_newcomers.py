@@ -1,16 +1,13 @@
 """Newcomers to a group that grows: who is admitted, who is refused by name, who dies or stops while joining."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,17 +15,12 @@ import pytest
 
 import kos
 from kos.comm import making
-from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import pair
 from kos.comm.control.join import CLOSES, SILENT, parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Acceptor, Connection, Network, authenticate, connect, drive, receive_greeting
-from kos.errors import (
-    BackendUnavailable,
-    RankLost,
-    RendezvousError,
-)
+from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from tests.comm.growing import both, check, join, known, run
 from tests.comm.tcp_ranks import SECRET, run_ranks
 
@@ -36,8 +28,8 @@ __all__ = ["known"]  # a fixture of every test
 
 
 @both
-def test_nobody_admits_a_newcomer(backend: str) -> None:
-    def newcomer(address: str) -> None:
+def test_nobody_admits_a_newcomer(backend):
+    def newcomer(address):
         words = r"^join: expected members at .* within 0.3 s, got none: .* not called grow or replace"
         with pytest.raises(RendezvousError, match=words):
             join(address, timeout=0.3)
@@ -47,7 +39,7 @@ def test_nobody_admits_a_newcomer(backend: str) -> None:
     run(backend, 2, lambda comm: done.wait(20), newcomer)
 
 
-def test_the_timeout_of_join_says_what_it_waited_for(tmp_path: Path) -> None:
+def test_the_timeout_of_join_says_what_it_waited_for(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         here, gone = (f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, nobody))
@@ -59,11 +51,11 @@ def test_the_timeout_of_join_says_what_it_waited_for(tmp_path: Path) -> None:
         join(f"{tmp_path}/address", timeout=0.1)
 
 
-def test_a_service_that_is_no_member(tmp_path: Path) -> None:
+def test_a_service_that_is_no_member(tmp_path):
     """A server of HTTP, which waits for a request, and one that closes each connection."""
 
     class Answers(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
+        def handle(self):
             if self.request.recv(4) == b"GET ":
                 self.request.sendall(b"HTTP/1.0 404 Not Found\r\n\r\n")
 
@@ -81,7 +73,7 @@ def test_a_service_that_is_no_member(tmp_path: Path) -> None:
         assert str(caught.value).endswith(f" s, got none: {place}: {words}")
 
 
-def test_files_that_hold_no_address(tmp_path: Path) -> None:
+def test_files_that_hold_no_address(tmp_path):
     (binary := tmp_path / "binary").write_bytes(b"\x7fELF\xff\xfe" + bytes(100))
     (long := tmp_path / "long").write_bytes(b"a" * 100_000)
     (text := tmp_path / "text").write_text("hello " * 100)
@@ -97,7 +89,7 @@ def test_files_that_hold_no_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["grow", "replace"])
-def test_a_group_of_one_that_nobody_can_join_says_so_at_once(no_launcher: pytest.MonkeyPatch, call: str) -> None:
+def test_a_group_of_one_that_nobody_can_join_says_so_at_once(no_launcher, call):
     with kos.init(timeout=20) as comm:
         words = f"^{call}.*: expected a launcher, or RANK=0 WORLD_SIZE=1, by which newcomers reach this process, got "
         with pytest.raises(BackendUnavailable, match=words):
@@ -108,8 +100,8 @@ def test_a_group_of_one_that_nobody_can_join_says_so_at_once(no_launcher: pytest
             getattr(alone, call)(1)
 
 
-def test_a_newcomer_that_is_interrupted_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait_for(self: threading.Condition, *args: Any) -> bool:
+def test_a_newcomer_that_is_interrupted_waits_no_longer(monkeypatch):
+    def wait_for(self, *args):
         raise KeyboardInterrupt
 
     group = ThreadGroup(1)
@@ -127,17 +119,17 @@ def poll_newcomers(comm: kos.Communicator, until: Callable[[], bool]) -> list[in
     return [int(each) for each in most]
 
 
-def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch):
     """No member counts it: a member that did would have all of them wait for it."""
     monkeypatch.setattr("kos.comm.control.newcomers.REACH_SECONDS", 0.3)
     resolve = socket.getaddrinfo
 
-    def resolves(host: str, port: int, *args: Any, **options: Any) -> Any:
+    def resolves(host, port, *args, **options):
         if threading.current_thread() is lost and port == closed[0]:
             raise OSError("No route to host")
         return resolve(host, port, *args, **options)
 
-    def stranger(address: str) -> None:
+    def stranger(address):
         nonlocal lost
         lost, closed[:] = threading.current_thread(), [parse(address)[0][1]]
         words = r"^join: expected a newcomer that reaches rank 0 at \S+, which leads, got one that does not"
@@ -145,11 +137,11 @@ def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch: pytes
             join(address)
         refused.set()
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         assert poll_newcomers(comm, refused.is_set) == [0, 0]
         return check(comm.grow(1))
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         assert refused.wait(20)
         return check(join(address))
 
@@ -158,31 +150,31 @@ def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch: pytes
     assert sorted(each for each in run("tcp", 2, body, stranger, newcomer) if each) == [(rank, 3) for rank in range(3)]
 
 
-def test_a_newcomer_that_knows_another_member_is_shown_the_leader() -> None:
-    def body(comm: kos.Communicator) -> Any:
-        counted: list[int] = []
-        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)  # type: ignore[func-returns-value]
+def test_a_newcomer_that_knows_another_member_is_shown_the_leader():
+    def body(comm):
+        counted = []
+        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)
         return check(comm.grow(1))
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         return check(join(address.split(",")[1]))
 
     assert sorted(run("tcp", 3, body, newcomer)) == [(rank, 4) for rank in range(4)]
 
 
-def test_a_newcomer_that_the_leader_has_dropped_calls_there_again() -> None:
+def test_a_newcomer_that_the_leader_has_dropped_calls_there_again():
     """Also if it knows the leader from another member alone, which still counts it."""
 
-    def body(comm: kos.Communicator) -> Any:
-        counted: list[int] = []
-        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)  # type: ignore[func-returns-value]
+    def body(comm):
+        counted = []
+        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)
         while not comm.all_gather(np.array(comm.newcomers())).all():
             pass
         if comm.rank == 0:
-            comm.rendezvous.joining.close()  # type: ignore[attr-defined]
+            comm.rendezvous.joining.close()
         return check(comm.grow(1, timeout=4.0))
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         return check(join(address.split(",")[1]))
 
     assert sorted(run("tcp", 2, body, newcomer)) == [(rank, 3) for rank in range(3)]
@@ -199,9 +191,7 @@ def test_a_newcomer_that_the_leader_has_dropped_calls_there_again() -> None:
     ],
     ids=["secret", "backend", "device", "version", "protocol"],
 )
-def test_a_newcomer_that_does_not_fit_is_refused(
-    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_that_does_not_fit_is_refused(options, words, monkeypatch):
     """By name, on its side; the members go on waiting for another one."""
     monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.2)
     refused = threading.Event()
@@ -210,7 +200,7 @@ def test_a_newcomer_that_does_not_fit_is_refused(
         wrong = {**known(), "kos": version}
         monkeypatch.setattr("kos.comm.versions", lambda: known() if refused.is_set() else wrong)
 
-    def stranger(address: str) -> None:
+    def stranger(address):
         protocol = options.pop("protocol", None)
         if protocol:
             listener = socket.create_server(("127.0.0.1", 0))
@@ -222,7 +212,7 @@ def test_a_newcomer_that_does_not_fit_is_refused(
         assert "\n" not in str(caught.value)
         refused.set()
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         assert refused.wait(20)
         return check(join(address))
 
@@ -230,16 +220,16 @@ def test_a_newcomer_that_does_not_fit_is_refused(
     assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
 
 
-def test_the_members_say_who_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_members_say_who_was_refused(monkeypatch):
     monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.1)
 
-    def stranger(address: str) -> None:
+    def stranger(address):
         for options in ({"secret": "wrong"}, {"backend": "nccl"}):
             with pytest.raises(RendezvousError):
                 join(address, **options)
         refused.set()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         words = "0 of 1 newcomers .*; refused: the newcomer at .*: expected backend tcp, .*; another secret: a newcomer"
         with pytest.raises(RendezvousError, match=words):
             comm.grow(1, timeout=1.0)
@@ -271,7 +261,7 @@ def receive_plan(connection: Connection) -> None:
         drive(connection.flush(), connection.sock, deadline)
 
 
-def test_a_newcomer_that_has_ended_stays_so() -> None:
+def test_a_newcomer_that_has_ended_stays_so():
     ours, theirs = pair()
     newcomer = Newcomer(ours, {"me": ["127.0.0.1", 1]}, True)
     assert newcomer.read()
@@ -280,7 +270,7 @@ def test_a_newcomer_that_has_ended_stays_so() -> None:
     ours.close()
 
 
-def test_who_was_ready_is_taken() -> None:
+def test_who_was_ready_is_taken():
     """Also if it has ended since, which the new group finds: another one in its place was not asked."""
     pairs, joining = [pair(), pair()], Newcomers()
     for port, (ours, _) in enumerate(pairs):
@@ -298,19 +288,19 @@ def test_who_was_ready_is_taken() -> None:
 
 
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
-def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_stops_while_it_joins(when, monkeypatch):
     """A healthy newcomer that waits too is taken instead."""
     monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
     make, first = making.communicator, threading.Lock()
 
-    def stopping(*args: Any, **options: Any) -> Any:
+    def stopping(*args, **options):
         if when.startswith("while") and args[2].rank == 2 and first.acquire(blocking=False):
             here.set()
             over.wait(40)
             raise RankLost("the test is over")
         return make(*args, **options)
 
-    def stopped(address: str) -> None:
+    def stopped(address):
         if when.startswith("while"):
             with pytest.raises(RankLost, match="the test is over"):
                 join(address, timeout=1.0)
@@ -323,11 +313,11 @@ def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPa
             assert over.wait(40)
             connection.close()
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         assert here.wait(20)
         return check(join(address))
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         began = time.monotonic()
         new = comm.grow(1, timeout=4.0)
         seconds = time.monotonic() - began
@@ -342,15 +332,15 @@ def test_a_newcomer_stops_while_it_joins(when: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("when", ["before it is admitted", "once it is admitted"])
-def test_a_newcomer_dies_while_it_joins(when: str) -> None:
-    def dying(address: str) -> None:
+def test_a_newcomer_dies_while_it_joins(when):
+    def dying(address):
         connection = raw_newcomer(address)
         if when.startswith("once"):
             receive_plan(connection)
         connection.close()
         died.set()
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         assert died.wait(20)
         return check(join(address))
 
@@ -359,11 +349,11 @@ def test_a_newcomer_dies_while_it_joins(when: str) -> None:
     assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
 
 
-def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch):
     """Each costs an attempt, but all attempts together have the timeout of the call."""
     monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
 
-    def stalling(address: str) -> None:
+    def stalling(address):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             connection = raw_newcomer(address, listener.getsockname()[1])
             arrived.append(connection)
@@ -371,7 +361,7 @@ def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch: pytest.Monkey
             assert over.wait(60)
             connection.close()
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         while comm.broadcast(np.array(len(arrived)), 0) < 8:
             comm.newcomers()
         began = time.monotonic()
@@ -385,7 +375,7 @@ def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch: pytest.Monkey
         assert seconds < 6.0
         return check(comm)
 
-    def stall(address: str) -> None:
+    def stall(address):
         with suppress(OSError, RendezvousError):
             stalling(address)
 
@@ -393,8 +383,8 @@ def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch: pytest.Monkey
     assert run("tcp", 2, body, *[stall] * 8)[:2] == [(0, 2), (1, 2)]
 
 
-def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing() -> None:
-    def silent(address: str) -> None:
+def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing():
+    def silent(address):
         (host, port), deadline = parse(address)[0], time.monotonic() + 20
         sock = connect(host, port, deadline)
         greeting = drive(receive_greeting(sock), sock, deadline)
@@ -404,7 +394,7 @@ def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing() -> None:
         assert over.wait(40)
         sock.close()
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         longest = 0.0
         while not here.is_set() or longest == 0.0:
             began = time.monotonic()
@@ -420,24 +410,24 @@ def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40), b"kos/tcp1" + bytes(36)])
-def test_one_address_of_another_service_does_not_end_a_join(reply: bytes) -> None:
+def test_one_address_of_another_service_does_not_end_a_join(reply):
     """Old addresses may be given to other programs; the members at the others admit this process."""
 
-    def answer() -> None:
+    def answer():
         with suppress(OSError):
             while True:
                 caller = foreign.accept()[0]
                 caller.sendall(reply)
                 foreign_callers.append(caller)
 
-    def newcomer(address: str) -> Any:
+    def newcomer(address):
         return check(join(f"127.0.0.1:{foreign.getsockname()[1]},{address}"))
 
     foreign_callers = list[socket.socket]()
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         threading.Thread(target=answer, daemon=True).start()
 
-        def body(comm: kos.Communicator) -> Any:
+        def body(comm):
             while not foreign_callers:
                 time.sleep(0.01)
             time.sleep(0.2)  # so that the newcomer has read the reply
@@ -449,8 +439,8 @@ def test_one_address_of_another_service_does_not_end_a_join(reply: bytes) -> Non
         each.close()
 
 
-def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address() -> None:
-    def body(group: TCPRendezvous) -> str:
+def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address():
+    def body(group):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             if group.rank == 0:
                 places.append(listener.getsockname())
@@ -468,14 +458,14 @@ def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address() -
 
 
 @pytest.mark.parametrize("first", [b"{", b"", None])
-def test_a_caller_without_a_first_message_is_dropped(first: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_without_a_first_message_is_dropped(first, monkeypatch):
     """It has proved the secret.  Then it sends no JSON, or ends, or its connection times out (ETIMEDOUT)."""
 
-    def lost(connection: Connection) -> Iterator[int]:
+    def lost(connection):
         raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
         yield 0
 
-    def call() -> None:
+    def call():
         sock = connect(*listener.getsockname(), deadline)
         with sock:
             greeting = drive(receive_greeting(sock), sock, deadline)

@@ -1,7 +1,5 @@
 """What a group's hub carries beside exchanges: notices of ranks, and deaths.  And who frees a communicator of MPI."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import threading
@@ -39,10 +37,10 @@ def die(rendezvous: TCPRendezvous) -> None:
     rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_notice_that_is_awaited_has_been_forwarded() -> None:
+def test_a_notice_that_is_awaited_has_been_forwarded():
     """What a rank tells others afterwards comes later; without a hub it waits for no answer."""
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         channel = rendezvous.open_channel()
         assert channel is not None
         rendezvous.barrier()
@@ -68,10 +66,10 @@ def test_a_notice_that_is_awaited_has_been_forwarded() -> None:
     run_ranks(3, body)
 
 
-def test_notices_reach_all_others_in_order() -> None:
+def test_notices_reach_all_others_in_order():
     """Of two backends, each of which gets its own; in and between exchanges."""
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         me, channels = rendezvous.rank, [rendezvous.open_channel() for _ in range(2)]
         rendezvous.barrier()
         for number in range(20):
@@ -90,11 +88,11 @@ def test_notices_reach_all_others_in_order() -> None:
     run_ranks(3, body)
 
 
-def test_a_notice_arrives_while_a_rank_waits_in_an_exchange() -> None:
+def test_a_notice_arrives_while_a_rank_waits_in_an_exchange():
     """Another of its threads gets it."""
     came = threading.Event()
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         channel = rendezvous.open_channel()
         assert channel is not None
         if rendezvous.rank == 1:
@@ -112,10 +110,10 @@ def test_a_notice_arrives_while_a_rank_waits_in_an_exchange() -> None:
     run_ranks(2, body)
 
 
-def test_a_notice_that_is_not_urgent_is_for_those_that_stay() -> None:
+def test_a_notice_that_is_not_urgent_is_for_those_that_stay():
     closed = threading.Event()
 
-    def body(rendezvous: TCPRendezvous) -> int:
+    def body(rendezvous):
         channel, forwarded = rendezvous.open_channel(), 0
         assert channel is not None
         rendezvous.barrier()
@@ -133,10 +131,10 @@ def test_a_notice_that_is_not_urgent_is_for_those_that_stay() -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("gone", [0, 2])
-def test_a_death_is_found_at_once(gone: int, busy: bool) -> None:
+def test_a_death_is_found_at_once(gone, busy):
     """Whether or not others wait in an exchange; the exchanges then raise it."""
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         rendezvous.barrier()
         if rendezvous.rank == gone:
             return die(rendezvous)
@@ -151,10 +149,10 @@ def test_a_death_is_found_at_once(gone: int, busy: bool) -> None:
 
 
 @pytest.mark.parametrize("first", ["a death", "a timeout"])
-def test_a_failed_group_still_carries_notices_and_deaths(first: str) -> None:
+def test_a_failed_group_still_carries_notices_and_deaths(first):
     heard = threading.Barrier(2)
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         channel = rendezvous.open_channel()
         assert channel is not None
         rendezvous.barrier()
@@ -179,11 +177,11 @@ def test_a_failed_group_still_carries_notices_and_deaths(first: str) -> None:
     run_ranks(4, body)
 
 
-def test_the_hub_serves_until_all_have_closed() -> None:
+def test_the_hub_serves_until_all_have_closed():
     """Rank 0, which runs it, closes first: that is no death."""
     closed = threading.Event()
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         channel = rendezvous.open_channel()
         assert channel is not None
         rendezvous.barrier()
@@ -201,7 +199,7 @@ def test_the_hub_serves_until_all_have_closed() -> None:
     run_ranks(3, body)
 
 
-def test_two_threads_close_the_last_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_close_the_last_two_groups(monkeypatch):
     """One of them frees the communicator that the groups share."""
     freed, both = [], threading.Barrier(2)
     shared = SimpleNamespace()
@@ -219,19 +217,17 @@ def test_two_threads_close_the_last_two_groups(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def closing(monkeypatch: pytest.MonkeyPatch) -> deque[Any]:
+def closing(monkeypatch):
     """The communicators of MPI that are to be freed, and the requests that tell when."""
     queue = deque[Any]()
     monkeypatch.setattr(mpi_job, "_closing", queue)
     return queue
 
 
-def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(
-    closing: deque[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(closing, monkeypatch):
     freed, done = list[int](), set[int]()
 
-    def comm(number: int) -> Any:
+    def comm(number):
         request = SimpleNamespace(Test=lambda: number in done)
         return SimpleNamespace(Ibarrier=lambda: request, Free=lambda: freed.append(number))
 
@@ -245,11 +241,11 @@ def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(
     assert freed == [2, 1]
 
 
-def test_another_thread_frees_communicators_too(closing: deque[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_frees_communicators_too(closing, monkeypatch):
     """At each look at a communicator, another thread looks at all of them."""
     freed, looks = list[int](), iter(range(3))
 
-    def look() -> bool:
+    def look():
         if next(looks, None) is not None:
             mpi_job.free_closed()
         return True

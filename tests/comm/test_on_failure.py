@@ -1,11 +1,7 @@
 """``Communicator.on_failure`` on backends for host memory: the loss of a rank is reported without another call."""
 
-from __future__ import annotations
-
 import itertools
 import threading
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,21 +49,21 @@ def ranks_report(end: str, memory: str, seconds: float = TIMEOUT, last: str = "p
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "sys.exit()", "comm.abort()"])
-def test_a_rank_that_ends_is_reported(end: str, memory: str) -> None:
+def test_a_rank_that_ends_is_reported(end, memory):
     assert ranks_report(end, memory) == ["RankLost (1,)"] * 2
 
 
-def test_a_python_without_pidfd_open() -> None:
+def test_a_python_without_pidfd_open():
     """As built for systems before Linux 5.3."""
     assert ranks_report("os.kill(os.getpid(), 9)", "without", 10.0) == ["RankLost (1,)"] * 2
 
 
-def test_a_rank_that_closes_is_not_reported(memory: str) -> None:
+def test_a_rank_that_closes_is_not_reported(memory):
     """It is not reported after its process has ended, either."""
     assert ranks_report("group.close(); comm.close(); os._exit(0)", memory, 1.0) == ["", ""]
 
 
-def test_a_failed_collective_of_another_rank_is_reported(memory: str) -> None:
+def test_a_failed_collective_of_another_rank_is_reported(memory):
     end = """
     for each in (comm, group):
         try:
@@ -81,36 +77,36 @@ def test_a_failed_collective_of_another_rank_is_reported(memory: str) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_rank_that_ends_is_reported_on_mpi(tmp_path: Path, apart: bool) -> None:
+def test_a_rank_that_ends_is_reported_on_mpi(tmp_path, apart):
     code = PROGRAM.format(backend="mpi", memory="shared", end="os.kill(os.getpid(), 9)", seconds=TIMEOUT)
     if apart:
         code = f"os.environ['KOS_HOST'] = os.environ['OMPI_COMM_WORLD_RANK']\n{code}"
     assert job(tmp_path, 3, f"{code}\ncomm.abort(0)", *ULFM) == ["RankLost (1,)"] * 2
 
 
-def test_an_error_of_the_check_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_an_error_of_the_check_is_logged_once(monkeypatch, caplog):
     """Not in each tick of the watchdog."""
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     checks, enough = itertools.count(), threading.Event()
 
-    def find_failure() -> None:
+    def find_failure():
         if (number := next(checks)) == 20:
             enough.set()
         raise OSError(f"defect {number % 2}")
 
     with kos.init(rendezvous=single_rendezvous()) as comm:
-        comm.backend.find_failure = find_failure  # type: ignore[method-assign]
+        comm.backend.find_failure = find_failure
         comm.on_failure(lambda error: None)
         assert enough.wait(TIMEOUT)
     assert [str(record.exc_info[1]) for record in caplog.records] == ["defect 0", "defect 1"]
 
 
 @pytest.mark.parametrize("crashes", [True, False])
-def test_on_threads(crashes: bool) -> None:
-    def body(comm: kos.Communicator) -> list[KosError]:
+def test_on_threads(crashes):
+    def body(comm):
         errors, found = list[KosError](), threading.Event()
 
-        def report(error: KosError) -> None:
+        def report(error):
             errors.append(error)
             found.set()
 
@@ -129,7 +125,7 @@ def test_on_threads(crashes: bool) -> None:
     assert np.shape(reported[1] or []) == (0,)
 
 
-def test_a_process_forked_while_the_watchdog_holds_its_lock_ends() -> None:
+def test_a_process_forked_while_the_watchdog_holds_its_lock_ends():
     code = """
 import os, signal, sys, warnings
 import kos
@@ -150,7 +146,7 @@ comm.close()
 
 
 @pytest.mark.parametrize("call", ["all_reduce(np.ones(3), async_op=True)", "recv(np.ones(3), 1, async_op=True)"])
-def test_a_wait_that_another_thread_aborts(call: str, memory: str) -> None:
+def test_a_wait_that_another_thread_aborts(call, memory):
     """Memory and connections are freed before its operations are cancelled; the waiting thread may poll in between."""
     code = f"""
 import os
@@ -172,15 +168,15 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_a_callback_that_raises_does_not_keep_others_from_being_called(error: type[BaseException]) -> None:
+def test_a_callback_that_raises_does_not_keep_others_from_being_called(error):
     """Neither those of this failure nor those of a later one."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         first, second = comm.duplicate(), comm.duplicate()
         if comm.rank == 0:
             called = [threading.Event() for _ in range(3)]
 
-            def report(failure: KosError) -> None:
+            def report(failure):
                 called[0].set()
                 raise error
 
@@ -201,10 +197,10 @@ def test_a_callback_that_raises_does_not_keep_others_from_being_called(error: ty
     spawn(body, 2)
 
 
-def test_who_aborts_because_of_a_callback_names_the_cause() -> None:
+def test_who_aborts_because_of_a_callback_names_the_cause():
     found, aborted = threading.Event(), threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             comm.on_failure(lambda error: found.set())
         comm.barrier()

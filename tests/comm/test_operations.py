@@ -1,7 +1,5 @@
 """One way for every operation: its keywords, its persistent form, its place in a batch, its timeout."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import mmap
@@ -38,7 +36,7 @@ OPERATIONS = sorted({*NAMES, *POINT_TO_POINT} - {"recv_bytes", "probe"})  # of a
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_signatures_show_every_keyword(name: str) -> None:
+def test_signatures_show_every_keyword(name):
     for form, call in (
         (name, getattr(kos.Communicator, name)),
         (f"{name}_init", getattr(kos.Communicator, f"{name}_init")),
@@ -56,12 +54,12 @@ def test_signatures_show_every_keyword(name: str) -> None:
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_communicator_stays_in_its_process(way: Callable[[Any], Any]) -> None:
+def test_a_communicator_stays_in_its_process(way):
     with kos.init("mock") as comm, pytest.raises(TypeError, match="<Communicator world.*> cannot be copied or pickled"):
         way(comm)
 
 
-def test_the_repr_of_a_closed_communicator() -> None:
+def test_the_repr_of_a_closed_communicator():
     with kos.init("mock") as comm:
         part = comm.split(0)
         assert part is not None and repr(comm) == "<Communicator world: rank 0 of 1 on mock>"
@@ -73,7 +71,7 @@ def test_the_repr_of_a_closed_communicator() -> None:
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_work_stays_in_its_process(way: Callable[[Any], Any]) -> None:
+def test_a_work_stays_in_its_process(way):
     with kos.init("mock") as comm:
         work = comm.all_reduce(np.ones(2), async_op=True)
         with pytest.raises(TypeError, match="Work of world: all_reduce .*cannot be copied or pickled"):
@@ -81,8 +79,8 @@ def test_a_work_stays_in_its_process(way: Callable[[Any], Any]) -> None:
         work.wait()
 
 
-def test_the_repr_of_a_work_and_of_a_persistent_operation() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_the_repr_of_a_work_and_of_a_persistent_operation():
+    def body(comm):
         x = np.ones(2, np.float32)
         summing = comm.all_reduce_init(x)
         assert repr(summing) == "<Persistent world: all_reduce of float32[2] by SUM: not started>"
@@ -111,8 +109,8 @@ def test_the_repr_of_a_work_and_of_a_persistent_operation() -> None:
     spawn(body, 2, timeout=30)
 
 
-def test_the_repr_of_what_is_queued_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(gpu: Any) -> None:
+def test_the_repr_of_what_is_queued_on_a_gpu(monkeypatch):
+    def body(gpu):
         summing = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
         assert repr(summing) == "<Persistent world: all_reduce of float32[3] by SUM: not started>"
         assert repr(summing.start()) == "<Work world: all_reduce #0 of float32[3] by SUM: queued on cuda:0>"
@@ -122,7 +120,7 @@ def test_the_repr_of_what_is_queued_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         FakeRanks(1).run(body)
 
 
-def test_keywords_that_are_none() -> None:
+def test_keywords_that_are_none():
     with kos.init("mock") as comm:
         with pytest.raises(TypeError, match=r"all_reduce\(\) got an unexpected keyword argument 'algoritm'"):
             comm.all_reduce(np.ones(2), algoritm="ring")
@@ -141,8 +139,8 @@ def test_keywords_that_are_none() -> None:
 
 @shared_ranks.needs_core
 @on_each_rank(shared_ranks.run, 2)
-def test_a_flag_of_numpy_is_a_flag(comm: kos.Communicator, /) -> None:
-    flag: Any = np.True_ if comm.rank else 1
+def test_a_flag_of_numpy_is_a_flag(comm, /):
+    flag = np.True_ if comm.rank else 1
     assert (comm.all_reduce(np.ones(3), deterministic=flag) == 2).all()
 
 
@@ -185,26 +183,24 @@ def check_persistent_forms(
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms_do_what_the_calls_do(ranks: Any, seed: int, together: bool) -> None:
+def test_persistent_forms_do_what_the_calls_do(ranks, seed, together):
     ranks.run(lambda comm: check_persistent_forms(comm, seed, together))
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms_on_stand_ins_for_gpus(
-    seed: int, together: bool, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def body(gpu: Any) -> None:
+def test_persistent_forms_on_stand_ins_for_gpus(seed, together, size, monkeypatch):
+    def body(gpu):
         check_persistent_forms(gpu.comm, seed, together, *on_gpu(0))
 
     with no_gpu(monkeypatch):
         FakeRanks(size).run(body)
 
 
-def test_a_start_after_a_batch_is_in_the_order_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_after_a_batch_is_in_the_order_of_its_stream(monkeypatch):
     """Only in an asynchronous batch it runs beside the stream of its arrays."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         operation = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
         with gpu.comm.batch(async_op=True) as batch:
             operation.start()
@@ -224,7 +220,7 @@ def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
     )
 
 
-def test_a_group_of_one_reduces_in_place() -> None:
+def test_a_group_of_one_reduces_in_place():
     """Without memory or time that depends on the size of the array."""
     with kos.init("mock") as comm:
         x = np.ones(1 << 22, np.float32)
@@ -239,7 +235,7 @@ def test_a_group_of_one_reduces_in_place() -> None:
 
 
 @on_each_rank("ranks.run")
-def test_the_root_of_a_broadcast_may_pass_an_array_that_is_read_only(comm: kos.Communicator, /) -> None:
+def test_the_root_of_a_broadcast_may_pass_an_array_that_is_read_only(comm, /):
     x = np.full(3, comm.rank)
     x.flags.writeable = comm.rank != 0
     for _ in range(3):
@@ -247,12 +243,12 @@ def test_the_root_of_a_broadcast_may_pass_an_array_that_is_read_only(comm: kos.C
 
 
 @on_each_rank("ranks.run")
-def test_a_start_is_refused_until_the_one_before_was_waited_for(comm: kos.Communicator, /) -> None:
+def test_a_start_is_refused_until_the_one_before_was_waited_for(comm, /):
     """On all ranks alike: the last to come may find it over at once."""
     x = np.ones(3)
     summing = comm.all_reduce_init(x)
 
-    def until_done(work: Work) -> None:
+    def until_done(work):
         until = time.monotonic() + 20
         while not work.done():
             assert time.monotonic() < until
@@ -271,7 +267,7 @@ def test_a_start_is_refused_until_the_one_before_was_waited_for(comm: kos.Commun
 
 
 @on_each_rank(spawn, 2, timeout=60)
-def test_a_start_in_a_batch_is_launched_with_it(comm: kos.Communicator, /) -> None:
+def test_a_start_in_a_batch_is_launched_with_it(comm, /):
     x, y = np.ones(3), np.ones(3)
     one, other = comm.all_reduce_init(x), comm.all_reduce_init(y)
     with comm.batch() as batch:
@@ -314,13 +310,13 @@ def test_a_start_in_a_batch_is_launched_with_it(comm: kos.Communicator, /) -> No
 
 
 @on_each_rank(spawn, 2, timeout=60)
-def test_memory_that_two_operations_of_a_batch_use(comm: kos.Communicator, /) -> None:
+def test_memory_that_two_operations_of_a_batch_use(comm, /):
     """Refused where one of them writes it, before anything is sent."""
     x, out, rows = np.ones(8), np.zeros(8), np.zeros((2, 8))
     peer = 1 - comm.rank
     rank_0 = comm.rank == 0
     summing = comm.all_reduce_init(x[2:4])
-    clashes: dict[str, list[Callable[[], Any]]] = {
+    clashes = {
         "written twice": [lambda: comm.all_reduce(x), lambda: comm.all_reduce(x)],
         "one element": [lambda: comm.recv(x[:3], peer, 0), lambda: comm.recv(x[2:], peer, 1)],
         "read and written": [lambda: comm.all_reduce(x, out=out), lambda: comm.all_reduce(out)],
@@ -350,7 +346,7 @@ def test_memory_that_two_operations_of_a_batch_use(comm: kos.Communicator, /) ->
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, True, "3", float("nan")])
-def test_waits_check_their_timeout(timeout: Any) -> None:
+def test_waits_check_their_timeout(timeout):
     with kos.init("mock") as comm:
         work = comm.all_reduce(np.ones(2), async_op=True)
         with comm.batch(async_op=True) as batch:
@@ -361,11 +357,11 @@ def test_waits_check_their_timeout(timeout: Any) -> None:
         assert work.wait(1.0)[0] == 1
 
 
-def test_a_timeout_that_is_set_is_followed() -> None:
+def test_a_timeout_that_is_set_is_followed():
     """By calls, by groups made from then on, and by what they need the rendezvous for."""
     released = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.timeout = 40
         assert comm.backend.timeout == comm.rendezvous.timeout == comm.timeout == 40
         for made in (comm.split(0), comm.duplicate(), comm.shrink()):
@@ -383,10 +379,10 @@ def test_a_timeout_that_is_set_is_followed() -> None:
     spawn(body, 2, timeout=60)
 
 
-def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(monkeypatch):
     late = threading.Event()
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         if gpu.rank == 1:
             late.wait(20)
             gpu.comm.abort()  # the group has failed: it cannot close together
@@ -403,17 +399,17 @@ def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(mon
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_spawn_ends_waits_in_every_group(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_ends_waits_in_every_group(failing, monkeypatch):
     """Also in groups split from the first one, whether or not another rank raised."""
-    pairs: list[kos.Communicator] = []
-    third: list[threading.Thread] = []
+    pairs = []
+    third = []
     time_is_up(monkeypatch, lambda: (
         len(pairs) == 2 and all(pair.backend.engine.outstanding() for pair in pairs) and not third[0].is_alive()
     ))  # fmt: skip
-    told: list[BaseException] = []
+    told = []
     heard = threading.Semaphore(0)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 2:
             third.append(threading.current_thread())
             comm.split(None)
@@ -439,8 +435,8 @@ def test_spawn_ends_waits_in_every_group(failing: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "run", [spawn, pytest.param(shared_ranks.run, marks=shared_ranks.needs_core)], ids=["mock", "shared"]
 )
-def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
-    def body(comm: kos.Communicator) -> tuple[str, ...]:
+def test_errors_name_the_communicator(run):
+    def body(comm):
         part = comm.split(comm.rank % 1)
         copy, other = part.duplicate(), part.duplicate()
         if part.rank == 0:  # before a failure names rank 1: shrink would leave it out
@@ -475,15 +471,15 @@ class Empty:
         return export_capsule(0, (0, 3), DTYPES["float32"], 0, self, readonly=False, versioned=True, kind=CPU)
 
 
-def test_an_array_without_an_address() -> None:
+def test_an_array_without_an_address():
     """Gets one that no library knows as a special value, such as MPI_IN_PLACE."""
     buffer = as_buffer(Empty(), "x", writable=True)
     assert buffer.shape == (0, 3) and buffer.flat.size == 0 and buffer.address > mmap.PAGESIZE
 
 
 @pytest.mark.mpi
-def test_an_array_without_an_address_on_mpi(ranks_of_mpi: Any, apart: None) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_an_array_without_an_address_on_mpi(ranks_of_mpi, apart):
+    def body(comm):
         x = Empty()
         assert comm.all_reduce(x) is x and comm.all_gather(x).shape == (comm.size, 0, 3)
 

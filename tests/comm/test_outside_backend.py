@@ -3,13 +3,11 @@
 It keeps the promises of the conformance suite in host memory and on GPUs, which are stand-ins here.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -30,7 +28,7 @@ from kos.comm.tuning import parse
 from kos.cuda import driver
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
-from kos.testing.conformance import Case, cases, run
+from kos.testing.conformance import cases, run
 from kos.testing.conformance.model import Step, Trial
 from kos.testing.conformance.on_gpu import OnGPU
 from tests.comm.fake_nccl import Comm, no_gpu
@@ -46,7 +44,7 @@ SIZE = 3
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(monkeypatch):
     """Its folder and its metadata are on ``sys.path``, and the entry point is registered."""
     before = dict(registry.BACKENDS)
     monkeypatch.syspath_prepend(str(OUTSIDE))
@@ -57,7 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.BACKENDS.update(before)
 
 
-def test_kos_finds_it_by_its_entry_point() -> None:
+def test_kos_finds_it_by_its_entry_point():
     """As after ``pip install kos-relay``, in a process that imports kos alone."""
     program = "import kos, numpy as np; print(kos.init('relay').all_reduce(np.ones(2)), kos.init().backend_name)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OUTSIDE), os.environ.get("PYTHONPATH", "")])}
@@ -66,7 +64,7 @@ def test_kos_finds_it_by_its_entry_point() -> None:
 
 
 @pytest.fixture
-def gpus(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpus(installed, monkeypatch):
     """Each rank is a thread with a GPU that is a stand-in."""
     with no_gpu(monkeypatch):
         monkeypatch.setattr(making, "sees_gpu", lambda: True)
@@ -82,8 +80,8 @@ def on_ranks(body: Callable[[kos.Communicator], Any], backend: str = "relay", si
     return on_threads(size, rank, 90.0)  # whose limit is twice that: a busy machine takes 60 s for the whole suite
 
 
-def test_host_memory(installed: None) -> None:
-    def body(comm: kos.Communicator) -> Any:
+def test_host_memory(installed):
+    def body(comm):
         assert comm.backend_name == "relay" and "relay    in use" in comm.explain()
         return run(comm)
 
@@ -101,19 +99,19 @@ SLOW = [case for case in ON_GPU if case.name.startswith("compressed") and not ca
     # Emulated kernels take long.
     *(pytest.param([case], marks=[pytest.mark.slow, needs_compiler], id=case.name) for case in SLOW),
 ])  # fmt: skip
-def test_gpu_memory(gpus: None, group: list[Case]) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_gpu_memory(gpus, group):
+    def body(comm):
         assert (comm.device, comm.backend_name) == (0, "relay")
         for case in group:
-            case.call(OnGPU(comm))  # type: ignore[arg-type]
+            case.call(OnGPU(comm))
 
     on_ranks(body)
 
 
-def test_a_batch_has_collectives_and_other_messages_on_each_rank(gpus: None) -> None:
+def test_a_batch_has_collectives_and_other_messages_on_each_rank(gpus):
     """The library matches messages by their order, which must not depend on how many messages a rank has."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, sent, received = (
             Array.from_numpy(np.full(4, value, np.float32), comm.device) for value in (comm.rank + 1, comm.rank, -1)
         )
@@ -130,23 +128,23 @@ def test_a_batch_has_collectives_and_other_messages_on_each_rank(gpus: None) -> 
 
 
 @needs_core
-def test_run_on_gpu_memory(gpus: None) -> None:
+def test_run_on_gpu_memory(gpus):
     assert on_ranks(lambda comm: run(comm, gpu=True, only="op, calls differ")) == [{}] * SIZE
 
 
 @needs_core
-def test_auto_compares_calls_of_mock_with_calls_on_gpus(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compares_calls_of_mock_with_calls_on_gpus(gpus, monkeypatch):
     """A barrier on hosts beside an all_reduce on GPUs, also where ranks are threads and share no ring for the host."""
     monkeypatch.setattr(making, "for_group", lambda rendezvous, device: None)
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         return comm.backend_name, run(comm, gpu=True, only="operation, calls differ")
 
     assert on_ranks(body, "auto") == [("relay+mock", {})] * SIZE
 
 
-def test_a_run_on_gpu_memory_needs_a_gpu(installed: None) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_run_on_gpu_memory_needs_a_gpu(installed):
+    def body(comm):
         assert comm.device is None
         with pytest.raises(InvalidArgument, match="gpu: expected a communicator that uses a GPU, got <Communicator"):
             run(comm, gpu=True)
@@ -154,10 +152,10 @@ def test_a_run_on_gpu_memory_needs_a_gpu(installed: None) -> None:
     on_ranks(body, size=1)
 
 
-def test_messages_of_a_batch_go_at_once(gpus: None) -> None:
+def test_messages_of_a_batch_go_at_once(gpus):
     """Each rank sends to and receives from all others, in an order in which one exchange after another would wait."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         others = [rank for rank in range(SIZE) if rank != comm.rank]
         sent = [Array.from_numpy(np.full(3, 10 * comm.rank + rank), 0) for rank in others]
         got = [Array.zeros(3, np.int64, 0) for _ in others]
@@ -175,15 +173,13 @@ def test_messages_of_a_batch_go_at_once(gpus: None) -> None:
 
 
 @pytest.mark.parametrize("call", ["all_gather", "all_reduce", "broadcast", "batch"])
-def test_the_gpu_is_current_in_the_thread_that_calls_exchange(
-    gpus: None, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_the_gpu_is_current_in_the_thread_that_calls_exchange(gpus, monkeypatch, call):
     """On a default stream too: copies and events of the driver need a current device."""
     device, on_device, relay = threading.local(), driver.on_device, registry.BACKENDS["relay"]
     exchange, seen = relay.exchange, list[int | None]()
 
     @contextmanager
-    def noting(index: int) -> Iterator[None]:
+    def noting(index):
         with on_device(index):
             before, device.current = getattr(device, "current", None), index
             try:
@@ -191,14 +187,14 @@ def test_the_gpu_is_current_in_the_thread_that_calls_exchange(
             finally:
                 device.current = before
 
-    def noted(self: Any, *arguments: Any) -> None:
+    def noted(self, *arguments):
         seen.append(getattr(device, "current", None))
         exchange(self, *arguments)
 
     monkeypatch.setattr(driver, "on_device", noting)
     monkeypatch.setattr(relay, "exchange", noted)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, y = (Array.from_numpy(np.ones(4, np.float32), 0) for _ in range(2))
         for _ in range(2):
             with comm.batch() if call == "batch" else nullcontext():
@@ -214,22 +210,22 @@ def test_the_gpu_is_current_in_the_thread_that_calls_exchange(
 
 
 @pytest.mark.parametrize("name", [name for name, kind in registry.BACKENDS.items() if kind.on_gpu])
-def test_the_backends_of_kos_for_gpus_are_of_the_contract(name: str) -> None:
+def test_the_backends_of_kos_for_gpus_are_of_the_contract(name):
     kind = registry.BACKENDS[name]
     assert issubclass(kind, Backend) and not lacking(kind) and not kind.on_host
 
 
-def test_an_abort_reaches_the_library_once_with_its_reason(gpus: None) -> None:
-    reasons: list[str] = []
+def test_an_abort_reaches_the_library_once_with_its_reason(gpus):
+    reasons = []
 
     class Ends(Relay):
         name = "ends"
 
-        def abort(self, reason: str) -> str:
+        def abort(self, reason):
             reasons.extend([reason] * (self.device is not None))
             return super().abort(reason)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.all_reduce(Array.from_numpy(np.ones(4, np.float32), 0))
         comm.abort(reason="enough")
 
@@ -238,8 +234,8 @@ def test_an_abort_reaches_the_library_once_with_its_reason(gpus: None) -> None:
     assert len(reasons) == 1 and "enough" in reasons[0]
 
 
-def test_what_the_contract_lacks_is_named(gpus: None) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_what_the_contract_lacks_is_named(gpus):
+    def body(comm):
         x = comm.allocate(3, np.float32)
         for method, call in (("views", comm.views), ("register", comm.register)):
             with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that defines it, got relay"):
@@ -270,18 +266,18 @@ class Native(Relay):
 called: list[int] = []
 
 
-def test_a_call_of_the_library(gpus: None) -> None:
+def test_a_call_of_the_library(gpus):
     kos.register_backend("native", Native)
     called.clear()
     on_ranks(lambda comm: Trial(OnGPU(comm), Step("all_gather", 5), 0).run(), "native")
     assert called == [20] * SIZE
 
 
-def test_a_library_that_cannot_be_made_frees_what_was_made(gpus: None) -> None:
+def test_a_library_that_cannot_be_made_frees_what_was_made(gpus):
     class Unmade(Relay):
         name = "unmade"
 
-        def __init__(self, rendezvous: Any, engine: Any, device: int | None = None) -> None:
+        def __init__(self, rendezvous, engine, device=None):
             super().__init__(rendezvous, engine, device)
             if device is not None:
                 raise BackendUnavailable("unmade: no wire between the GPUs")
@@ -329,31 +325,29 @@ def auto(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool) ->
     ({}, True, ["nccl", "nccl"], "nccl+mock"),
     ({}, False, ["relay", "relay"], "relay+mock"),
 ])  # fmt: skip
-def test_auto_takes_it_where_a_table_prefers_it(
-    gpus: None, monkeypatch: pytest.MonkeyPatch, routes: Any, nccl: bool, used: list[str], name: str
-) -> None:
+def test_auto_takes_it_where_a_table_prefers_it(gpus, monkeypatch, routes, nccl, used, name):
     for calls, backend_name, reason in auto(monkeypatch, routes, nccl):
         assert (calls, backend_name) == (used, name)
         unmeasured = "; auto uses it once it was measured here: python -m kos.tune --with relay"
         assert reason == "queues and copies of one process" + unmeasured * ("relay" not in name)
 
 
-def test_a_split_chooses_by_a_table_too(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_chooses_by_a_table_too(gpus, monkeypatch):
     group = FakeGroup(SIZE)
 
     class NCCL(NCCLBackend):
-        def __init__(self, rendezvous: Any, engine: Any, device: int, comm: Any = None) -> None:
+        def __init__(self, rendezvous, engine, device, comm=None):
             super().__init__(rendezvous, engine, device, comm or Comm(group, rendezvous.rank))
 
         @classmethod
-        def probe(cls, rendezvous: Any) -> Probe:
+        def probe(cls, rendezvous):
             return Probe(True, "a stand-in")
 
     monkeypatch.setitem(registry.BACKENDS, "nccl", NCCL)
     for module in (making, gpu_backend):
         monkeypatch.setattr(module, "for_group", lambda rendezvous, device: parse(changed("routes", to=ROUTES), ""))
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         split = comm.split(0)
         assert split is not None
         several = comm, split, split.split(0)
@@ -365,9 +359,7 @@ def test_a_split_chooses_by_a_table_too(gpus: None, monkeypatch: pytest.MonkeyPa
     assert on_ranks(body, "auto") == [["relay"] * 3] * SIZE
 
 
-def test_auto_warns_of_a_table_that_names_no_backend(
-    gpus: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_warns_of_a_table_that_names_no_backend(gpus, monkeypatch, caplog):
     routes = {"all_reduce 32-bit ordinary eager": [[1024, "gloo"], [None, "nccl"]]}
     assert [used for used, *_ in auto(monkeypatch, routes, True)] == [["nccl", "nccl"]] * SIZE
     assert "the tuning table a test names backends that are not registered: gloo" in caplog.text
@@ -379,10 +371,7 @@ def test_auto_warns_of_a_table_that_names_no_backend(
     ('{"format": 2}', "mock", "ValueError: expected format 1 and the name of a backend"),
     ("[", "mock", "JSONDecodeError"),
 ])  # fmt: skip
-def test_auto_takes_it_for_host_memory(
-    installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-    text: str, name: str, warning: str,
-) -> None:  # fmt: skip
+def test_auto_takes_it_for_host_memory(installed, monkeypatch, tmp_path, caplog, text, name, warning):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "kos" / "tuning" / "host-memory-3.json"
     path.parent.mkdir(parents=True)
@@ -392,12 +381,12 @@ def test_auto_takes_it_for_host_memory(
 
 
 @pytest.mark.gpu
-def test_on_one_gpu(installed: None) -> None:
+def test_on_one_gpu(installed):
     """Two ranks, which are threads, and share a GPU."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         assert comm.device is not None and comm.backend_name == "relay"
         for case in ON_GPU:
-            case.call(OnGPU(comm))  # type: ignore[arg-type]
+            case.call(OnGPU(comm))
 
     on_ranks(body, size=2)

@@ -7,7 +7,6 @@ import re
 import socket
 import struct
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +33,13 @@ SEND, PROGRESS = "sends_need_no_further_call", "one_poll_advances_all_messages"
 
 
 @pytest.mark.parametrize("compared", [False, True])
-def test_a_collective_that_ends_early_cancels_its_messages(compared: bool) -> None:
+def test_a_collective_that_ends_early_cancels_its_messages(compared):
     """Whether or not the transport compares calls."""
-    cancelled: list[Any] = []
-    transport: Any = SimpleNamespace(
+    cancelled = []
+    transport = SimpleNamespace(
         rank=0, size=2, ranks_per_host=None, failures=None, tag=lambda sequence: 100 + sequence, cancel=cancelled.append
     )
-    calls: Any = ScheduledCalls(transport, transport)
+    calls = ScheduledCalls(transport, transport)
     calls._barrier = lambda work: iter([None, None])
     work = work_of("barrier", sequence=5)
     steps = calls.run(work, (lambda: True) if compared else None)
@@ -158,7 +157,7 @@ class Wire(Backend):
 
 
 @pytest.fixture
-def sockets() -> Iterator[None]:
+def sockets():
     kos.register_backend("sockets", Wire)
     yield
     del kos.comm.BACKENDS["sockets"]
@@ -172,14 +171,12 @@ def on_sockets(size: int, body: Any, timeout: float = TIMEOUT) -> list[Any]:
     return run_ranks(size, rank)
 
 
-def test_a_backend_over_sockets(sockets: None) -> None:
+def test_a_backend_over_sockets(sockets):
     for promise in (SEND, PROGRESS, "float32"):
         assert on_sockets(3, lambda world, promise=promise: run(world, only=promise)) == [{}] * 3
 
 
-def test_a_send_that_needs_its_sender_is_named(
-    sockets: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_send_that_needs_its_sender_is_named(sockets, capsys, monkeypatch):
     """A defect: ``done()`` of a send is true once its array is copied; the next call sends the rest."""
     monkeypatch.setattr(Sending, "done", lambda send: send.wire.progress(send.peer) or True)
     assert main(["--backend", "sockets", "--ranks", "2", "--only", SEND, "--timeout", "2"]) == 1
@@ -188,9 +185,7 @@ def test_a_send_that_needs_its_sender_is_named(
     assert re.search(cause, out := capsys.readouterr().out), out
 
 
-def test_a_request_that_advances_only_its_own_message_is_named(
-    sockets: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_advances_only_its_own_message_is_named(sockets, caplog, monkeypatch):
     """A defect: a rank that polls a receive from one rank does not continue its send to another rank."""
     monkeypatch.setattr(Wire, "progress", lambda wire, peer: peer.progress())
     broken = on_sockets(3, lambda world: run(world, only=PROGRESS), timeout=2)
@@ -199,24 +194,24 @@ def test_a_request_that_advances_only_its_own_message_is_named(
     assert re.search(cause, caplog.text), caplog.text
 
 
-def test_these_contracts_are_checked_first() -> None:
+def test_these_contracts_are_checked_first():
     assert [case.name for case in cases()][:2] == [SEND, PROGRESS]
 
 
-def test_a_schedule_on_a_backend_over_sockets(sockets: None) -> None:
+def test_a_schedule_on_a_backend_over_sockets(sockets):
     @algorithm("all_reduce", "star of a test", ordered=True)
-    def star(n: int, c: int) -> Iterator[list[Moves]]:
+    def star(n, c):
         for rank in range(1, n):
             yield [Moves(rank, 0, 0, count=c, reduce=True)]
         yield [Moves(0, np.arange(1, n), 0, count=c)]
 
     @algorithm("all_reduce", "ring of a test", parts=lambda n, c: n * c)
-    def ring(n: int, c: int) -> Iterator[list[Moves]]:
+    def ring(n, c):
         r = np.arange(n)
         for step in range(2 * (n - 1)):
             yield [Moves(r, (r + 1) % n, (r - step) % n * c, count=c, reduce=step < n - 1)]
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         for count in (1, 7, LARGE):
             xs = inputs(0, comm.size, count, np.float32)
             got = comm.all_reduce(xs[comm.rank].copy(), algorithm="star of a test", deterministic=True)

@@ -3,10 +3,7 @@
 mpirun -n 4 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_peer.py
 """
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -62,13 +59,13 @@ BACKEND = "peer"
 
 
 @pytest.fixture
-def ranks(gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
+def ranks(gpu_world, mpi_world):
     return GPURanks(gpu_world, mpi_world)
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "tree"])
 @on_each_rank("ranks.run")
-def test_named_algorithms(gpu: Any, /, seed: int, algorithm: str) -> None:
+def test_named_algorithms(gpu, /, seed, algorithm):
     for count in (*SIZES, LARGE):
         xs = inputs(seed, gpu.size, count, BF16)
         x = xs[gpu.rank].copy()
@@ -79,7 +76,7 @@ def test_named_algorithms(gpu: Any, /, seed: int, algorithm: str) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_symmetric_buffers_at_every_size(gpu: Any, /, seed: int) -> None:
+def test_symmetric_buffers_at_every_size(gpu, /, seed):
     """Each launch of the tables, out of place and in place, at odd counts, views that are not aligned included."""
     comm, me = gpu.comm, gpu.rank
     x, out = (comm.allocate((8 << 20) + 64, BF16) for _ in range(2))
@@ -101,7 +98,7 @@ def test_symmetric_buffers_at_every_size(gpu: Any, /, seed: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
 @on_each_rank("ranks.run")
-def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+def test_blocks_of_one_role_each(gpu, /, seed, dtype, op):
     """``specialized``, in place and out of place, from one vector to several tiles a block, chunks that end early
     included; between them push, in another grid."""
     comm, me = gpu.comm, gpu.rank
@@ -133,9 +130,7 @@ def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: Re
     ids=str,
 )
 @on_each_rank("ranks.run")
-def test_parts_of_any_size_go_by_one_kernel(
-    gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp, algorithm: str
-) -> None:
+def test_parts_of_any_size_go_by_one_kernel(gpu, /, seed, dtype, op, algorithm):
     """By packets and by direct writes, in one or several batches, with empty and unaligned parts."""
     comm, n, me, guard = gpu.comm, gpu.size, gpu.rank, 24
     launches = comm.backend.routes[0]._engine.launches
@@ -163,7 +158,7 @@ def test_parts_of_any_size_go_by_one_kernel(
 
 @pytest.mark.parametrize(("dtype", "op"), [(np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG)], ids=str)
 @on_each_rank("ranks.run")
-def test_what_overlaps_goes_by_copy_engines(gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+def test_what_overlaps_goes_by_copy_engines(gpu, /, seed, dtype, op):
     """Between symmetric buffers, in place and out of place, again and again with other data; not what is elsewhere."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     part = -(-OVERLAPPED_FROM // dtype.itemsize // n // 8) * 8 + 8
@@ -193,7 +188,7 @@ def test_what_overlaps_goes_by_copy_engines(gpu: Any, /, seed: int, dtype: np.dt
 
 
 @on_each_rank("ranks.run")
-def test_what_overlaps_in_a_graph(gpu: Any, /, seed: int) -> None:
+def test_what_overlaps_in_a_graph(gpu, /, seed):
     """Replayed with other data: what follows, on the first stream, finds all that the other ranks' engines brought."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
@@ -221,7 +216,7 @@ def test_what_overlaps_in_a_graph(gpu: Any, /, seed: int) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_any_bytes_to_and_from_anybody(gpu: Any, /, seed: int) -> None:
+def test_any_bytes_to_and_from_anybody(gpu, /, seed):
     """all_to_all_v of random lengths and alignments, some empty, some of many batches."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     rng = np.random.default_rng(seed)
@@ -245,7 +240,7 @@ def test_any_bytes_to_and_from_anybody(gpu: Any, /, seed: int) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_messages_of_a_batch_wait_for_none_of_it(gpu: Any, /, seed: int) -> None:
+def test_messages_of_a_batch_wait_for_none_of_it(gpu, /, seed):
     """Everybody sends before it receives, several times to the same rank, more than the slots hold."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     counts = [3, MUCH, 0, MUCH // 71]
@@ -267,7 +262,7 @@ def test_messages_of_a_batch_wait_for_none_of_it(gpu: Any, /, seed: int) -> None
 
 @pytest.mark.parametrize("first", ["recv", "send"])
 @on_each_rank("ranks.run")
-def test_a_send_recv_meets_the_two_one_after_the_other(gpu: Any, /, seed: int, first: str) -> None:
+def test_a_send_recv_meets_the_two_one_after_the_other(gpu, /, seed, first):
     """Of more bytes than the slots hold: each way goes on without the other."""
     comm, other, count = gpu.comm, gpu.rank ^ 1, 4 * MUCH
     if other >= comm.size:
@@ -287,7 +282,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(gpu: Any, /, seed: int, f
 
 
 @on_each_rank("ranks.run")
-def test_streams_follow_one_another(gpu: Any, /) -> None:
+def test_streams_follow_one_another(gpu, /):
     """Operations on two streams, and beside them, use the slab one after another."""
     comm = gpu.comm
     queues = [cuda.create_stream(comm.device) for _ in range(2)]
@@ -305,7 +300,7 @@ def test_streams_follow_one_another(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_views_put_and_get(gpu: Any, /) -> None:
+def test_views_put_and_get(gpu, /):
     """``barrier(stream=)`` orders what ranks write to each other's arrays."""
     comm, me, n = gpu.comm, gpu.rank, gpu.size
     stream = cuda.create_stream(comm.device)
@@ -323,7 +318,7 @@ def test_views_put_and_get(gpu: Any, /) -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
 @on_each_rank("ranks.run")
-def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_moves_by_copy_engines(gpu, /, name, seed, monkeypatch):
     """The path from ``_COPIES_FROM`` bytes on: in graphs too, in place and out of place."""
     comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 400_000  # too large for packets
     if n <= 2:
@@ -348,7 +343,7 @@ def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypa
 
 
 @on_each_rank("ranks.run")
-def test_another_device_is_current(gpu: Any, /) -> None:
+def test_another_device_is_current(gpu, /):
     """Repeated calls on a stream go to its device, and on the default stream to that of the communicator."""
     comm, devices = gpu.comm, len(cuda.visible_devices())
     if devices == 1:
@@ -369,7 +364,7 @@ def test_another_device_is_current(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_windows_are_freed_once_no_rank_uses_them(gpu: Any, /) -> None:
+def test_windows_are_freed_once_no_rank_uses_them(gpu, /):
     comm, backend = gpu.comm.duplicate(), None
     backend = comm.backend
     kept = comm.allocate(10, np.float32)
@@ -385,10 +380,10 @@ def test_windows_are_freed_once_no_rank_uses_them(gpu: Any, /) -> None:
     assert (kept.numpy() == 0).all()
 
 
-def test_ranks_that_are_threads_are_told() -> None:
+def test_ranks_that_are_threads_are_told():
     why = re.escape(driver.unavailable() or "the ranks are threads of one process")
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         with pytest.raises(BackendUnavailable, match=f"peer: {why}"):
             kos.init("peer", rendezvous=comm.rendezvous)
 

@@ -1,9 +1,6 @@
 """Compressed reductions in one kernel of the peer backend, without a GPU (``fake_peer``)."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +9,6 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm.compression import FORMATS
-from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.peer.compressed import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
@@ -35,33 +31,33 @@ def reduced(form: str, data: list[Any], op: ReduceOp = ReduceOp.SUM) -> Any:
 
 
 @pytest.fixture(params=[2, 3, 4])
-def ranks(monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[ThreadRanks]:
+def ranks(monkeypatch, request):
     with no_gpus(monkeypatch, request.param):
         yield ThreadRanks(request.param)
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
-def test_back_to_back(ranks: ThreadRanks, seed: int, form: str, dtype: np.dtype) -> None:
+def test_back_to_back(ranks, seed, form, dtype):
     """Any count and alignment, in place and not, in few and in many batches, with the bits of the host."""
     for start in range(3):
         assert ranks.run_bare(lambda r, s=seed + start: compressed_storm(r, s, form, dtype, 8)) == [0] * ranks.size
 
 
-def test_ranks_that_run_apart(ranks: ThreadRanks, seed: int) -> None:
+def test_ranks_that_run_apart(ranks, seed):
     storm = lambda r: compressed_storm(r, seed // 3 * 3, "int4", BF16, 5, STALL=50_000)  # noqa: E731
     assert ranks.run_bare(storm) == [0] * ranks.size
 
 
-def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int) -> None:
+def test_without_waits_the_storm_is_wrong(ranks, seed):
     assert sum(ranks.run_bare(lambda r: compressed_storm(r, seed, "int8", BF16, 10, BROKEN=1))) > 0
 
 
-def test_batches_that_only_other_kernels_have_counted(ranks: ThreadRanks, seed: int) -> None:
+def test_batches_that_only_other_kernels_have_counted(ranks, seed):
     """As after 2**31 batches of push: "added" has stayed behind, and would seem to be ahead."""
     rng = np.random.default_rng(seed)
     data = [rng.standard_normal(50_000).astype(np.float32) for _ in range(ranks.size)]
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         engine = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 17)
         lines = np.ctypeslib.as_array((ctypes.c_uint32 * (64 * engine.blocks)).from_address(engine.memory.pointer))
         for word in (2, *range(32, 40), *range(48, 56)):  # batches, pushed, taken
@@ -78,13 +74,11 @@ def test_batches_that_only_other_kernels_have_counted(ranks: ThreadRanks, seed: 
     ranks.run_bare(body)
 
 
-def test_one_kernel_carries_it_in_graphs_too(
-    ranks: ThreadRanks, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_kernel_carries_it_in_graphs_too(ranks, seed, monkeypatch):
     """No exchange around kernels; what a graph would replay is launched again, with other data in the same arrays."""
     monkeypatch.setattr(CompressedOperation, "__init__", lambda *_: pytest.fail("not one kernel"))
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, count = gpu.comm, 10_001
         x = Array.zeros(count, BF16, 0)
         again = comm.all_reduce_init(x, ReduceOp.AVG, compress="fp8")
@@ -102,12 +96,12 @@ def test_one_kernel_carries_it_in_graphs_too(
     ranks.run(body)
 
 
-def test_what_finds_no_place_is_exchanged(ranks: ThreadRanks, seed: int) -> None:
+def test_what_finds_no_place_is_exchanged(ranks, seed):
     """Staging memory too small for a tile: kernels around exchanges give the same bits."""
     rng = np.random.default_rng(seed)
     data = [rng.standard_normal(5000).astype(np.float32) for _ in range(ranks.size)]
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         engine = gpu.comm.backend.routes[0]._engine
         usual, engine.staging = engine.staging, 1 << 10
         x = Array.from_numpy(data[gpu.rank], 0)

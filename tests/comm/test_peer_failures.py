@@ -1,12 +1,9 @@
 """Failures of the peer backend without a GPU: ranks that do not come, timeouts, aborts, what is raised and shown."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm import tuning, watchdog
-from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import shared as gpu_shared
@@ -54,26 +50,26 @@ SIZE = 3
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_gpu(monkeypatch):
     with no_gpus(monkeypatch, SIZE):
         yield
 
 
 @pytest.fixture
-def ranks(no_gpu: None) -> ThreadRanks:
+def ranks(no_gpu):
     return ThreadRanks(SIZE)
 
 
-def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
+def test_pieces_that_do_not_belong_together(ranks):
     """A message of another length, also one that travels in another way, and a message where a collective expects its
     own; nobody waits for long."""
 
-    def body(gpu: Any, mixed: bool, more: int = 0) -> None:
+    def body(gpu, mixed, more=0):
         comm, rank = gpu.comm, gpu.rank
         x, out = (Array.zeros(100 + rank * more, np.float32, 0) for _ in range(2))
         other = 400 + 4 * more
 
-        def call() -> None:
+        def call():
             comm.all_gather(x) if mixed else comm.send_recv(x, out, 1 - rank, 1 - rank)
             comm.synchronize()
 
@@ -102,10 +98,10 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
     ranks.run(lambda gpu: body(gpu, True), limit)
 
 
-def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks: ThreadRanks) -> None:
+def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks):
     """A rank knows only its own counts, so the sizes of the pieces are compared at every call."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, calls = gpu.comm, []
         for count in (3, 4):
             x, out = (Array.zeros(SIZE * count, np.float32, 0) for _ in range(2))
@@ -131,7 +127,7 @@ def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks: ThreadRanks) 
 
 @needs_core
 @on_each_rank("ranks.run_bare")
-def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous: Rendezvous, /) -> None:
+def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous, /):
     """If a rank has several communicators: CUDA loads a kernel only when running kernels have ended."""
     comms = [communicator(rendezvous, 20.0), communicator(rendezvous, 20.0)]
     x = Array.from_numpy(np.ones(5, np.float32), 0)
@@ -140,7 +136,7 @@ def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous: Re
     meet(rendezvous)
     comms[1].timeout = rendezvous.timeout = 0.5
     if rendezvous.rank < SIZE - 1:
-        backend: Any = comms[1].backend
+        backend = comms[1].backend
         route = backend.routes[0]
         route.invalidate_order()
         order = route._concurrent.order = Mock(side_effect=route._concurrent.order)
@@ -153,7 +149,7 @@ def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous: Re
 
 
 @on_each_rank("ranks.run_bare")
-def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous: Rendezvous, /) -> None:
+def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous, /):
     """The program may still refer to it when it makes the next one."""
     failed = communicator(rendezvous, 20.0)
     meet(rendezvous)
@@ -165,11 +161,11 @@ def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous: Re
         comm.abort()
 
 
-def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_the_watchdog_ends_is_named(ranks, monkeypatch):
     """The collective before it has ended well."""
     monkeypatch.setattr(watchdog, "TICK", 0.01)
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         comm = communicator(rendezvous, 20.0)
         x = Array.zeros(4, np.float32, 0)
         comm.all_reduce(x)
@@ -192,9 +188,7 @@ def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypat
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
 @pytest.mark.parametrize(("usual", "own", "late"), [(0.3, 20.0, None), (20.0, 0.3, 0.3)])
 @on_each_rank("ranks.run_bare")
-def test_a_timeout_of_one_call_is_that_call_s_alone(
-    rendezvous: Rendezvous, /, kind: str, usual: float, own: float, late: float | None
-) -> None:
+def test_a_timeout_of_one_call_is_that_call_s_alone(rendezvous, /, kind, usual, own, late):
     comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
     x = Array.zeros(4 * SIZE, np.float32, 0)
     comm.all_reduce(x)
@@ -214,22 +208,20 @@ def test_a_timeout_of_one_call_is_that_call_s_alone(
 
 
 @pytest.mark.parametrize("broken", [OutOfMemory("cuMemHostAlloc: out of memory"), KeyboardInterrupt()], ids=repr)
-def test_a_rank_that_cannot_prepare_its_kernels(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch, broken: BaseException
-) -> None:
+def test_a_rank_that_cannot_prepare_its_kernels(ranks, monkeypatch, broken):
     """Without memory all refuse the backend, and go on together, with another perhaps; after Ctrl-C nobody goes on."""
     here = threading.local()
 
-    def pinned_empty(count: int, dtype: Any, device: int) -> Any:
+    def pinned_empty(count, dtype, device):
         if here.rank == 1:
             raise broken
         return np.zeros(count, dtype)
 
     monkeypatch.setattr(peer_record, "pinned_empty", pinned_empty)
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         rank = here.rank = rendezvous.rank
-        kind: type[BaseException] = BackendUnavailable
+        kind = BackendUnavailable
         told = "peer: " + "a rank could not prepare .*: rank 1: " * (rank != 1) + str(broken)
         if isinstance(broken, KeyboardInterrupt):
             kind, told = (KeyboardInterrupt, "^$") if rank == 1 else (RendezvousError, "rank 1 by KeyboardInterrupt")
@@ -252,13 +244,11 @@ def test_a_rank_that_cannot_prepare_its_kernels(
         ("parse", 2, "use the tuning table of rank 0"),
     ],
 )
-def test_a_rank_that_cannot_take_the_tuning_table(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch, name: str, failing: int, what: str
-) -> None:
+def test_a_rank_that_cannot_take_the_tuning_table(ranks, monkeypatch, name, failing, what):
     """All refuse the backend, and go on together."""
     here, usual, gpus = threading.local(), getattr(tuning, name), itertools.count()
 
-    def broken(*arguments: Any) -> Any:
+    def broken(*arguments):
         if here.rank == failing:
             raise InvalidArgument("format: expected 1, got 2")
         return usual(*arguments)
@@ -268,7 +258,7 @@ def test_a_rank_that_cannot_take_the_tuning_table(
         named = lambda device: SimpleNamespace(uuid=f"GPU-{next(gpus)}", name="a stand-in")  # noqa: E731
         monkeypatch.setattr(tuning, "device_info", named)
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         rank = here.rank = rendezvous.rank
         told = f"a rank could not {what}: rank {failing}: " * (rank != failing) + "format: expected 1, got 2"
         with pytest.raises(BackendUnavailable, match=f"^peer: {told}$"), rendezvous.reporting():
@@ -280,7 +270,7 @@ def test_a_rank_that_cannot_take_the_tuning_table(
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 @on_each_rank("ranks.run_bare")
-def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /, how: str) -> None:
+def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous, /, how):
     """Whichever of a rank's blocks gives up first, it names the rank that is not there."""
     engine = PeerEngine(rendezvous, 0, timeout=20.0)
     memory, count = HostMemory(rendezvous, 1 << 17, 0), 16 * SIZE * 99
@@ -305,7 +295,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /,
 
 
 @on_each_rank("ranks.run_bare")
-def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezvous: Rendezvous, /) -> None:
+def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezvous, /):
     """Of its calls the communicator knows nothing, and it runs to its end."""
     comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
     looks, engine = iter((False, True)), comm.backend.routes[0]._engine
@@ -326,7 +316,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezv
 
 
 @on_each_rank("ranks.run_bare")
-def test_abort_ends_a_wait(rendezvous: Rendezvous, /) -> None:
+def test_abort_ends_a_wait(rendezvous, /):
     engine = PeerEngine(rendezvous, 0, timeout=20.0)
     if rendezvous.rank == 0:
         x = Array.zeros(100, np.float32, 0)
@@ -340,12 +330,12 @@ def test_abort_ends_a_wait(rendezvous: Rendezvous, /) -> None:
     rendezvous.barrier()
 
 
-def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu, monkeypatch):
     """To the others; nothing that ends it raises anything more, on whatever thread."""
-    reported: list[KosError] = []
-    more: list[Any] = []
+    reported = []
+    more = []
 
-    def broken(device: int) -> None:
+    def broken(device):
         raise CudaError("cuCtxSynchronize failed")
 
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
@@ -380,7 +370,7 @@ def _silent(**more: Any) -> Any:
     return SimpleNamespace(**known | more)
 
 
-def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
+def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu):
     """A kernel that ended because another rank's did waits for that rank's report, which may come a little later."""
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     first = CollectiveTimeout("all_reduce #7: rank 2 did not arrive within 0.3 s")
@@ -394,7 +384,7 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
     assert check.call_count == 3
 
 
-def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu, monkeypatch):
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.05)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     backend.unwatch()
@@ -411,7 +401,7 @@ def _raise(error: Exception | None) -> None:
 
 
 @on_each_rank("ranks.run_bare")
-def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) -> None:
+def test_errors_of_kernels_name_ranks_of_the_world(rendezvous, /):
     """Rank 0 of a group, which is rank 2 of the world."""
     rank = rendezvous.rank
     part = rendezvous.split(0, -rank)
@@ -431,12 +421,12 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) ->
 
 
 @needs_core
-def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whom_a_kernel_waits_for_is_shown(ranks, monkeypatch):
     """While the program is elsewhere: here in the launch, which on a GPU would return."""
     monkeypatch.setattr(watchdog, "TICK", 0.05)
     shown = threading.Event()
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
         x, status = Array.zeros(4, np.float32, 0), rendezvous.failures.status
         rendezvous.barrier()
@@ -461,13 +451,13 @@ def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytes
 
 
 @on_each_rank("ranks.run_bare")
-def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None:
+def test_what_ends_a_kernel_is_what_is_raised(rendezvous, /):
     """The watchdog ends a kernel because a rank died: the program finds the kernel's end, and raises the cause."""
     comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
     backend, call = comm.backend, work_of("all_reduce", comm.backend, 0)
     backend.unwatch()
 
-    def ended_meanwhile() -> bool:
+    def ended_meanwhile():
         backend.to_error(call, RankLost("all_reduce #0: rank 1 is gone: its process ended", ranks=[1]))
         backend.routes[0]._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
         return False
@@ -481,7 +471,7 @@ def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None
 
 
 @on_each_rank("ranks.run_bare")
-def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous: Rendezvous, /) -> None:
+def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous, /):
     """A cached one too, before it launches anything."""
     comm = communicator(rendezvous, 20.0)
     backend, x = comm.backend, Array.zeros(9, np.float32, 0)
@@ -498,7 +488,7 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous: Rendezvous, /
     comm.abort()
 
 
-def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu, monkeypatch):
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     shared, status = backend.shared, Mock(awaited=lambda rank: None, failure=lambda rank: None, hosts={})

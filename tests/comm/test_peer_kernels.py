@@ -1,7 +1,5 @@
 """All-reduce over peer memory, ranks being threads that share one GPU (or have one each)."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import threading
@@ -181,12 +179,12 @@ def every_op(rendezvous: Rendezvous, device: int, launch: KernelConfig, start: i
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_every_dtype_and_odd_sizes(launch: KernelConfig) -> None:
+def test_every_dtype_and_odd_sizes(launch):
     on_ranks(every_dtype, 3, launch, seed())
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_every_op(launch: KernelConfig) -> None:
+def test_every_op(launch):
     on_ranks(every_op, 2, launch, seed())
 
 
@@ -209,7 +207,7 @@ def ring_order(rendezvous: Rendezvous, device: int, start: int) -> None:
     engine.close()
 
 
-def test_ring_adds_in_ring_order() -> None:
+def test_ring_adds_in_ring_order():
     on_ranks(ring_order, 4, seed())
 
 
@@ -232,7 +230,7 @@ def zero_copy(rendezvous: Rendezvous, device: int, start: int) -> None:
     engine.close()
 
 
-def test_symmetric_buffers() -> None:
+def test_symmetric_buffers():
     on_ranks(zero_copy, 2, seed())
 
 
@@ -278,19 +276,19 @@ def storm(
 
 
 @pytest.mark.parametrize("stall", [0, 20_000])
-def test_back_to_back_in_graphs(stall: int) -> None:
+def test_back_to_back_in_graphs(stall):
     macros = {"STALL": stall} if stall else {}
     assert on_ranks(storm, 4, seed(), LAUNCHES, 4 if stall else 20, macros) == [0] * 4
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_without_flags_the_storm_is_wrong(launch: KernelConfig) -> None:
+def test_without_flags_the_storm_is_wrong(launch):
     """The negative control: with the waits taken out, stalled ranks must read what has not come."""
     wrong = on_ranks(storm, 2, seed(), [launch], 3, {"STALL": 20_000, "BROKEN": 1})
     assert sum(wrong) > 0
 
 
-def test_epochs_start_over() -> None:
+def test_epochs_start_over():
     """A channel that has counted to its end wipes its inbox and goes on."""
     assert on_ranks(storm, 3, seed(), LAUNCHES, 20, {"RENEW_EPOCH": 50}) == [0] * 3
 
@@ -305,13 +303,13 @@ def moving(rendezvous: Rendezvous, device: int, start: int, kinds: list[str], tu
 
 
 @pytest.mark.parametrize("stall", [0, 20_000])
-def test_every_kernel_back_to_back(stall: int) -> None:
+def test_every_kernel_back_to_back(stall):
     macros = {"STALL": stall} if stall else {}
     assert on_ranks(moving, 3, seed(), storms.KINDS, 100, macros) == [0] * 3
 
 
 @pytest.mark.parametrize("kind", ["exchange", "all_gather", "all_to_all", "reduce_scatter", "specialized"])
-def test_without_flags_what_moves_is_wrong(kind: str) -> None:
+def test_without_flags_what_moves_is_wrong(kind):
     assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
 
 
@@ -323,7 +321,7 @@ def compressing(rendezvous: Rendezvous, device: int, start: int, form: str, macr
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stall", [0, 20_000])
-def test_compressed_reductions_back_to_back(size: int, form: str, stall: int) -> None:
+def test_compressed_reductions_back_to_back(size, form, stall):
     """With the bits of the host."""
     macros = {"STALL": stall} if stall else {}
     assert on_ranks(compressing, size, seed(), form, macros) == [0] * size
@@ -367,19 +365,19 @@ def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, la
 
 
 @pytest.mark.parametrize("launch", [*LAUNCHES, SPECIALIZED], ids=[*NAMES, "specialized"])
-def test_absent_rank_is_named(launch: KernelConfig) -> None:
+def test_absent_rank_is_named(launch):
     messages = on_ranks(absent, 2, threading.Barrier(2), launch, "timeout")
     assert messages[0].startswith("all_reduce #7: rank 1 did not arrive within 0.5 s")
 
 
-def test_the_others_are_told() -> None:
+def test_the_others_are_told():
     messages = on_ranks(absent, 3, threading.Barrier(3), KernelConfig("one_shot"), "timeout")
     told = [text for text in (messages[0], messages[2]) if "ended early" in text]
     named = [text for text in messages if "rank 1 did not arrive" in text]
     assert named and len(named) + len(told) == 2, messages
 
 
-def test_abort_ends_a_wait() -> None:
+def test_abort_ends_a_wait():
     messages = on_ranks(absent, 2, threading.Barrier(2), KernelConfig("two_shot"), "abort")
     assert "aborted while it waited for rank 1" in messages[0]
 
@@ -403,5 +401,5 @@ def barriers(rendezvous: Rendezvous, device: int) -> None:
     engine.close()
 
 
-def test_barrier_and_bad_arguments() -> None:
+def test_barrier_and_bad_arguments():
     on_ranks(barriers, 3)

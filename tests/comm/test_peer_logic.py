@@ -1,7 +1,5 @@
 """The peer backend and its kernels without a GPU: see ``fake_peer``.  The same conformance suite, ranks as threads."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ import pytest
 
 from kos import PremulSum, ReduceOp
 from kos.comm.communicator import Communicator
-from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer import bind as peer_bind
 from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer import exchange as peer_exchange
@@ -31,7 +28,7 @@ from kos.testing.conformance import results
 from kos.testing.conformance.model import Step
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
-from tests.comm.fake_nccl import WAIT, FakeNCCL
+from tests.comm.fake_nccl import WAIT
 from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, no_gpus, of_peer
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
@@ -67,10 +64,10 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def test_a_process_that_drives_two_gpus(no_gpu: None) -> None:
+def test_a_process_that_drives_two_gpus(no_gpu):
     """It has one communicator per GPU; an array on another GPU is refused, and the error names that GPU."""
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         child = rendezvous.split(0)
         assert child is not None
         comms = [Communicator(of_peer(each, device=i), each, {}, WAIT) for i, each in enumerate((rendezvous, child))]
@@ -87,7 +84,7 @@ def test_a_process_that_drives_two_gpus(no_gpu: None) -> None:
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+def no_gpu(monkeypatch):
     with no_gpus(monkeypatch, SIZE) as fake:
         monkeypatch.setattr(on_gpus, "LARGE", 20_011)
         monkeypatch.setattr(on_gpus, "MUCH", 400_000)
@@ -97,7 +94,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
 
 
 @pytest.fixture
-def ranks(no_gpu: None) -> ThreadRanks:
+def ranks(no_gpu):
     return ThreadRanks(SIZE)
 
 
@@ -121,24 +118,24 @@ def suite() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("module", "name", "arguments"), [*suite()])
-def test_suite_on_emulated_kernels(ranks: Any, seed: int, module: Any, name: str, arguments: tuple[Any, ...]) -> None:
+def test_suite_on_emulated_kernels(ranks, seed, module, name, arguments):
     getattr(module, f"test_{name}")(ranks, seed, *arguments)
 
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS[::2], ids=lambda x: getattr(x, "name", str(x)))
-def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+def test_reduce_scatter(ranks, seed, dtype, op):
     for deterministic in (False, True):
         step = Step("reduce_scatter", dtype=dtype, op=op, deterministic=deterministic)
         ranks.run(lambda comm, step=step: results.correct(comm, seed, step))
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
-def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
+def test_compressed(ranks, seed, form, dtype):
     ranks.run(lambda comm: results.compressed(comm, seed, form, dtype))
     ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, dtype))
 
 
-def test_what_no_kernel_takes_is_exchanged_and_added(ranks: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_kernel_takes_is_exchanged_and_added(ranks, seed, monkeypatch):
     monkeypatch.setattr(peer_engine, "_SCANNED_UP_TO", 0)
     conformance.test_scan(ranks, seed, BF16)
     kind, op = np.dtype(np.complex64), ReduceOp.PROD
@@ -147,7 +144,7 @@ def test_what_no_kernel_takes_is_exchanged_and_added(ranks: Any, seed: int, monk
 
 
 @on_each_rank("ranks.run")
-def test_a_broadcast_by_parts(gpu: Any, /, seed: int) -> None:
+def test_a_broadcast_by_parts(gpu, /, seed):
     for count in (1 << 18, 300_011):
         for root in range(gpu.size):
             xs = inputs(seed, gpu.size, count, np.uint8)
@@ -160,14 +157,12 @@ def test_a_broadcast_by_parts(gpu: Any, /, seed: int) -> None:
 
 @pytest.mark.parametrize("copies_from", [0, 1 << 40], ids=["copy engines", "kernel"])
 @pytest.mark.parametrize("part", [1, 8, 4000])  # elements: less than a vector, whole vectors
-def test_an_all_to_all_into_symmetric_memory(
-    ranks: ThreadRanks, part: int, copies_from: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_all_to_all_into_symmetric_memory(ranks, part, copies_from, seed, monkeypatch):
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", copies_from)
     data = np.random.default_rng(seed).integers(-99, 99, (SIZE, SIZE, part)).astype(np.float32)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         outs = comm.allocate(SIZE * part, np.float32), Array.zeros(SIZE * part, np.float32, 0)
         for out in outs:
@@ -179,7 +174,7 @@ def test_an_all_to_all_into_symmetric_memory(
 
 
 @on_each_rank("ranks.run")
-def test_a_group_of_one_rank_exchanges_with_itself(gpu: Any, /) -> None:
+def test_a_group_of_one_rank_exchanges_with_itself(gpu, /):
     alone = gpu.comm.split(gpu.comm.rank)
     for name in ("all_gather", "all_to_all", "broadcast", "scatter"):
         x, out = Array.from_numpy(np.arange(9, dtype=np.uint8), 0), Array.zeros(9, np.uint8, 0)
@@ -188,11 +183,11 @@ def test_a_group_of_one_rank_exchanges_with_itself(gpu: Any, /) -> None:
     alone.close()
 
 
-def test_back_to_back(ranks: ThreadRanks, seed: int) -> None:
+def test_back_to_back(ranks, seed):
     assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, KINDS, 80)) == [0] * SIZE
 
 
-def test_epochs_start_over(ranks: ThreadRanks, seed: int) -> None:
+def test_epochs_start_over(ranks, seed):
     """A channel that has counted to its end wipes its inbox and goes on."""
     packets = ["one_shot", "two_shot", "ring", "tree"]
     assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, packets, 60, RENEW_EPOCH=20)) == [0] * SIZE
@@ -201,7 +196,7 @@ def test_epochs_start_over(ranks: ThreadRanks, seed: int) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ("one_shot", "direct") else pytest.mark.slow) for kind in KINDS]
 )
-def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: str) -> None:
+def test_without_waits_the_storm_is_wrong(ranks, seed, kind):
     """The negative control: kernels that look at no flag must read what has not come."""
     assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
@@ -212,14 +207,12 @@ def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: s
     ids=["small", "more packets than threads", "large", "one channel"],
 )
 @pytest.mark.parametrize("first", ["recv", "send"])
-def test_a_send_recv_meets_the_two_one_after_the_other(
-    ranks: ThreadRanks, first: str, count: int, beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_send_recv_meets_the_two_one_after_the_other(ranks, first, count, beside, monkeypatch):
     """Neither direction waits for the other, be it in one block for all channels or of fewer threads than packets."""
     monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 1)
     monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13), rendezvous.rank, (0, 0)
         assert 40_003 < engine.small < 70_003
         x, out = Array.from_numpy(np.full(count, rank, np.uint8), 0), Array.zeros(count, np.uint8, 0)
@@ -236,13 +229,11 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
     ranks.run_bare(body)
 
 
-def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(ranks, monkeypatch):
     """All packets are sent before any is awaited, but not before it is reported what was read."""
     monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=5.0, staging=1 << 13), rendezvous.rank, [(0, 0)] * SIZE
         x, out = (Array.from_numpy(np.full(1001, number, np.uint8), 0) for number in (rank, 9))
         to, back = list(none), list(none)
@@ -256,11 +247,11 @@ def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(
     ranks.run_bare(body)
 
 
-def test_a_sender_runs_ahead_by_two_small_messages_and_no_more(ranks: ThreadRanks, seed: int) -> None:
+def test_a_sender_runs_ahead_by_two_small_messages_and_no_more(ranks, seed):
     sent, rng = threading.Event(), np.random.default_rng(seed)
     messages = [rng.integers(0, 256, int(n), np.uint8) for n in rng.integers(1, 2000, 60)]
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         if comm.rank == 0:
             for data in messages[:2]:
@@ -281,7 +272,7 @@ def test_a_sender_runs_ahead_by_two_small_messages_and_no_more(ranks: ThreadRank
 
 
 @on_each_rank("ranks.run_bare")
-def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous: Rendezvous, /) -> None:
+def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous, /):
     """Where both come while the receiver, which is slow, looks for what else came."""
     rank, nothing = rendezvous.rank, [(0, 0)] * SIZE
     engine = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13)
@@ -301,18 +292,16 @@ def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous: Ren
     engine.close()
 
 
-def test_an_async_message_takes_few_blocks_and_is_not_ordered(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_async_message_takes_few_blocks_and_is_not_ordered(ranks, monkeypatch):
     """It may wait for what its other rank computes first, with other communicators of this GPU."""
     launched, entered, local = [], [], threading.local()
     bind, record = HostKernel.bind, ConcurrentKernels.record
 
-    def bound(self: Any, blocks: int, *arguments: Any, **options: Any) -> Any:
+    def bound(self, blocks, *arguments, **options):
         launched.append(blocks)
         return bind(self, blocks, *arguments, **options)
 
-    def recording(self: ConcurrentKernels, *arguments: Any) -> None:
+    def recording(self, *arguments):
         entered.append(local.now)
         record(self, *arguments)
 
@@ -320,7 +309,7 @@ def test_an_async_message_takes_few_blocks_and_is_not_ordered(
     monkeypatch.setattr(ConcurrentKernels, "record", recording)
     monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 2)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, count = gpu.comm, 100_003
         for number in range(2):
             local.now = "message"
@@ -337,11 +326,11 @@ def test_an_async_message_takes_few_blocks_and_is_not_ordered(
     assert launched.count(2) == 2 and set(entered) == {"collective"}
 
 
-def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -> None:
+def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
     """Where the staging does not hold what ``specialized`` needs, and where the operation is not for the launch."""
     table = Launches(((None, KernelConfig("specialized", tile=512)),), ((None, KernelConfig("direct")),))
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, backend = gpu.comm, gpu.comm.backend
         staging, launches = backend.routes[0]._engine.staging, backend.routes[0]._engine.launches
         try:
@@ -360,12 +349,12 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
     ranks.run(body)
 
 
-def test_kernels_are_loaded_in_relaxed_capture_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_loaded_in_relaxed_capture_mode(monkeypatch):
     """Any call may be the first that needs a kernel, also one that a thread captures."""
-    modes: list[str] = []
+    modes = []
 
     @contextmanager
-    def relaxed() -> Iterator[None]:
+    def relaxed():
         modes.append("relaxed")
         yield
         modes.append("as before")
@@ -380,11 +369,11 @@ def test_kernels_are_loaded_in_relaxed_capture_mode(monkeypatch: pytest.MonkeyPa
     assert modes == ["relaxed", "loads", "as before"]
 
 
-def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch):
     """Its load ends when running kernels do, and those may wait for what another thread launches."""
     begun, free = threading.Event(), threading.Event()
 
-    def load(cubin: bytes, name: str, device: int) -> tuple[str, int]:
+    def load(cubin, name, device):
         if (name, device) == ("slow", 0):
             begun.set()
             assert free.wait(20)
@@ -409,24 +398,22 @@ def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: 
         assert slow.result(20) == ("slow", 0)
 
 
-def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(ranks, monkeypatch):
     """A kernel that started early would occupy multiprocessors that the kernels of the other one may need."""
     launched, bind, info = set[bool](), HostKernel.bind, peer_engine.device_info
 
-    def noting(kernel: HostKernel, *arguments: Any, overlap: bool = False, **options: Any) -> Any:
+    def noting(kernel, *arguments, overlap=False, **options):
         run = bind(kernel, *arguments, **options)
         return lambda *given: (launched.add(overlap), run(*given))
 
     monkeypatch.setattr(HostKernel, "bind", noting)
 
-    def of_rank(device: int) -> SimpleNamespace:  # on a GPU that ranks share, no kernel overlaps another one
+    def of_rank(device):  # on a GPU that ranks share, no kernel overlaps another one
         return SimpleNamespace(**{**vars(info(device)), "uuid": threading.get_ident()})
 
     monkeypatch.setattr(peer_engine, "device_info", of_rank)
 
-    def body(rendezvous: Rendezvous) -> None:
+    def body(rendezvous):
         comm, x = communicator(rendezvous), Array.from_numpy(np.ones(4, np.complex64), 0)
         comm.all_reduce(x, ReduceOp.PROD)  # an exchange, and a kernel that multiplies
         rendezvous.barrier()

@@ -1,10 +1,7 @@
 """Memory of the peer backend, without a GPU: windows, views, checks across ranks, cached calls, captures."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +19,7 @@ from kos.cuda import driver, streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_nccl import FakeNCCL, Stream, captures, launching_alone
+from tests.comm.fake_nccl import Stream, captures, launching_alone
 from tests.comm.fake_peer import Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.host_kernel import HostKernel
@@ -39,14 +36,14 @@ __all__ = ["no_gpu", "pytestmark", "ranks"]
 
 @pytest.mark.parametrize("persistent", [False, True])
 @on_each_rank("ranks.run")
-def test_calls_on_memory_that_is_no_longer_registered(gpu: Any, /, persistent: bool) -> None:
+def test_calls_on_memory_that_is_no_longer_registered(gpu, /, persistent):
     memory = Memory(4 * 400_000 + 8192)
     start = memory.pointer + -memory.pointer % 4096
     comm, x = gpu.comm, Array(start, (400_000,), np.float32, 0, owner=memory)
     window, prepared = comm.register(x), Prepared(comm)
     call = comm.all_reduce_init(x).start if persistent else partial(comm.all_reduce, x)
 
-    def reduce() -> None:
+    def reduce():
         x.copy_from(np.full(x.shape, comm.rank, np.float32))
         call()
         assert (x.numpy() == sum(range(SIZE))).all()
@@ -62,7 +59,7 @@ def test_calls_on_memory_that_is_no_longer_registered(gpu: Any, /, persistent: b
 
 
 @on_each_rank("ranks.run")
-def test_a_persistent_operation_finds_memory_that_is_registered_later(gpu: Any, /) -> None:
+def test_a_persistent_operation_finds_memory_that_is_registered_later(gpu, /):
     memory = Memory(4 * 400_000 + 8192)
     comm, x = gpu.comm, Array(memory.pointer + -memory.pointer % 4096, (400_000,), np.float32, 0, owner=memory)
     operation = comm.all_reduce_init(x)
@@ -72,11 +69,11 @@ def test_a_persistent_operation_finds_memory_that_is_registered_later(gpu: Any, 
     assert not prepared.by(lambda: comm.all_reduce(window)), "the start has prepared calls on that memory"
 
 
-def test_views_put_and_get(ranks: ThreadRanks) -> None:
+def test_views_put_and_get(ranks):
     """Each rank can access the symmetric arrays of all ranks, and slices of them, until the group is closed."""
-    views: list[list[Array]] = [[] for _ in range(SIZE)]
+    views = [[] for _ in range(SIZE)]
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, me = gpu.comm, gpu.rank
         comm.allocate(4, np.int64)
         x = comm.allocate((SIZE, 2), np.float32)
@@ -113,7 +110,7 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_cached_routes_are_dropped_with_their_window(gpu: Any, /, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_routes_are_dropped_with_their_window(gpu, /, monkeypatch):
     """Also if the allocation that freed the window fails."""
     comm = gpu.comm
     x = comm.allocate(4, np.float32)
@@ -129,7 +126,7 @@ def test_cached_routes_are_dropped_with_their_window(gpu: Any, /, monkeypatch: p
 
 
 @on_each_rank("ranks.run")
-def test_ranks_compare_where_large_buffers_lie(gpu: Any, /) -> None:
+def test_ranks_compare_where_large_buffers_lie(gpu, /):
     """The kernel of a large call depends on where its buffers lie, so ranks compare this."""
     comm = gpu.comm
     # Packets are as for ordinary memory.
@@ -158,7 +155,7 @@ def test_ranks_compare_where_large_buffers_lie(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_buffers_that_only_the_root_has_do_not_choose_the_route(gpu: Any, /) -> None:
+def test_buffers_that_only_the_root_has_do_not_choose_the_route(gpu, /):
     """``auto`` routes by where buffers lie, so every rank must find the same."""
     comm, root = gpu.comm, gpu.comm.rank == 0
     symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
@@ -174,7 +171,7 @@ def test_buffers_that_only_the_root_has_do_not_choose_the_route(gpu: Any, /) -> 
 
 
 @on_each_rank("ranks.run")
-def test_windows_keep_their_numbers_when_others_are_freed(gpu: Any, /) -> None:
+def test_windows_keep_their_numbers_when_others_are_freed(gpu, /):
     """One rank may prepare a persistent operation earlier than another."""
     comm = gpu.comm
     freed, x = (comm.allocate(1 << 17, np.float32) for _ in range(2))
@@ -187,7 +184,7 @@ def test_windows_keep_their_numbers_when_others_are_freed(gpu: Any, /) -> None:
 
 @pytest.mark.parametrize("name", ["all_to_all_v", "reduce_scatter_v", "scan"])
 @on_each_rank("ranks.run")
-def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
+def test_repeated_calls_on_windows(gpu, /, name):
     """A graph that captures a prepared call holds its windows.  A call on new windows is prepared again."""
     comm, me = gpu.comm, gpu.comm.rank
     prepared, sent = Prepared(comm), [7, 5, 9]
@@ -200,7 +197,7 @@ def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
         x, out = comm.allocate(size, np.int32), comm.allocate(21, np.int32)[: expected.size]
         x.stream = out.stream = 5
 
-        def call(x: Array = x, out: Array = out) -> bool:
+        def call(x=x, out=out):
             x.copy_from(np.full(size, me, np.int32))
             out.fill_bytes(255)
             found = not prepared.by(lambda: getattr(comm, name)(x, *counts, out=out))
@@ -227,9 +224,7 @@ def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])
-def test_repeated_calls_of_a_thread_whose_current_device_is_another(
-    no_gpu: FakeNCCL, monkeypatch: pytest.MonkeyPatch, stream: Stream | None
-) -> None:
+def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monkeypatch, stream):
     """The device is current where a default stream is used, and for copies; kernels on other streams need no query.
 
     A copy in a group of one needs the device to be current only on a default stream.
@@ -238,19 +233,19 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
     devices.stack[0] = no_gpu.driver.current = 1  # the communicator's is 0
     bind, copy = HostKernel.bind, peer_copies.cu.cuMemcpyDtoDAsync
 
-    def current(device: int = 0) -> bool:
+    def current(device=0):
         return devices.stack[-1] == device
 
-    def bound(*arguments: Any, **options: Any) -> Any:
+    def bound(*arguments, **options):
         run = bind(*arguments, **options)
 
-        def launch(stream: Any, *arrays: int) -> None:
+        def launch(stream, *arrays):
             assert streams.handle(stream) > streams.PER_THREAD or current(), "a default stream of another device"
             run(stream, *arrays)
 
         return launch
 
-    def copied(*arguments: Any) -> Any:
+    def copied(*arguments):
         assert current() or (group_of_one[0] and arguments[-1] > streams.PER_THREAD), "a copy without a device"
         copies.append(arguments)
         return copy(*arguments)
@@ -262,13 +257,13 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm = gpu.comm
         x, out = Array.zeros(400, np.float32, 0, stream=stream), comm.allocate(400, np.float32)
         out.stream = stream
         queried = stream is None or stream.handle == streams.PER_THREAD
 
-        def repeat(call: Callable[[], Any], queried: bool) -> None:
+        def repeat(call, queried):
             for _ in range(2):
                 call()
             prepared = Prepared(comm)
@@ -288,7 +283,7 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
     ThreadRanks(1).run(body)
 
 
-def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_beside_the_capture_of_another_stream(no_gpu, monkeypatch):
     """Until a capture ends, eager copies and copies of other captures do not use its stream."""
     device, created = Device(), itertools.count(100)
     device.install(driver.cu)
@@ -298,8 +293,8 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: 
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
 
-    def body(gpu: Any) -> None:
-        def gather(handle: int, turn: int) -> None:
+    def body(gpu):
+        def gather(handle, turn):
             x, out = Array.from_numpy(np.full(400, turn, np.float32), 0), comm.allocate(400, np.float32)
             x.stream = out.stream = several[handle]
             comm.all_gather(x, out)

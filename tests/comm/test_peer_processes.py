@@ -1,7 +1,5 @@
 """Peer memory between processes: on one GPU they take turns; ranks are killed or stopped in each operation."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -191,7 +189,7 @@ def run(code: str, size: int, seconds: float, **more: str) -> list[int | None]:
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("first", range(0, len(OPERATIONS), 6))
-def test_survivors_go_on(how: str, first: int) -> None:
+def test_survivors_go_on(how, first):
     """SIGKILL, or SIGSTOP, of a rank in the middle of each operation, until two are left."""
     lost = len(OPERATIONS[first : first + 6])
     codes = run(f"survivor({how!r}, 8)", 8, 80.0, KOS_TEST_FIRST=str(first))
@@ -199,15 +197,15 @@ def test_survivors_go_on(how: str, first: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "push", "specialized"])
-def test_processes(algorithm: str) -> None:
+def test_processes(algorithm):
     assert run(f"child('live', {algorithm!r})", 2, 60.0) == [0, 0]
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "direct", "push", "specialized"])
-def test_killed_rank_is_named_and_the_gpu_works_on(algorithm: str) -> None:
+def test_killed_rank_is_named_and_the_gpu_works_on(algorithm):
     assert run(f"child('killed', {algorithm!r})", 2, 60.0) == [0, -signal.SIGKILL]
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "direct"])
-def test_stopped_rank_is_named(algorithm: str) -> None:
+def test_stopped_rank_is_named(algorithm):
     assert run(f"child('stopped', {algorithm!r})", 2, 20.0) == [0, None]

@@ -3,8 +3,6 @@
 mpirun -n 4 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_peer_soak.py
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable
@@ -77,7 +75,7 @@ def plan(comm: kos.Communicator, rng: np.random.Generator, places: list[Any], st
     return f"{kind} {launch.algorithm if kind == 'launch' else ''} {count} {dtype}"
 
 
-def test_soak(gpu_world: kos.Communicator, mpi_world: kos.Communicator, seed: int) -> None:
+def test_soak(gpu_world, mpi_world, seed):
     comm, device = gpu_world, gpu_world.device
     stream = cuda.create_stream(device)
     turn, wrong = Array.zeros(1, np.uint32, device), Array.zeros(1, np.uint64, device)
@@ -85,11 +83,11 @@ def test_soak(gpu_world: kos.Communicator, mpi_world: kos.Communicator, seed: in
     places += [comm.allocate(LARGEST, np.uint8) for _ in range(2)]
     rounds, done, operation = 0, 0, 0
 
-    def kernel(name: str, dtype: Any) -> Any:
+    def kernel(name, dtype):
         path = Path(__file__).with_name("soak.cu")
         return cuda.load_kernel(path, name, device, DTYPE=dtype.name, OP="SUM", RANKS=comm.size)
 
-    def step(dtype: Any, source: Any, target: Any, expected: tuple[int, int, int], run: Any, results: int) -> None:
+    def step(dtype, source, target, expected, run, results):
         nonlocal operation
         operation += 1
         sizes = source.pointer, source.size, target.pointer, target.size

@@ -3,10 +3,7 @@
 What is shared within a host and what goes between hosts, the promises of every collective, and failures.
 """
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,6 @@ import pytest
 import kos
 from kos._core import native
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
@@ -60,7 +56,7 @@ class Ranks:
     params=[pytest.param(each, marks=pytest.mark.mpi if each[0] == "mpi" else ()) for each in KINDS],
     ids=lambda kind: f"{kind[0]} {'+'.join(map(str, kind[1]))}",
 )
-def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+def ranks(request, monkeypatch):
     kind, hosts = request.param
     if kind == "mock":
         return Ranks(kind, hosts, MockRanks(sum(hosts), hosts))
@@ -70,20 +66,20 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ra
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_promise(ranks: Ranks, case: Any, request: pytest.FixtureRequest) -> None:
+def test_promise(ranks, case, request):
     if ranks.kind == "mock":
         request.getfixturevalue("messages")
     ranks.run(case.call)
 
 
 @pytest.mark.parametrize("short", ["on all", "on rank 0"])
-def test_who_is_late(ranks: Ranks, short: str) -> None:
+def test_who_is_late(ranks, short):
     """An error of one rank reaches the others, those too that wait for a rank of their own host.
 
     Between hosts tcp names the ranks that a rank waits for, which may wait themselves, and mpi may name none.
     """
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         part, late = comm.duplicate(), comm.size - 1
         if comm.rank != late:
             named = {"mock": rf"ranks \[{late}\] did not", "tcp": r"ranks \[", "mpi": rf"ranks \[{late}\]|is not known"}
@@ -95,8 +91,8 @@ def test_who_is_late(ranks: Ranks, short: str) -> None:
     ranks.run(body)
 
 
-def test_what_ranks_share(ranks: Ranks) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_what_ranks_share(ranks):
+    def body(comm):
         near = ranks.near(comm.rank)
         assert comm.node == near
         assert (comm.local_rank, comm.local_size) == (near.index(comm.rank), len(near))
@@ -110,9 +106,9 @@ def test_what_ranks_share(ranks: Ranks) -> None:
         with pytest.raises(BackendUnavailable, match=f"views: .* got {ranks.kind} on several hosts"):
             comm.views(comm.allocate(3, np.int64))
         if ranks.kind != "mock":
-            assert comm.backend.shares_memory == (len(near) > 1 and native is not None)  # type: ignore[attr-defined]
-            assert not comm.backend.one_host  # type: ignore[attr-defined]
-            assert host.backend.one_host == (host.size == 1 or native is not None)  # type: ignore[attr-defined]
+            assert comm.backend.shares_memory == (len(near) > 1 and native is not None)
+            assert not comm.backend.one_host
+            assert host.backend.one_host == (host.size == 1 or native is not None)
         across = comm.split(comm.local_rank)
         assert across is not None and across.local_size == 1
         across.barrier()
@@ -121,13 +117,13 @@ def test_what_ranks_share(ranks: Ranks) -> None:
 
 
 @needs_core
-def test_hosts_without_shared_memory_beside_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_without_shared_memory_beside_others_with_it(monkeypatch):
     """They take part in what the others exchange."""
 
-    def body(rank: int) -> None:
+    def body(rank):
         rendezvous = env_rendezvous(20.0, environment(rank, 3, port, KOS_HOST="b" if rank == 2 else "a"))
         comm = kos.init("tcp", rendezvous=rendezvous, timeout=20.0)
-        assert (comm.backend.calls is None) == (rank < 2)  # type: ignore[attr-defined]
+        assert (comm.backend.calls is None) == (rank < 2)
         assert (comm.all_reduce(np.full(70_001, comm.rank + 1.0)) == 6).all()
         assert comm.all_gather_bytes(b"%d" % rank) == [b"0", b"1", b"2"]
         comm.close()
@@ -139,10 +135,10 @@ def test_hosts_without_shared_memory_beside_others_with_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast", "reduce"])
-def test_every_schedule(ranks: Ranks, call: str) -> None:
+def test_every_schedule(ranks, call):
     """Hierarchical ones too."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         for algorithm in algorithms(call):
             for count in (1, 70_001):
                 x = np.full(count, comm.rank + 1.0)
@@ -185,7 +181,7 @@ def after_a_kill(hosts: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
-def test_a_killed_rank_on_tcp(hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_on_tcp(hosts, monkeypatch):
     on_hosts(monkeypatch, hosts)
     results = run_processes(KILLED.format(names=[]), 4)
     assert [text.strip() for code, text in results if code == 0] == after_a_kill(hosts), results
@@ -193,7 +189,7 @@ def test_a_killed_rank_on_tcp(hosts: tuple[int, ...], monkeypatch: pytest.Monkey
 
 @needs_mpirun
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
-def test_a_killed_rank_on_mpi(hosts: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_killed_rank_on_mpi(hosts, tmp_path):
     names = [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
     lines = job(tmp_path, 4, KILLED.format(names=names), *ULFM)
     assert sorted(lines) == sorted(after_a_kill(hosts))
@@ -217,7 +213,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("call", ["comm.all_reduce(np.ones(4))", "comm.all_gather_bytes(b'x')"])
 @pytest.mark.parametrize("killed", [[0, 1], [2, 3]], ids=["host of the hub", "other host"])
-def test_a_killed_host_on_tcp(killed: list[int], call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_host_on_tcp(killed, call, monkeypatch):
     on_hosts(monkeypatch, (2, 2))
     name, killer = f"{killed[0] // 2}", (killed[0] + 2) % 4
     results = run_processes(KILLED_HOST.format(killer=killer, killed=killed, call=call, name=name), 4)
@@ -245,7 +241,7 @@ os._exit(0)
 
 
 @needs_mpirun
-def test_who_waits_for_a_rank_whose_failure_the_lost_hub_does_not_report(tmp_path: Path) -> None:
+def test_who_waits_for_a_rank_whose_failure_the_lost_hub_does_not_report(tmp_path):
     """The group's rank 0, which ran the hub, is the first cause."""
     assert sorted(job(tmp_path, 3, WITHOUT_A_HUB, *ULFM)) == ["1 (0,)", "2 (0,)"]
 
@@ -276,7 +272,7 @@ for group in (*halves, comm):
 
 @needs_mpirun
 @pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "c", "d"]], ids=str)
-def test_hosts_without_tcp_between_them(hosts: list[str], tmp_path: Path) -> None:
+def test_hosts_without_tcp_between_them(hosts, tmp_path):
     """MPI carries init, splits and collectives."""
     refused = "shrink: expected hosts that reach each other by TCP, got: rank 2 did not reach rank 0 at x:1: refused"
     near = [[other for other in range(4) if hosts[other] == hosts[rank]] for rank in range(4)]
@@ -297,13 +293,13 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("kind", ["mock", "tcp"])
-def test_wrong_names(kind: str, case: str) -> None:
+def test_wrong_names(kind, case):
     """On all ranks, and nothing is left open."""
     names, message = WRONG[case]
     group, port = ThreadGroup(3), free_port()
 
-    def body(rank: int) -> None:
-        rendezvous: Any = ThreadRendezvous(group, rank, 20, host=names[rank])
+    def body(rank):
+        rendezvous = ThreadRendezvous(group, rank, 20, host=names[rank])
         if kind == "tcp":
             rendezvous = env_rendezvous(20, environment(rank, 3, port, KOS_HOST=names[rank]))
         with pytest.raises(RendezvousError, match=f"KOS_HOST: {message}") as raised:
@@ -316,7 +312,7 @@ def test_wrong_names(kind: str, case: str) -> None:
 
 
 @pytest.mark.mpi
-def test_a_name_on_one_rank_of_mpi(mpi_world: kos.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_one_rank_of_mpi(mpi_world, monkeypatch):
     if mpi_world.size == 1:
         pytest.skip("needs mpirun with two ranks or more")
     monkeypatch.setenv("KOS_HOST", "" if mpi_world.rank else "a")
@@ -326,15 +322,15 @@ def test_a_name_on_one_rank_of_mpi(mpi_world: kos.Communicator, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("hosts", [[2, 1], [4, 0], ["2", "2"], 4, [1] * 5], ids=str)
-def test_hosts_of_spawn_that_do_not_add_up(hosts: Any) -> None:
+def test_hosts_of_spawn_that_do_not_add_up(hosts):
     with pytest.raises(InvalidArgument, match="hosts: expected"):
         spawn(lambda comm: None, 4, hosts=hosts)
 
 
-def test_the_names_of_a_launcher_give_way() -> None:
+def test_the_names_of_a_launcher_give_way():
     """LOCAL_RANK, of the machine, chooses the GPU alone."""
 
-    def body(rendezvous: TCPRendezvous) -> tuple[int, int]:
+    def body(rendezvous):
         return rendezvous.local_rank, rendezvous.place_on_machine
 
     port, hosts = free_port(), ["a", "b", "a"]
@@ -348,7 +344,7 @@ def test_the_names_of_a_launcher_give_way() -> None:
 
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], gpus: int) -> None:
+def test_gpus(monkeypatch, hosts, gpus):
     """Hosts share those of the machine, NCCL takes them for several machines, and peer refuses."""
     on_hosts(monkeypatch, hosts)
     with no_gpu(monkeypatch):
@@ -356,7 +352,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], gpus: int
         devices = [kos.cuda.devices.DeviceInfo(i, "", f"{i}", (9, 0), 1, 1, "", None, False) for i in range(gpus)]
         monkeypatch.setattr(gpu_devices, "visible_devices", lambda: devices)
 
-        def body(rendezvous: TCPRendezvous) -> tuple[int, str, str]:
+        def body(rendezvous):
             device = gpu_devices.device_of(rendezvous).index
             return device, NCCLBackend.probe(rendezvous).claim, PeerBackend.probe(rendezvous).reason
 
@@ -370,7 +366,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], gpus: int
 
 
 @pytest.mark.parametrize("given", [None, "mine"])
-def test_nccl_is_told(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+def test_nccl_is_told(monkeypatch, given):
     """Unless the user has told it."""
     monkeypatch.setenv("NCCL_HOSTID", given or "")
     if given is None:
@@ -416,7 +412,7 @@ BARRIER, MESSAGE = "comm.barrier()", "comm.recv(np.empty(3), {0}) if comm.rank =
     ("stopped", "call"),
     [(2, BARRIER), (2, MESSAGE.format(0, "split(0)")), (0, MESSAGE.format(2, "recv(np.empty(3), 0)"))],
 )
-def test_a_stopped_rank_is_named_by_who_waits_for_another_rank_of_its_host(stopped: int, call: str) -> None:
+def test_a_stopped_rank_is_named_by_who_waits_for_another_rank_of_its_host(stopped, call):
     """Rank 1, alone on its host, waits for a rank that begins later to wait for the stopped one, and is asked.
 
     If the stopped rank has the hub, nobody can ask.

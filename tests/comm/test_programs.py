@@ -1,7 +1,5 @@
 """Random programs: operations on random groups, alone, in flight, in batches, persistent, against a serial model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -154,23 +152,23 @@ def execute(comm: kos.Communicator, program: Program) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(program=programs())
-def test_on_threads(program: Program) -> None:
+def test_on_threads(program):
     spawn(lambda comm: execute(comm, program), program.size, timeout=10)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("native", [True, False])
-def test_on_mpi(ranks_of_mpi: Any, seed: int, request: pytest.FixtureRequest, native: bool) -> None:
+def test_on_mpi(ranks_of_mpi, seed, request, native):
     """Programs drawn from the seed, the same on all ranks; also without MPI's calls and shared memory."""
     if not native:
         request.getfixturevalue("monkeypatch").setattr(MPITransport, "native", lambda *_: None)
         request.getfixturevalue("apart")
     rng = np.random.default_rng(seed)
 
-    def one_of(choices: Any) -> Any:
+    def one_of(choices):
         return choices[rng.integers(len(choices))]
 
-    def drawn(size: int) -> Program:
+    def drawn(size):
         splits = [[(one_of([None, 0, 0, 1]), int(rng.integers(-2, 3))) for _ in range(size)] for _ in range(2)]
         drawn_steps = [
             Step(

@@ -1,7 +1,5 @@
 """A progress thread: operations in flight go on while the program is not in kos."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -73,10 +71,10 @@ def check(backend: str, rendezvous: Rendezvous | None) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_threads(size: int) -> None:
+def test_threads(size):
     group = ThreadGroup(size)
 
-    def body(rank: int) -> None:
+    def body(rank):
         check("mock", ThreadRendezvous(group, rank, TIMEOUT))
 
     results = run_threads(*(lambda rank=rank: body(rank) for rank in range(size)))
@@ -92,13 +90,13 @@ def pair() -> list[kos.Communicator]:
     ))  # fmt: skip
 
 
-def test_the_progress_thread_sleeps_while_the_program_waits() -> None:
+def test_the_progress_thread_sleeps_while_the_program_waits():
     """The program polls by itself; the thread could take the core of the rank that the program waits for."""
     comm, other = pair()
-    progress: Any = comm.backend.engine.thread
+    progress = comm.backend.engine.thread
     counts, x = list[int](), np.zeros(3)
 
-    def send_later() -> None:
+    def send_later():
         deadline = time.monotonic() + TIMEOUT
         while not progress.paused and time.monotonic() < deadline:  # the program has not begun to wait
             time.sleep(0.001)
@@ -122,12 +120,12 @@ def wakes(thread: threading.Thread) -> int:
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
-def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_is_being_recorded(monkeypatch):
     """The thread has found the failure and not yet recorded it: ``wait`` does not take that for the end."""
     (comm, other), begun, waits = pair(), threading.Event(), threading.Event()
     backend, to_error, waiter = comm.backend, comm.backend.to_error, comm.backend.waiter
 
-    def record(*of: Any) -> Any:
+    def record(*of):
         begun.set()
         assert waits.wait(TIMEOUT)
         return to_error(*of)
@@ -145,12 +143,12 @@ def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> No
         comm.abort()
 
 
-def test_tcp(memory: str) -> None:
+def test_tcp(memory):
     run_ranks(2, lambda rendezvous: check("tcp", rendezvous))
 
 
 @pytest.mark.mpi
-def test_mpi(mpi_world: kos.Communicator, memory: str) -> None:
+def test_mpi(mpi_world, memory):
     mpi_world.barrier()
     check("mpi", None)
 
@@ -199,7 +197,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     (FORKS, "7"),
     (SERIALIZED, "mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED"),
 ], ids=["an open communicator", "a fork", "too few threads"])  # fmt: skip
-def test_a_program_ends(program: str, said: str) -> None:
+def test_a_program_ends(program, said):
     if "mpi4py" in program:
         pytest.importorskip("mpi4py")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT)

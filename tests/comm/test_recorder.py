@@ -1,16 +1,12 @@
 """The flight recorder: what it holds, and when it is dumped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +36,8 @@ def line_of(text: str, file: str = __file__) -> int:
     return number
 
 
-def test_what_an_entry_says() -> None:
-    def body(comm: kos.Communicator) -> dict[str, Any]:
+def test_what_an_entry_says():
+    def body(comm):
         comm.reduce_scatter(np.ones((4, 3), np.int64), op=kos.ReduceOp.MAX, timeout=7)  # the call site
         return comm.recorder.to_dict("because")
 
@@ -67,8 +63,8 @@ def test_what_an_entry_says() -> None:
         assert (frame["line"], frame["name"]) == (line_of("the call site"), "test_what_an_entry_says.<locals>.body")
 
 
-def test_call_sites_are_the_users_for_every_kind_of_call() -> None:
-    def body(comm: kos.Communicator) -> list[int]:
+def test_call_sites_are_the_users_for_every_kind_of_call():
+    def body(comm):
         persistent = comm.all_reduce_init(ONES.copy())
         persistent.start().wait()  # persistent
         with comm.batch():  # batch
@@ -85,7 +81,7 @@ def test_call_sites_are_the_users_for_every_kind_of_call() -> None:
         assert lines == [line_of(site) for site in sites]
 
 
-def test_a_caller_that_is_not_python() -> None:
+def test_a_caller_that_is_not_python():
     import _thread
 
     with kos.init("mock") as comm:
@@ -95,8 +91,8 @@ def test_a_caller_that_is_not_python() -> None:
         assert comm.recorder.entries()[0]["frames"][0]["filename"].endswith("collectives.py")
 
 
-def test_messages_and_groups() -> None:
-    def body(comm: kos.Communicator) -> dict[str, Any]:
+def test_messages_and_groups():
+    def body(comm):
         part = comm.split(comm.rank % 2)
         part.all_reduce(ONES.copy())
         part.split(None)
@@ -113,7 +109,7 @@ def test_messages_and_groups() -> None:
     assert send["tag"] == recv["tag"] == 5 and send["is_p2p"]
 
 
-def test_what_ends_late_leaves_the_slot_to_its_next_operation() -> None:
+def test_what_ends_late_leaves_the_slot_to_its_next_operation():
     recorder = Recorder(0, 1)
     group = Group(recorder, "world", [0], 0, "mock")
     late = recorded(work_of("all_reduce", group=group))
@@ -127,14 +123,14 @@ def test_what_ends_late_leaves_the_slot_to_its_next_operation() -> None:
     assert recorder._failed, "a first failure leaves a dump"
 
 
-def test_a_dump_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_is_of_one_moment(monkeypatch):
     """Another thread goes on, and its operations take the slots of those that are being described."""
     recorder = Recorder(0, 1)
     group = Group(recorder, "world", [0], 0, "mock")
     for sequence in range(SLOTS):
         recorded(work_of("barrier", sequence=sequence, group=group))
 
-    def describe(*arguments: Any) -> Any:
+    def describe(*arguments):
         for _ in range(2):
             recorded(work_of("broadcast", group=group))
         return usual(*arguments)
@@ -146,7 +142,7 @@ def test_a_dump_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {entry["profiling_name"] for entry in entries} == {"mock:barrier"}
 
 
-def test_only_the_last_operations_and_no_arrays_are_kept() -> None:
+def test_only_the_last_operations_and_no_arrays_are_kept():
     with kos.init("mock") as comm:
         import weakref
 
@@ -163,10 +159,10 @@ def test_only_the_last_operations_and_no_arrays_are_kept() -> None:
         assert [e["collective_seq_id"] for e in entries] == list(range(10, SLOTS + 10))
 
 
-def test_states_while_under_way_and_after_a_refusal() -> None:
+def test_states_while_under_way_and_after_a_refusal():
     may_go = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank:
             may_go.wait(20)
             comm.all_reduce(ONES.copy())
@@ -184,12 +180,12 @@ def test_states_while_under_way_and_after_a_refusal() -> None:
     spawn(body, 2)
 
 
-def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     gave_up = threading.Barrier(2)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         with pytest.raises(CollectiveTimeout):
             comm.recv(ONES.copy(), 1 - comm.rank, timeout=0.05)
         gave_up.wait(20)
@@ -210,7 +206,7 @@ def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch:
     assert [dump.size for dump in one] == [1] and [dump.size for dump in other] == [2, 2]  # the last job
 
 
-def test_a_dump_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KOS_RECORDER_DIR", str(tmp_path / "file"))
     with pytest.raises(CollectiveTimeout, match="recv #0"):
@@ -219,7 +215,7 @@ def test_a_dump_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatc
         comm.recorder.dump()
 
 
-def test_a_dump_replaces_the_last_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_replaces_the_last_one_whole(tmp_path, monkeypatch):
     with kos.init("mock") as comm:
         path = comm.recorder.dump(tmp_path / "a" / "x.json")
         before = path.read_text()
@@ -231,7 +227,7 @@ def test_a_dump_replaces_the_last_one_whole(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def of_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def of_signals(tmp_path, monkeypatch):
     """A signal writes dumps to ``tmp_path``, and SIGUSR2 has the default handler."""
     monkeypatch.chdir(tmp_path)
     for left_open in list(recorders):  # by earlier tests: they would write to the same file
@@ -241,11 +237,9 @@ def of_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_signal_writes_a_dump_and_calls_the_previous_handler(
-    of_signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_writes_a_dump_and_calls_the_previous_handler(of_signals, tmp_path, monkeypatch):
     monkeypatch.setenv("KOS_RECORDER_SIGNAL", "usr2")
-    heard: list[int] = []
+    heard = []
     usr1 = signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
     with kos.init("mock") as comm:
@@ -258,9 +252,7 @@ def test_a_signal_writes_a_dump_and_calls_the_previous_handler(
     assert signal.getsignal(signal.SIGUSR1) is usr1
 
 
-def test_a_signal_that_another_thread_asks_for(
-    of_signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_signal_that_another_thread_asks_for(of_signals, tmp_path, monkeypatch, caplog):
     """Only the main thread can install handlers: ``kos.init`` warns, until that thread has installed this one."""
     monkeypatch.setenv("KOS_RECORDER_SIGNAL", "USR2")
     with ThreadPoolExecutor(1, "worker") as pool:
@@ -278,11 +270,11 @@ def test_a_signal_that_another_thread_asks_for(
         comm.close()
 
 
-def test_a_signal_during_a_dump(of_signals: None, tmp_path: Path) -> None:
+def test_a_signal_during_a_dump(of_signals, tmp_path):
     """Wherever it comes, both dumps are written whole: neither waits for a lock that the other holds."""
     lines = strike = 0
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
+    def trace(frame, event, _):
         nonlocal lines
         lines += event == "line"
         if lines == strike and event == "line":
@@ -306,7 +298,7 @@ def test_a_signal_during_a_dump(of_signals: None, tmp_path: Path) -> None:
     assert strike > 100, "the signal came nowhere"
 
 
-def test_a_signal_concerns_open_communicators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_concerns_open_communicators(tmp_path, monkeypatch):
     with kos.init("mock") as comm:
         part = comm.split(0)
         assert part is not None and comm.recorder is part.recorder
@@ -316,7 +308,7 @@ def test_a_signal_concerns_open_communicators(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("wanted", ["NONE", "999", "KILL", "9", "-1", "é"])
-def test_a_signal_that_is_none(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+def test_a_signal_that_is_none(monkeypatch, wanted):
     monkeypatch.setenv("KOS_RECORDER_SIGNAL", wanted)
     with pytest.raises(InvalidArgument, match="KOS_RECORDER_SIGNAL: expected a signal"):
         kos.init("mock")

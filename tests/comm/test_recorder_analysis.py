@@ -1,7 +1,5 @@
 """What joined dumps of the flight recorder say: who is missing, who differs, what is no dump; and the trace."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -46,8 +44,8 @@ def read(folder: Path, capsys: pytest.CaptureFixture[str], status: int) -> str:
     return capsys.readouterr().out
 
 
-def test_a_healthy_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_healthy_job(tmp_path, capsys):
+    def body(comm):
         comm.all_gather(ONES)
         comm.scatter(np.ones(6) if comm.rank == 1 else None, np.empty(2), root=1)
         comm.gather(ONES, root=2)
@@ -61,10 +59,10 @@ def test_a_healthy_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "nothing is wrong" in text
 
 
-def test_a_rank_that_does_not_arrive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_does_not_arrive(tmp_path, capsys):
     came, gave_up = threading.Barrier(2), threading.Barrier(3)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.barrier()
         comm.all_reduce(np.ones(7, np.float32))
         try:
@@ -84,10 +82,10 @@ def test_a_rank_that_does_not_arrive(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "rank 2: world: all_reduce #2 of float32[8] by SUM: failed" in text
 
 
-def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_comes_after_the_others_gave_up(tmp_path, capsys):
     came, gave_up = threading.Barrier(2), threading.Barrier(3)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             gave_up.wait(20)
         with pytest.raises(KosError):  # noqa: PT012
@@ -103,7 +101,7 @@ def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pyte
     assert "all_reduce #0 of float64[8] by SUM: rank 0 arrived after the timeout of others; ranks 0-2 called it" in text
 
 
-def test_a_rank_that_calls_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_calls_another_size(tmp_path, capsys):
     run_and_dump(tmp_path, 3, lambda comm: comm.all_reduce(np.ones(4 + (comm.rank == 2))))
     text = read(tmp_path, capsys, 1)
     assert "ranks 0-1 called all_reduce #0 of float64[4] by SUM" in text
@@ -185,17 +183,15 @@ DUMPS: dict[str, tuple[int, dict[int, list[dict[str, Any]]], str]] = {  # ranks,
 
 
 @pytest.mark.parametrize("case", DUMPS)
-def test_what_dumps_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_what_dumps_say(tmp_path, capsys, case):
     size, dumps, said = DUMPS[case]
     for rank, entries in dumps.items():
         write(tmp_path, rank, size, entries)
     assert re.search(said, read(tmp_path, capsys, int("healthy" not in case)), re.DOTALL)
 
 
-def test_an_exception_of_the_program_between_operations_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_an_exception_of_the_program_between_operations_is_shown(tmp_path, monkeypatch, capsys):
+    def body(comm):
         comm.barrier()
         if comm.rank == 1:
             raise ValueError("no more\ndata")
@@ -220,7 +216,7 @@ def in_two_groups(folder: Path, entries: dict[int, list[dict[str, Any]]]) -> Non
 ODD = {"process_group": ["odd", "mpi"]}
 
 
-def test_causes_are_listed_before_their_consequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_causes_are_listed_before_their_consequences(tmp_path, capsys):
     """One rank of the group ``odd`` makes another call, or none.  The other ranks are in the next call of the world."""
     made, fails = REDUCES(0), REDUCES(1, "failed")
     in_group = {name: [made, crafted(name, 0, "failed", **ODD)] for name in ("barrier", "scan")}
@@ -234,14 +230,14 @@ def test_causes_are_listed_before_their_consequences(tmp_path: Path, capsys: pyt
     assert findings[1].startswith("odd: scan #0 of float32[4]: rank 3 did not arrive; rank 1 called it")
 
 
-def test_consecutive_ranks_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_consecutive_ranks_are_ranges(tmp_path, capsys):
     for rank in range(64):
         write(tmp_path, rank, 64, [REDUCES(0), *[REDUCES(1, "failed")] * (rank not in (5, 7, 8))])
     said = "ranks 5, 7-8 did not arrive; ranks 0-4, 6, 9-63 called it at train.py:11\n"
     assert said in read(tmp_path, capsys, 1)
 
 
-def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_that_end_at_different_times(tmp_path, capsys):
     """By signal: nobody waits for anybody; and the ring of one has moved on."""
     write(tmp_path, 0, 2, [crafted("all_reduce", n) for n in range(5, 9)])
     write(tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 8)])
@@ -251,7 +247,7 @@ def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.Capt
     assert "world: barrier #9 of float32[4]: rank 0 did not arrive" in text
 
 
-def test_a_dump_from_before_what_the_others_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dump_from_before_what_the_others_did(tmp_path, capsys):
     """Its rank was killed: what the others completed since, it may well have called."""
     made = [crafted("all_reduce", n) for n in range(20)]
     for rank in (0, 2):
@@ -266,7 +262,7 @@ def test_a_dump_from_before_what_the_others_did(tmp_path: Path, capsys: pytest.C
     assert f"\nworld: rank 0 did not complete {said}" in read(tmp_path, capsys, 1)
 
 
-def test_what_streams_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_streams_hold(tmp_path, capsys):
     """Nobody looks whether it has run: no fault, unless it has been there for long and a rank is missing."""
     queued = [crafted("all_reduce", n, "scheduled") for n in range(4)]
     write(tmp_path, 0, 2, queued)
@@ -287,9 +283,7 @@ def test_what_streams_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (None, "rank 1 wrote no dump"),
     ],
 )
-def test_messages_that_do_not_meet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], theirs: list[dict[str, Any]] | None, message: str
-) -> None:
+def test_messages_that_do_not_meet(tmp_path, capsys, theirs, message):
     write(tmp_path, 0, 2, [crafted("recv 0<-1", 0, "started", p2p=True, input_sizes=[], input_dtypes=[])])
     if theirs is not None:
         write(tmp_path, 1, 2, theirs)
@@ -297,9 +291,9 @@ def test_messages_that_do_not_meet(
 
 
 @pytest.mark.parametrize("waits", ["recv 0<-any", "probe 0<-1", "recv 0<-1"])
-def test_messages_from_any_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], waits: str) -> None:
+def test_messages_from_any_rank(tmp_path, capsys, waits):
     """Which of the sends another receive took is not recorded, so that nothing is said of the sender."""
-    no_input: dict[str, Any] = {"p2p": True, "input_sizes": [], "input_dtypes": []}
+    no_input = {"p2p": True, "input_sizes": [], "input_dtypes": []}
     earlier = crafted("recv 0<-any", 0, "completed", **no_input)
     write(tmp_path, 0, 2, [earlier, crafted(waits, 1, "started", **no_input)])
     write(tmp_path, 1, 2, [crafted("send 1->0", 0, "completed", p2p=True)])
@@ -324,9 +318,7 @@ def test_messages_from_any_rank(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (None, "no such file or folder"),
     ],
 )
-def test_files_that_are_no_dumps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes | None, got: str
-) -> None:
+def test_files_that_are_no_dumps(tmp_path, capsys, text, got):
     file = tmp_path / "bad.json"
     if text is not None:
         file.write_bytes(text)
@@ -336,10 +328,10 @@ def test_files_that_are_no_dumps(
     assert f"kos: error: {file}: expected {expected}, got {got}" in said and said.count("\n") == 1
 
 
-def test_a_truncated_dump_leaves_the_good_ones_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_dump_leaves_the_good_ones_readable(tmp_path, capsys):
     """It is named, its rank is no rank that wrote no dump, and the status is not that of a healthy job."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.all_gather(ONES)
 
     run_and_dump(tmp_path, 3, body)
@@ -358,7 +350,7 @@ def test_a_truncated_dump_leaves_the_good_ones_readable(tmp_path: Path, capsys: 
     assert [dump.rank for dump in load([tmp_path], [])] == [0, 2]
 
 
-def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_that_do_not_belong_together(tmp_path, capsys):
     write(tmp_path, 0, 2, [])
     good = str(tmp_path / "rank_0.json")
     assert main([good, good]) == 2
@@ -368,7 +360,7 @@ def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.Captur
     assert "rank_1.json: expected a dump of the job of rank 0's, got one of another job" in capsys.readouterr().err
 
 
-def test_dumps_of_two_jobs_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_two_jobs_in_one_folder(tmp_path, capsys):
     """Of the second job rank 0 alone has left one, over that of the first."""
     both = lambda comm: comm.recorder.dump(tmp_path / f"rank_{comm.rank}.json")  # noqa: E731
     spawn(both, 2)
@@ -383,7 +375,7 @@ def test_dumps_of_two_jobs_in_one_folder(tmp_path: Path, capsys: pytest.CaptureF
     assert expected in capsys.readouterr().err
 
 
-def test_the_trace(tmp_path: Path) -> None:
+def test_the_trace(tmp_path):
     entries = [crafted("all_reduce", 0), crafted("barrier", 1, "started"), crafted("all_gather", 2)]
     write(tmp_path, 0, 2, entries)
     write(tmp_path, 1, 2, [crafted("all_reduce", 0)])
@@ -405,7 +397,7 @@ def test_the_trace(tmp_path: Path) -> None:
     "command",
     ["comm.recorder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("comm.schedules", "doctor"))],
 )
-def test_readers_that_have_seen_enough(tmp_path: Path, command: str) -> None:
+def test_readers_that_have_seen_enough(tmp_path, command):
     """``| head -1``: no traceback, and the exit status is that of the command."""
     write(tmp_path, 0, 1, [])
     reader, writer = os.pipe()
@@ -420,13 +412,13 @@ def test_readers_that_have_seen_enough(tmp_path: Path, command: str) -> None:
     assert closed.stderr == b"" and closed.returncode == done.returncode
 
 
-def test_pytorchs_own_analyzer_reads_the_dumps() -> None:
+def test_pytorchs_own_analyzer_reads_the_dumps():
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     config = pytest.importorskip("torch.distributed.flight_recorder.components.config_manager")
     if tuple(map(int, version("torch").split(".")[:2])) < (2, 12):
         pytest.skip("the analyzer of this torch knows the backends nccl and xccl alone")
 
-    def body(comm: kos.Communicator) -> dict[str, Any]:
+    def body(comm):
         comm.all_reduce(ONES.copy())
         comm.all_gather(ONES)
         comm.barrier()

@@ -1,9 +1,6 @@
 """``comm.register``: the program's own memory as a window of NCCL or as peer memory, without a GPU."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,7 @@ from kos.comm.gpu import nccl_binding
 from kos.errors import BackendUnavailable, CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, captures
+from tests.comm.fake_nccl import FakeRanks, Memory, captures
 from tests.comm.fake_peer import communicator as peer_communicator
 from tests.comm.fake_peer import no_gpus
 from tests.comm.ranks import on_each_rank
@@ -25,7 +22,7 @@ TWICE = kos.PremulSum(2.0)  # in a group of one, NCCL runs only operations with 
 
 
 @pytest.fixture
-def windows(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
+def windows(fake, monkeypatch):
     """``windows(name)``: the addresses with which NCCL was asked to ``register``, ``deregister`` or ``free``."""
     monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: True)
     return lambda name: [address for what, address in fake.windows if what == name]
@@ -38,8 +35,8 @@ def own_array(count: int = 1024, offset: int = 0) -> Array:
     return Array(start + offset, (count,), np.float32, 0, owner=memory)
 
 
-def test_registered_as_long_as_its_array_lives(windows: Any) -> None:
-    def body(gpu: Any) -> None:
+def test_registered_as_long_as_its_array_lives(windows):
+    def body(gpu):
         comm, x = gpu.comm, own_array()
         address = x.pointer
         buffer = comm.register(x)
@@ -61,7 +58,7 @@ def test_registered_as_long_as_its_array_lives(windows: Any) -> None:
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_graph_keeps_the_registration_and_the_memory(gpu: Any, /, windows: Any) -> None:
+def test_a_graph_keeps_the_registration_and_the_memory(gpu, /, windows):
     comm, x = gpu.comm, own_array()
     x.stream, memory, address = 5, x.owner, x.pointer
     buffer = comm.register(x)
@@ -80,7 +77,7 @@ def test_a_graph_keeps_the_registration_and_the_memory(gpu: Any, /, windows: Any
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_memory_that_two_communicators_have_registered(gpu: Any, /, windows: Any) -> None:
+def test_memory_that_two_communicators_have_registered(gpu, /, windows):
     """The end of one registration leaves the other: a graph keeps it."""
     comm, x = gpu.comm, own_array()
     other = comm.duplicate()
@@ -111,9 +108,7 @@ def torch_with(expandable: bool, x: Array) -> Any:
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_expandable_segments_of_torch_are_refused_by_name(
-    gpu: Any, /, windows: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expandable_segments_of_torch_are_refused_by_name(gpu, /, windows, monkeypatch):
     comm, x = gpu.comm, own_array()
     tensor = Plain(x)
     monkeypatch.setitem(sys.modules, "torch", torch_with(True, x))
@@ -123,8 +118,8 @@ def test_expandable_segments_of_torch_are_refused_by_name(
     assert comm.register(tensor).pointer == x.pointer
 
 
-def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(gpu: Any) -> None:
+def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows, monkeypatch):
+    def body(gpu):
         comm = gpu.comm
         bad = comm.rank == 1
         cases = {
@@ -146,34 +141,32 @@ def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows: Any, mo
             comm.register(np.ones(3))
         assert comm.register(own_array_in(good)).size == 1024
 
-    def own_array_in(good: list[int]) -> Array:
+    def own_array_in(good):
         x = own_array()
         good.append(x.pointer)
         return x
 
-    good: list[int] = []
+    good = []
     FakeRanks(2).run(body)
     assert len(windows("register")) == 2
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_sizes_that_differ_raise_on_all_ranks(gpu: Any, /, windows: Any) -> None:
+def test_sizes_that_differ_raise_on_all_ranks(gpu, /, windows):
     with pytest.raises(CollectiveMismatch, match=r"register of 4096 bytes .*register of 4100 bytes"):
         gpu.comm.register(own_array(1024 + gpu.rank))
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_machine_without_windows(
-    gpu: Any, /, fake: FakeNCCL, windows: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_windows(gpu, /, fake, windows, monkeypatch):
     monkeypatch.setattr(fake, "comm_window_register", lambda *arguments: 0)
     with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
         gpu.comm.register(own_array())
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    released: list[str] = []
+def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch, status):
+    released = []
     cu = SimpleNamespace(
         cuMemRetainAllocationHandle=lambda address: (status, "handle"),
         cuMemRelease=lambda handle: released.append(handle) or (0,),
@@ -183,7 +176,7 @@ def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch: pytest.MonkeyP
 
 
 @on_each_rank(spawn, 2)
-def test_a_backend_for_host_memory_has_nothing_to_register(comm: kos.Communicator, /) -> None:
+def test_a_backend_for_host_memory_has_nothing_to_register(comm, /):
     with pytest.raises(InvalidArgument, match="register: expected a backend for GPUs, got mock, which"):
         comm.register(np.ones(3))
 
@@ -191,10 +184,10 @@ def test_a_backend_for_host_memory_has_nothing_to_register(comm: kos.Communicato
 # Peer memory.
 
 
-def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch):
     """``is_symmetric`` decides it; the kernels themselves are those of ``allocate``."""
 
-    def body(rendezvous: Any) -> None:
+    def body(rendezvous):
         comm = peer_communicator(rendezvous)
         engine, memory = comm.backend.routes[0]._engine, Memory(4096 + 16)
         x = Array(memory.pointer, (1024,), np.float32, 0, owner=memory)

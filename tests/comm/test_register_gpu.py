@@ -3,11 +3,6 @@
 mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_register_gpu.py
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 import kos
@@ -22,7 +17,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def other(mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+def other(mpi_world):
     """A communicator whose ``allocate`` gives memory of ncclMemAlloc."""
     if mpi_world.size == 1 or not mpi_world.probes["nccl"].usable:
         pytest.skip("needs two ranks or more with a GPU each")
@@ -31,9 +26,7 @@ def other(mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
 
 
 @pytest.mark.parametrize("source", ["torch", "ncclMemAlloc"])
-def test_memory_of_the_program_is_moved_where_it_lies(
-    world: kos.Communicator, other: kos.Communicator, source: str
-) -> None:
+def test_memory_of_the_program_is_moved_where_it_lies(world, other, source):
     torch = pytest.importorskip("torch")
     torch.cuda.set_device(world.device)
     if source == "torch":
@@ -53,7 +46,7 @@ def test_memory_of_the_program_is_moved_where_it_lies(
         world.all_reduce(x)
         world.all_gather(x, whole)
 
-    def eager() -> None:
+    def eager():
         world.all_reduce(x)
         world.all_gather(x, whole)
 
@@ -70,7 +63,7 @@ def test_memory_of_the_program_is_moved_where_it_lies(
     assert x.min().item() == x.max().item() == size
 
 
-def test_expandable_segments_are_refused_by_name(world: kos.Communicator) -> None:
+def test_expandable_segments_are_refused_by_name(world):
     torch = pytest.importorskip("torch")
     torch.cuda.set_device(world.device)
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -82,11 +75,11 @@ def test_expandable_segments_are_refused_by_name(world: kos.Communicator) -> Non
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
-def test_options_of_nccl_are_used_and_compared(other: kos.Communicator) -> None:
+def test_options_of_nccl_are_used_and_compared(other):
     torch = pytest.importorskip("torch")
     torch.cuda.set_device(other.device)
 
-    def total(comm: kos.Communicator) -> Any:
+    def total(comm):
         x = torch.full((COUNT,), comm.rank + 1.0, device="cuda")
         comm.all_reduce(x)
         return x.sum().item() / COUNT

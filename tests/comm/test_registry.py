@@ -1,11 +1,7 @@
 """Backends of other packages: registered by a program, or found as entry points."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +38,7 @@ class Raising(ThreadTransport):
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_before(monkeypatch):
     before = dict(registry.BACKENDS)
     monkeypatch.setattr(registry, "_installed", False)
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
@@ -55,7 +51,7 @@ def init(backend: str) -> kos.Communicator:
     return kos.init(backend, rendezvous=ThreadRendezvous(ThreadGroup(1), 0, 5.0))
 
 
-def test_a_registered_backend_is_one_of_kos() -> None:
+def test_a_registered_backend_is_one_of_kos():
     kos.register_backend("another", Another)
     kos.register_backend("another", Another)  # again: by a module that is imported twice
     with init("another") as comm:
@@ -76,17 +72,17 @@ def test_a_registered_backend_is_one_of_kos() -> None:
     ("another", type("NoProbe", (Backend,), {"on_host": False, "on_gpu": True}), "that defines exchange, probe, got"),
     ("another", "kos", "expected a subclass of kos.comm.contract.Backend, got 'kos'"),
 ])  # fmt: skip
-def test_what_cannot_be_registered(name: Any, kind: Any, message: str) -> None:
+def test_what_cannot_be_registered(name, kind, message):
     before = dict(registry.BACKENDS)
     with pytest.raises(InvalidArgument, match=message):
         kos.register_backend(name, kind)
     assert before == registry.BACKENDS
 
 
-def test_an_installed_package_offers_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_offers_backends(monkeypatch):
     looked = []
 
-    def entry_points(group: str) -> list[EntryPoint]:
+    def entry_points(group):
         looked.append(group)
         offers = {"another": f"{__name__}:Another", "missing": "no_such_module:Backend", "mpi": f"{__name__}:Another"}
         return [EntryPoint(name, value, group) for name, value in offers.items()]
@@ -106,18 +102,18 @@ def test_an_installed_package_offers_backends(monkeypatch: pytest.MonkeyPatch) -
         assert registry.BACKENDS["mpi"] is not Another
 
 
-def test_threads_wait_for_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_wait_for_the_packages(monkeypatch):
     """The import of a package may take long, and another rank of this process needs it too."""
     looking, second = threading.Event(), threading.Event()
 
-    def entry_points(group: str) -> list[EntryPoint]:
+    def entry_points(group):
         looking.set()
         second.wait(0.2)  # in which it is not found, if it does not wait
         return [EntryPoint("another", f"{__name__}:Another", group)]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
 
-    def late() -> None:
+    def late():
         looking.wait(20)
         try:
             init("another").close()
@@ -128,35 +124,35 @@ def test_threads_wait_for_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error is None
 
 
-def test_a_probe_that_raises_is_a_backend_that_cannot_be_used() -> None:
+def test_a_probe_that_raises_is_a_backend_that_cannot_be_used():
     kos.register_backend("raising", Raising)
     with pytest.raises(BackendUnavailable, match="raising: its probe failed: OSError: no such wire"):
         init("raising")
 
 
-def test_a_probe_that_returns_no_probe_is_a_backend_that_cannot_be_used() -> None:
-    hasty: Any = type("Hasty", (ThreadTransport,), {"probe": classmethod(lambda kind, rendezvous: True)})
+def test_a_probe_that_returns_no_probe_is_a_backend_that_cannot_be_used():
+    hasty = type("Hasty", (ThreadTransport,), {"probe": classmethod(lambda kind, rendezvous: True)})
     kos.register_backend("hasty", hasty)
     with pytest.raises(BackendUnavailable, match="hasty: its probe failed: TypeError: expected a Probe, got True"):
         init("hasty")
     init("mock").close()
 
 
-def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch):
     kos.register_backend("another", Another)
 
     class Alone(ThreadRendezvous):
         """Rank 0 of two: what rank 1 votes for is made up."""
 
-        def allgather(self, data: bytes) -> list[bytes]:
+        def allgather(self, data):
             return [data, data.replace(b'"another": [true', b'"different": [true')]
 
     with pytest.raises(BackendUnavailable, match="another: rank 1: not registered there"):
         kos.init("another", rendezvous=Alone(ThreadGroup(2), 0, 1.0))
 
 
-def test_each_rank_reports_its_own_reason() -> None:
-    def probe(kind: Any, rendezvous: Any) -> Probe:
+def test_each_rank_reports_its_own_reason():
+    def probe(kind, rendezvous):
         return Probe(rendezvous.rank == 2, f"broken on rank {rendezvous.rank}")
 
     kos.register_backend("odd", type("Odd", (ThreadTransport,), {"probe": classmethod(probe)}))
@@ -164,6 +160,6 @@ def test_each_rank_reports_its_own_reason() -> None:
     assert reasons == ["broken on rank 0", "broken on rank 1", "rank 0: broken on rank 0"]
 
 
-def test_dir_lists_what_a_user_wants() -> None:
+def test_dir_lists_what_a_user_wants():
     names = {name for name in dir(kos) if not name.startswith("__")}
     assert names == {"Communicator", "PremulSum", "ReduceOp", "Work", "errors", "init", "join", "register_backend"}

@@ -1,7 +1,5 @@
 """Calls like earlier ones on a GPU: prepared once, for any arrays, and again where anything about them has changed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext
@@ -17,7 +15,7 @@ from kos.cuda import driver, streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_nccl, test_auto
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Stream, captures
+from tests.comm.fake_nccl import FakeRanks, Stream, captures
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 
@@ -26,7 +24,7 @@ SIZE = 3
 
 
 @pytest.fixture
-def of_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_graphs(fake, monkeypatch):
     """A table by which small calls go by another part in a graph."""
     table = test_auto.ROUTES | {
         "all_reduce 16-bit ordinary graph": [[64, "peer"], [None, "nccl"]],
@@ -36,7 +34,7 @@ def of_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def alone(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> kos.Communicator:
+def alone(fake, monkeypatch):
     fake_nccl.launching_alone(monkeypatch)
     return fake_nccl.alone()
 
@@ -46,7 +44,7 @@ def ones(count: int = COUNT, dtype: Any = np.float32, stream: Any = None) -> Arr
 
 
 @on_each_rank(FakeRanks(SIZE).run)
-def test_what_a_rank_receives_may_change_though_it_sends_the_same(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_what_a_rank_receives_may_change_though_it_sends_the_same(gpu, /, fake):
     """Rank 0 sends the same, and receives as many elements, but not as many from each rank."""
     comm, me = gpu.comm, gpu.comm.rank
     for turn in (0, 1, 2, 0, 0, 0, 1, 1, 1, 2, 0, 2):
@@ -67,9 +65,7 @@ def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
     return prepared
 
 
-def test_an_array_of_another_stream_is_used_in_its_order(
-    alone: kos.Communicator, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_of_another_stream_is_used_in_its_order(alone, fake, monkeypatch):
     usual, seen = fake.all_reduce, list[int]()
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: (seen.append(arguments[-1]), usual(*arguments)))
     alone.backend.store.clear()
@@ -90,7 +86,7 @@ def test_an_array_of_another_stream_is_used_in_its_order(
 
 
 @pytest.mark.parametrize("how", ["closed", "broken", "aborted"])
-def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytest.MonkeyPatch, fake: FakeNCCL) -> None:
+def test_an_end_is_the_end(alone, how, monkeypatch, fake):
     x = ones()
     kept(alone, x)
     launched = list[Any]()
@@ -106,7 +102,7 @@ def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytes
     assert not launched
 
 
-def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone: kos.Communicator) -> None:
+def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone):
     gc.disable()
     try:
         x, out = ones(stream=(stream := Stream(9))), ones(stream=stream)
@@ -127,9 +123,7 @@ def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone: kos.Commu
 
 
 @on_each_rank(test_auto.run)
-def test_auto_repeats_where_a_graph_goes_another_way_too(
-    comm: kos.Communicator, log: test_auto.Log, /, of_graphs: None
-) -> None:
+def test_auto_repeats_where_a_graph_goes_another_way_too(comm, log, /, of_graphs):
     small, large, prepared = test_auto.zeros(8, stream=5), test_auto.zeros(1000, stream=5), Prepared(comm)
     for _ in range(3):
         comm.all_reduce(small)
@@ -148,15 +142,13 @@ def test_auto_repeats_where_a_graph_goes_another_way_too(
 @pytest.mark.parametrize("route_depends", [False, True], ids=["one route", "another in a graph"])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["any", "symmetric"])
 @pytest.mark.parametrize("stream", [Stream(5), None], ids=["a stream", "legacy"])
-def test_a_repeated_call_queries_the_capture_at_most_once(
-    of_graphs: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None, symmetric: bool, route_depends: bool
-) -> None:
+def test_a_repeated_call_queries_the_capture_at_most_once(of_graphs, monkeypatch, stream, symmetric, route_depends):
     function, queries = driver.cu.cuStreamIsCapturing, list[int]()
     monkeypatch.setattr(driver.cu, "cuStreamIsCapturing", lambda stream: queries.append(stream) or function(stream))
     monkeypatch.setattr(NCCLBackend, "watched", False)  # else the watchdog marks a call, which queries again
     monkeypatch.setattr(EagerCalls, "remember", lambda *_: None)  # else the core makes the call, and asks the driver
 
-    def body(comm: kos.Communicator, log: test_auto.Log) -> None:
+    def body(comm, log):
         count = 8 if route_depends else 1000
         x, out = (comm.allocate(count, np.float16) if symmetric else test_auto.zeros(count) for _ in range(2))
         x.stream = out.stream = stream

@@ -1,7 +1,5 @@
 """Calls like earlier ones: prepared once, for any ndarrays, and again where anything about them has changed."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -46,20 +44,20 @@ def check_cached(
         fill(x, xs[comm.rank])
         if out is not None:
             fill(out, np.full(out.size, 99, step.dtype))
-        found = not prepared.by(lambda x=x, out=out: promised.call(comm, step, x, out))  # type: ignore[misc]
+        found = not prepared.by(lambda x=x, out=out: promised.call(comm, step, x, out))
         assert found == (turn > connects), turn
         if (expected := model.result(step, xs, comm.rank)) is not None:
             assert_bits(read(x if step.in_place else out), expected, f"turn {turn}")
 
 
 @pytest.fixture
-def alone() -> kos.Communicator:
+def alone():
     """A group of one."""
     return kos.init("mock")
 
 
 @on_each_rank(shared_ranks.run, 2)
-def test_hundreds_of_signatures_stay_cached(comm: kos.Communicator, /) -> None:
+def test_hundreds_of_signatures_stay_cached(comm, /):
     """A model may have as many bucket sizes, or windows."""
     arrays, prepared, node = [np.ones(count) for count in range(1, 601)], Prepared(comm), comm.backend.messages
     for x in arrays:
@@ -68,7 +66,7 @@ def test_hundreds_of_signatures_stay_cached(comm: kos.Communicator, /) -> None:
     assert not any(prepared.by(lambda x=x: comm.all_reduce(x)) for x in arrays)
 
 
-def test_arrays_are_not_held_and_the_cache_is_bounded(alone: kos.Communicator) -> None:
+def test_arrays_are_not_held_and_the_cache_is_bounded(alone):
     arrays = []
     for count in range(2 * MOST_STORED):
         alone.all_reduce(x := np.ones(count))
@@ -80,7 +78,7 @@ def test_arrays_are_not_held_and_the_cache_is_bounded(alone: kos.Communicator) -
 
 @pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
 @on_each_rank("run", 2)
-def test_a_read_only_array_may_be_sent_and_not_written(comm: kos.Communicator, /) -> None:
+def test_a_read_only_array_may_be_sent_and_not_written(comm, /):
     x = np.full(3, comm.rank)
     x.flags.writeable = False
     for _ in range(2):
@@ -90,10 +88,10 @@ def test_a_read_only_array_may_be_sent_and_not_written(comm: kos.Communicator, /
         comm.all_reduce(np.ones(3, int))
 
 
-def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
+def test_a_slot_is_not_filled_before_every_rank_has_read_it():
     launched = [threading.Event(), threading.Event()]
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, values = np.ones(4), [np.zeros(4) for _ in range(5)]
         for _ in range(4):
             comm.all_reduce(x)
@@ -111,25 +109,25 @@ def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
     shared_ranks.run(body, 2)
 
 
-def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
+def test_a_call_interrupted_in_flight_is_not_started_again():
     """By Ctrl-C, or a handler of a signal that raises.  The next call on the same arrays is another one."""
     interrupted = threading.Event()
 
     class Interrupting:
         """What a rank waits by."""
 
-        def mark(self) -> int:
+        def mark(self):
             return 0
 
-        def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        def pause(self, mark=0, seconds=None):
             raise KeyboardInterrupt
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, out = np.full(1 << 18, comm.rank, np.uint8), np.empty(1 << 19, np.uint8)
         for _ in range(3):
             comm.all_gather(x, out)
         if comm.rank == 0:
-            backend: Any = comm.backend
+            backend = comm.backend
             backend.waiter = Interrupting
             with pytest.raises(KeyboardInterrupt):
                 comm.all_gather(x, out)
@@ -146,7 +144,7 @@ def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
 
 
 @on_each_rank(shared_ranks.run, 2)
-def test_cached_calls_take_no_array_of_another_rank_than_the_root(comm: kos.Communicator, /) -> None:
+def test_cached_calls_take_no_array_of_another_rank_than_the_root(comm, /):
     whole, part = np.ones(2), np.ones(1)
     for counts in ((), ([1, 1],)):
         suffix = "_v" if counts else ""

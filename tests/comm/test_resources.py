@@ -1,15 +1,11 @@
 """Descriptors, memory and events do not grow with the communicators that a process makes, splits and aborts."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +57,7 @@ class _Failing(Rendezvous):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_shared_file_is_closed_if_an_exchange_fails(number: int) -> None:
+def test_a_shared_file_is_closed_if_an_exchange_fails(number):
     before = _descriptors()
     for _ in range(TIMES):
         with pytest.raises(RankLost):
@@ -88,11 +84,11 @@ def _tcp(rank: int, port: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "aborted", "split", "refused"])
-def test_communicators_of_tcp_leave_nothing_open(how: str, memory: str) -> None:
-    def left() -> tuple[int, int]:
+def test_communicators_of_tcp_leave_nothing_open(how, memory):
+    def left():
         return len(_descriptors()), _maps()
 
-    def make(times: int) -> tuple[int, int]:
+    def make(times):
         for _ in range(times):
             port = free_port()
             for each in run_threads(lambda port=port: _tcp(0, port, how), lambda port=port: _tcp(1, port, how)):
@@ -113,8 +109,8 @@ def test_communicators_of_tcp_leave_nothing_open(how: str, memory: str) -> None:
     assert found[0] <= descriptors and found[1] <= maps
 
 
-def test_communicators_of_threads_leave_nothing() -> None:
-    def body(comm: kos.Communicator) -> Any:
+def test_communicators_of_threads_leave_nothing():
+    def body(comm):
         try:
             group = comm.split(0)
             assert group is not None
@@ -122,7 +118,7 @@ def test_communicators_of_threads_leave_nothing() -> None:
         except KosError as error:
             return type(error)
 
-    def make(times: int) -> int:
+    def make(times):
         for number in range(times):
             faults = [Fault("crash", rank=1)] if number % 2 else []
             spawn(body, 2, faults=faults)
@@ -154,14 +150,14 @@ class _Events:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Events]:
+def events(monkeypatch):
     with no_gpu(monkeypatch):
         launching_alone(monkeypatch)
         yield _Events()
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_the_events_of_a_communicator_end_with_it(events: _Events, end: str) -> None:
+def test_the_events_of_a_communicator_end_with_it(events, end):
     for _ in range(TIMES):
         comm, x = alone(), Array.zeros(4, np.float32, 0)
         works = [comm.all_reduce(x, async_op=True) for _ in range(3)]
@@ -175,7 +171,7 @@ def test_the_events_of_a_communicator_end_with_it(events: _Events, end: str) -> 
     assert sorted(events.destroyed) == [*range(1, events.made + 1)]  # each once
 
 
-def test_the_arrays_of_a_call_live_while_another_frees_others(events: _Events) -> None:
+def test_the_arrays_of_a_call_live_while_another_frees_others(events):
     """A signal handler, or another thread, frees the finished call that this one is about to free."""
     comm, x = alone(), Array.zeros(4, np.float32, 0)
     comm.all_reduce(x)
@@ -186,7 +182,7 @@ def test_the_arrays_of_a_call_live_while_another_frees_others(events: _Events) -
     events.late = {second.event.handle}
     left, nested = weakref.ref(second), False
 
-    def query(event: int) -> tuple[int]:
+    def query(event):
         nonlocal nested
         if not nested and event == handle:
             nested = True

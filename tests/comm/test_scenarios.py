@@ -3,14 +3,12 @@
 Those of GPUs are in ``test_scenarios_on_fakes.py``.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
 import pytest
 
-from kos.testing.conformance.failures import LATE, SCENARIOS, Scenario, check
+from kos.testing.conformance.failures import LATE, SCENARIOS, check
 from tests.comm.ranks import MockRanks, check_scenario
 from tests.comm.tcp_ranks import TCPRanks
 
@@ -32,21 +30,21 @@ in_both_memories = pytest.mark.parametrize(("row", "memory"), rows(), indirect=[
 
 
 @pytest.mark.parametrize("row", SCENARIOS, ids=str)
-def test_on_threads(row: Scenario) -> None:
+def test_on_threads(row):
     check_scenario(MockRanks(3).run, row)
 
 
 @in_both_memories
-def test_on_tcp(row: Scenario, memory: str) -> None:
+def test_on_tcp(row, memory):
     check_scenario(TCPRanks(3).run, row)
 
 
 @pytest.mark.mpi
 @in_both_memories
-def test_on_mpi(row: Scenario, ranks_of_mpi: Any, memory: str) -> None:
+def test_on_mpi(row, ranks_of_mpi, memory):
     from mpi4py import MPI
 
-    def meet(*_: Any) -> None:
+    def meet(*_):
         request = MPI.COMM_WORLD.Ibarrier()
         while not request.Test():
             time.sleep(0.001)

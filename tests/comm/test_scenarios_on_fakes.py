@@ -1,12 +1,10 @@
 """Each row of the table of failures that GPUs promise, on the stand-ins of nccl and peer."""
 
-from __future__ import annotations
-
 import pytest
 
 from kos.comm import watchdog
 from kos.cuda import driver
-from kos.testing.conformance.failures import GPU, SCENARIOS, Scenario
+from kos.testing.conformance.failures import GPU, SCENARIOS
 from tests.comm.fake_nccl import FakeRanks, quiet
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.ranks import check_scenario
@@ -24,7 +22,7 @@ ALIKE = (
 
 @needs_core
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_nccl(row, monkeypatch):
     with quiet(monkeypatch):
         monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
         check_scenario(FakeRanks(SIZE).run, row)
@@ -35,7 +33,7 @@ def test_on_nccl(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=pytest.mark.slow) if row.program in ALIKE else row for row in ROWS], ids=str
 )
-def test_on_peer(row: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_peer(row, monkeypatch):
     monkeypatch.setattr(watchdog, "TICK", 0.03)
     with no_gpus(monkeypatch, SIZE):
         check_scenario(lambda fn: ThreadRanks(SIZE).run(fn, 60.0), row, SIZE, limit=2.5)

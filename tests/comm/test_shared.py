@@ -1,22 +1,17 @@
 """Collectives through shared memory: against the mock backend's bits, in stages, overlapping, never mixed up."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.host.shared import Node
 from kos.comm.host.shared import segment as segments
@@ -28,7 +23,7 @@ from tests.comm.model import Step
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.shared_ranks import needs_core, run
 from tests.comm.tcp_ranks import TCPRanks
-from tests.comm.test_programs import Program, execute, programs
+from tests.comm.test_programs import execute, programs
 
 pytestmark = needs_core
 
@@ -36,7 +31,7 @@ SIZES = [0, 1, 7, 997, 70_001]  # elements: a cache line, a stage, several stage
 
 
 @pytest.fixture(params=["slots", "direct"])
-def large(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def large(monkeypatch, request):
     """Large parts take several stages in slots; then they take one copy, where that is possible."""
     if request.param == "slots":
         monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
@@ -65,8 +60,8 @@ SIZED = [(size, *each) for i, each in enumerate(REDUCTIONS) for size in (3, (2, 
 
 
 @pytest.mark.parametrize(("size", "dtype", "op"), SIZED, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any, op: Any) -> None:
-    def body(comm: kos.Communicator) -> list[np.ndarray]:
+def test_reductions_have_the_bits_of_rank_order(seed, size, dtype, op):
+    def body(comm):
         found = []
         for name, count, in_place in itertools.product(REDUCING[:3], SIZES, (False, True)):
             step = Step(name, count, dtype, op, root=count, deterministic=True, in_place=in_place)
@@ -88,8 +83,8 @@ def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e5m2, np.complex128])
 @pytest.mark.usefixtures("large")
-def test_movements(seed: int, size: int, dtype: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_movements(seed, size, dtype):
+    def body(comm):
         for count in SIZES:
             for name in ("all_gather", "broadcast", "gather", "scatter", "all_to_all", "barrier"):
                 model.run(comm, Step(name, count, dtype, root=count % size), seed)
@@ -108,13 +103,13 @@ def test_movements(seed: int, size: int, dtype: Any) -> None:
     [(np.float32, ReduceOp.SUM), (ml_dtypes.bfloat16, ReduceOp.PREMUL_SUM), (np.int64, ReduceOp.MAX)],
     ids=["float32", "bfloat16", "int64"],
 )
-def test_scans(seed: int, size: int, dtype: Any, op: Any) -> None:
+def test_scans(seed, size, dtype, op):
     for name in ("scan", "exscan"):
         run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=np.dtype(dtype), op=op)), size)
 
 
 @on_each_rank(run, 2)
-def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communicator, /) -> None:
+def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm, /):
     with np.errstate(all="raise"):
         for op in (ReduceOp.SUM, ReduceOp.AVG, PremulSum(2.0)):
             assert np.isinf(comm.all_reduce(np.full(5, 3e38, np.float32), op)).all()
@@ -127,13 +122,13 @@ def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communi
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(program=programs())
 @pytest.mark.usefixtures("large")
-def test_random_programs(program: Program) -> None:
+def test_random_programs(program):
     """Operations and messages share slots and mailboxes; ranks are out of step, and waits are in any order."""
     TCPRanks(program.size).run(lambda comm: execute(comm, program))
 
 
 @on_each_rank(run, 2)
-def test_a_slot_is_not_filled_before_its_reader_has_it(comm: kos.Communicator, /) -> None:
+def test_a_slot_is_not_filled_before_its_reader_has_it(comm, /):
     x, y = np.full(5, 1.0 + comm.rank), np.full(5, 3.0 + comm.rank)
     if comm.rank == 0:
         comm.rendezvous.barrier()
@@ -150,11 +145,11 @@ def test_a_slot_is_not_filled_before_its_reader_has_it(comm: kos.Communicator, /
         assert (comm.all_reduce(np.full(5, 1.0)) == 6).all()
 
 
-def test_a_rank_far_ahead_of_the_others() -> None:
+def test_a_rank_far_ahead_of_the_others():
     """More calls in flight than fingerprints are kept: what was overwritten is not taken for a mismatch."""
     count = segments.RING + 50
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             works = [comm.all_reduce(np.full(1 + i % 3, i), async_op=True) for i in range(count)]
             comm.rendezvous.barrier()
@@ -167,11 +162,11 @@ def test_a_rank_far_ahead_of_the_others() -> None:
     run(body, 2)
 
 
-def test_who_can_open_no_file_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Any, **options: Any) -> str:
+def test_who_can_open_no_file_calls_nobody_dead(monkeypatch):
+    def full(path, **options):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.barrier()
         if comm.rank == 0:
             with monkeypatch.context() as patch:
@@ -183,8 +178,8 @@ def test_who_can_open_no_file_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ranks", [partial(run, size=3), TCPRanks(3).run], ids=["shared", "tcp"])
-def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
-    def held() -> Counter[tuple[str, int]]:
+def test_nothing_is_left_behind(ranks):
+    def held():
         """Segments by their numbers, for those of earlier tests may go, and other threads open files, meanwhile."""
         with open("/proc/self/maps") as maps:
             found = Counter(("mapped", int(line.split()[4])) for line in maps if "memfd:kos" in line)
@@ -193,7 +188,7 @@ def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
                 found["open", os.stat(file).st_ino] += "memfd:kos" in os.readlink(file)
         return +found
 
-    def body(comm: kos.Communicator) -> Any:
+    def body(comm):
         comm.all_reduce(np.ones(3))
         part = comm.duplicate()
         part.all_reduce(np.ones(3))
@@ -204,7 +199,7 @@ def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
         comm.rendezvous.barrier()
         return comm, part
 
-    inside: list[Counter[tuple[str, int]]] = []
+    inside = []
     before = held()
     closed = ranks(body)  # closing is enough, they need not be forgotten
     assert len(closed) == 3
@@ -214,20 +209,20 @@ def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
     assert not held() - before
 
 
-def test_without_the_core_ranks_of_a_host_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_core_ranks_of_a_host_share_no_memory(monkeypatch):
     monkeypatch.setattr(segments, "unavailable", "no compiler")
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         assert (comm.all_reduce(np.ones(9)) == 2).all()
         return comm.explain()
 
     assert all("no compiler" in text for text in TCPRanks(2).run(body))
 
 
-def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_rank_cannot_map(monkeypatch):
     opened = os.open
 
-    def refuse(path: str, flags: int, *rest: Any) -> int:
+    def refuse(path, flags, *rest):
         if str(path).startswith("/proc/"):
             raise PermissionError(1, "Operation not permitted")
         return opened(path, flags, *rest)
@@ -238,7 +233,7 @@ def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_each_rank(run, 2)
-def test_a_rank_that_reads_its_own_slot_leaves_it_to_the_other(comm: kos.Communicator, /) -> None:
+def test_a_rank_that_reads_its_own_slot_leaves_it_to_the_other(comm, /):
     """Contributions that are scaled lie in the slots of both ranks, and the next rank may come later."""
     for i in range(6):
         x = np.full(4096, (1.0 + comm.rank + i) / 3)  # no byte is 0

@@ -1,7 +1,5 @@
 """Collectives in one copy: numbers of ranks, memory that cannot be read, lost ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import threading
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
 from kos.comm.host.shared import CallRing, Node, node
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
@@ -31,10 +28,10 @@ def contributions(comm: kos.Communicator) -> np.ndarray:
 
 @pytest.mark.parametrize("some", [150, 6_000, 40_000])
 @pytest.mark.parametrize("size", [2, 3])
-def test_counts_of_each_rank(size: int, some: int) -> None:
+def test_counts_of_each_rank(size, some):
     """All parts lie in the slot, or some, or none."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         rank, counts = comm.rank, [some * r for r in range(size)]  # rank 0 has none
         starts = np.cumsum([0, *counts])
         whole = np.concatenate([np.full(count, r) for r, count in enumerate(counts)])
@@ -56,7 +53,7 @@ def test_counts_of_each_rank(size: int, some: int) -> None:
 
 
 @on_each_rank(run, 2)
-def test_a_list_of_counts_that_has_changed_is_another_call(comm: kos.Communicator, /) -> None:
+def test_a_list_of_counts_that_has_changed_is_another_call(comm, /):
     counts, x, out = [1, 1], np.full(1, comm.rank), np.empty(2, int)
     for _ in range(4):
         assert comm.all_gather_v(x, counts, out).tolist() == [0, 1]
@@ -66,7 +63,7 @@ def test_a_list_of_counts_that_has_changed_is_another_call(comm: kos.Communicato
 
 
 @on_each_rank(run, 3)
-def test_counts_that_two_ranks_see_differently(comm: kos.Communicator, /) -> None:
+def test_counts_that_two_ranks_see_differently(comm, /):
     x = np.zeros(6)
     expected = [2, 1, 2] if comm.rank == 2 else [2, 2, 2]  # rank 1 sends it 2
     with pytest.raises(CollectiveMismatch, match="rank 2 expected 1 elements of float64 from rank 1, got 2 ele"):
@@ -74,7 +71,7 @@ def test_counts_that_two_ranks_see_differently(comm: kos.Communicator, /) -> Non
 
 
 @on_each_rank(run, 2)
-def test_a_call_behind_one_whose_counts_differ(comm: kos.Communicator, /) -> None:
+def test_a_call_behind_one_whose_counts_differ(comm, /):
     """It has no array, and fails for the same reason."""
     counts = [2, 2] if comm.rank == 0 else [1, 2]
     x = np.zeros(sum(counts))
@@ -108,11 +105,11 @@ def of_no_process(comm: kos.Communicator) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_memory_that_cannot_be_read_goes_through_slots(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_memory_that_cannot_be_read_goes_through_slots(monkeypatch, name):
     """Such as that of a device.  The operations before and after it are in flight at the same time."""
     monkeypatch.setattr(CallRing, "_ended", lambda self, local: None)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         before = comm.all_gather(contributions(comm), async_op=True)
         comm.barrier()
         if comm.rank == 1:
@@ -133,11 +130,11 @@ def test_memory_that_cannot_be_read_goes_through_slots(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("place", [b"", bytes(8)], ids=["not permitted", "another process has its number"])
-def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.MonkeyPatch, place: bytes) -> None:
+def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch, place):
     """The second: in containers with PID namespaces of their own, where a number names another process."""
     tell = Node._read_each_other
 
-    def wrong(self: Node, rendezvous: Rendezvous) -> bool:
+    def wrong(self, rendezvous):
         if self.failures.rank != 1:
             return tell(self, rendezvous)
         told = (8).to_bytes(8, "little") + bytes(16) if place else np.ones(1).tobytes() * 3
@@ -146,7 +143,7 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Node, "_read_each_other", wrong)
 
-    def body(comm: kos.Communicator) -> bool:
+    def body(comm):
         assert all(call(comm, contributions(comm)) for call in CALLS.values())
         return "process_vm_readv is not permitted" in comm.explain()
 
@@ -155,12 +152,12 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("vendor", "direct"), [("other", 512 << 10), ("intel", 100 << 10), ("intel", 1)])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_depends_on_the_cpu(size: int, vendor: str, direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_depends_on_the_cpu(size, vendor, direct, monkeypatch):
     """Which parts are read in one copy, and whether lines are marked, at sizes between these bounds too."""
     monkeypatch.setenv("KOS_CPU_VENDOR", vendor)
     monkeypatch.setitem(node.DIRECT_BYTES, vendor, direct)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         core, rank = comm.backend.calls.core, comm.rank
         assert (core.marks, core.direct) == (vendor == "other", direct)
         for number in range(60):
@@ -182,7 +179,7 @@ def test_what_depends_on_the_cpu(size: int, vendor: str, direct: int, monkeypatc
     run(body, size)
 
 
-def test_an_unknown_vendor_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_vendor_is_refused_on_every_rank(monkeypatch):
     monkeypatch.setenv("KOS_CPU_VENDOR", "amd")
     with pytest.raises(AssertionError, match="KOS_CPU_VENDOR of rank 0: expected intel or other, got 'amd'"):
         run(lambda comm: comm.size, 2)
@@ -193,7 +190,7 @@ def test_an_unknown_vendor_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPa
     (["other", "amd", "other", "other"], "rank 1: expected other, got 'amd'"),
     (["other", "other", "amd", "other"], "rank 2: expected intel or other, got 'amd'"),
 ])  # fmt: skip
-def test_vendors_that_differ_on_one_host_are_refused_on_all_hosts(vendors: list[str], expected: str) -> None:
+def test_vendors_that_differ_on_one_host_are_refused_on_all_hosts(vendors, expected):
     text = f"""import os, kos
 rank = int(os.environ["RANK"])
 os.environ |= {{"KOS_HOST": str(rank // 2), "KOS_CPU_VENDOR": {vendors}[rank]}}
@@ -207,7 +204,7 @@ except kos.errors.InvalidArgument as error:
 
 @pytest.mark.parametrize("how", ["message", "collective"])
 @on_each_rank(run, 2, close=False)
-def test_a_read_from_a_rank_that_has_ended(comm: kos.Communicator, /, how: str) -> None:
+def test_a_read_from_a_rank_that_has_ended(comm, /, how):
     comm.barrier()
     if comm.rank == 1:
         with of_no_process(comm):
@@ -226,13 +223,13 @@ def test_a_read_from_a_rank_that_has_ended(comm: kos.Communicator, /, how: str) 
     comm.rendezvous.barrier()
 
 
-def test_memory_freed_after_a_failure_does_not_hide_it() -> None:
+def test_memory_freed_after_a_failure_does_not_hide_it():
     """The reader comes after the timeout of the rank whose memory it would read."""
     given_up, memory = threading.Event(), mmap.mmap(-1, 2 << 20)
     protect = ctypes.CDLL(None).mprotect
     protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             x = np.frombuffer(memory, np.uint8)
             with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive"):

@@ -1,7 +1,5 @@
 """Calls that do not belong together, ranks that do not come and ranks that die, seen through shared memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -44,17 +42,17 @@ def with_the_next(call: Callable[..., Any], comm: kos.Communicator, *arguments: 
 @pytest.mark.parametrize("start", [run, spawn])
 @pytest.mark.parametrize("other", [lambda c: c.barrier(), lambda c: c.all_gather(np.zeros((), np.int64))])
 @on_each_rank("start", 2)
-def test_errors_name_the_call_that_was_made(comm: kos.Communicator, /, other: Callable[..., Any]) -> None:
+def test_errors_name_the_call_that_was_made(comm, /, other):
     """``all_gather_bytes``, which is made of two operations."""
     with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
         comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
 
 
 @pytest.mark.parametrize("call", [lambda c, x: c.all_reduce(x), lambda c, x: c.broadcast(x, 1)])
-def test_a_mismatch_is_seen_before_a_third_rank_comes(call: Callable[[kos.Communicator, Any], Any]) -> None:
+def test_a_mismatch_is_seen_before_a_third_rank_comes(call):
     seen = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             assert seen.wait(20)
         with pytest.raises(CollectiveMismatch, match="they differ in count 4 against 5"):
@@ -64,8 +62,8 @@ def test_a_mismatch_is_seen_before_a_third_rank_comes(call: Callable[[kos.Commun
     run(body, 3)
 
 
-def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call() -> None:
-    def body(comm: kos.Communicator) -> str:
+def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call():
+    def body(comm):
         x = np.zeros(4)
         comm.barrier()
         for _ in range(2):  # both are over at once on both ranks
@@ -77,23 +75,23 @@ def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call()
     assert len(set(run(body, 2))) == 1
 
 
-def test_a_rank_that_comes_while_it_is_looked_for() -> None:
+def test_a_rank_that_comes_while_it_is_looked_for():
     class Words:
         """Those of the segment; rank 1 comes right after the word at ``place`` was read first."""
 
-        def __init__(self, place: int, comes: Callable[[], None]) -> None:
+        def __init__(self, place, comes):
             self.place, self.comes = place, comes
 
-        def __getitem__(self, place: int) -> int:
+        def __getitem__(self, place):
             word = calls[0].segment.words[place]
             if place == self.place:
                 self.place = -1
                 self.comes()
             return word
 
-    calls: dict[int, Any] = {}
+    calls = {}
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         calls[comm.rank] = comm.backend.calls
         comm.rendezvous.barrier()
         if comm.rank == 0:
@@ -108,7 +106,7 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
 
 
 @on_each_rank(run, 3)
-def test_the_same_calls_in_other_shapes_belong_together(comm: kos.Communicator, /) -> None:
+def test_the_same_calls_in_other_shapes_belong_together(comm, /):
     """The negative control: only what must be equal is compared."""
     x = np.full((2, 6) if comm.rank else (12,), comm.rank, np.float32)
     assert (comm.all_reduce(x, timeout=5.0 + comm.rank) == 3).all()
@@ -116,10 +114,10 @@ def test_the_same_calls_in_other_shapes_belong_together(comm: kos.Communicator, 
     comm.scatter(np.zeros((3, 4)) if comm.rank == 2 else None, np.zeros(4), 2)
 
 
-def test_who_comes_late_hears_that_the_others_gave_up() -> None:
+def test_who_comes_late_hears_that_the_others_gave_up():
     given_up = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout):
                 comm.barrier(timeout=0.1)
@@ -132,7 +130,7 @@ def test_who_comes_late_hears_that_the_others_gave_up() -> None:
     run(body, 2)
 
 
-def test_a_process_whose_name_is_not_utf8() -> None:
+def test_a_process_whose_name_is_not_utf8():
     name = Path("/proc/self/comm")
     before, expected = name.read_bytes(), process(os.getpid())
     try:
@@ -144,7 +142,7 @@ def test_a_process_whose_name_is_not_utf8() -> None:
 
 @pytest.mark.parametrize("letter", ["a", '"', "ж", "𝄞"])
 @on_each_rank(run, 2, close=False)
-def test_a_long_reason_is_cut_not_lost(comm: kos.Communicator, /, letter: str) -> None:
+def test_a_long_reason_is_cut_not_lost(comm, /, letter):
     if comm.rank == 0:
         comm.abort(reason=f"it had enough: {letter * 10_000}")
         return
@@ -153,7 +151,7 @@ def test_a_long_reason_is_cut_not_lost(comm: kos.Communicator, /, letter: str) -
 
 
 @on_each_rank(run, 2, close=False)
-def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.Communicator, /) -> None:
+def test_a_description_that_is_half_written_does_not_hide_the_others(comm, /):
     calls, segment = comm.backend.calls, comm.backend._segment
     calls.texts[0], calls._places[0] = b"", 0  # a call whose description is being written has the first place
     at = segment.text(segment.rank, 0)
@@ -163,13 +161,13 @@ def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.C
 
 
 @on_each_rank(run, 3, close=False)
-def test_a_failure_of_an_earlier_call_that_comes_after_one_of_a_later_call(comm: kos.Communicator, /) -> None:
+def test_a_failure_of_an_earlier_call_that_comes_after_one_of_a_later_call(comm, /):
     """A rank that waits in the earlier call raises it at once, not at its timeout."""
     vars(comm).pop("all_reduce")  # Python handles no signal where the core starts a call
     if comm.rank == 2:
         assert _later.wait(TIMEOUT)
         _later.clear()
-        comm._collectives = Interrupted(comm._collectives)  # type: ignore[assignment]
+        comm._collectives = Interrupted(comm._collectives)
         with pytest.raises(KeyboardInterrupt):
             comm.all_reduce(np.ones(3))
         return
@@ -187,7 +185,7 @@ _later = threading.Event()
 
 
 @on_each_rank(run, 2, close=False)
-def test_a_rank_that_was_stopped_while_it_told_its_failure(comm: kos.Communicator, /) -> None:
+def test_a_rank_that_was_stopped_while_it_told_its_failure(comm, /):
     """It had told one of a later call, over which it wrote another: who waits raises what is left."""
     calls = comm.backend.calls
     comm.barrier()
@@ -202,12 +200,12 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(comm: kos.Communicato
         comm.barrier()
 
 
-def test_a_failure_of_a_class_that_ranks_do_not_share() -> None:
+def test_a_failure_of_a_class_that_ranks_do_not_share():
     error = kos.errors.from_record(kos.errors.to_record(BackendUnavailable("no memory")))
     assert (type(error), str(error)) == (CollectiveError, "no memory")
 
 
-def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
+def test_a_segment_that_cannot_be_mapped_gives_its_file_back():
     file = os.memfd_create("kos-test")  # empty
     inode = os.fstat(file).st_ino
     with pytest.raises(ValueError, match="mmap"):
@@ -217,7 +215,7 @@ def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
 
 
 @on_each_rank(run, 2)
-def test_a_rank_that_has_not_written_its_process_number_has_not_ended(comm: kos.Communicator, /) -> None:
+def test_a_rank_that_has_not_written_its_process_number_has_not_ended(comm, /):
     """The others may look for lost ranks while it opens the segment."""
     segment, status = comm.backend._segment, comm.rendezvous.failures.status
     place = segment.line(1) + PID
@@ -230,9 +228,9 @@ def test_a_rank_that_has_not_written_its_process_number_has_not_ended(comm: kos.
 
 
 @on_each_rank(run, 2)
-def test_a_failure_whose_text_is_not_there_yet_is_none(comm: kos.Communicator, /) -> None:
+def test_a_failure_whose_text_is_not_there_yet_is_none(comm, /):
     """A rank may see the flag of another one before its text, or the text of the failure before."""
-    backend: Any = comm.backend
+    backend = comm.backend
     mine = SharedStatus(backend._segment, [0, 1])
     if comm.rank == 0:
         words, _, line, _ = mine._memory
@@ -252,14 +250,12 @@ def test_a_failure_whose_text_is_not_there_yet_is_none(comm: kos.Communicator, /
 
 
 @on_each_rank(run, 2)
-def test_the_status_may_be_freed_while_another_thread_reads_it(
-    comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_status_may_be_freed_while_another_thread_reads_it(comm, /, monkeypatch):
     """The hub of a rendezvous looks for ranks that have ended while the program closes its last communicator."""
     status = comm.rendezvous.failures.status
-    read, usual = SharedStatus(comm.backend._segment, [0, 1]), shared_status.process  # type: ignore[attr-defined]
+    read, usual = SharedStatus(comm.backend._segment, [0, 1]), shared_status.process
 
-    def free(pid: int) -> tuple[str, int]:
+    def free(pid):
         read.free()
         return usual(pid)
 
@@ -273,10 +269,10 @@ def test_the_status_may_be_freed_while_another_thread_reads_it(
 
 
 @pytest.mark.parametrize("start", [partial(run, close=False), partial(spawn, check_deadlock=False)])
-def test_a_timeout_shows_the_last_call_of_a_late_rank(start: Callable[..., Any]) -> None:
+def test_a_timeout_shows_the_last_call_of_a_late_rank(start):
     over = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.all_reduce(F4())
         comm.all_reduce(F4())  # the last call of rank 1
         if comm.rank == 1:
@@ -297,17 +293,17 @@ def test_a_timeout_shows_the_last_call_of_a_late_rank(start: Callable[..., Any])
     start(body, 2)
 
 
-def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last() -> None:
+def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last():
     failures = FailureLog([0, 1], 0)
     call = "world: barrier #1 at train.py:6"
-    failures.status.last_call = lambda rank: call  # type: ignore[method-assign]
+    failures.status.last_call = lambda rank: call
     texts = [str(failures.overdue(Late([1]), f"world: barrier #{number}")) for number in (1, 12)]
     assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
 
 
-def test_a_long_path_of_a_last_call_is_cut_not_lost() -> None:
-    def body(comm: kos.Communicator) -> None:
-        status: Any = comm.rendezvous.failures.status
+def test_a_long_path_of_a_last_call_is_cut_not_lost():
+    def body(comm):
+        status = comm.rendezvous.failures.status
         status._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
         status.watch()
         comm.barrier()
@@ -321,9 +317,9 @@ def test_a_long_path_of_a_last_call_is_cut_not_lost() -> None:
 
 
 @on_each_rank(run, 3, close=False)
-def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_for_a_dead_one_names_it(comm, /, monkeypatch):
     """Rank 0 may wait for rank 2 alone, which has given up on rank 1 and ended."""
-    backend: Any = comm.backend
+    backend = comm.backend
     comm.barrier()
     if comm.rank == 1:
         calls = backend.calls
@@ -338,10 +334,10 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, mon
             comm.barrier()
 
 
-def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
+def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock():
     """Rank 1 loses rank 2 in their group of two and leaves; rank 0 waits for rank 1 alone."""
 
-    def body(comm: kos.Communicator) -> tuple[int, ...]:
+    def body(comm):
         part = comm.split(int(comm.rank == 0))
         if comm.rank:
             with pytest.raises(RankLost, match="rank 2 of world is gone: it crashed"):
@@ -384,13 +380,13 @@ def x(parts: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "one_copy"), [*((name, False) for name in CALLS), ("all_to_all", True)])
-def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_those_that_are_waited_for_are_named(name, one_copy, monkeypatch):
     if not one_copy:
         monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
     begun, over = threading.Event(), threading.Event()
     impatient, call = CALLS[name]
 
-    def body(comm: kos.Communicator) -> str:
+    def body(comm):
         comm.barrier()
         if comm.rank == 1:  # takes its first steps and no more
             call(comm, {"async_op": True})

@@ -1,14 +1,10 @@
 """Messages through shared memory: exhausted headers and answers, unexpected messages, ranks that have ended."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 
-import kos
 from kos.comm.host.shared.segment import STARTED
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import on_each_rank, time_out_beside_others
@@ -23,14 +19,14 @@ HEADERS, MANY = 64, 1100
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_any_messages_at_once(size: int) -> None:
+def test_any_messages_at_once(size):
     """Of any size and tag, repeated on the same arrays or not, waited for at once or later."""
     print("seed", seed := int(np.random.SeedSequence().generate_state(1)[0]))
     random = np.random.default_rng(seed)
     sizes = [0, 1, 1000, 70_000, EAGER, EAGER + 1]
     plan = [(*random.choice(size, 2, replace=False), random.integers(3), random.choice(sizes)) for _ in range(400)]
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         mine, works, held = np.random.default_rng(seed + comm.rank), [], []
         for number, (src, dst, tag, count) in enumerate(plan):
             x = np.full(count, number % 251, np.uint8)
@@ -55,11 +51,11 @@ def test_any_messages_at_once(size: int) -> None:
     run(body, size)
 
 
-def test_more_messages_than_headers() -> None:
+def test_more_messages_than_headers():
     """They wait for the receiver, which waits for a message of another tag."""
     number = 3 * HEADERS
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = np.arange(number)
         if comm.rank == 0:
             works = [comm.send(x[i : i + 1], 1, i % 2, async_op=True) for i in range(number)]
@@ -78,12 +74,12 @@ def test_more_messages_than_headers() -> None:
     run(body, 2)
 
 
-def test_many_long_messages_that_nobody_receives_yet() -> None:
+def test_many_long_messages_that_nobody_receives_yet():
     """They do not block messages with other tags, and arrive in order."""
     count = MANY
     values = np.arange(count + EAGER, dtype=np.uint16).astype(np.uint8)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = np.empty(EAGER + 1, np.uint8)
         if comm.rank == 0:
             works = [comm.send(values[at : at + x.size], 1, async_op=True) for at in range(count)]
@@ -100,7 +96,7 @@ def test_many_long_messages_that_nobody_receives_yet() -> None:
 
 
 @on_each_rank(run, 2)
-def test_a_receive_does_not_take_a_later_message(comm: kos.Communicator, /) -> None:
+def test_a_receive_does_not_take_a_later_message(comm, /):
     """A message that is taken without a receive is copied twice, and kept meanwhile."""
     x = np.arange(EAGER // 8, dtype=np.uint8)
     if comm.rank == 0:
@@ -113,13 +109,13 @@ def test_a_receive_does_not_take_a_later_message(comm: kos.Communicator, /) -> N
     assert_nothing_is_left(comm)
 
 
-def test_timeout_of_a_message_gives_up_no_other() -> None:
+def test_timeout_of_a_message_gives_up_no_other():
     run(time_out_beside_others, 2)
 
 
 @pytest.mark.parametrize("count", [1, LONG])
 @on_each_rank(run, 2)
-def test_two_ranks_that_both_send_before_they_receive(comm: kos.Communicator, /, count: int) -> None:
+def test_two_ranks_that_both_send_before_they_receive(comm, /, count):
     """Of long messages both wait, and the one that gives up says for whom."""
     peer, x = 1 - comm.rank, np.full(count, comm.rank, np.uint8)
     if count == 1:
@@ -133,11 +129,11 @@ def test_two_ranks_that_both_send_before_they_receive(comm: kos.Communicator, /,
 
 
 @pytest.mark.parametrize("count", [1, LONG])
-def test_the_last_message_of_a_rank_that_has_ended(count: int) -> None:
+def test_the_last_message_of_a_rank_that_has_ended(count):
     """It is received, if it has left the rank's memory; the receive after it names the rank."""
     ended = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = np.ones(count, np.uint8)
         if comm.rank == 1:
             comm.send(x, 0, async_op=True)
@@ -154,11 +150,11 @@ def test_the_last_message_of_a_rank_that_has_ended(count: int) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: bool) -> None:
+def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early):
     """Its exchange has lost the rank that it received from, and the program goes on with the array."""
     cancelled, waits = threading.Event(), threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x, out = np.full(LONG, 1, np.uint8), np.zeros(LONG, np.uint8)
         if comm.rank == 2:
             end_process(comm)
@@ -184,10 +180,10 @@ def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: 
 
 
 @pytest.mark.parametrize("count", [EAGER + 1, LONG + 7])
-def test_exchange_of_long_messages(count: int) -> None:
+def test_exchange_of_long_messages(count):
     """Odd sizes, and arrays that are read-only or not aligned."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         peer, memory = 1 - comm.rank, np.zeros((2, count + 3), np.uint8)
         x, out = memory[0, 1 : count + 1], memory[1, 3:]
         readonly = x.view()
@@ -206,15 +202,15 @@ def test_exchange_of_long_messages(count: int) -> None:
     TCPRanks(2).run(body)
 
 
-def test_exchange_beside_other_messages() -> None:
+def test_exchange_beside_other_messages():
     """Messages that arrive before the exchange, an earlier receive, and more messages than headers."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
         out = np.empty_like(x)
         exchange = comm.send_recv_init(x, out, peer, peer)
 
-        def check() -> None:
+        def check():
             out[:] = 0
             assert (exchange.start().wait() == peer + 1).all()
 
@@ -241,8 +237,8 @@ def test_exchange_beside_other_messages() -> None:
     TCPRanks(2).run(body)
 
 
-def test_exchange_after_a_message_that_waits_for_a_header() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_exchange_after_a_message_that_waits_for_a_header():
+    def body(comm):
         peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
         exchange, out = comm.send_recv_init(x, np.empty_like(x), peer, peer), np.empty_like(x)
         exchange.start().wait()
@@ -265,10 +261,10 @@ def test_exchange_after_a_message_that_waits_for_a_header() -> None:
     run(body, 2)
 
 
-def test_exchange_of_messages_that_differ() -> None:
+def test_exchange_of_messages_that_differ():
     """Both ranks raise, and the next exchange on the same arrays succeeds."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
         out = np.empty_like(x)
         exchange = comm.send_recv_init(x, out, peer, peer)
@@ -289,17 +285,17 @@ def test_exchange_of_messages_that_differ() -> None:
     run(body, 2)
 
 
-def test_exchange_with_a_rank_that_ends_before_it_has_read() -> None:
+def test_exchange_with_a_rank_that_ends_before_it_has_read():
     ended = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
         out = np.empty_like(x)
         exchange = comm.send_recv_init(x, out, peer, peer)
         exchange.start().wait()
         if comm.rank == 1:
             comm.send(x, 0, async_op=True)
-            calls: Any = comm.backend.calls  # type: ignore[attr-defined]
+            calls = comm.backend.calls
             calls.words[calls._line + STARTED] += 1  # as if another process had its process ID
             ended.set()
             return

@@ -1,17 +1,12 @@
 """The ranks that are left go on: after a rank is gone (threads) and after a process is killed (MPI)."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,12 +29,12 @@ from tests.comm.test_shared_failures import ULFM, job
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [3], [1, 2], [0, 1, 2]])
-def test_survivors_go_on(gone: list[int]) -> None:
+def test_survivors_go_on(gone):
     """Those that wait in a collective and one that does not come together again."""
     left = [rank for rank in range(4) if rank not in gone]
-    sums: dict[int, Any] = {}
+    sums = {}
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank in gone:
             raise ZeroDivisionError("boom")
         if comm.rank != left[-1] or len(left) == 1:
@@ -61,8 +56,8 @@ def test_survivors_go_on(gone: list[int]) -> None:
     assert sums == {rank: [float(sum(left))] * 2 for rank in left}
 
 
-def test_lost_ranks_are_no_part_of_their_host() -> None:
-    def body(comm: kos.Communicator) -> Any:
+def test_lost_ranks_are_no_part_of_their_host():
+    def body(comm):
         if comm.rank == 3:
             return comm.abort()
         with comm.shrink() as part:
@@ -103,20 +98,20 @@ with kos.init(timeout=1000) as comm:
 """
 
 
-def test_ranks_that_wait_in_groups_come_to_a_shrink() -> None:
+def test_ranks_that_wait_in_groups_come_to_a_shrink():
     """Long before the timeout."""
     assert sorted(run_processes(IN_A_GRID, 4)) == [(-9, ""), *[(0, "ended\n")] * 3]
 
 
 @needs_mpirun
-def test_ranks_that_wait_in_groups_come_to_a_shrink_under_mpirun(tmp_path: Path) -> None:
+def test_ranks_that_wait_in_groups_come_to_a_shrink_under_mpirun(tmp_path):
     assert job(tmp_path, 4, IN_A_GRID, *ULFM) == ["ended"] * 3
 
 
-def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss() -> None:
+def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss():
     """By it dumps of the flight recorder are joined."""
 
-    def body(comm: kos.Communicator) -> list[str]:
+    def body(comm):
         if comm.rank == 1:
             next(comm._splits)  # it got further in a split amid which a rank was lost
         part = comm.shrink()
@@ -126,10 +121,10 @@ def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss() -> None:
     assert spawn(body, 2, timeout=20) == [["world:shrunk", "world:shrunk.0:0", "world:shrunk:shrunk"]] * 2
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_rank_that_does_not_come_is_named():
     done = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.rendezvous.timeout = 0.2
         if comm.rank == 1:
             done.wait(20)
@@ -142,10 +137,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_shrink_has_a_timeout_of_its_own(on: Any) -> None:
+def test_shrink_has_a_timeout_of_its_own(on):
     done = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         usual = comm.timeout
         if comm.rank == 0:
             with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.3 s"):
@@ -161,11 +156,11 @@ def test_shrink_has_a_timeout_of_its_own(on: Any) -> None:
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
 @pytest.mark.parametrize("call", ["shrink", "replace"])
-def test_a_change_names_the_rank_that_is_late_also_if_another_one_is_gone(on: Any, call: str) -> None:
+def test_a_change_names_the_rank_that_is_late_also_if_another_one_is_gone(on, call):
     """The late rank has met the end of the other rank too, and so it has failed before."""
     done, failed = threading.Event(), [threading.Event() for _ in range(3)]
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 2:
             comm.abort()
             return
@@ -187,14 +182,12 @@ def test_a_change_names_the_rank_that_is_late_also_if_another_one_is_gone(on: An
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
 @pytest.mark.parametrize("call", ["shrink", "grow", "replace"])
 @pytest.mark.parametrize("lowest_is_late", [False, True])
-def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(
-    on: Any, call: str, lowest_is_late: bool
-) -> None:
+def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(on, call, lowest_is_late):
     """Rank 2 does not call; a rank that calls later does not make the others wait any longer."""
     called, done = threading.Event(), threading.Barrier(3, timeout=40)
     early, newcomers = int(lowest_is_late), () if call == "shrink" else (1,)
 
-    def body(comm: kos.Communicator) -> float:
+    def body(comm):
         comm.barrier()
         done.wait()  # over messages, a rank may still be in the barrier when another has left it
         began = time.monotonic()
@@ -213,12 +206,12 @@ def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch, lost):
     """The wait for it has no extra time; if the failure names it, half of the time is left for what follows."""
     monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 30.0)
     done, failed = threading.Barrier(3, timeout=40), threading.Barrier(2, timeout=20)
 
-    def body(comm: kos.Communicator) -> tuple[float, str]:
+    def body(comm):
         comm.barrier()
         done.wait()  # over messages, a rank may still be in the barrier when another has left it
         began, result = 0.0, ""
@@ -242,11 +235,11 @@ def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch: py
 
 
 @pytest.fixture
-def in_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], threading.Event]:
+def in_call(monkeypatch):
     """``in_call(rank, call)`` is set once that rank, a thread, waits for others in that call."""
     events, wait = defaultdict[tuple[int, str], threading.Event](threading.Event), ThreadWorld.wait
 
-    def noted(world: ThreadWorld, rank: int, seconds: float | None, waits_for: Callable[[], Any]) -> None:
+    def noted(world, rank, seconds, waits_for):
         for call, _ in waits_for():
             events[rank, call].set()
         wait(world, rank, seconds, waits_for)
@@ -255,10 +248,10 @@ def in_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], threading.E
     return lambda rank, call: events[rank, call]
 
 
-def test_shrink_leaves_out_a_missing_rank_that_the_failure_names(in_call: Any) -> None:
+def test_shrink_leaves_out_a_missing_rank_that_the_failure_names(in_call):
     done = threading.Event()
 
-    def body(comm: kos.Communicator) -> int:
+    def body(comm):
         if comm.rank == 1:
             assert done.wait(20)
             with pytest.raises(RankLost, match="shrink: rank 1 was left out: the others continued") as caught:
@@ -285,19 +278,17 @@ def wait_for_rank_1(comm: kos.Communicator) -> None:
         assert caught.value.ranks == (1,)
 
 
-def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(
-    in_call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(in_call, monkeypatch):
     """Also if another rank finds first that the time is over: here only rank 2 does, once rank 0 has called."""
 
-    def monotonic() -> float:
+    def monotonic():
         late = threading.current_thread().name == f"{RANK_THREAD}2" and in_call(0, "shrink").is_set()
         return time.monotonic() + 1000.0 * late
 
     monkeypatch.setattr("kos.comm.control.thread_rendezvous.time", SimpleNamespace(monotonic=monotonic))
     done = threading.Event()
 
-    def body(comm: kos.Communicator) -> int:
+    def body(comm):
         wait_for_rank_1(comm)
         if comm.rank == 1:
             assert done.wait(20)
@@ -309,10 +300,10 @@ def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(
     assert spawn(body, 3, timeout=20) == [2, 0, 2]
 
 
-def test_a_replacement_that_fails_leaves_no_rank_out(in_call: Any) -> None:
+def test_a_replacement_that_fails_leaves_no_rank_out(in_call):
     failed = threading.Barrier(3)
 
-    def body(comm: kos.Communicator) -> int:
+    def body(comm):
         wait_for_rank_1(comm)
         if comm.rank == 0:
             assert in_call(2, "replace").wait(20)
@@ -326,15 +317,15 @@ def test_a_replacement_that_fails_leaves_no_rank_out(in_call: Any) -> None:
     assert spawn(body, 3, timeout=20) == [3] * 3
 
 
-def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none() -> None:
+def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none():
     """A rank that ends directly after its last message does not make the split fail on the other ranks."""
 
-    def body(rendezvous: ThreadRendezvous) -> int:
+    def body(rendezvous):
         group = rendezvous.threads
         if rendezvous.rank != 0:
-            part: Any = rendezvous.split(1)
+            part = rendezvous.split(1)
             part.barrier()
-            size: int = part.size
+            size = part.size
             return size
         with group.world.lock:
             while len(rendezvous._slots.get(1, ())) < 2:  # the others wait
@@ -348,7 +339,7 @@ def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none() -> None:
 
 @pytest.mark.mpi
 @on_each_rank("ranks_of_mpi.run")
-def test_ranks_of_mpi_go_on_without_mpi(comm: kos.Communicator, /, memory: str) -> None:
+def test_ranks_of_mpi_go_on_without_mpi(comm, /, memory):
     """Also where none was lost: MPI's communicators need all ranks of the job."""
     with comm.duplicate().shrink() as rest, rest.split(0) as part:
         for group in (rest, part):
@@ -358,17 +349,17 @@ def test_ranks_of_mpi_go_on_without_mpi(comm: kos.Communicator, /, memory: str) 
     comm.barrier()
 
 
-def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_shrinks_is_not_who_failed(monkeypatch):
     """Another rank may have learned first of the one that failed, and say that it goes on without it."""
     failures = FailureLog([0, 1, 2], rank=2)
     failures.record_end(0, 3, CHANGES)
     reads = iter(range(3))
 
-    def receive() -> None:
+    def receive():
         if next(reads) == 2:
             failures.record_end(1, 0, "its connection was closed")
 
-    transport: Any = SimpleNamespace(ring=None, receive_notices=receive, failures=failures)
+    transport = SimpleNamespace(ring=None, receive_notices=receive, failures=failures)
     monkeypatch.setattr("kos.comm.host.mpi.NAMING_SECONDS", 0.0)
     assert next(MPITransport.gone(transport)) == (0, CHANGES)
     monkeypatch.setattr("kos.comm.host.mpi.NAMING_SECONDS", 1000.0)
@@ -385,7 +376,7 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(0, False, True, "all_reduce(x)", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool, call: str) -> None:
+def test_a_killed_process(tmp_path, killed, shared, named, call):
     """Also where MPI does not say what its error is, as Open MPI now and then."""
     text = f"""
 from kos.comm.host.mpi import MPITransport
@@ -431,7 +422,7 @@ with kos.init("mpi", timeout=60) as comm:
     ["os.kill(os.getpid(), 15)", "os._exit(3)", "sys.exit()",
      pytest.param("comm.close() or sys.exit()", marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_the_job_ends_after_a_rank_has(tmp_path: Path, end: str) -> None:
+def test_the_job_ends_after_a_rank_has(tmp_path, end):
     """However: survivors go on, the last of them when the others have exited.
 
     After an exit code that is not 0, Open MPI ends the others as soon as one of the survivors exits.
@@ -459,7 +450,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
-def test_a_split_group_shrinks(tmp_path: Path) -> None:
+def test_a_split_group_shrinks(tmp_path):
     """The survivors form the group: a split group has no MPI communicator that could be shrunk."""
     text = """
 with kos.init("mpi", timeout=60) as comm:
@@ -489,7 +480,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 @needs_core
 @needs_mpirun
-def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path: Path) -> None:
+def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path):
     """In Open MPI 5.0.11 a rank may crash if another one dies while a communicator is created."""
     text = """
 from mpi4py import MPI
@@ -503,7 +494,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 @needs_mpirun
 @pytest.mark.parametrize("hosts", ["one", "several"])
-def test_threads_split_their_communicators_at_a_time(tmp_path: Path, hosts: str) -> None:
+def test_threads_split_their_communicators_at_a_time(tmp_path, hosts):
     """Communicators are independent: no two groups get the same tags, or the same communicator, of MPI."""
     text = f"""
 import threading
@@ -529,7 +520,7 @@ with kos.init("mpi", timeout=20) as comm:
 
 
 @needs_mpirun
-def test_an_abort_outside_of_an_exchange_is_reported(tmp_path: Path) -> None:
+def test_an_abort_outside_of_an_exchange_is_reported(tmp_path):
     """To the ranks that wait in one, while the process of the aborted rank goes on."""
     text = f"""
 import pathlib
@@ -551,7 +542,7 @@ os._exit(0)
 
 
 @needs_mpirun
-def test_a_rank_that_died_before_init_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_died_before_init_is_named(tmp_path):
     text = f"""
 import pathlib, time
 from mpi4py import MPI
@@ -576,14 +567,14 @@ os._exit(0)
     assert len(lines) == 2 and all(map(told.match, lines)), lines
 
 
-def test_mpi_fails_for_a_rank_that_is_not_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_fails_for_a_rank_that_is_not_in_the_group(monkeypatch):
     """The error names that rank, of which the hub of the world knows."""
 
     class Failed(Exception):
-        def Get_error_string(self) -> str:
+        def Get_error_string(self):
             return "MPI_ERR_PROC_FAILED"
 
-    def create() -> None:
+    def create():
         raise Failed
 
     monkeypatch.setattr(mpi_job, "load_mpi", lambda: SimpleNamespace(Exception=Failed))

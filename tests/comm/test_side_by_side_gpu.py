@@ -3,12 +3,9 @@
 mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_side_by_side_gpu.py
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,27 +43,25 @@ def on_threads(world: kos.Communicator, bodies: list[Callable[[], None]]) -> Non
 
 
 @pytest.fixture
-def groups(world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
+def groups(world):
     """Four groups of all ranks."""
     with ExitStack() as stack:
         groups = [world.split(0, world.rank) for _ in range(4)]
         for each in groups:
             assert each is not None
             stack.callback(lambda each=each: each.close() if each.failure is None else each.abort())
-        yield groups  # type: ignore[misc]
+        yield groups
 
 
 @pytest.mark.parametrize("library", ["kos", "torch"])
 @pytest.mark.parametrize("count", [1000, 100_000, 3_000_000])
-def test_threads_with_a_group_each(
-    world: kos.Communicator, groups: list[kos.Communicator], library: str, count: int
-) -> None:
+def test_threads_with_a_group_each(world, groups, library, count):
     """Each thread uses its own stream, in any order.  There are four threads, two of them with large sums."""
     torch = pytest.importorskip("torch") if library == "torch" else None
     several = groups if count <= 100_000 else groups[:2]
     expected = world.size * (world.size + 1) / 2
 
-    def body(group: kos.Communicator) -> None:
+    def body(group):
         if torch is not None:
             torch.cuda.set_device(world.device)
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -85,14 +80,14 @@ def test_threads_with_a_group_each(
     on_threads(world, [lambda group=each: body(group) for each in several])
 
 
-def test_every_operation_of_two_groups(world: kos.Communicator, groups: list[kos.Communicator]) -> None:
+def test_every_operation_of_two_groups(world, groups):
     """Small calls of all kinds, each group on its thread and stream."""
     size = world.size
 
-    def body(group: kos.Communicator) -> None:
+    def body(group):
         stream = cuda.create_stream(world.device)
 
-        def array(values: Any) -> Array:
+        def array(values):
             return Array.from_numpy(np.asarray(values, np.float32), world.device, stream=stream)
 
         for _ in range(ROUNDS):
@@ -112,10 +107,10 @@ def test_every_operation_of_two_groups(world: kos.Communicator, groups: list[kos
     on_threads(world, [lambda group=each: body(group) for each in groups[:2]])
 
 
-def test_first_calls_of_different_kernels(world: kos.Communicator, groups: list[kos.Communicator]) -> None:
+def test_first_calls_of_different_kernels(world, groups):
     """CUDA loads a kernel only when running kernels have ended, which may wait for a rank that loads one too."""
 
-    def body(group: kos.Communicator, dtype: Any, op: kos.ReduceOp) -> None:
+    def body(group, dtype, op):
         stream = cuda.create_stream(world.device)
         x = Array.from_numpy(np.full(1000, world.rank + 1, dtype), world.device, stream=stream)
         group.all_reduce(x, op, stream=stream)
@@ -127,27 +122,27 @@ def test_first_calls_of_different_kernels(world: kos.Communicator, groups: list[
     on_threads(world, [lambda each=each, kind=kind: body(each, *kind) for each, kind in several])
 
 
-def test_a_cycle_of_communicators_is_named(mpi_world: kos.Communicator, world: kos.Communicator) -> None:
+def test_a_cycle_of_communicators_is_named(mpi_world, world):
     """Kernels that do not fit run one after another; ranks that start them in different orders wait in a cycle."""
     if world.backend_name != "peer":
         pytest.skip("kernels of peer alone are ordered")
     groups = [world.split(0, world.rank) for _ in range(2)]
     for each in groups:
         assert each is not None
-        each.backend.routes[0]._engine.multiprocessors = 0  # type: ignore[attr-defined]
+        each.backend.routes[0]._engine.multiprocessors = 0
         each.timeout = 3.0
     stream = [cuda.create_stream(world.device) for _ in groups]
     x = [Array.from_numpy(np.ones(1000, np.float32), world.device, stream=each) for each in stream]
     for group, each, on in zip(groups, x, stream, strict=True):  # ranks meet at the first call
-        group.all_reduce(each, stream=on)  # type: ignore[union-attr]
-        group.synchronize()  # type: ignore[union-attr]
+        group.all_reduce(each, stream=on)
+        group.synchronize()
     mpi_world.barrier()
     texts = []
     for index in (0, 1) if world.rank % 2 == 0 else (1, 0):
-        groups[index].all_reduce(x[index], stream=stream[index])  # type: ignore[union-attr]
+        groups[index].all_reduce(x[index], stream=stream[index])
     for index in (0, 1):
         try:
-            groups[index].synchronize(20.0)  # type: ignore[union-attr]
+            groups[index].synchronize(20.0)
         except KosError as error:
             texts.append(str(error))
     # When the first kernel ends at its timeout, the other rank may still finish both of its calls.
@@ -155,4 +150,4 @@ def test_a_cycle_of_communicators_is_named(mpi_world: kos.Communicator, world: k
     assert any("wait for one another" in text for text in texts), texts
     assert any("other communicators of this GPU" in text for text in texts), texts
     for each in groups:
-        each.abort()  # type: ignore[union-attr]
+        each.abort()

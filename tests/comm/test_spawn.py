@@ -1,14 +1,11 @@
 """What ``kos.testing.spawn`` finds: deadlocks, arrays written in flight, messages that nobody received."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +27,7 @@ def ring(comm: kos.Communicator) -> None:
     assert (got == (comm.rank - 1) % comm.size).all()
 
 
-def test_sends_before_receives_are_a_cycle() -> None:
+def test_sends_before_receives_are_a_cycle():
     began = time.monotonic()
     with pytest.raises(Deadlock) as caught:
         spawn(ring, 3, LONG)
@@ -43,17 +40,17 @@ def test_sends_before_receives_are_a_cycle() -> None:
 
 
 @pytest.mark.parametrize("buffer_bytes", [24, float("inf")])
-def test_sends_that_are_buffered(buffer_bytes: float) -> None:
+def test_sends_that_are_buffered(buffer_bytes):
     spawn(ring, 3, 60, buffer_bytes=buffer_bytes)
     if buffer_bytes == 24:
         with pytest.raises(Deadlock):
             spawn(ring, 3, LONG, buffer_bytes=23)
 
 
-def test_a_send_is_done_when_its_array_may_change() -> None:
+def test_a_send_is_done_when_its_array_may_change():
     """And not while the receiver copies it."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         for number in range(16):
             x = np.full(1 << 22, float(number), np.float32)
             if comm.rank == 0:
@@ -71,7 +68,7 @@ def test_a_send_is_done_when_its_array_may_change() -> None:
 
 
 @on_each_rank(spawn, 2, 60)
-def test_sends_of_a_batch_and_send_recv_wait_for_nobody(comm: kos.Communicator, /) -> None:
+def test_sends_of_a_batch_and_send_recv_wait_for_nobody(comm, /):
     x, y, z, other = np.full(4, float(comm.rank)), np.empty(4), np.empty(4), 1 - comm.rank
     comm.send_recv(x, y, other, other)
     with comm.batch():
@@ -110,7 +107,7 @@ CYCLE = "the cycle: rank . -> rank . -> rank ."
         ("a rank that has ended", 3, "rank 2 has ended: its function returned"),
     ],
 )
-def test_other_deadlocks(name: str, size: int, message: str) -> None:
+def test_other_deadlocks(name, size, message):
     with pytest.raises(Deadlock, match=message):
         spawn(lambda comm: waits(comm, name), size, LONG)
 
@@ -141,12 +138,12 @@ def later(comm: kos.Communicator, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["sleep", "thread", "timer", "timeout"])
-def test_who_may_yet_go_on_is_in_no_deadlock(how: str) -> None:
+def test_who_may_yet_go_on_is_in_no_deadlock(how):
     spawn(lambda comm: later(comm, how), 2, 60)
 
 
 @on_each_rank(spawn, 7, 120)
-def test_many_ranks_and_many_operations_are_in_no_deadlock(comm: kos.Communicator, /) -> None:
+def test_many_ranks_and_many_operations_are_in_no_deadlock(comm, /):
     """Whatever order threads run in."""
     for turn in range(30):
         part = comm.split(comm.rank % 2)
@@ -157,13 +154,13 @@ def test_many_ranks_and_many_operations_are_in_no_deadlock(comm: kos.Communicato
         comm.send_recv(np.ones(2), np.empty(2), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, turn)
 
 
-def test_a_deadlock_that_nobody_looks_for_ends_by_its_timeout() -> None:
+def test_a_deadlock_that_nobody_looks_for_ends_by_its_timeout():
     with pytest.raises(CollectiveTimeout, match="not complete after 0.3 s") as caught:
         spawn(ring, 2, 0.3, check_deadlock=False)
     assert not isinstance(caught.value, Deadlock)
 
 
-def test_messages_name_few_of_many_ranks() -> None:
+def test_messages_name_few_of_many_ranks():
     with pytest.raises(Deadlock) as caught:
         spawn(ring, 64, LONG)
     assert str(caught.value).count("waits for") == 16
@@ -186,8 +183,8 @@ def in_flight(comm: kos.Communicator, write: Callable[[np.ndarray, np.ndarray], 
 @pytest.mark.parametrize(
     ("name", "result"), [("all_reduce", False), ("send", False), ("send_recv", False), ("send_recv", True)]
 )
-def test_arrays_that_are_written_in_flight(name: str, result: bool) -> None:
-    def write(x: np.ndarray, out: np.ndarray) -> None:
+def test_arrays_that_are_written_in_flight(name, result):
+    def write(x, out):
         (out if result else x)[7] = 3
 
     with pytest.raises(CollectiveError, match=f"{name} #0 .*: rank 1 wrote to its array while the operation was in"):
@@ -197,8 +194,8 @@ def test_arrays_that_are_written_in_flight(name: str, result: bool) -> None:
         spawn(lambda comm: in_flight(comm, write, name), 2, 60, check_arrays=False)
 
 
-def test_a_root_that_may_only_read() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_root_that_may_only_read():
+    def body(comm):
         x = np.full(3, float(comm.rank))
         x.flags.writeable = comm.rank != 1
         assert (comm.broadcast(x, 1, async_op=True).wait() == 1).all()
@@ -206,8 +203,8 @@ def test_a_root_that_may_only_read() -> None:
     spawn(body, 2)
 
 
-def test_two_operations_in_flight_on_one_array() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_two_operations_in_flight_on_one_array():
+    def body(comm):
         x = np.ones(4)
         works = [comm.all_reduce(x, async_op=True) for _ in range(2)]
         for work in works:
@@ -217,8 +214,8 @@ def test_two_operations_in_flight_on_one_array() -> None:
         spawn(body, 2, 60)
 
 
-def test_messages_that_nobody_received() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_messages_that_nobody_received():
+    def body(comm):
         part = comm.split(0)
         if comm.rank == 0:
             comm.send(np.ones(3, np.float32), 1, 5)
@@ -234,13 +231,13 @@ def test_messages_that_nobody_received() -> None:
         spawn(lambda comm: comm.rank or comm.send(np.ones(3), 1), 2, 60)
 
 
-def test_init_in_the_thread_of_a_rank_is_no_group_of_one() -> None:
+def test_init_in_the_thread_of_a_rank_is_no_group_of_one():
     with pytest.raises(InvalidArgument, match=r"init: expected the function to use the comm .*, got kos.init\(\)"):
         spawn(lambda comm: kos.init().size, 2)
 
 
 @pytest.mark.parametrize("debug", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_pytest_shows_the_frames_of_the_program(tmp_path: Path, debug: str) -> None:
+def test_pytest_shows_the_frames_of_the_program(tmp_path, debug):
     file = tmp_path / "test_mine.py"
     file.write_text(
         "def test_mine(spawn_ranks):\n    spawn_ranks(lambda comm: comm.barrier() if comm.rank else None)\n"
@@ -252,15 +249,15 @@ def test_pytest_shows_the_frames_of_the_program(tmp_path: Path, debug: str) -> N
     assert ("communicator.py" in done.stdout or "collectives.py" in done.stdout) == (debug == "1"), done.stdout
 
 
-def test_a_wrong_size_of_the_buffer() -> None:
+def test_a_wrong_size_of_the_buffer():
     for wrong in (-1, "1", None, float("nan")):
         with pytest.raises(InvalidArgument, match="buffer_bytes: expected a number of bytes from 0 on, got"):
             spawn(ring, 2, buffer_bytes=wrong)
 
 
 @pytest.mark.parametrize("how", ["alone", "batch", "persistent", "message", "group"])
-def test_a_work_that_is_never_waited_for(how: str) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_work_that_is_never_waited_for(how):
+    def body(comm):
         x = np.ones(2)
         if how == "batch":
             with comm.batch(async_op=True):
@@ -280,7 +277,7 @@ def test_a_work_that_is_never_waited_for(how: str) -> None:
 
 
 @on_each_rank(spawn, 2)
-def test_works_that_are_waited_for(comm: kos.Communicator, /) -> None:
+def test_works_that_are_waited_for(comm, /):
     """By each call that raises the errors of an operation."""
     x = np.ones(2)
     comm.all_reduce(x, async_op=True).wait()

@@ -1,12 +1,9 @@
 """Ranks that a signal has stopped: a call with a long timeout of its own waits for them no longer than other calls."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,7 +61,7 @@ def check(output: str, way: str, stopped: int, errors: str = "") -> None:
 
 @needs_core
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
-def test_a_stopped_rank_on_tcp(way: str, stopped: int) -> None:
+def test_a_stopped_rank_on_tcp(way, stopped):
     began = time.monotonic()
     results = run_processes(STOPS.format(backend="tcp", way=way, stopped=stopped, timeout=50), 3)
     check("".join(output for _, output in results), way, stopped)
@@ -72,7 +69,7 @@ def test_a_stopped_rank_on_tcp(way: str, stopped: int) -> None:
 
 
 @needs_core
-def test_a_stopped_hub_is_not_awaited_longer_than_another_rank() -> None:
+def test_a_stopped_hub_is_not_awaited_longer_than_another_rank():
     """A rank knows that the process of its hub is stopped: it does not wait for the hub's report of late ranks."""
     results = run_processes(STOPS.format(backend="tcp", way="rendezvous", stopped=0, timeout=1), 3)
     output = "".join(output for _, output in results)
@@ -84,7 +81,7 @@ def test_a_stopped_hub_is_not_awaited_longer_than_another_rank() -> None:
 @needs_core
 @needs_mpirun
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
-def test_a_stopped_rank_on_mpi(tmp_path: Path, way: str, stopped: int) -> None:
+def test_a_stopped_rank_on_mpi(tmp_path, way, stopped):
     path, began = tmp_path / "program.py", time.monotonic()
     path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped, timeout=50))
     environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
@@ -93,10 +90,10 @@ def test_a_stopped_rank_on_mpi(tmp_path: Path, way: str, stopped: int) -> None:
     assert time.monotonic() - began < 40
 
 
-def test_a_stopped_rank_in_an_exchange_that_mpi_carries() -> None:
+def test_a_stopped_rank_in_an_exchange_that_mpi_carries():
     """Where hosts have no hub: each wait looks for as long as it lasts."""
     rendezvous = ThreadRendezvous(ThreadGroup(2), 0, 50.0)
-    status: Any = rendezvous.failures.status
+    status = rendezvous.failures.status
     rendezvous.usual, status.halted = 0.3, lambda rank: rank == 1
     look = look_for_lost(rendezvous)
     look()
@@ -121,7 +118,7 @@ os._exit(0)
 """
 
 
-def test_ranks_without_shared_memory_are_asked_for_whom_they_wait() -> None:
+def test_ranks_without_shared_memory_are_asked_for_whom_they_wait():
     """All survivors name the stopped rank, although most wait for one another."""
     port = free_port()
     ranks = [

@@ -4,8 +4,6 @@ A stand-in for the driver knows of each stream what its work comes after, refuse
 where a stream is asked anything that is gone.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -141,7 +139,7 @@ Body = Callable[[kos.Communicator, Device, Call], None]
 
 
 @pytest.fixture(params=["nccl", "peer", "auto"])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Body], None]]:
+def run(request, monkeypatch):
     device = Device()
     launching_alone(monkeypatch)
     if request.param == "peer":
@@ -212,10 +210,10 @@ def named(stream: Stream, given: str) -> Any:
 
 @KINDS
 @on_each_rank("run")
-def test_a_stream_may_end_after_a_call(comm: kos.Communicator, device: Device, call: Call, /, given: str) -> None:
+def test_a_stream_may_end_after_a_call(comm, device, call, /, given):
     """A stream object is kept alive; a bare handle is not used again.  Later calls still follow the call."""
 
-    def on_a_new_one(handle: int) -> None:
+    def on_a_new_one(handle):
         stream = Stream(device, handle)
         call(named(stream, given))
 
@@ -235,7 +233,7 @@ def test_a_stream_may_end_after_a_call(comm: kos.Communicator, device: Device, c
 
 
 @on_each_rank("run")
-def test_a_persistent_call_completes_after_its_stream(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_a_persistent_call_completes_after_its_stream(comm, device, call, /):
     stream = Stream(device, 1000)
     persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
     work = persistent.start()
@@ -246,7 +244,7 @@ def test_a_persistent_call_completes_after_its_stream(comm: kos.Communicator, de
 
 
 @on_each_rank("run")
-def test_few_of_many_streams_are_kept(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_few_of_many_streams_are_kept(comm, device, call, /):
     for turn in range(100):
         call(Stream(device, 1000 + turn))
     gc.collect()
@@ -259,9 +257,7 @@ def test_few_of_many_streams_are_kept(comm: kos.Communicator, device: Device, ca
 
 @KINDS
 @on_each_rank("run")
-def test_eager_calls_follow_each_other_across_a_capture(
-    comm: kos.Communicator, device: Device, call: Call, /, given: str
-) -> None:
+def test_eager_calls_follow_each_other_across_a_capture(comm, device, call, /, given):
     first, second, third = (Stream(device, 1000 + k) for k in range(3))
     call(named(first, given))
     with device.capturing(second.handle):
@@ -277,9 +273,7 @@ def test_eager_calls_follow_each_other_across_a_capture(
 
 @KINDS
 @on_each_rank("run")
-def test_calls_of_one_capture_follow_each_other(
-    comm: kos.Communicator, device: Device, call: Call, /, given: str
-) -> None:
+def test_calls_of_one_capture_follow_each_other(comm, device, call, /, given):
     """On streams that have joined it; also after eager calls on the first of them."""
     first, second = (Stream(device, 1000 + k) for k in range(2))
     for _ in range(3):
@@ -296,7 +290,7 @@ def test_calls_of_one_capture_follow_each_other(
 
 
 @on_each_rank("run")
-def test_overlapping_calls_are_captured(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_overlapping_calls_are_captured(comm, device, call, /):
     stream, other = Stream(device, 1000), Stream(device, 1001)
     x = Array.zeros(40, np.float16, 0)
     call(stream)
@@ -310,7 +304,7 @@ def test_overlapping_calls_are_captured(comm: kos.Communicator, device: Device, 
 
 
 @on_each_rank("run")
-def test_batches_and_overlapping_calls_keep_their_order(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_batches_and_overlapping_calls_keep_their_order(comm, device, call, /):
     """The backends of ``auto`` do not share the GPU at a time: ranks might begin with different ones."""
     several = [Stream(device, 1000 + k) for k in range(4)]
     arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
@@ -326,9 +320,7 @@ def test_batches_and_overlapping_calls_keep_their_order(comm: kos.Communicator, 
 
 @KINDS
 @on_each_rank("run")
-def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(
-    comm: kos.Communicator, device: Device, call: Call, /, given: str
-) -> None:
+def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, call, /, given):
     """Two kernels of ``peer`` at once could each hold a part of the GPU, and different parts on different ranks."""
     if comm.backend_name != "peer":
         return
@@ -347,7 +339,7 @@ def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(
     other.close()
 
 
-def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch):
     """Four of 32 blocks each fit on 132 multiprocessors; the fifth follows all four, and the first then follows it."""
     device, launched = Device(), []
     launching_alone(monkeypatch)
@@ -360,13 +352,13 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.
         comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
         many = [Stream(device, 1000 + k) for k in range(5)]
         device.busy.update(each.handle for each in many)
-        follows: list[tuple[int, int]] = []
+        follows = []
         monkeypatch.setattr(
             "kos.comm.gpu.order.Streams.follow", lambda self, stream, before, capture: follows.append((stream, before))
         )
         table = Launches(((None, KernelConfig("one_shot", 32)),), ((None, KernelConfig("one_shot", 32)),))
         for comm in comms:
-            comm.backend.routes[0].use(table)  # type: ignore[attr-defined]
+            comm.backend.routes[0].use(table)
         for turn in range(3):
             for comm, stream in zip(comms[:4], many, strict=False):
                 reduce(comm, stream, 200_000)
@@ -383,7 +375,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.
             comm.close()
 
 
-def test_a_serial_party_follows_its_own_work(fake_device: Device, follows: list[tuple[int, int]]) -> None:
+def test_a_serial_party_follows_its_own_work(fake_device, follows):
     """Its kernels share memory.  What came in between may be on several streams, which are not ordered.
 
     NCCL orders its kernels on several streams, but a call may queue none on its stream.
@@ -397,7 +389,7 @@ def test_a_serial_party_follows_its_own_work(fake_device: Device, follows: list[
     assert follows == [(1001, 1000), (1002, 1000), (1003, 1001), (1003, 1002), (1003, 1000)]
 
 
-def test_communicators_are_ordered_on_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_are_ordered_on_their_gpu(monkeypatch):
     """Another one may be on the legacy stream, which is that of the current device of the thread."""
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
@@ -405,7 +397,7 @@ def test_communicators_are_ordered_on_their_gpu(monkeypatch: pytest.MonkeyPatch)
     depths = list[int]()
 
     @contextmanager
-    def on_device(index: int) -> Iterator[None]:
+    def on_device(index):
         inside.append(index)
         yield
         inside.pop()
@@ -424,7 +416,7 @@ def test_communicators_are_ordered_on_their_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def fake_device(monkeypatch):
     with no_gpu(monkeypatch):
         device = Device()
         device.install(driver.cu)
@@ -433,14 +425,14 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 @pytest.fixture
-def follows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def follows(monkeypatch):
     """The streams that were made to follow another, each with that other."""
-    pairs: list[tuple[int, int]] = []
+    pairs = []
     monkeypatch.setattr(Streams, "follow", lambda self, stream, before, capture: pairs.append((stream, before)))
     return pairs
 
 
-def test_an_idle_communicator_occupies_no_blocks(fake_device: Device, follows: list[tuple[int, int]]) -> None:
+def test_an_idle_communicator_occupies_no_blocks(fake_device, follows):
     """The second and third do not follow the first, whose kernels have ended."""
     kernels, device = ConcurrentKernels(), fake_device
     members = [SimpleMember(Stream(device, 1000 + k)) for k in range(3)]
@@ -463,7 +455,7 @@ def test_an_idle_communicator_occupies_no_blocks(fake_device: Device, follows: l
     assert members[0].exclusive
 
 
-def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device: Device, follows: list[tuple[int, int]]) -> None:
+def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device, follows):
     """Its stream is idle still, in another thread."""
     kernels = ConcurrentKernels()
     first, second = (SimpleMember(Stream(fake_device, 1000 + k)) for k in range(2))
@@ -472,7 +464,7 @@ def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device: Device, fo
     assert follows == [(1001, 1000)]
 
 
-def test_a_stream_that_may_be_gone_is_not_asked_whether_it_is_captured(fake_device: Device) -> None:
+def test_a_stream_that_may_be_gone_is_not_asked_whether_it_is_captured(fake_device):
     """The program gave its handle alone."""
     kernels, member = ConcurrentKernels(), SimpleMember(Stream(fake_device, 1000))
     member.streams.hold(1000, 1000)
@@ -501,10 +493,10 @@ class SimpleMember:
 
 
 @pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
-def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int]) -> None:
+def test_a_wait_compares_the_calls_of_all_parts(monkeypatch, counts):
     """Whichever backend of ``auto`` carried them."""
 
-    def body(comm: kos.Communicator, log: Any) -> None:
+    def body(comm, log):
         for count in counts:  # NCCL connects
             comm.all_reduce(Array.zeros(count, np.float16, 0))
         comm.all_reduce(Array.zeros(counts[comm.rank], np.float16, 0))
@@ -518,7 +510,7 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch,
 
 
 @on_each_rank("run")
-def test_a_call_that_would_wait_for_a_capture_is_refused(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_a_call_that_would_wait_for_a_capture_is_refused(comm, device, call, /):
     """A call after another one whose stream is being captured: neither can wait for the other."""
     if comm.backend_name == "nccl":
         return  # which orders its own
@@ -542,7 +534,7 @@ def in_batch(comm: kos.Communicator, x: Any, stream: Stream) -> None:
         comm.all_reduce(x, stream=stream)
 
 
-def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch):
     """Where several communicators use a GPU, each launch of ``peer`` is ordered among those of the others."""
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
@@ -550,7 +542,7 @@ def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch
     class Broken(PeerBackend):
         name = "z"
 
-        def open(self, backend: Any) -> None:
+        def open(self, backend):
             raise MemoryError("all is used")
 
     launching_alone(monkeypatch)
@@ -566,9 +558,7 @@ def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch
 
 
 @on_each_rank("run")
-def test_a_stream_that_its_owner_closed(
-    comm: kos.Communicator, device: Device, call: Call, /, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_its_owner_closed(comm, device, call, /, monkeypatch):
     stream = Stream(device, 1000)
     call(stream)
     device.alive.discard(stream.handle)

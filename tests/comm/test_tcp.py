@@ -1,7 +1,5 @@
 """What protects a job on a network: the handshake, the messages' proofs and bounds, strangers, the secret."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -10,13 +8,11 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kos.comm.control import wire as tcp
-from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Connection, HandshakeError, Network, drive
 from kos.errors import RankLost, RendezvousError
@@ -51,12 +47,12 @@ def strangers(port: int) -> Iterator[None]:
         yield
 
 
-def test_strangers_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_disturb_nobody(monkeypatch):
     """Least of all would the ranks wait for them, who take for ever."""
     monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 1e6)
     port = free_port()
 
-    def others() -> Any:
+    def others():
         with strangers(port):
             return errors_of(30, *[environment(rank, 3, port) for rank in (1, 2)])
 
@@ -64,7 +60,7 @@ def test_strangers_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reason", ["too slow", "too many", "too many for its files"])
-def test_unauthenticated_callers_are_rejected(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_callers_are_rejected(reason, monkeypatch):
     """Who proves nothing is sent away after a while; of too many, the oldest go at once."""
     calls, dismissed = (2, 2) if reason == "too slow" else (5, 2)
     monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1 if reason == "too slow" else 60.0)
@@ -76,7 +72,7 @@ def test_unauthenticated_callers_are_rejected(reason: str, monkeypatch: pytest.M
     listener = network.listen()
     address = listener.getsockname()
 
-    def callers() -> None:
+    def callers():
         socks = [socket.create_connection(address, timeout=30) for _ in range(calls)]
         try:
             for sock in socks:
@@ -89,7 +85,7 @@ def test_unauthenticated_callers_are_rejected(reason: str, monkeypatch: pytest.M
             for sock in socks:
                 sock.close()
 
-    def door() -> list[int]:
+    def door():
         return list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon())[0])
 
     assert run_threads(door, callers) == [[1], None]
@@ -123,9 +119,7 @@ def shake_hands(caller: socket.socket, answerer: socket.socket) -> tuple[Any, An
             answerer.close()
             raise
 
-    called, answered = run_threads(
-        lambda: authenticate(caller), answer
-    )
+    called, answered = run_threads(lambda: authenticate(caller), answer)
     return called, answered
 
 
@@ -135,7 +129,7 @@ def say(sender: Connection, receiver: Connection, message: bytes) -> bytes:
     return drive(receiver.receive(), receiver.sock, soon())
 
 
-def test_messages_go_both_ways() -> None:
+def test_messages_go_both_ways():
     ours, (rank, size, theirs) = shake_hands(*tcp_pair())
     assert (rank, size) == (5, 9)
     for message in (b"", b"a", os.urandom(10_000)):
@@ -158,7 +152,7 @@ class Wire:
         return count
 
 
-def test_a_recorded_handshake_is_refused() -> None:
+def test_a_recorded_handshake_is_refused():
     caller, answerer = tcp_pair()
     wire = Wire(caller)
     called, answered = shake_hands(wire, answerer)
@@ -170,7 +164,7 @@ def test_a_recorded_handshake_is_refused() -> None:
         drive(tcp.answer(answerer, b"key"), answerer, soon())
 
 
-def test_a_listener_without_the_secret_is_refused() -> None:
+def test_a_listener_without_the_secret_is_refused():
     """Even one that passes on what it gets: it cannot answer."""
     caller, answerer = tcp_pair()
     answerer.send(b"kos/tcp4" + bytes(4) + os.urandom(32) + os.urandom(32))
@@ -179,11 +173,11 @@ def test_a_listener_without_the_secret_is_refused() -> None:
 
 
 @pytest.mark.parametrize("byte", range(0, HELLO, 7))
-def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
+def test_a_hello_that_was_changed_on_the_way_is_refused(byte):
     caller, answerer = tcp_pair()
 
     class Changing(Wire):
-        def send(self, data: Any) -> int:
+        def send(self, data):
             changed = bytearray(data)
             changed[byte] ^= 1
             return self.sock.send(changed)
@@ -193,7 +187,7 @@ def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
     assert isinstance(called, HandshakeError | OSError), called
 
 
-def test_nobody_learns_a_proof_by_calling() -> None:
+def test_nobody_learns_a_proof_by_calling():
     caller, answerer = tcp_pair()
     caller.send(b"kos/tcp4" + bytes(HELLO - 8))
     with pytest.raises(HandshakeError):
@@ -202,12 +196,12 @@ def test_nobody_learns_a_proof_by_calling() -> None:
     assert caller.recv(1000)[GREETING:] == bytes(32)
 
 
-def test_a_call_that_is_reset_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_reset_at_once(monkeypatch):
     """By the system of a rank that goes as it is called: a ConnectionError, from which ``shrink`` goes on."""
     create = socket.create_connection
     with socket.create_server(("127.0.0.1", 0)) as door:
 
-        def reset(*arguments: Any, **more: Any) -> socket.socket:
+        def reset(*arguments, **more):
             sock = create(*arguments, **more)
             with door.accept()[0] as called:
                 called.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -218,7 +212,7 @@ def test_a_call_that_is_reset_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             tcp.connect(*door.getsockname(), soon())
 
 
-def test_a_socket_that_called_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_called_itself(monkeypatch):
     """Where no process listens, the kernel may give a caller the very port that it calls."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
@@ -233,7 +227,7 @@ def test_a_socket_that_called_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("what", ["again", "changed", "swapped", "from the other side", "longer"])
-def test_messages_that_were_tampered_with(what: str) -> None:
+def test_messages_that_were_tampered_with(what):
     caller, answerer = tcp_pair()
     wire = Wire(caller)
     ours, (_, _, theirs) = shake_hands(wire, answerer)
@@ -265,7 +259,7 @@ def test_messages_that_were_tampered_with(what: str) -> None:
         drive(theirs.receive(), answerer, soon())
 
 
-def test_a_message_of_another_epoch_is_dropped() -> None:
+def test_a_message_of_another_epoch_is_dropped():
     """One that was sent before the membership changed, or after it."""
     ours, (_, _, theirs) = shake_hands(*tcp_pair())
     for epoch in (1, 0, 2, 1):
@@ -278,24 +272,24 @@ def test_a_message_of_another_epoch_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("mine", "its"), [(0, 1), (2, 1)])
-def test_a_caller_of_another_epoch_is_refused(mine: int, its: int) -> None:
+def test_a_caller_of_another_epoch_is_refused(mine, its):
     network = Network(b"s", "127.0.0.1", "", loopback=True, epoch=mine)
     listener = network.listen()
     port = listener.getsockname()[1]
 
-    def call() -> str:
+    def call():
         with pytest.raises(HandshakeError) as caught:
             network.call("127.0.0.1", port, b"purpose", 1, 2, soon())
         replace(network, epoch=its).call("127.0.0.1", port, b"purpose", 1, 2, soon()).close()
         return str(caught.value)
 
-    def door() -> list[int]:
+    def door():
         return list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon(), epoch=its)[0])
 
     assert run_threads(door, call) == [[1], f"expected epoch {mine} of the membership, got {its}"]
 
 
-def test_a_header_of_too_many_bytes_is_refused_before_anything_is_allocated() -> None:
+def test_a_header_of_too_many_bytes_is_refused_before_anything_is_allocated():
     ours, (_, _, theirs) = shake_hands(*tcp_pair())
     ours.sock.send(struct.pack("!II", tcp.MAX_MESSAGE + 1, 0) + bytes(32))
     message = f"message: expected at most {tcp.MAX_MESSAGE} bytes, got a header of {tcp.MAX_MESSAGE + 1}"
@@ -305,8 +299,8 @@ def test_a_header_of_too_many_bytes_is_refused_before_anything_is_allocated() ->
         ours.post(bytes(tcp.MAX_MESSAGE + 1))
 
 
-def test_a_rank_that_breaks_the_protocol_is_named() -> None:
-    def body(rendezvous: TCPRendezvous) -> None:
+def test_a_rank_that_breaks_the_protocol_is_named():
+    def body(rendezvous):
         rendezvous.barrier()
         if rendezvous.rank == 1:
             rendezvous._connection.sock.send(struct.pack("!II", 0xFFFFFFFF, 0) + bytes(32))
@@ -320,7 +314,7 @@ def test_a_rank_that_breaks_the_protocol_is_named() -> None:
 # The secret.
 
 
-def test_the_users_own_secret(tmp_path: Path) -> None:
+def test_the_users_own_secret(tmp_path):
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute"}
     secrets = run_threads(*[lambda: load_secret(home)] * 16)
     assert len(set(secrets)) == 1 and len(secrets[0]) == 64
@@ -336,7 +330,7 @@ def test_the_users_own_secret(tmp_path: Path) -> None:
         load_secret(home)
 
 
-def test_secrets_that_are_given(tmp_path: Path) -> None:
+def test_secrets_that_are_given(tmp_path):
     assert load_secret({"HOME": str(tmp_path), "KOS_SECRET": "x"}) == b"x"
     assert load_secret({"HOME": str(tmp_path), "KOS_SECRET": "\udcff"}) == b"\xff"  # as os.environ has such a byte
     with pytest.raises(RendezvousError, match="KOS_SECRET: expected a secret, got an empty one"):

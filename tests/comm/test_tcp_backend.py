@@ -1,7 +1,5 @@
 """The tcp backend: conformance with and without shared memory, failures of some of several collectives."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -31,12 +29,12 @@ LONG = 3 * backend.EAGER_BYTES  # bytes
 
 
 @pytest.fixture
-def ranks(memory: str) -> TCPRanks:
+def ranks(memory):
     return TCPRanks(3)
 
 
 @pytest.fixture(autouse=True)
-def _apart(request: pytest.FixtureRequest) -> None:
+def _apart(request):
     """Ranks share a host, and use the network all the same unless the test asks for both."""
     if "memory" not in request.fixturenames:
         request.getfixturevalue("apart")
@@ -51,7 +49,7 @@ def _apart(request: pytest.FixtureRequest) -> None:
     ],
     indirect=["memory"],
 )
-def test_all_reduce_by_algorithm(ranks: TCPRanks, seed: int, algorithm: str, dtype: Any) -> None:
+def test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype):
     conformance.test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype)
 
 
@@ -67,12 +65,12 @@ PAIRS = [  # each operation with a dtype of each size, each of both on sockets a
 
 
 @pytest.mark.parametrize(("memory", "name", "dtype"), PAIRS, indirect=["memory"])
-def test_moving(ranks: TCPRanks, seed: int, name: str, dtype: Any) -> None:
+def test_moving(ranks, seed, name, dtype):
     getattr(conformance, f"test_{name}")(ranks, seed, dtype)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_reduce(ranks: TCPRanks, seed: int, memory: str, dtype: Any) -> None:
+def test_reduce(ranks, seed, memory, dtype):
     """Each dtype in both orders of addition, each on one of both memories."""
     fixed = ALL_DTYPES.index(dtype) % 2 == (memory == "shared")
     conformance.test_reduce(ranks, seed, dtype, fixed)
@@ -87,23 +85,23 @@ WITH_MEMORY = ("views_put_and_get",)  # what ranks of several hosts cannot do
     ids=str,
     indirect=["memory"],
 )
-def test_promise(ranks: TCPRanks, case: Any) -> None:
+def test_promise(ranks, case):
     ranks.run(case.call)
 
 
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
-def test_explain_says_what_is_shared(ranks: TCPRanks) -> None:
+def test_explain_says_what_is_shared(ranks):
     for text in ranks.run(lambda comm: comm.explain()):
         assert "shared memory  in use  3 ranks of this host share" in text
         assert re.search(r"tcp +in use +sockets between the ranks\n", text)  # so many as are left after shrink()
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-def test_a_failure_of_a_later_collective_leaves_the_earlier_alone(in_flight: bool) -> None:
+def test_a_failure_of_a_later_collective_leaves_the_earlier_alone(in_flight):
     """A rank that gives the later one up and closes has done its part of the earlier, whoever else has not."""
     gone = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 3:
             assert gone.wait(TIMEOUT)
         early = comm.gather(np.array([comm.rank]), root=1, async_op=True)
@@ -120,11 +118,11 @@ def test_a_failure_of_a_later_collective_leaves_the_earlier_alone(in_flight: boo
     TCPRanks(4).run(body)
 
 
-def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all() -> None:
+def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all():
     """A later one had failed; who waits for the lost rank itself reports it to those that wait for others."""
     launched, failed, reported = threading.Barrier(4), threading.Barrier(4), threading.Barrier(3)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 3:
             launched.wait(TIMEOUT), failed.wait(TIMEOUT)
             comm.abort(reason="it is lost")
@@ -144,7 +142,7 @@ def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all() -> None:
 
 
 @on_each_rank(TCPRanks(2).run)
-def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm: kos.Communicator, /) -> None:
+def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm, /):
     """A root does not wait for those whom it sends to: two roots are done before either knows of the other."""
     comm.barrier()
     x = np.full(3, comm.rank + 1.0)
@@ -154,24 +152,24 @@ def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm: kos.Communic
         comm.close()
 
 
-def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch):
     """Another thread of the program may advance the operations, and change the messages that are looked through."""
     held, asked = list[bool](), threading.Event()
 
-    def is_free(lock: Any) -> bool:
+    def is_free(lock):
         """Whether another thread could take the lock now."""
         if free := lock.acquire(blocking=False):
             lock.release()
         return bool(free)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank:
             assert asked.wait(TIMEOUT)
             comm.send(np.ones(3), 0)
             return
-        backend: Any = comm.backend
+        backend = comm.backend
 
-        def late(call: Any) -> Late:
+        def late(call):
             [free] = run_threads(partial(is_free, backend.engine.lock))
             held.append(free is False)
             if len(held) == 3:
@@ -186,11 +184,11 @@ def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_rank_that_is_done_and_closes_names_its_last_call(count: int) -> None:
+def test_a_rank_that_is_done_and_closes_names_its_last_call(count):
     """The root of a broadcast waits for no one, nor does a rank whose array is empty."""
     closed = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.barrier()
         if comm.rank == 0:
             comm.broadcast(np.zeros(count))
@@ -204,19 +202,19 @@ def test_a_rank_that_is_done_and_closes_names_its_last_call(count: int) -> None:
     TCPRanks(2).run(body)
 
 
-def test_no_thread_polls_connections_that_are_being_closed(ranks: TCPRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_polls_connections_that_are_being_closed(ranks, monkeypatch):
     """A thread that uses another group polls those of all groups of the rank."""
     engines, polled, close = dict[Any, Any](), list[bool](), TCPTransport._linger
 
-    def closing(self: TCPTransport, *arguments: Any) -> None:
+    def closing(self, *arguments):
         poll = threading.Thread(target=engines[self.poller].poll)
         poll.start()
         poll.join(0.2)
         polled.append(not poll.is_alive())
         close(self, *arguments)
 
-    def body(comm: kos.Communicator) -> None:
-        carrier: Any = comm.backend
+    def body(comm):
+        carrier = comm.backend
         engines[carrier.transport.poller] = carrier.engine
         comm.split(0).close()
         comm.duplicate().abort()
@@ -228,10 +226,10 @@ def test_no_thread_polls_connections_that_are_being_closed(ranks: TCPRanks, monk
 
 
 @pytest.mark.parametrize("memory", ["none"], indirect=True)
-def test_more_messages_than_descriptions_are_kept(memory: str) -> None:
+def test_more_messages_than_descriptions_are_kept(memory):
     """Messages have no descriptions, and take none of those of collectives away."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = np.zeros(3)
         for number in range(RECENT + 10):
             comm.send(x + number, 1) if comm.rank == 0 else comm.recv(x, 0)
@@ -240,10 +238,10 @@ def test_more_messages_than_descriptions_are_kept(memory: str) -> None:
     TCPRanks(2).run(body)
 
 
-def test_many_collectives_in_flight(ranks: TCPRanks) -> None:
+def test_many_collectives_in_flight(ranks):
     """More than the complete ones whose descriptions a rank keeps."""
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         x = np.arange(1100.0)
         if comm.rank == 1:
             comm.rendezvous.barrier()
@@ -258,14 +256,14 @@ def test_many_collectives_in_flight(ranks: TCPRanks) -> None:
 
 
 @pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
-def test_an_error_of_one_rank(ranks: TCPRanks, error: BaseException, raised: type[BaseException]) -> None:
+def test_an_error_of_one_rank(ranks, error, raised):
     ranks.run(lambda comm: fail_on_one_rank(comm, error, raised))
 
 
-def test_communicators_that_are_dropped_give_their_descriptors_back(memory: str) -> None:
-    counts: list[int] = []
+def test_communicators_that_are_dropped_give_their_descriptors_back(memory):
+    counts = []
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         for _ in range(4):
             part = comm.split(0)
             assert part.all_reduce(np.ones(1), algorithm="ring") == 2
@@ -287,11 +285,11 @@ def test_communicators_that_are_dropped_give_their_descriptors_back(memory: str)
 
 
 @pytest.mark.parametrize("timeout", ["float('inf')", "1e7"])
-def test_a_timeout_longer_than_poll_counts(timeout: str) -> None:
+def test_a_timeout_longer_than_poll_counts(timeout):
     results = run_processes(f"import kos; kos.init(timeout={timeout}).close()", 2)
     assert [code for code, _ in results] == [0, 0], results
 
 
-def test_without_sockets_it_says_why() -> None:
+def test_without_sockets_it_says_why():
     with pytest.raises(BackendUnavailable, match="tcp: the ranks did not connect over TCP"):
         kos.init("tcp", rendezvous=single_rendezvous())

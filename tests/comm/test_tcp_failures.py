@@ -1,12 +1,9 @@
 """The tcp backend: timeouts, failures, and ranks that are lost, killed or stopped."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +13,6 @@ import pytest
 
 import kos
 from kos.comm import groups
-from kos.comm.control.group import TCPRendezvous
 from kos.comm.host import host_backend as host
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPTransport
@@ -32,7 +28,7 @@ OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of 
 
 
 @on_each_rank(TCPRanks(3).run)
-def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous(comm: kos.Communicator, /) -> None:
+def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous(comm, /):
     comm.rendezvous.barrier()
     if comm.rank:
         with pytest.raises(CollectiveTimeout):
@@ -47,7 +43,7 @@ def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous(comm: kos.Co
 
 
 @on_each_rank(TCPRanks(2).run)
-def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm: kos.Communicator, /) -> None:
+def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm, /):
     x = np.full(4, float(comm.rank))
     if comm.rank == 0:
         with pytest.raises(CollectiveTimeout, match="broadcast #0"):
@@ -60,16 +56,16 @@ def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm: kos.Commun
     assert (x == comm.rank).all()
 
 
-def test_a_message_given_up_leaves_the_others() -> None:
+def test_a_message_given_up_leaves_the_others():
     TCPRanks(2).run(time_out_beside_others)
 
 
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])
-def test_a_message_given_up_half_way(quitter: str) -> None:
+def test_a_message_given_up_half_way(quitter):
     """Whoever gives up has its memory to itself; the connection stays fit, unless it was the sender."""
     count = 32 << 20  # bytes: more than sockets hold
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         me = ["receiver", "sender"][comm.rank]
         end = comm.backend.transport.peers[1 - comm.rank]
         x = np.full(count, comm.rank, np.uint8)
@@ -130,7 +126,7 @@ def test_a_message_given_up_half_way(quitter: str) -> None:
     ],
 )
 @on_each_rank(TCPRanks(2).run)
-def test_a_header_that_makes_no_sense(comm: kos.Communicator, /, header: tuple[int, ...], what: str) -> None:
+def test_a_header_that_makes_no_sense(comm, /, header, what):
     if comm.rank == 0:
         with pytest.raises(RankLost, match=f"all_reduce #0 .*: rank 1 is gone: {what}"):
             comm.all_reduce(np.zeros(4))
@@ -140,10 +136,10 @@ def test_a_header_that_makes_no_sense(comm: kos.Communicator, /, header: tuple[i
     comm.abort()
 
 
-def test_a_rank_that_is_lost_ends_what_waits_for_others() -> None:
+def test_a_rank_that_is_lost_ends_what_waits_for_others():
     known = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             with pytest.raises(RankLost, match=r"recv #0 [^:]*: rank 1 is gone"):
                 comm.recv(np.zeros(3), 2)
@@ -155,11 +151,11 @@ def test_a_rank_that_is_lost_ends_what_waits_for_others() -> None:
     TCPRanks(3).run(body)
 
 
-def test_all_that_a_rank_sent_before_it_closed_arrives() -> None:
+def test_all_that_a_rank_sent_before_it_closed_arrives():
     """However far the receiver is behind, which tells it of room that it gets again."""
     slow, closed, count = threading.Event(), threading.Event(), 12  # of the 15 that go without being asked for
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             assert slow.wait(20)
             for k in range(count):
@@ -182,14 +178,14 @@ def test_all_that_a_rank_sent_before_it_closed_arrives() -> None:
     TCPRanks(2).run(body)
 
 
-def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name() -> None:
+def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name():
     """Whatever communicator's wait it is that reads there: one wait sees to the connections of all."""
 
-    def interrupted() -> Iterator[None]:
+    def interrupted():
         raise KeyboardInterrupt
         yield
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         other = comm.duplicate()
         if comm.rank == 0:
             peer = other.backend.transport.peers[1]
@@ -204,24 +200,24 @@ def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name() -> Non
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_interrupted_before_it_starts(memory: str, name: str) -> None:
+def test_a_call_that_is_interrupted_before_it_starts(memory, name):
     TCPRanks(2).run(lambda comm: interrupt_a_launch(comm, name))
 
 
-def test_a_rank_that_cannot_make_its_part_of_a_group(memory: str) -> None:
+def test_a_rank_that_cannot_make_its_part_of_a_group(memory):
     TCPRanks(3).run(fail_to_make_a_part)
 
 
-def test_a_rank_whose_backend_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_backend_cannot_be_made(monkeypatch):
     """Nobody waits for it: it says so, though its process goes on."""
     make = TCPTransport.__init__
 
-    def make_but_on_1(self: TCPTransport, rendezvous: TCPRendezvous, engine: Any) -> None:
+    def make_but_on_1(self, rendezvous, engine):
         if rendezvous.rank == 1:
             raise MemoryError("all is used")
         make(self, rendezvous, engine)
 
-    def body(rendezvous: TCPRendezvous) -> None:
+    def body(rendezvous):
         with pytest.raises(MemoryError if rendezvous.rank == 1 else KosError) as caught:
             kos.init("tcp", rendezvous=rendezvous)
         if rendezvous.rank != 1:
@@ -232,11 +228,11 @@ def test_a_rank_whose_backend_cannot_be_made(monkeypatch: pytest.MonkeyPatch) ->
     run_ranks(3, body)
 
 
-def test_all_hear_of_a_collective_that_one_failed_in() -> None:
+def test_all_hear_of_a_collective_that_one_failed_in():
     """In their turn: one that was before it goes on, though its messages come after that news."""
-    transports: dict[int, Any] = {}
+    transports = {}
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         transports[comm.rank] = comm.backend.transport
         comm.rendezvous.barrier()
         x = np.full(3, float(comm.rank == 0))
@@ -253,11 +249,11 @@ def test_all_hear_of_a_collective_that_one_failed_in() -> None:
     TCPRanks(4).run(body)
 
 
-def test_a_rank_that_left_for_a_failure_says_so() -> None:
+def test_a_rank_that_left_for_a_failure_says_so():
     """Also if it met that in a message, which breaks nothing; others may not have heard of it yet."""
     heard = threading.Event()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         if comm.rank == 0:
             comm.backend.transport.peers[1].send_control(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)
             assert heard.wait(20)
@@ -303,7 +299,7 @@ if comm.rank == 0:
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
-def test_a_killed_or_stopped_rank_is_named(memory: str, signal: str) -> None:
+def test_a_killed_or_stopped_rank_is_named(memory, signal):
     killed = signal == "SIGKILL"
     results = run_processes(END.format(signal=signal, timeout=30.0 if killed else 1.0), 3)
     stopped = r"ranks \[1\] did not arrive" if memory == "shared" else r"waiting for ranks \[1\]|ranks \[1\] did not"
@@ -340,9 +336,7 @@ HOSTS = pytest.mark.parametrize("hosts", [(4,), (2, 2), (1, 1, 1, 1)], ids=str)
 
 
 @HOSTS
-def test_a_rank_that_ended_because_of_another_is_not_blamed_later(
-    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ended_because_of_another_is_not_blamed_later(hosts, monkeypatch):
     on_hosts(monkeypatch, hosts)
     results = run_processes(ENDS_FOR_IT, 4)
     assert all(results[rank][1].startswith("(3,) ") for rank in (0, 2)), results
@@ -364,9 +358,7 @@ os._exit(0)
 
 
 @HOSTS
-def test_a_rank_that_dies_within_a_split_is_not_awaited(
-    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_within_a_split_is_not_awaited(hosts, monkeypatch):
     """It has no connection yet that could be lost."""
     on_hosts(monkeypatch, hosts)
     results = run_processes(DIES_WITHIN_A_SPLIT, 3)
@@ -390,27 +382,25 @@ resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_a_rank_that_may_open_too_few_files_is_named_on_all(lacking: int) -> None:
+def test_a_rank_that_may_open_too_few_files_is_named_on_all(lacking):
     for code, output in run_processes(LIMITED.format(lacking=lacking), 2):
         assert code == 0, output
         assert f"rank {lacking}" in output and "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("failing", ["Group", "backend"])
-def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(
-    memory: str, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(memory, monkeypatch, failing):
     """At once, not when the garbage collector comes to it."""
     usual_group = groups.Group
 
-    def group_of(recorder: Any, name: str, *given: Any) -> Any:
+    def group_of(recorder, name, *given):
         if failing == "Group" and name != "world":
             raise MemoryError("all is used")
         return usual_group(recorder, name, *given)
 
     monkeypatch.setattr(groups, "Group", group_of)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         group, backend, made = comm.rendezvous, comm.backend, []
         for owner in (group, backend):
             usual = owner.split
@@ -428,17 +418,15 @@ def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(
 
 @pytest.mark.parametrize("failing", ["CallRing", "Node", "SharedArrays"])
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
-def test_shared_memory_is_freed_if_a_backend_cannot_be_made(
-    memory: str, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_shared_memory_is_freed_if_a_backend_cannot_be_made(memory, monkeypatch, failing):
     """At once, not when the garbage collector comes to it: a failure of a rendezvous is in its own frames."""
     opened, usual = list[Any](), host.open_segment
 
-    def open_segment(rendezvous: Any) -> Any:
+    def open_segment(rendezvous):
         opened.append(usual(rendezvous))
         return opened[-1]
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         comm.rendezvous.barrier()
         if comm.rank == 0:
             monkeypatch.setattr(host, "open_segment", open_segment)
@@ -472,20 +460,18 @@ print(f"{mapped() - before} left")
 
 
 @needs_core
-def test_a_rank_frees_at_once_what_it_made_of_a_group_that_another_cannot_make() -> None:
+def test_a_rank_frees_at_once_what_it_made_of_a_group_that_another_cannot_make():
     (_, other), (_, failing) = run_processes(FREED, 2, KOS_HOST="")
     assert other.split("\n")[:2] == ["RendezvousError", "0 left"], other
     assert failing.split("\n")[:2] == ["MemoryError", "0 left"], failing
 
 
 @pytest.mark.parametrize(("backends", "nccl"), [(("tcp", "tcp"), {"max_ctas": 8}), (("tcp", "auto"), None)])
-def test_the_rendezvous_of_an_init_that_fails_is_freed(
-    monkeypatch: pytest.MonkeyPatch, backends: tuple[str, str], nccl: Any
-) -> None:
+def test_the_rendezvous_of_an_init_that_fails_is_freed(monkeypatch, backends, nccl):
     found, usual, port = list[Any](), kos.comm.rendezvous_of, free_port()
     monkeypatch.setattr(kos.comm, "rendezvous_of", lambda *given: found.append(usual(*given)) or found[-1])
 
-    def body(rank: int) -> None:
+    def body(rank):
         place = {"rank": rank, "size": 2, "address": f"127.0.0.1:{port}", "secret": SECRET}
         with pytest.raises(KosError, match="nccl: expected None" if nccl else "init: rank . requested backend"):
             kos.init(backends[rank], rendezvous=place, timeout=TIMEOUT, nccl=nccl)

@@ -1,16 +1,11 @@
 """Ranks without MPI go on after others are gone: the rendezvous by environment, and the tcp backend over it."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-import kos
 from kos._core import native
 from kos.comm.control.group import TCPRendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
@@ -26,11 +21,11 @@ def die(rendezvous: TCPRendezvous) -> None:
 
 @pytest.mark.parametrize("gone", [[0], [1], [3], [0, 1], [1, 2], [0, 2, 3], []], ids=str)
 @pytest.mark.parametrize("waiting", [True, False])
-def test_the_ranks_that_are_left_meet(gone: list[int], waiting: bool) -> None:
+def test_the_ranks_that_are_left_meet(gone, waiting):
     """Whether or not they had learned of the loss."""
     left = [rank for rank in range(4) if rank not in gone]
 
-    def body(rendezvous: TCPRendezvous) -> Any:
+    def body(rendezvous):
         rendezvous.barrier()
         if rendezvous.rank in gone:
             die(rendezvous)
@@ -53,16 +48,16 @@ def test_the_ranks_that_are_left_meet(gone: list[int], waiting: bool) -> None:
     assert run_ranks(4, body) == [expected if rank in left else None for rank in range(4)]
 
 
-def test_twice() -> None:
-    def body(rendezvous: TCPRendezvous) -> int:
-        part: Any = rendezvous
+def test_twice():
+    def body(rendezvous):
+        part = rendezvous
         for gone in (0, 2):
             part.barrier()
             if rendezvous.rank == gone:
                 die(part)
                 return 0
             part = part.shrink()
-        size: int = part.size
+        size = part.size
         part.barrier()
         part.close()
         return size
@@ -71,12 +66,12 @@ def test_twice() -> None:
 
 
 @pytest.mark.parametrize("of_a_part", [False, True])
-def test_a_rank_that_lives_and_does_not_come(of_a_part: bool) -> None:
+def test_a_rank_that_lives_and_does_not_come(of_a_part):
     """All that come name it, by its rank in the world, and none goes on without it."""
     refused = threading.Barrier(3)
 
-    def body(rendezvous: TCPRendezvous) -> None:
-        group: Any = rendezvous.split(int(rendezvous.rank > 0)) if of_a_part else rendezvous
+    def body(rendezvous):
+        group = rendezvous.split(int(rendezvous.rank > 0)) if of_a_part else rendezvous
         rank = 1 + of_a_part
         if group.size == 1:
             return
@@ -93,8 +88,8 @@ def test_a_rank_that_lives_and_does_not_come(of_a_part: bool) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
-    def body(rendezvous: TCPRendezvous) -> int:
+def test_a_rank_that_dies_while_the_others_wait_for_it(gone):
+    def body(rendezvous):
         rendezvous.barrier()
         if rendezvous.rank == gone:
             rendezvous._listener.setblocking(True)
@@ -111,17 +106,17 @@ def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("exchange", [1, 2, 3])
 @pytest.mark.parametrize("leader", [1, 2])
-def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: int, leader: int) -> None:
+def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange, leader):
     """Rank 0 dies while its hub answers: only rank 1 gets that answer.  Rank 0 and rank 3 form the other new group."""
     failed = threading.Barrier(3)
 
-    def body(rendezvous: TCPRendezvous) -> Any:
+    def body(rendezvous):
         rendezvous.barrier()
         last, hub = rendezvous._exchanges + exchange, rendezvous._hub
         if hub is not None:
             flush = hub._flush
 
-            def answer_rank_1(ranks: set[int], deadline: float) -> None:
+            def answer_rank_1(ranks, deadline):
                 if rendezvous._exchanges < last:
                     return flush(ranks, deadline)
                 flush({1}, deadline)
@@ -143,13 +138,13 @@ def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: 
     run_ranks(4, body)
 
 
-def test_each_shrink_begins_an_epoch() -> None:
+def test_each_shrink_begins_an_epoch():
     """In which no rank of the earlier membership takes part; groups that are split have that of their parent."""
 
-    def body(rendezvous: TCPRendezvous) -> list[int]:
+    def body(rendezvous):
         epochs = [rendezvous.epoch]
         for _ in range(2):
-            rendezvous = rendezvous.shrink()  # type: ignore[assignment]
+            rendezvous = rendezvous.shrink()
             part = rendezvous.split(0)
             assert part is not None
             part.barrier()
@@ -161,14 +156,14 @@ def test_each_shrink_begins_an_epoch() -> None:
     assert run_ranks(3, body) == [[0, 1, 1, 2, 2]] * 3
 
 
-def test_a_rank_that_joins_a_new_group_late() -> None:
+def test_a_rank_that_joins_a_new_group_late():
     """After the split, the loss of a rank of another group does not affect the new group."""
     lost = threading.Event()
 
-    def body(rendezvous: TCPRendezvous) -> int:
+    def body(rendezvous):
         unjoined = rendezvous._unjoined
 
-        def late(ranks: list[int]) -> Any:
+        def late(ranks):
             child = unjoined(ranks)
             join = child._join_at
             child._join_at = lambda *arguments: (lost.wait(20), join(*arguments))[1]
@@ -176,12 +171,12 @@ def test_a_rank_that_joins_a_new_group_late() -> None:
 
         if rendezvous.rank == 2:
             rendezvous._unjoined = late
-        part: Any = rendezvous.split(int(rendezvous.rank > 0))
+        part = rendezvous.split(int(rendezvous.rank > 0))
         if rendezvous.rank == 0:
             die(rendezvous)
             lost.set()
         part.barrier()
-        size: int = part.size
+        size = part.size
         part.close()
         return size
 
@@ -220,7 +215,7 @@ with kos.init(timeout=60) as comm:
 @pytest.mark.parametrize(
     ("killed", "shared"), [([0], True), ([0], False), ([0, 1], True), ([1, 3], False), ([3], True)], ids=str
 )
-def test_a_killed_process(killed: list[int], shared: bool) -> None:
+def test_a_killed_process(killed, shared):
     results = run_processes(SURVIVE.format(killed=killed, shared=shared), 4)
     total, left = 6.0 - sum(killed), 4 - len(killed)
     expected = (0, f"{total} {total} {left} {shared and native is not None}\n")
@@ -250,7 +245,7 @@ except CollectiveError as error:
 """
 
 
-def test_a_failure_before_a_shrink_causes_none_in_the_new_group(tmp_path: Path) -> None:
+def test_a_failure_before_a_shrink_causes_none_in_the_new_group(tmp_path):
     """Ranks of another host had heard of it."""
     ends = run_processes(HANDLED.format(folder=str(tmp_path)), 3)
     assert ends == [(0, "CollectiveTimeout False\n")] * 3, ends
@@ -258,14 +253,14 @@ def test_a_failure_before_a_shrink_causes_none_in_the_new_group(tmp_path: Path) 
 
 @pytest.mark.parametrize("call", ["shrink", "abort"])
 @pytest.mark.usefixtures("apart")
-def test_a_rank_that_has_left_has_sent_its_part_of_earlier_calls(call: str) -> None:
+def test_a_rank_that_has_left_has_sent_its_part_of_earlier_calls(call):
     """A rank that still waits there for another rank completes the call; it fails in the next one."""
     left = threading.Event()
 
-    def body(comm: kos.Communicator) -> list[float]:
+    def body(comm):
         if comm.rank == 0:
             assert left.wait(TIMEOUT)
-        work: Any = comm.gather(np.full(1, float(comm.rank)), root=2, async_op=True)
+        work = comm.gather(np.full(1, float(comm.rank)), root=2, async_op=True)
         if comm.rank == 2:
             with pytest.raises(RankLost, match="rank 1 is gone: it"):
                 comm.recv(np.empty(1), src=1)

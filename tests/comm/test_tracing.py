@@ -1,9 +1,6 @@
 """KOS_NVTX and KOS_RECORDER_TIMING: what is traced, and that nothing is without them."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +9,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver, streams
@@ -26,12 +22,12 @@ SIDE = 99  # the communicator's own stream, in ``fake_nccl``
 
 
 @pytest.fixture
-def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ranges(monkeypatch):
     """What NVTX is told; a range's end is an empty string."""
-    told: list[str] = []
+    told = []
 
     @contextmanager
-    def annotate(message: str, domain: str) -> Iterator[None]:
+    def annotate(message, domain):
         told.append(f"{domain} {message}")
         try:
             yield
@@ -43,8 +39,8 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_a_range_for_each_launch(ranges: list[str]) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_range_for_each_launch(ranges):
+    def body(comm):
         x = np.ones(3, np.float32)
         comm.all_reduce(x)
         comm.broadcast_init(x).start().wait()
@@ -62,8 +58,8 @@ def test_a_range_for_each_launch(ranges: list[str]) -> None:
     assert ranges[:5] == [ranges[0], "", ranges[2], "", ranges[4]] and ranges.count("") == 7
 
 
-def test_a_range_ends_with_the_error_of_its_launch(ranges: list[str]) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_a_range_ends_with_the_error_of_its_launch(ranges):
+    def body(comm):
         with pytest.raises(CollectiveMismatch):
             comm.all_reduce(np.ones(2 + comm.rank))
 
@@ -71,7 +67,7 @@ def test_a_range_ends_with_the_error_of_its_launch(ranges: list[str]) -> None:
     assert sorted(ranges)[:2] == ["", ""] and len(ranges) == 4
 
 
-def test_nvtx_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvtx_that_is_not_installed(monkeypatch):
     monkeypatch.setenv("KOS_NVTX", "1")
     monkeypatch.setitem(sys.modules, "nvtx", None)
     with pytest.raises(BackendUnavailable, match="KOS_NVTX: expected the package nvtx"):
@@ -79,7 +75,7 @@ def test_nvtx_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-def test_nothing_is_traced_otherwise(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_nothing_is_traced_otherwise(monkeypatch, value):
     for name in ("KOS_NVTX", "KOS_RECORDER_TIMING"):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with kos.init() as comm:
@@ -122,7 +118,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch):
     monkeypatch.setenv("KOS_RECORDER_TIMING", "1")
     with no_gpu(monkeypatch) as fake:
         yield Clock(fake)
@@ -133,7 +129,7 @@ def durations(comm: kos.Communicator) -> list[tuple[str, float | None]]:
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_durations_of_operations_on_a_gpu(gpu: Any, /, clock: Clock) -> None:
+def test_durations_of_operations_on_a_gpu(gpu, /, clock):
     comm, x, y = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
     twice = kos.PremulSum(2.0)  # in a group of one, NCCL runs only operations with a factor
     comm.all_reduce(x, twice)
@@ -153,10 +149,10 @@ def test_durations_of_operations_on_a_gpu(gpu: Any, /, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_operations_on_a_host_have_no_duration(clock: Clock, batch: bool) -> None:
+def test_operations_on_a_host_have_no_duration(clock, batch):
     """Beside those of a GPU, of one communicator."""
 
-    def body(rendezvous: ThreadRendezvous) -> None:
+    def body(rendezvous):
         host = HostBackend(rendezvous, ThreadTransport)
         with kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), host), rendezvous, {}, WAIT) as comm:
             with comm.batch() if batch else nullcontext():
@@ -167,20 +163,20 @@ def test_operations_on_a_host_have_no_duration(clock: Clock, batch: bool) -> Non
     on_threads(1, body)
 
 
-def test_an_overlapped_operation_is_timed_on_its_own_stream(clock: Clock) -> None:
+def test_an_overlapped_operation_is_timed_on_its_own_stream(clock):
     """Not on the caller's, whose work it waits for."""
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
         comm.all_reduce(x, async_op=True).wait()
         slot = comm.recorder.slots[0]
         begin, end = (event for event, (stream, _) in clock.times.items() if stream == SIDE and event in timed)
         assert comm.recorder.durations.keys() == {id(slot)} and begin < end
 
-    timed: list[int] = []
+    timed = []
     create = streams.Event.__init__
 
-    def made(event: Any, device: int, **options: Any) -> None:
+    def made(event, device, **options):
         create(event, device, **options)
         if options.get("timed"):
             timed.append(event._handle)
@@ -191,7 +187,7 @@ def test_an_overlapped_operation_is_timed_on_its_own_stream(clock: Clock) -> Non
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_an_entry_that_was_replaced_has_no_duration_of_the_former(gpu: Any, /, clock: Clock) -> None:
+def test_an_entry_that_was_replaced_has_no_duration_of_the_former(gpu, /, clock):
     comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
     comm.all_reduce(x)
     for _ in range(1024):

@@ -1,7 +1,5 @@
 """Tuning tables: what is refused and why, which one is taken, how ranks agree, and what measurements become."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
@@ -55,10 +53,10 @@ def launched(**launch: Any) -> dict[str, Any]:
     return changed("launches", "ordinary", 0, 1, to=launch)
 
 
-def test_round_trip() -> None:
+def test_round_trip():
     table = parse(TABLE, "here")
     assert table.launches.symmetric[0] == (65536, KernelConfig("one_shot", threads=128))
-    engine: Any = SimpleNamespace(launches=table.launches)
+    engine = SimpleNamespace(launches=table.launches)
     small = PeerEngine.pick(engine, 1024, True), PeerEngine.pick(engine, 1024)
     assert small[0] == small[1]  # packets go alike wherever buffers lie
     assert PeerEngine.pick(engine, 65537, True) == KernelConfig("push", 64)
@@ -87,13 +85,13 @@ def test_round_trip() -> None:
         (changed("routes", ROUTE, to=[[None, "a b"]]), "expected the names of backends, got 'a b'"),
     ],
 )  # fmt: skip
-def test_damaged_tables_are_refused(data: Any, why: str) -> None:
+def test_damaged_tables_are_refused(data, why):
     with pytest.raises(InvalidArgument) as caught:
         parse(data, "")
     assert why in str(caught.value)
 
 
-def test_routes_and_what_stands_for_what_was_not_measured() -> None:
+def test_routes_and_what_stands_for_what_was_not_measured():
     table = parse(TABLE, "")
     route = table.route("all_reduce", False, False, True)
     sizes = (1, 4096, 4097, 8192, 8193, 1 << 40)
@@ -103,7 +101,7 @@ def test_routes_and_what_stands_for_what_was_not_measured() -> None:
     assert table.route("broadcast", False, False, False) == tuning.UNMEASURED
 
 
-def test_merged_is_each_of_its_routes() -> None:
+def test_merged_is_each_of_its_routes():
     table = parse(TABLE, "")
     limits, choices = merged(table, "all_reduce", False)
     assert limits == [4096, 8192, 1 << 20] and len(choices) == 4
@@ -118,7 +116,7 @@ def test_merged_is_each_of_its_routes() -> None:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def places(tmp_path, monkeypatch):
     """Where the user's table and the shipped one for four ranks would lie."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "TABLES", tmp_path / "tables")
@@ -130,7 +128,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return paths
 
 
-def test_the_users_table_wins(places: tuple[Path, Path]) -> None:
+def test_the_users_table_wins(places):
     mine, shipped = places
     shipped.write_text(json.dumps(TABLE))
     assert load(GPU, LINK, 4).source == str(shipped)
@@ -151,9 +149,7 @@ def test_the_users_table_wins(places: tuple[Path, Path]) -> None:
     ],
     ids=["cut", "not text", "deep", "gpu", "link", "ranks", "folder"],
 )  # fmt: skip
-def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(
-    places: tuple[Path, Path], caplog: pytest.LogCaptureFixture, text: str | None, why: str
-) -> None:
+def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(places, caplog, text, why):
     mine, shipped = places
     mine.mkdir() if text is None else mine.write_bytes(text.encode("latin-1"))
     shipped.write_text(json.dumps(TABLE))
@@ -163,7 +159,7 @@ def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(
     assert str(mine) in record.getMessage() and why in record.getMessage()
 
 
-def test_the_nearest_table_and_none(places: tuple[Path, Path]) -> None:
+def test_the_nearest_table_and_none(places):
     assert load(GPU, LINK, 4).routes == {} and load(GPU, LINK, 4).launches is DEFAULT
     places[1].write_text(json.dumps(TABLE))
     table = load(GPU, LINK, 3)
@@ -175,9 +171,7 @@ def test_the_nearest_table_and_none(places: tuple[Path, Path]) -> None:
     ("links", "measured", "used"),
     [(None, LINK, True), (18, tuning.UNKNOWN, True), (18, LINK, True), (0, LINK, False), (4, LINK, False)],
 )
-def test_links_that_nvml_does_not_count(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, links: int | None, measured: str, used: bool
-) -> None:
+def test_links_that_nvml_does_not_count(places, monkeypatch, links, measured, used):
     monkeypatch.setattr(tuning, "nvlinks", lambda device: links)
     monkeypatch.setattr(tuning, "device_info", lambda device: SimpleNamespace(name=GPU))
     places[1].write_text(json.dumps(changed("link", to=measured)))
@@ -185,7 +179,7 @@ def test_links_that_nvml_does_not_count(
 
 
 @pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_shipped_tables(path: Path) -> None:
+def test_shipped_tables(path):
     data = json.loads(path.read_text())
     table = read(path, data["gpu"], data["link"], data["ranks"])
     assert path.name == tuning.user_path(table.gpu, table.ranks).name
@@ -203,7 +197,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]
     return run_threads(*[partial(table, rank) for rank in range(len(devices))])
 
 
-def test_ranks_take_rank_0s_table(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_ranks_take_rank_0s_table(places, monkeypatch, caplog):
     """And only rank 0 reads files, so that a damaged one is told of once a job."""
     places[0].write_text("{")
     places[1].write_text(json.dumps(TABLE))
@@ -214,9 +208,7 @@ def test_ranks_take_rank_0s_table(places: tuple[Path, Path], monkeypatch: pytest
     assert len(caplog.records) == 1
 
 
-def test_ranks_that_share_a_gpu_take_no_table(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_ranks_that_share_a_gpu_take_no_table(places, monkeypatch, caplog):
     """And are not told of those that do not fit."""
     places[1].write_text(json.dumps(TABLE))
     tables = of_ranks(monkeypatch, [0, 1, 2, 0])
@@ -227,7 +219,7 @@ def test_ranks_that_share_a_gpu_take_no_table(
 # What measurements become.
 
 
-def test_the_fastest_by_size() -> None:
+def test_the_fastest_by_size():
     times = {1024: {"peer": 4.0, "nccl": 8.0}, 2048: {"peer": 4.04, "nccl": 4.0}, 4096: {"peer": 8.0, "nccl": 4.0}}
     rows = tune.best_of(times)  # at 2048 bytes it is a tie: it stays
     assert [name for _, name in rows] == ["peer", "nccl"] and rows[-1][0] is None
@@ -239,8 +231,8 @@ def test_the_fastest_by_size() -> None:
         assert tune.best_of(times) == rows  # at 2 bytes it is a tie; from 8 on not, unless it is noise
 
 
-def test_where_lines_cross() -> None:
-    def cross(before: dict[str, float], after: dict[str, float]) -> int:
+def test_where_lines_cross():
+    def cross(before, after):
         return tune.crossing({1024: before, 4096: after}, 1024, 4096, "a", "b")
 
     assert cross({"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0}) == 2048
@@ -250,11 +242,11 @@ def test_where_lines_cross() -> None:
     assert tune.best_of({1: {"a": 1.0, "b": 2.0}, 16: {"b": 1.0}}) == [(4, "a"), (None, "b")]
 
 
-def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing() -> None:
+def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing():
     graph, eager = "all_reduce 16-bit symmetric graph", "all_reduce 16-bit symmetric eager"
-    routes: dict[str, tuning.Route] = {graph: ((2048, "peer"), (None, "nccl")), eager: ((1024, "peer"), (None, "nccl"))}
+    routes = {graph: ((2048, "peer"), (None, "nccl")), eager: ((1024, "peer"), (None, "nccl"))}
 
-    def measured(peer: float) -> list[dict[str, Any]]:
+    def measured(peer):
         row = {"route": eager, "nccl": 10.0}
         return [{**row, "bytes": 1024, "peer": 9.0}, {**row, "bytes": 2048, "peer": peer}]
 
@@ -262,16 +254,16 @@ def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing() -> None
     assert tune.simplified(routes, measured(11.1)) == routes
 
 
-def test_a_disturbed_measurement_is_repeated() -> None:
+def test_a_disturbed_measurement_is_repeated():
     """What was slow at one size alone, by chance, does not change the route there."""
-    asked: list[tuple[str, int]] = []
+    asked = []
 
-    def time(name: str, nbytes: int, graph: bool) -> float:
+    def time(name, nbytes, graph):
         asked.append((name, nbytes))
         disturbed = name == "peer" and nbytes == 4096 and asked.count((name, nbytes)) == 1
         return 73.6 if disturbed else {"peer": 2.6, "nccl": 8.0}[name]
 
-    rows: list[Any] = []
+    rows = []
     tuner = SimpleNamespace(
         first="peer", size=2, largest=16384, sizes=[1024 << i for i in range(5)], time=time,
         _timed={"peer": "peer", "nccl": "nccl"},
@@ -283,7 +275,7 @@ def test_a_disturbed_measurement_is_repeated() -> None:
     assert ("peer", 8192) not in asked and asked.count(("nccl", 4096)) == 2
 
 
-def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+def test_what_is_written_can_be_read(tmp_path):
     path = tmp_path / "nvidia-h200-4.json"
     table = parse(TABLE, "")
     tune.write(path, {**table.to_json(), "provenance": {"date": "today"}, "measured": [{"bytes": 1}, {"bytes": 2}]})
@@ -311,9 +303,7 @@ def measure_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path, local_size: in
     return done
 
 
-def test_where_the_table_goes_is_looked_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_the_table_goes_is_looked_at_first(tmp_path, monkeypatch, capsys):
     done = measure_nothing(monkeypatch, tmp_path / "cache")
     assert tune.main([]) == 0 and tune.main(["--out", str(tmp_path / "x.json")]) == 0
     assert done == ["measured"] * 2
@@ -329,12 +319,12 @@ def test_where_the_table_goes_is_looked_at_first(
     assert all(line.startswith("kos: error: /") for line in (cache, nowhere, folder))
 
 
-def test_between_hosts_phases_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_hosts_phases_are_measured(tmp_path, monkeypatch):
     done = measure_nothing(monkeypatch, tmp_path, local_size=1)
     assert tune.main([]) == 0 and done == ["measured"]
 
 
-def test_the_table_of_so_many_hosts(tmp_path: Path) -> None:
+def test_the_table_of_so_many_hosts(tmp_path):
     path = tmp_path / "table.json"
     tune.write(path, parse({**TABLE, "hosts": 2}, "").to_json())
     assert read(path, GPU, LINK, 4, 2).hosts == 2
@@ -345,10 +335,8 @@ def test_the_table_of_so_many_hosts(tmp_path: Path) -> None:
     assert user_path(GPU, 4).name != user_path(GPU, 4, 2).name
 
 
-def test_a_full_disk_loses_no_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(path: Path, content: bytes) -> None:
+def test_a_full_disk_loses_no_measurements(tmp_path, monkeypatch, capsys):
+    def full(path, content):
         raise OSError(28, "No space left on device")
 
     measure_nothing(monkeypatch, tmp_path)
@@ -359,8 +347,8 @@ def test_a_full_disk_loses_no_measurements(
     assert said.err.count("\n") == 1 and "No space left" in said.err
 
 
-def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def nothing(backend: str) -> Any:
+def test_no_gpu_is_said_once(monkeypatch, capsys):
+    def nothing(backend):
         raise BackendUnavailable("peer: no CUDA driver")
 
     measure_nothing(monkeypatch, Path("/tmp"))
@@ -372,7 +360,7 @@ def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         assert capsys.readouterr().err == said
 
 
-def test_candidates_are_launches_that_a_table_may_hold() -> None:
+def test_candidates_are_launches_that_a_table_may_hold():
     for nbytes in (1 << 10, 1 << 18, 1 << 22, 1 << 30):
         for symmetric in (False, True):
             found = list(tune.candidates(nbytes, symmetric))

@@ -1,13 +1,10 @@
 """Programs on two hosts, which are network namespaces (benchmarks/two_hosts.py): started by mpirun and by shells."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,7 +76,7 @@ class Programs(Hosts):
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+def hosts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     with contextlib.ExitStack() as stack:
         try:
@@ -89,7 +86,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
         yield Programs(folder)
 
 
-def test_mpirun(hosts: Programs, tmp_path: Path) -> None:
+def test_mpirun(hosts, tmp_path):
     lines = hosts.run(tmp_path, 3, sys.executable, "-c", SCRIPT).splitlines()
     assert sorted(lines) == [
         f"rank 0 of 3 on {HOSTS[0]}, local 0 of 2, on mpi: 6, 2",
@@ -101,14 +98,14 @@ def test_mpirun(hosts: Programs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "master", [pytest.param(ADDRESSES[0], id="address", marks=pytest.mark.slow), pytest.param(HOSTS[0], id="name")]
 )
-def test_environment(hosts: Programs, master: str) -> None:
+def test_environment(hosts, master):
     results = hosts.start([0, 1, 0, 1], sys.executable, "-c", SCRIPT, MASTER_ADDR=master)
     assert results == [
         (0, f"rank {rank} of 4 on {HOSTS[rank % 2]}, local {rank // 2} of 2, on tcp: 10, 2\n") for rank in range(4)
     ]
 
 
-def test_mismatch(hosts: Programs, tmp_path: Path) -> None:
+def test_mismatch(hosts, tmp_path):
     """Of the one rank on the second host with two that share memory."""
     lines = hosts.run(tmp_path, 3, sys.executable, "-c", MISMATCH).splitlines()
     assert len(lines) == 3 and set(lines) <= {"float32 against int32", "int32 against float32"}
@@ -117,7 +114,7 @@ def test_mismatch(hosts: Programs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "kind"), [("environment", "nccl"), pytest.param("mpirun", "auto", marks=pytest.mark.slow)]
 )
-def test_mismatch_on_gpus(hosts: Programs, tmp_path: Path, launcher: str, kind: str) -> None:
+def test_mismatch_on_gpus(hosts, tmp_path, launcher, kind):
     """Of one rank on the second host with two that share memory; the GPUs are stand-ins."""
     program = sys.executable, "-c", ON_GPUS.format(kind=kind)
     if launcher == "mpirun":
@@ -129,7 +126,7 @@ def test_mismatch_on_gpus(hosts: Programs, tmp_path: Path, launcher: str, kind: 
 
 
 @pytest.mark.parametrize("call", ["all_reduce(x)", pytest.param("recv(x, src=1)", marks=pytest.mark.slow)])
-def test_a_killed_rank_is_named_between_hosts(hosts: Programs, tmp_path: Path, call: str) -> None:
+def test_a_killed_rank_is_named_between_hosts(hosts, tmp_path, call):
     """On the other host too, where no memory is shared with it; and those that are left go on."""
     text = f"""
 import os, kos, numpy as np
@@ -149,7 +146,7 @@ assert comm.shrink().all_gather(np.array(me)).tolist() == [0, 2, 3]
     assert len(lines) == 3 and all("rank 1 is gone: its " in line for line in lines), lines
 
 
-def test_a_host_that_is_cut_off_is_named_on_both(hosts: Programs) -> None:
+def test_a_host_that_is_cut_off_is_named_on_both(hosts):
     """By all its ranks, though each rank waits for one: the host acknowledges nothing."""
     text = f"""
 import subprocess, kos, numpy as np
@@ -173,7 +170,7 @@ except kos.errors.CollectiveTimeout as error:
         assert code == 0 and f"host {HOSTS[other]} (ranks {[other, other + 2]})" in output, results
 
 
-def test_environment_without_a_secret(hosts: Programs, tmp_path: Path) -> None:
+def test_environment_without_a_secret(hosts, tmp_path):
     """Users whose hosts do not share their home have none in common."""
     code = "import os, kos; os.environ['XDG_CACHE_HOME'] += os.environ['RANK']\n"
     code += "try: kos.init(timeout=5)\nexcept kos.errors.RendezvousError as error: print(error)"

@@ -1,7 +1,5 @@
 """Two threads that call one communicator at once: the error has both lines.  Ordered calls are allowed."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.base import Rendezvous
 from kos.errors import CollectiveError, KosError
 from kos.testing import spawn
 from tests.comm import shared_ranks
@@ -65,19 +62,19 @@ def into_a_batch(comm: kos.Communicator) -> None:
 
 
 @pytest.mark.parametrize("program", [two_sums, beside_a_thread, in_flight])
-def test_spawn_fails(program: Callable[[kos.Communicator], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_fails(program, monkeypatch):
     monkeypatch.setattr("kos.testing.watch._DELAY_SECONDS", 0.2)  # a thread may be late on a busy machine
     with pytest.raises(CollectiveError, match=AT_ONCE):
         spawn(program, 2)
 
 
-def test_a_call_into_the_batch_of_another_thread() -> None:
+def test_a_call_into_the_batch_of_another_thread():
     with pytest.raises(CollectiveError, match=rf"two threads call world at once: a batch at {HERE}:\d+ and all_reduce"):
         spawn(into_a_batch, 2)
 
 
-def test_spawn_that_is_not_strict() -> None:
-    def alike(comm: kos.Communicator) -> None:
+def test_spawn_that_is_not_strict():
+    def alike(comm):
         assert outcomes(*[lambda: comm.all_reduce(np.ones(2))] * 2) == [None, None]
 
     spawn(alike, 2, strict=False)
@@ -139,16 +136,16 @@ LEGAL = [joined, locked, queued, messages_beside_collectives, groups_of_their_ow
 
 
 @pytest.mark.parametrize("program", LEGAL)
-def test_allowed_programs(program: Callable[[kos.Communicator], None]) -> None:
+def test_allowed_programs(program):
     spawn(program, 2)
 
 
-def test_a_signal_handler_is_the_same_thread() -> None:
+def test_a_signal_handler_is_the_same_thread():
     with kos.init("mock") as comm:
         former = signal.signal(signal.SIGUSR1, lambda *_: comm.all_reduce(np.ones(2)))
         begin = comm.backend.launch
 
-        def launch(work: Any) -> Any:
+        def launch(work):
             if work.name == "barrier":
                 signal.raise_signal(signal.SIGUSR1)
             return begin(work)
@@ -175,19 +172,19 @@ def at_once(comm: kos.Communicator) -> None:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch):
     """A thread may be late on a busy machine."""
     monkeypatch.setattr("kos.comm.one_thread._GRACE_SECONDS", 30.0)
 
 
 @pytest.mark.usefixtures("patient")
-def test_ranks_that_share_memory() -> None:
+def test_ranks_that_share_memory():
     shared_ranks.run(at_once, 2, close=False)
 
 
 @pytest.mark.usefixtures("patient")
-def test_ranks_of_tcp(memory: str) -> None:
-    def body(rendezvous: Rendezvous) -> None:
+def test_ranks_of_tcp(memory):
+    def body(rendezvous):
         comm = kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT)
         at_once(comm)
         comm.abort()
@@ -197,7 +194,7 @@ def test_ranks_of_tcp(memory: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("patient")
-def test_processes(mpi_world: kos.Communicator) -> None:
+def test_processes(mpi_world):
     for program in LEGAL if mpi_world.size == 2 else []:
         with mpi_world.duplicate() as comm:
             program(comm)

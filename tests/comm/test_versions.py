@@ -1,7 +1,5 @@
 """Ranks with different versions of kos, Python or NumPy."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -30,17 +28,17 @@ def init(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, str]) -> list[str]:
     return errors
 
 
-def test_versions_of_kos_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_kos_that_differ_are_refused(monkeypatch):
     text = "init: expected one version of kos on all ranks, got 1.0 on ranks [0, 2], 0.9 on rank 1"
     assert init(monkeypatch, {}, {"kos": "0.9", "NumPy": "1.0"}, {}) == [text] * 3
 
 
 @pytest.mark.parametrize("old", [0, 1])
-def test_a_rank_of_a_version_that_says_none_is_refused(monkeypatch: pytest.MonkeyPatch, old: int) -> None:
+def test_a_rank_of_a_version_that_says_none_is_refused(monkeypatch, old):
     """What it sends for the others to compare has another shape."""
     allgather = ThreadRendezvous.allgather
 
-    def older(self: ThreadRendezvous, data: bytes) -> list[bytes]:
+    def older(self, data):
         return allgather(self, b'["mock", {}]' if self.rank == old and data.startswith(b'{"versions"') else data)
 
     monkeypatch.setattr(ThreadRendezvous, "allgather", older)
@@ -49,9 +47,7 @@ def test_a_rank_of_a_version_that_says_none_is_refused(monkeypatch: pytest.Monke
         assert f"an unknown version on rank {old}" in text and f"1.0 on ranks [{1 - old}, 2]" in text
 
 
-def test_versions_of_python_and_numpy_that_differ_are_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_versions_of_python_and_numpy_that_differ_are_a_warning(monkeypatch, caplog):
     ranks = [{}, {"Python": "3.13.0"}, *({"NumPy": "2.4"} for _ in range(10))]
     assert init(monkeypatch, *ranks) == [""] * 12
     assert [each.message for each in caplog.records] == [
@@ -62,6 +58,6 @@ def test_versions_of_python_and_numpy_that_differ_are_a_warning(
     ]
 
 
-def test_equal_versions_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_versions_are_silent(monkeypatch, caplog):
     assert init(monkeypatch, {}, {}) == ["", ""]
     assert not caplog.records

@@ -1,10 +1,8 @@
 """Failures that the watchdog finds while nobody waits in kos, and calls on GPUs that differ: without a GPU."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +17,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import FakeNCCL, quiet
+from tests.comm.fake_nccl import quiet
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step, call
 from tests.comm.ranks import on_each_rank
@@ -31,7 +29,7 @@ Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
 
 
 @pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+def fake(monkeypatch):
     with quiet(monkeypatch) as fake:
         yield fake
 
@@ -80,8 +78,8 @@ def kill(comm: kos.Communicator, rank: int) -> None:
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer", "nccl peer"])
-def test_a_rank_that_dies_is_named(parts: str) -> None:
-    def body(comm: kos.Communicator, log: Any) -> None:
+def test_a_rank_that_dies_is_named(parts):
+    def body(comm, log):
         heard = Heard(comm)
         comm.all_reduce(on_gpu())
         comm.rendezvous.barrier()
@@ -98,13 +96,11 @@ def test_a_rank_that_dies_is_named(parts: str) -> None:
 
 
 @pytest.mark.parametrize("finder", ["the watchdog", "a call"])
-def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
-    finder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(finder, monkeypatch, caplog):
     """The GPU is idle only after the kernels of the duplicate have ended, too."""
     monkeypatch.setattr(aborts, "_ABORT_SECONDS", 5.0)
 
-    def body(comm: kos.Communicator, log: Any) -> None:
+    def body(comm, log):
         other = comm.duplicate()
         for each in (comm, other):
             each.all_reduce(on_gpu())
@@ -113,7 +109,7 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
             gpus = [each.backend for each in (comm, other)]
             both = threading.Event()
 
-            def drain(gpu: Any) -> None:
+            def drain(gpu):
                 if all(each.failures.first is not None for each in gpus):
                     both.set()
                 both.wait(2 * TIMEOUT)
@@ -135,13 +131,11 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
 
 
 @pytest.mark.parametrize("rank_is", ["stopped", "late"])
-def test_graphs_of_another_communicator_do_not_hold_the_gpu(
-    rank_is: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, monkeypatch, caplog):
     """A replay has no deadline: it is ended where one that waits for the same rank was, and the GPU does not idle."""
     monkeypatch.setattr(aborts, "_HALTED_SECONDS", 0.3)
 
-    def body(comm: kos.Communicator, log: Any) -> None:
+    def body(comm, log):
         graphs, bystander = comm.duplicate(), comm.split(comm.rank)  # the second has no other rank
         assert bystander is not None
         for each in (comm, graphs):
@@ -151,7 +145,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(
             gpus = [each.backend for each in (comm, graphs)]
             ended = threading.Event()
 
-            def drain(gpu: Any) -> None:
+            def drain(gpu):
                 if all(each.failures.first is not None for each in gpus):
                     ended.set()
                 ended.wait(TIMEOUT)
@@ -175,7 +169,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
-def test_what_lasts_too_long_is_ended(comm: kos.Communicator, log: Any, /) -> None:
+def test_what_lasts_too_long_is_ended(comm, log, /):
     if comm.rank == 0:
         heard = Heard(comm)
         comm.all_reduce(on_gpu(), timeout=0.1)
@@ -186,9 +180,7 @@ def test_what_lasts_too_long_is_ended(comm: kos.Communicator, log: Any, /) -> No
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
-def test_a_rank_that_does_not_come_where_no_call_is_marked(
-    comm: kos.Communicator, log: Any, /, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /, monkeypatch):
     """Of many calls in a row a few have events: of the last ones the host knows who has made them."""
     if comm.rank == 0:
         heard = Heard(comm)
@@ -198,12 +190,12 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(
     comm.rendezvous.barrier()
 
 
-def test_a_call_that_waits_behind_one_without_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_waits_behind_one_without_a_mark(monkeypatch):
     """The GPU has not begun the marked call: it may hang in a collective that has no mark."""
     monkeypatch.setattr(works._Mark, "ended", lambda mark: not mark.follows_unmarked)
     monkeypatch.setattr(works.Event, "done", lambda event: False)
 
-    def body(comm: kos.Communicator, log: Any) -> None:
+    def body(comm, log):
         x = on_gpu()
         for _ in range(3):
             comm.all_reduce(x)
@@ -219,9 +211,7 @@ def test_a_call_that_waits_behind_one_without_a_mark(monkeypatch: pytest.MonkeyP
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
-def test_an_error_of_nccl_is_found_behind_our_back(
-    comm: kos.Communicator, log: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_nccl_is_found_behind_our_back(comm, log, /, fake, monkeypatch):
     heard = Heard(comm)
     comm.all_reduce(on_gpu())
     comm.rendezvous.barrier()
@@ -231,7 +221,7 @@ def test_an_error_of_nccl_is_found_behind_our_back(
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator, log: Any, /) -> None:
+def test_a_failure_that_a_call_found_is_reported_once_too(comm, log, /):
     heard = Heard(comm)
     comm.backend.unwatch()
     comm.all_reduce(on_gpu(6 + comm.rank))
@@ -244,14 +234,14 @@ def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_a_communicator_that_is_closed_is_not_looked_after(comm: kos.Communicator, log: Any, /) -> None:
+def test_a_communicator_that_is_closed_is_not_looked_after(comm, log, /):
     assert comm.backend in watchdog._watched
     comm.abort()
     assert comm.backend not in watchdog._watched
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(comm: kos.Communicator, log: Any, /) -> None:
+def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(comm, log, /):
     """The wait is no call, and is compared with none."""
     comm.all_reduce(np.zeros(3))
     if comm.rank == 0:
@@ -260,7 +250,7 @@ def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(comm: kos.Co
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, log: Any, /) -> None:
+def test_who_timed_out_waiting_for_the_dead_names_them(comm, log, /):
     part = comm.backend
     part.unwatch()
     comm.all_reduce(on_gpu())
@@ -272,11 +262,11 @@ def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, l
     comm.rendezvous.barrier()
 
 
-def test_a_wait_on_the_host_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_on_the_host_is_shown(monkeypatch):
     """And whom it waited for, before it no longer is."""
     monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
 
-    def body(comm: kos.Communicator, log: Any) -> None:
+    def body(comm, log):
         part = comm.backend
         status = part.failures.status
         if comm.rank == 0:
@@ -304,11 +294,11 @@ def _telling(post: Callable[[Any], None], waiting: threading.Event) -> Callable[
     return posting
 
 
-def test_a_queue_that_waits_is_shown_while_the_program_does_something_else() -> None:
+def test_a_queue_that_waits_is_shown_while_the_program_does_something_else():
     """Nothing is shown once the ranks have come."""
     began = threading.Event()
 
-    def body(comm: kos.Communicator, log: Any) -> None:
+    def body(comm, log):
         status = comm.backend.failures.status
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
@@ -332,9 +322,7 @@ def eventually(true: Callable[[], Any]) -> bool:
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
-def test_what_nccl_meets_is_explained_by_the_rank_that_died(
-    comm: kos.Communicator, log: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nccl_meets_is_explained_by_the_rank_that_died(comm, log, /, fake, monkeypatch):
     """NCCL reports that another rank has gone before the watchdog knows which."""
     part = comm.backend
     part.unwatch()
@@ -376,13 +364,11 @@ DIFFERENCES: dict[str, tuple[Call, Call]] = {
 @pytest.mark.parametrize("next_call", ["barrier", "all_reduce on the host"])
 @pytest.mark.parametrize("case", DIFFERENCES)
 @on_each_rank(run, host=SharedOnly)
-def test_calls_of_auto_that_differ_raise_by_the_next_one(
-    comm: kos.Communicator, log: Any, /, case: str, next_call: str
-) -> None:
+def test_calls_of_auto_that_differ_raise_by_the_next_one(comm, log, /, case, next_call):
     """Which in host memory waits for all ranks: nobody comes out of it without the error."""
     comm.backend.unwatch()  # it finds it too, a little later
 
-    def calls() -> None:
+    def calls():
         DIFFERENCES[case][comm.rank](comm, on_gpu)
         comm.barrier() if next_call == "barrier" else comm.all_reduce(np.zeros(3))
 
@@ -395,15 +381,13 @@ def test_calls_of_auto_that_differ_raise_by_the_next_one(
 
 @pytest.mark.parametrize("name", ["all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v"])
 @on_each_rank(run, host=SharedOnly)
-def test_cached_calls_whose_counts_differ_raise_on_every_rank(comm: kos.Communicator, log: Any, /, name: str) -> None:
+def test_cached_calls_whose_counts_differ_raise_on_every_rank(comm, log, /, name):
     calls, me = [], comm.rank
     for counts in ([4, 4], [3, 4] if me else [4, 3]):  # this rank's is 4 in both
         gathers, x, out = name in ("all_gather_v", "gather_v"), on_gpu(4), on_gpu(sum(counts))
         if not gathers:
             x, out = out, x
-        arguments: dict[str, tuple[Any, ...]] = {
-            "gather_v": (x, counts, 0, None if me else out), "scatter_v": (None if me else x, counts, out, 0)
-        }  # fmt: skip
+        arguments = {"gather_v": (x, counts, 0, None if me else out), "scatter_v": (None if me else x, counts, out, 0)}
         calls.append(partial(getattr(comm, name), *arguments.get(name, (x, counts, out))))
     prepared = Prepared(comm)
     for _ in range(3):

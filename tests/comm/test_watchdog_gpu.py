@@ -1,7 +1,5 @@
 """A rank is killed or stopped while the other one waits for a stream, and not for kos."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -66,7 +64,7 @@ os._exit(0)
     # NCCL's replayed kernels know no deadline: of a rank that is stopped nothing is seen.
     [("SIGKILL", False), ("SIGKILL", True), ("SIGSTOP", False)],
 )
-def test_a_stream_comes_back_and_the_next_use_names_the_rank(backend: str, how: str, graph: bool, count: int) -> None:
+def test_a_stream_comes_back_and_the_next_use_names_the_rank(backend, how, graph, count):
     if len(cuda.visible_devices()) < 2:
         pytest.skip("needs two GPUs")
     program = PROGRAM.format(backend=backend, timeout=TIMEOUT, count=count, signal=how, graph=graph, path=sys.path)

@@ -1,13 +1,10 @@
 """The backend of docs/guides/writing-a-backend.md keeps the promises of the conformance suite."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.testing.conformance import failures, intact, run
@@ -30,20 +26,20 @@ LINES = 140
 
 
 @pytest.fixture(autouse=True)
-def files() -> Iterator[Any]:
-    names: dict[str, Any] = {"__name__": "files"}
+def files():
+    names = {"__name__": "files"}
     exec(compile("\n".join(BLOCKS), str(PAGE), "exec"), names)
     yield names["Files"]
     del kos.comm.BACKENDS["files"]
 
 
-def test_it_is_short() -> None:
+def test_it_is_short():
     assert len([line for block in BLOCKS for line in block.splitlines() if line.strip()]) < LINES
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_on_ranks_that_meet_as_processes_do(size: int) -> None:
-    def body(rendezvous: TCPRendezvous) -> dict[str, str]:
+def test_on_ranks_that_meet_as_processes_do(size):
+    def body(rendezvous):
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world)
 
@@ -51,10 +47,10 @@ def test_on_ranks_that_meet_as_processes_do(size: int) -> None:
         assert not broken, "\n".join(broken.values())
 
 
-def test_a_part_of_the_suite_on_threads() -> None:
+def test_a_part_of_the_suite_on_threads():
     group = ThreadGroup(2)
 
-    def body(rank: int) -> dict[str, str]:
+    def body(rank):
         rendezvous = ThreadRendezvous(group, rank, TIMEOUT)
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             assert "in use  2 ranks that share" in world.explain()
@@ -63,16 +59,16 @@ def test_a_part_of_the_suite_on_threads() -> None:
     assert run_threads(lambda: body(0), lambda: body(1)) == [{}, {}]
 
 
-def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files, monkeypatch):
     write = files.__init__.__globals__["Folder"].write
 
-    def wrong(folder: Any, name: str, data: bytes, first: bool = False) -> None:
+    def wrong(folder, name, data, first=False):
         message = name.startswith("0-1-") and len(data) > 100
         write(folder, name, data[:-1] + bytes([data[-1] ^ 1]) if message else data, first)
 
     monkeypatch.setattr(files.__init__.__globals__["Folder"], "write", wrong)
 
-    def body(rendezvous: TCPRendezvous) -> dict[str, str]:
+    def body(rendezvous):
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world, only="broadcast float32")
 
@@ -138,14 +134,12 @@ def without_order(backend: Any) -> None:
     (without_failed, "barrier, rank 0 gives up", r"AssertionError: expected .* \(failures.py:\d+: "),
     (without_cancel, "messages", r"CollectiveTimeout: .* rank \d sent nothing with tag 9 \(intact.py:\d+: comm"),
 ])  # fmt: skip
-def test_the_suite_finds_a_backend_that_lacks_a_part(
-    files: Any, change: Any, check: str, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_suite_finds_a_backend_that_lacks_a_part(files, change, check, cause, caplog, monkeypatch):
     for module in (failures, intact):
         monkeypatch.setattr(module, "GRACE", 2.0)
     change(files)
 
-    def body(rendezvous: TCPRendezvous) -> dict[str, str]:
+    def body(rendezvous):
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world, only=check)
 
@@ -176,7 +170,7 @@ raise SystemExit(main(["--backend", "files", "--ranks", "2", "--only", "all_redu
 """
 
 
-def test_a_check_that_does_not_end_is_named() -> None:
+def test_a_check_that_does_not_end_is_named():
     done = subprocess.run([*python(), "-c", "\n".join([*BLOCKS, HANGS])], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout.startswith("1 of 1: all_reduce, a rank is late\n"), done.stderr
     broken = r"^BROKEN all_reduce, a rank is late: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$"
@@ -188,13 +182,13 @@ def test_a_check_that_does_not_end_is_named() -> None:
     (["--seed", "-1"], "--seed: expected a number from 0 on, got -1"),
     (["--timeout", "0"], "--timeout: expected a positive number of seconds, got 0.0"),
 ])  # fmt: skip
-def test_wrong_numbers_are_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_numbers_are_refused(flags, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(flags)
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {said}")
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error():
     command = [sys.executable, "-m", "kos.testing.conformance", "--backend", "mock", "--only", "lost"]
     reader, writer = os.pipe()
     os.close(reader)
@@ -204,6 +198,6 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_text_that_no_check_has_is_refused() -> None:
+def test_a_text_that_no_check_has_is_refused():
     with pytest.raises(kos.errors.InvalidArgument, match="only: expected a part of a promise's name, got 'nonesuch'"):
         run(kos.init("mock"), only="nonesuch")

@@ -1,7 +1,5 @@
 """Works that nobody has started, for tests of what describes, compares and records calls."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

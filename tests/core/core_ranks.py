@@ -1,7 +1,5 @@
 """Ranks of the compiled core: threads of the test, or processes, over one anonymous file."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -5,8 +5,6 @@ communicators that are in use.  CORE is a build of the core, such as one with a 
 one thread: rank 1 begins its calls first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """all_reduce through the compiled core: right for every count and dtype, from threads and processes, in any order."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random
@@ -11,7 +9,6 @@ import threading
 import time
 import weakref
 from array import array
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,19 +50,19 @@ def guarded(x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[A
     return inner, whole
 
 
-def test_a_wait_lasts_while_the_call_makes_progress() -> None:
+def test_a_wait_lasts_while_the_call_makes_progress():
     """The other rank takes a stage each millisecond.  The core returns after 10 ms without a stage, not in all."""
     stages = 40
     with groups(2) as made:
         x, y = (np.ones(stages * (128 << 10), np.uint8) for _ in range(2))
         mine, theirs = (each.prepare("broadcast", "uint8", x.size) for each in made)
 
-        def slow() -> None:
+        def slow():
             work = theirs.start(y)
             while not work.done():
                 time.sleep(1e-3)
 
-        def completes_in_one_wait() -> bool:
+        def completes_in_one_wait():
             thread = threading.Thread(target=slow)
             thread.start()
             work = mine.start(x, waits=True)
@@ -79,11 +76,11 @@ def test_a_wait_lasts_while_the_call_makes_progress() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_count_has_the_bits_of_numpys_sum_in_rank_order(size: int, dtype: str) -> None:
+def test_every_count_has_the_bits_of_numpys_sum_in_rank_order(size, dtype):
     most = BYTES // np.dtype(dtype).itemsize
     counts = [*range(301), 511, 513, 1021, 4097, most - 1, most]
 
-    def body(group: CoreGroup) -> None:
+    def body(group):
         for seed, count in enumerate(counts):
             arrays = inputs(seed, size, dtype, count)
             x, whole = guarded(arrays[group.rank])
@@ -121,19 +118,19 @@ def random_program(group: CoreGroup, seed: int, calls: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_random_programs_of_processes(size: int, tmp_path: Path) -> None:
+def test_random_programs_of_processes(size, tmp_path):
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     assert on_processes(size, random_program, tmp_path, seed, 1500) == [0] * size
 
 
-def test_random_programs_of_threads() -> None:
+def test_random_programs_of_threads():
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     assert on_threads(3, lambda group: random_program(group, seed, 300)) == [0] * 3
 
 
-def test_two_works_are_in_flight_and_may_be_waited_for_in_any_order() -> None:
+def test_two_works_are_in_flight_and_may_be_waited_for_in_any_order():
     with groups(2) as (a, b):
         x, y = np.full(3, 1.0), np.full(500, 2.0)
         first, second = a.start(x), a.start(y)
@@ -146,7 +143,7 @@ def test_two_works_are_in_flight_and_may_be_waited_for_in_any_order() -> None:
         theirs[0].wait()
 
 
-def test_with_other_works_outstanding_a_start_neither_spins_nor_blocks() -> None:
+def test_with_other_works_outstanding_a_start_neither_spins_nor_blocks():
     """Python advances them, and here the other rank too."""
     with groups(2, spin=100.0) as (a, b):
         for first in (a.start(np.ones(1)), a.prepare("recv", "uint8", 3, src=1).start(np.ones(3, np.uint8))):
@@ -164,7 +161,7 @@ def test_with_other_works_outstanding_a_start_neither_spins_nor_blocks() -> None
             assert (x == 2).all()
 
 
-def test_a_start_that_waits_returns_a_work_after_ten_milliseconds() -> None:
+def test_a_start_that_waits_returns_a_work_after_ten_milliseconds():
     with groups(2) as (a, b):
         for call, theirs in (
             (a.prepare("barrier").start, b.prepare("barrier").start),
@@ -177,7 +174,7 @@ def test_a_start_that_waits_returns_a_work_after_ten_milliseconds() -> None:
             assert work.done()
 
 
-def test_a_spin_ends_where_each_look_takes_longer_than_it_lasts() -> None:
+def test_a_spin_ends_where_each_look_takes_longer_than_it_lasts():
     """As on a busy machine, where a rank that yields its core has it back much later; else it would never end."""
     with groups(2, spin=1e-9) as (a, _):
         assert a.core.spin_ns == 1
@@ -210,7 +207,7 @@ def ticks_of_another_thread(spin: float) -> tuple[list[float], list[float]]:
     return spinning, [t for t in ticks if start + spin < t < end]
 
 
-def test_the_gil_is_held_for_the_first_microseconds_and_then_released() -> None:
+def test_the_gil_is_held_for_the_first_microseconds_and_then_released():
     """The wait without the GIL lasts ten milliseconds: on a busy machine the other thread may get no core in that time,
     so the call is repeated.  If the GIL were never released, the other thread could not run in any of the calls."""
     for _ in range(200):
@@ -221,13 +218,13 @@ def test_the_gil_is_held_for_the_first_microseconds_and_then_released() -> None:
     raise AssertionError("the other thread never ran while the call waited")
 
 
-def test_calls_of_several_threads_of_a_rank() -> None:
+def test_calls_of_several_threads_of_a_rank():
     """Both ranks' threads are ordered by a lock, as their calls must be; waits overlap."""
 
-    def body(group: CoreGroup) -> list[float]:
+    def body(group):
         order, sums = threading.Lock(), list[float]()
 
-        def call() -> None:
+        def call():
             for _ in range(200):
                 x = np.ones(5)
                 with order:
@@ -245,8 +242,8 @@ class Interrupted(Exception):
     pass
 
 
-def test_a_signal_interrupts_a_wait_and_the_call_completes_later() -> None:
-    def handler(*_: object) -> None:
+def test_a_signal_interrupts_a_wait_and_the_call_completes_later():
+    def handler(*_):
         raise Interrupted
 
     previous = signal.signal(signal.SIGALRM, handler)
@@ -262,7 +259,7 @@ def test_a_signal_interrupts_a_wait_and_the_call_completes_later() -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_a_closed_group_releases_arrays_and_memory() -> None:
+def test_a_closed_group_releases_arrays_and_memory():
     with groups(2) as (a, _):
         x = np.ones(4)
         work, alive = a.start(x), weakref.ref(x)
@@ -276,7 +273,7 @@ def test_a_closed_group_releases_arrays_and_memory() -> None:
         a.close()
 
 
-def test_a_group_that_nobody_has_is_collected_with_its_calls() -> None:
+def test_a_group_that_nobody_has_is_collected_with_its_calls():
     with groups(1) as made:
         memory = weakref.ref(made[0].memory)
         made[0].all_reduce(np.ones(3))  # the group keeps its Prepared
@@ -296,7 +293,7 @@ class Owner:
         self.remember = remember
 
 
-def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known() -> None:
+def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known():
     """It is not compared by value, and the program may change it."""
     with groups(1) as (group,):
         barrier = group.prepare("barrier").prepared

@@ -1,10 +1,7 @@
 """Collectives of the compiled core that move data: every one, of every size, through slots and in one copy."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ def connected(made: Sequence[CoreGroup]) -> None:
 
 
 @pytest.fixture(params=[(1, False), (2, False), (2, True), (3, False), (3, True), (5, True)], ids=str)
-def made(request: pytest.FixtureRequest) -> Iterator[list[CoreGroup]]:
+def made(request):
     size, direct = request.param
     with groups(size) as ranks:
         if direct:
@@ -94,7 +91,7 @@ def check(made: Sequence[CoreGroup], call: Call) -> None:
 
 
 @pytest.mark.parametrize("operation", [*MOVES, "reduce_scatter"])
-def test_every_count(made: list[CoreGroup], operation: str) -> None:
+def test_every_count(made, operation):
     for seed, count in enumerate(COUNTS):
         check(made, Call(operation, len(made), (len(made) - 1) * (seed % 2), count, seed))
 
@@ -112,7 +109,7 @@ def random_counts(operation: str, size: int, draw: random.Random) -> list[list[i
 
 
 @pytest.mark.parametrize("operation", V_FORMS)
-def test_v_forms(made: list[CoreGroup], operation: str) -> None:
+def test_v_forms(made, operation):
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -121,7 +118,7 @@ def test_v_forms(made: list[CoreGroup], operation: str) -> None:
         check(made, Call(operation, len(made), draw.randrange(len(made)), counts, each))
 
 
-def test_in_place(made: list[CoreGroup]) -> None:
+def test_in_place(made):
     size = len(made)
     for count in (1, 3, 1000, 100_000):
         x = [np.full(count, rank + 5, np.uint32) for rank in range(size)]
@@ -136,7 +133,7 @@ def test_in_place(made: list[CoreGroup]) -> None:
         assert all((each == expected).all() for each in whole)
 
 
-def test_barriers_and_other_calls_in_one_queue(made: list[CoreGroup]) -> None:
+def test_barriers_and_other_calls_in_one_queue(made):
     """Works of all kinds, started at once and ended in order."""
     size, draw = len(made), random.Random(3)
     calls = [Call(draw.choice(MOVES), size, 0, draw.choice((0, 1, 50, 9000, 140_000)), seed) for seed in range(40)]
@@ -192,13 +189,13 @@ def random_program(group: CoreGroup, seed: int, calls: int, direct: bool) -> int
 
 
 @pytest.mark.parametrize(("size", "direct"), [(2, True), (3, True), (4, False)])
-def test_random_programs_of_processes(size: int, direct: bool, tmp_path: Path) -> None:
+def test_random_programs_of_processes(size, direct, tmp_path):
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     assert on_processes(size, random_program, tmp_path, seed, 200, direct) == [0] * size
 
 
-def test_counts_that_differ_raise_on_every_rank() -> None:
+def test_counts_that_differ_raise_on_every_rank():
     with groups(2) as made:
         counts = [([1, 2], [1, 3]), ([4, 5], [2, 5])]  # rank 1 sends 4 elements to rank 0, which expects 3
         calls = [
@@ -212,7 +209,7 @@ def test_counts_that_differ_raise_on_every_rank() -> None:
             assert error.counts == (0, 12, 16)  # the receiver, the bytes that it expects, and those sent
 
 
-def test_all_ranks_find_the_same_counts_that_differ() -> None:
+def test_all_ranks_find_the_same_counts_that_differ():
     """Those of two other ranks too, and before any data is read."""
     with groups(3) as made:
         rows = [[4, 4, 4], [4, 4, 5], [4, 6, 4]]  # rank 1 sends rank 2 one element more, rank 2 sends rank 1 two more
@@ -229,7 +226,7 @@ def test_all_ranks_find_the_same_counts_that_differ() -> None:
         assert not any(out.any() for _, out in arrays)
 
 
-def test_a_rank_s_counts_of_its_own_part_that_differ_are_found() -> None:
+def test_a_rank_s_counts_of_its_own_part_that_differ_are_found():
     with groups(2) as made:
         calls, arrays = list[Any](), list[Any]()
         for rank, group in enumerate(made):
@@ -241,7 +238,7 @@ def test_a_rank_s_counts_of_its_own_part_that_differ_are_found() -> None:
             assert error.kind == "COUNTS" and error.rank == 0 and error.counts == (0, 4, 5)
 
 
-def test_who_only_gives_data_is_ahead_of_the_others() -> None:
+def test_who_only_gives_data_is_ahead_of_the_others():
     """By 64 calls whose data is beside the stamps, by 2 of larger ones.  Then it waits, until half of the 64 are read,
     and names who is behind."""
     for count, ahead, read in ((6, 64, 33), (7, 2, 1), (1000, 2, 1)):
@@ -259,7 +256,7 @@ def test_who_only_gives_data_is_ahead_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("operation", ["reduce", "gather", "scatter", "scan", "exscan"])
-def test_who_needs_no_data_of_others_does_not_wait_for_them(operation: str) -> None:
+def test_who_needs_no_data_of_others_does_not_wait_for_them(operation):
     with groups(3) as made:
         for count in (2, 5000):
             calls = [group.prepare(operation, "float64", count) for group in made]
@@ -271,7 +268,7 @@ def test_who_needs_no_data_of_others_does_not_wait_for_them(operation: str) -> N
                 assert calls[rank].start(*ends).done(), rank
 
 
-def test_calls_that_differ_between_ranks_that_do_not_wait_are_found_later() -> None:
+def test_calls_that_differ_between_ranks_that_do_not_wait_are_found_later():
     """Both calls are over when the next one, which is the same, begins: its stamps tell the difference."""
     with groups(2) as (a, b):
         for group in (a, b):
@@ -284,7 +281,7 @@ def test_calls_that_differ_between_ranks_that_do_not_wait_are_found_later() -> N
                 work.wait()
 
 
-def test_arrays_that_do_not_fit_are_refused() -> None:
+def test_arrays_that_do_not_fit_are_refused():
     read_only = np.ones(3)
     read_only.flags.writeable = False
     with groups(2) as (group, _):
@@ -304,7 +301,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         assert group.begun == 0
 
 
-def test_counts_of_another_number_of_ranks_are_refused() -> None:
+def test_counts_of_another_number_of_ranks_are_refused():
     with groups(2) as (group, _):
         for counts in ({"send_counts": [1]}, {"recv_counts": [1, 2, 3]}):
             with pytest.raises(ValueError, match="^expected counts of 16 bytes or None, got (8 and 0|0 and 24)$"):

@@ -1,7 +1,5 @@
 """Failures in the compiled core: mismatched, late, dead and forked ranks raise on every rank and name it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -11,7 +9,6 @@ import threading
 import time
 import weakref
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +26,8 @@ pytestmark = needs_core
     "others", [np.ones(5), np.ones(4, np.float32), np.ones(4, np.int64)], ids=["count", "dtype", "kind"]
 )
 @pytest.mark.parametrize("spin", [0.0, 1e-4])
-def test_calls_that_differ_raise_on_every_rank_and_name_two(others: Any, spin: float) -> None:
-    def body(group: CoreGroup) -> None:
+def test_calls_that_differ_raise_on_every_rank_and_name_two(others, spin):
+    def body(group):
         group.all_reduce(np.ones(7))
         group.all_reduce(others.copy() if group.rank == 1 else np.ones(4))
 
@@ -39,7 +36,7 @@ def test_calls_that_differ_raise_on_every_rank_and_name_two(others: Any, spin: f
     assert kind == "MISMATCH" and number == 1 and 1 in ranks and ranks[0] != ranks[1]
 
 
-def test_a_rank_that_has_returned_finds_a_call_that_differs() -> None:
+def test_a_rank_that_has_returned_finds_a_call_that_differs():
     with groups(2) as (a, b):
         works = [a.start(np.ones(count)) for count in (1, 2, 3)]
         theirs = [b.start(np.ones(count)) for count in (1, 9)]
@@ -51,7 +48,7 @@ def test_a_rank_that_has_returned_finds_a_call_that_differs() -> None:
                 call()
 
 
-def test_a_timeout_names_the_rank_that_is_missing_and_that_rank_raises_it_too() -> None:
+def test_a_timeout_names_the_rank_that_is_missing_and_that_rank_raises_it_too():
     with groups(3, timeout=0.3) as (a, b, c):
         began = time.monotonic()
         errors = run_threads(lambda: a.all_reduce(np.ones(2)), lambda: c.all_reduce(np.ones(2)))
@@ -71,7 +68,7 @@ def killed_before_its_call(group: CoreGroup, victim: int) -> float:
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1)])
-def test_a_killed_rank_raises_in_the_others_and_is_named(size: int, victim: int, tmp_path: Path) -> None:
+def test_a_killed_rank_raises_in_the_others_and_is_named(size, victim, tmp_path):
     began = time.monotonic()
     results = on_processes(size, killed_before_its_call, tmp_path, victim)
     assert time.monotonic() - began < 20
@@ -94,13 +91,13 @@ def killed_with_works(group: CoreGroup) -> Any:
     return said
 
 
-def test_a_killed_rank_fails_the_works_in_flight(tmp_path: Path) -> None:
+def test_a_killed_rank_fails_the_works_in_flight(tmp_path):
     said, nothing = on_processes(2, killed_with_works, tmp_path)
     assert nothing is None and 2 <= len(said) <= 4  # at least the first one is complete, and none of the last two
     assert len(set(said)) == 1 and said[0].startswith("LOST of rank 1, ")
 
 
-def test_a_rank_that_has_closed_its_group_is_lost() -> None:
+def test_a_rank_that_has_closed_its_group_is_lost():
     with groups(2) as (a, b):
         x, y = np.ones(3), np.ones(3)
         work = b.start(y)
@@ -147,15 +144,15 @@ def forks_beside_a_wait(_: CoreGroup) -> int:
         return status
 
 
-def test_a_forked_process_closes_a_group_in_which_a_thread_of_its_parent_waits(tmp_path: Path) -> None:
+def test_a_forked_process_closes_a_group_in_which_a_thread_of_its_parent_waits(tmp_path):
     assert on_processes(1, forks_beside_a_wait, tmp_path) == [0]
 
 
-def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path: Path) -> None:
+def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path):
     assert on_processes(1, forks, tmp_path) == ["FORKED"]
 
 
-def test_a_thread_that_waits_in_a_start_ends_when_others_close_the_group() -> None:
+def test_a_thread_that_waits_in_a_start_ends_when_others_close_the_group():
     """Two threads close at once: neither returns, after which the memory may be freed, before the wait has ended."""
     for attempt in range(60):
         with groups(2) as (a, _):
@@ -180,7 +177,7 @@ def fail_beside(group: CoreGroup, other: CoreGroup) -> None:
 
 @pytest.mark.parametrize("call", ["barrier", "recv", "send"])
 @pytest.mark.parametrize("by", [0, 1])
-def test_a_failure_ends_a_start_that_waits(call: str, by: int) -> None:
+def test_a_failure_ends_a_start_that_waits(call, by):
     """Not only a later poll: a start that other load makes longer than its 10 ms is tried again."""
     for _ in range(50):
         with groups(2) as made:
@@ -197,7 +194,7 @@ def test_a_failure_ends_a_start_that_waits(call: str, by: int) -> None:
     raise AssertionError("no start has raised the failure")
 
 
-def test_the_first_failure_is_kept_and_concerns_its_call_and_later_ones() -> None:
+def test_the_first_failure_is_kept_and_concerns_its_call_and_later_ones():
     with groups(2) as (a, b):
         assert a.core.failure() == b.core.failure() == 0
         first = [group.start(np.ones(2)) for group in (a, b)]
@@ -212,7 +209,7 @@ def test_the_first_failure_is_kept_and_concerns_its_call_and_later_ones() -> Non
                 call()
 
 
-def test_a_published_call_is_compared_with_those_of_the_core() -> None:
+def test_a_published_call_is_compared_with_those_of_the_core():
     with groups(2) as (a, b):
         for work in [a.start(np.ones(2)), b.start(np.ones(2))]:
             work.wait()
@@ -235,7 +232,7 @@ def test_a_published_call_is_compared_with_those_of_the_core() -> None:
                 a.core.publish(*wrong)
 
 
-def test_a_closed_group_uses_its_memory_no_more() -> None:
+def test_a_closed_group_uses_its_memory_no_more():
     with groups(1) as (a,):
         core = a.core
         a.close()
@@ -279,7 +276,7 @@ def use_the_core_in_destructors() -> None:
         assert theirs.done() and mine.done() and y[0].tolist() == [9.0, 9.0]
 
 
-def test_the_destructor_of_an_array_may_use_the_core() -> None:
+def test_the_destructor_of_an_array_may_use_the_core():
     program = "from tests.core.test_core_failures import use_the_core_in_destructors as f; f()"
     env = os.environ | {"PYTHONMALLOC": "debug"}  # which overwrites what is freed
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
@@ -292,7 +289,7 @@ def close_in_a_destructor(group: CoreGroup) -> None:
         group.start(np.zeros(2))
 
 
-def test_the_destructor_of_an_array_may_close_the_group() -> None:
+def test_the_destructor_of_an_array_may_close_the_group():
     with groups(2) as (a, b):
         x, errors = np.zeros(2), list[Any]()
         weakref.finalize(x, lambda: errors.append(run_threads(partial(close_in_a_destructor, a)))).atexit = False
@@ -305,6 +302,6 @@ def test_the_destructor_of_an_array_may_close_the_group() -> None:
             last.done()
 
 
-def test_descriptions_have_the_place_that_the_core_leaves_them() -> None:
+def test_descriptions_have_the_place_that_the_core_leaves_them():
     """Ranks that compare calls without the core need these numbers too."""
     assert (TEXTS, TEXT_BYTES) == (native.TEXTS, native.TEXT_BYTES)

@@ -1,7 +1,5 @@
 """What groups and communicators leave behind, and processes whose number another one has got."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os
@@ -54,11 +52,11 @@ def check_growth(make: Callable[[], Any], types: list[type]) -> None:
     assert resident() - memory < 8 << 20  # 16 KiB each
 
 
-def test_groups_leave_nothing() -> None:
+def test_groups_leave_nothing():
     memory = mmap.mmap(-1, segment_bytes(2))
     x = np.ones(3)
 
-    def make() -> type:
+    def make():
         one, other = (CoreGroup(memory, rank, 2) for rank in range(2))
         call = one.prepare("all_reduce", "float64", 3)
         left = call.start(x).left
@@ -79,13 +77,13 @@ def test_groups_leave_nothing() -> None:
     check_growth(make, [_core.native.Group, make()])
 
 
-def test_communicators_leave_nothing() -> None:
+def test_communicators_leave_nothing():
     """That were split, used, closed or aborted; and calls that were refused."""
     rendezvous = env_rendezvous(30.0, environment(0, 1, free_port()))
     with kos.init("tcp", rendezvous=rendezvous, timeout=30.0) as comm:
         x, rounds = np.ones(3), iter(range(10**6))
 
-        def make() -> None:
+        def make():
             part = comm.split(0) if next(rounds) % 2 else comm.duplicate()
             persistent = part.all_reduce_init(x)
             for _ in range(3):
@@ -126,7 +124,7 @@ def taken_over(number: int, rank: int = 1) -> Iterator[list[CoreGroup]]:
         yield made
 
 
-def test_a_message_is_not_read_from_a_process_that_has_got_the_number_of_its_sender() -> None:
+def test_a_message_is_not_read_from_a_process_that_has_got_the_number_of_its_sender():
     x, out = np.full(100_000, 1.0), np.zeros(100_000)
     with another_process() as number, taken_over(number) as (one, other):
         x[:] = 2  # not in that process
@@ -137,13 +135,13 @@ def test_a_message_is_not_read_from_a_process_that_has_got_the_number_of_its_sen
         assert (out == 2).all()
 
 
-def test_a_collective_does_not_read_from_a_process_that_has_got_the_number_of_a_rank() -> None:
+def test_a_collective_does_not_read_from_a_process_that_has_got_the_number_of_a_rank():
     x, out = np.full(200_000, 1.0), np.zeros(200_000)
     with another_process() as number, taken_over(number) as (one, other):
         works = [each.prepare("all_to_all", "float64", x.size // 2) for each in (one, other)]
         mine, theirs = (call.start(x, to) for call, to in zip(works, (out, np.zeros(x.size)), strict=True))
 
-        def finish() -> None:
+        def finish():
             while not mine.done():
                 with suppress(CoreError):
                     theirs.done()

@@ -1,14 +1,10 @@
 """Messages of the compiled core: matched in order by tag, of every size, in one copy and in pieces."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +30,7 @@ SIZES = (0, 1, 40, 41, 64, 1000, 65_536, 65_537, 300_000, 3_000_001)  # bytes
 
 
 @pytest.fixture(params=[False, True], ids=["pieces", "one copy"])
-def pair(request: pytest.FixtureRequest) -> Iterator[list[CoreGroup]]:
+def pair(request):
     with groups(2) as made:
         if request.param:
             assert run_threads(*[group.connect for group in made]) == [True] * 2
@@ -64,7 +60,7 @@ def end(*works: Any) -> None:
         left = [work for work in left if not work.done()]
 
 
-def test_every_size_before_and_after_its_receive(pair: list[CoreGroup]) -> None:
+def test_every_size_before_and_after_its_receive(pair):
     a, b = pair
     for nbytes in SIZES:
         for first in (a, b):
@@ -76,8 +72,8 @@ def test_every_size_before_and_after_its_receive(pair: list[CoreGroup]) -> None:
             assert (x == y).all(), nbytes
 
 
-def test_blocking_calls_between_threads(pair: list[CoreGroup]) -> None:
-    def ping(group: CoreGroup) -> None:
+def test_blocking_calls_between_threads(pair):
+    def ping(group):
         peer = 1 - group.rank
         for nbytes in SIZES:
             x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
@@ -94,7 +90,7 @@ def test_blocking_calls_between_threads(pair: list[CoreGroup]) -> None:
     assert run_threads(*[lambda g=g: ping(g) for g in pair]) == [None] * 2
 
 
-def test_tags_in_any_order_and_order_within_a_tag(pair: list[CoreGroup]) -> None:
+def test_tags_in_any_order_and_order_within_a_tag(pair):
     a, b = pair
     draw = random.Random(5)
     plan = [(draw.choice((1, 2, 3)), draw.choice(SIZES[:-1])) for _ in range(300)]  # more than headers or credits
@@ -112,7 +108,7 @@ def test_tags_in_any_order_and_order_within_a_tag(pair: list[CoreGroup]) -> None
     end(*sends)
 
 
-def test_many_large_messages_without_a_receive(pair: list[CoreGroup]) -> None:
+def test_many_large_messages_without_a_receive(pair):
     a, b = pair
     x = np.arange(200_000, dtype=np.uint8)
     sends = [send(a, x, 1, 7) for _ in range(200)]
@@ -131,14 +127,14 @@ def test_many_large_messages_without_a_receive(pair: list[CoreGroup]) -> None:
     assert (x == y).all()
 
 
-def test_a_message_to_oneself(pair: list[CoreGroup]) -> None:
+def test_a_message_to_oneself(pair):
     for nbytes in SIZES:
         x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
         end(send(pair[0], x, 0), recv(pair[0], y, 0))
         assert (x == y).all()
 
 
-def test_ends_that_differ_fail_alone(pair: list[CoreGroup]) -> None:
+def test_ends_that_differ_fail_alone(pair):
     a, b = pair
     for nbytes in (10, 1000, 400_000):
         x, y = np.ones(nbytes, np.uint8), np.ones(nbytes + 1, np.uint8)
@@ -153,17 +149,17 @@ def test_ends_that_differ_fail_alone(pair: list[CoreGroup]) -> None:
         end(send(a, x, 1), recv(b, x.copy(), 0))
 
 
-def test_a_message_advances_while_a_barrier_waits(pair: list[CoreGroup]) -> None:
+def test_a_message_advances_while_a_barrier_waits(pair):
     """Rank 0 sends a long message and waits in a barrier, which rank 1 enters after the message."""
     a, b = pair
     x, y = data(3_000_000, 1), np.zeros(3_000_000, np.uint8)
 
-    def first() -> None:
+    def first():
         work = send(a, x, 1)
         a.prepare("barrier").run()
         work.wait()
 
-    def second() -> None:
+    def second():
         b.prepare("recv", "uint8", y.size, src=0).run(y)
         b.prepare("barrier").run()
 
@@ -171,17 +167,17 @@ def test_a_message_advances_while_a_barrier_waits(pair: list[CoreGroup]) -> None
     assert (x == y).all()
 
 
-def test_a_barrier_takes_messages_that_fill_the_mailbox_many_times(pair: list[CoreGroup]) -> None:
+def test_a_barrier_takes_messages_that_fill_the_mailbox_many_times(pair):
     """Rank 1 waits in a barrier while rank 0 sends blocking messages, within the credits."""
     a, b = pair
     x = data(1000, 1)
 
-    def first() -> None:
+    def first():
         for _ in range(2000):
             a.prepare("send", "uint8", 1000, dst=1).run(x)
         a.prepare("barrier").run()
 
-    def second() -> None:
+    def second():
         b.prepare("barrier").run()
         for _ in range(2000):
             y = np.zeros_like(x)
@@ -191,7 +187,7 @@ def test_a_barrier_takes_messages_that_fill_the_mailbox_many_times(pair: list[Co
     assert run_threads(first, second) == [None, None]
 
 
-def test_messages_that_find_no_room_wait_for_it_and_not_for_their_receives(pair: list[CoreGroup]) -> None:
+def test_messages_that_find_no_room_wait_for_it_and_not_for_their_receives(pair):
     """The room of a mailbox has fewer places of 60,000 bytes than the mailbox has headers."""
     a, b = pair
     sent = [data(60_000, seed) for seed in range(30)]
@@ -211,7 +207,7 @@ def test_messages_that_find_no_room_wait_for_it_and_not_for_their_receives(pair:
         assert (x == y).all()
 
 
-def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair: list[CoreGroup]) -> None:
+def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair):
     a, b = pair
     a.timeout = b.timeout = 0.05
     y = np.zeros(500_000, np.uint8)
@@ -263,13 +259,13 @@ def random_program(group: CoreGroup, seed: int, calls: int, direct: bool) -> int
 
 
 @pytest.mark.parametrize(("size", "direct"), [(2, True), (3, True), (2, False), (4, False)])
-def test_random_programs_of_processes(size: int, direct: bool, tmp_path: Path) -> None:
+def test_random_programs_of_processes(size, direct, tmp_path):
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     assert on_processes(size, random_program, tmp_path, seed, 300, direct) == [0] * size
 
 
-def test_a_closed_group_ends_its_messages() -> None:
+def test_a_closed_group_ends_its_messages():
     with groups(2) as (a, b):
         work, theirs = recv(a, np.zeros(3, np.uint8), 1), send(b, np.zeros(500_000, np.uint8), 0)
         b.close()
@@ -279,7 +275,7 @@ def test_a_closed_group_ends_its_messages() -> None:
             work.wait()
 
 
-def test_a_blocking_receive_lets_other_threads_run(pair: list[CoreGroup]) -> None:
+def test_a_blocking_receive_lets_other_threads_run(pair):
     a, b = pair
     y = np.zeros(3, np.uint8)
     thread = threading.Thread(target=a.prepare("recv", "uint8", 3, src=1).run, args=(y,))
@@ -290,7 +286,7 @@ def test_a_blocking_receive_lets_other_threads_run(pair: list[CoreGroup]) -> Non
     assert (y == 5).all()
 
 
-def test_memory_that_cannot_be_read_comes_in_pieces() -> None:
+def test_memory_that_cannot_be_read_comes_in_pieces():
     """As that of a device.  Here process_vm_readv gets a number of no process."""
     with groups(2) as (a, b):
         assert run_threads(a.connect, b.connect) == [True, True]
@@ -305,7 +301,7 @@ def test_memory_that_cannot_be_read_comes_in_pieces() -> None:
         assert all((out == np.repeat([1.0, 2.0], 200_000)).all() for out in theirs)
 
 
-def test_a_send_completes_beside_a_receive_that_is_refused(pair: list[CoreGroup]) -> None:
+def test_a_send_completes_beside_a_receive_that_is_refused(pair):
     a, b = pair
     for nbytes, waits in ((500_000, False), (500_000, True), (3_000_001, False)):
         x, y, got = data(nbytes, 1), np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
@@ -323,7 +319,7 @@ def test_a_send_completes_beside_a_receive_that_is_refused(pair: list[CoreGroup]
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_receive_completes_beside_a_send_that_is_refused(direct: bool) -> None:
+def test_a_receive_completes_beside_a_send_that_is_refused(direct):
     with groups(3) as made:
         if direct:
             assert run_threads(*[group.connect for group in made]) == [True] * 3
@@ -340,7 +336,7 @@ def test_a_receive_completes_beside_a_send_that_is_refused(direct: bool) -> None
         assert (y == x + 1).all()
 
 
-def test_a_message_within_a_collective_fails_with_it_or_an_earlier_one(pair: list[CoreGroup]) -> None:
+def test_a_message_within_a_collective_fails_with_it_or_an_earlier_one(pair):
     a, b = pair
     x, y, z = data(500_000, 1), np.zeros(500_000, np.uint8), np.zeros(3, np.uint8)
     before = a.prepare("recv", "uint8", x.size, src=1, tag=1).start(y, sequence=3)
@@ -360,7 +356,7 @@ def test_a_message_within_a_collective_fails_with_it_or_an_earlier_one(pair: lis
     assert (x == y).all()
 
 
-def test_a_cancelled_message_releases_its_array_and_the_next_one_arrives(pair: list[CoreGroup]) -> None:
+def test_a_cancelled_message_releases_its_array_and_the_next_one_arrives(pair):
     a, b = pair
     for nbytes in (10, 500_000):
         y, lost = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
@@ -383,7 +379,7 @@ def test_a_cancelled_message_releases_its_array_and_the_next_one_arrives(pair: l
 
 
 @pytest.mark.parametrize("direct", [0, 1], ids=["pieces", "one copy"])
-def test_sends_may_be_cancelled_without_end(direct: int) -> None:
+def test_sends_may_be_cancelled_without_end(direct):
     """Each of them has used an answer, which the receiver gives back.  Of 256 ranks, a mailbox has 512 answers."""
     with segment(256) as file:
         a, b = (group(file, rank, 256) for rank in range(2))
@@ -413,7 +409,7 @@ def test_sends_may_be_cancelled_without_end(direct: int) -> None:
         b.close()
 
 
-def test_an_answer_is_not_used_again_before_its_sender_has_seen_it() -> None:
+def test_an_answer_is_not_used_again_before_its_sender_has_seen_it():
     """All 512 answers of a mailbox are in use when the receiver of a message in pieces cancels, and another is sent."""
     with segment(256) as file:
         a, b = (group(file, rank, 256) for rank in range(2))
@@ -434,7 +430,7 @@ def test_an_answer_is_not_used_again_before_its_sender_has_seen_it() -> None:
 
 
 @pytest.mark.parametrize("posted", [False, True], ids=["alone", "beside another"])
-def test_a_message_in_pieces_may_be_cancelled_by_either_end(posted: bool) -> None:
+def test_a_message_in_pieces_may_be_cancelled_by_either_end(posted):
     """A receive whose sender cancels gets the next message, and a second one the message after it."""
     with groups(2) as (a, b):
         for number in range(6):
@@ -466,8 +462,8 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_receive_leaves_the_message_to_the_next(pair: list[CoreGroup]) -> None:
-    def handler(*_: object) -> None:
+def test_an_interrupted_receive_leaves_the_message_to_the_next(pair):
+    def handler(*_):
         raise Interrupted
 
     a, b = pair
@@ -501,5 +497,5 @@ def forks(_: CoreGroup) -> str:
         return said_by_a_child(a, [work.wait, theirs.done, lambda: send(a, x, 1), lambda: recv(b, y, 0)], beside)
 
 
-def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path: Path) -> None:
+def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path):
     assert on_processes(1, forks, tmp_path) == ["FORKED"]

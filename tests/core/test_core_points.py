@@ -1,7 +1,5 @@
 """A rank is killed or stopped at each step of a call, in a build of the core with points to stop at."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os
@@ -33,7 +31,7 @@ VICTIM = 1
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> str:
+def build(tmp_path_factory):
     """The extension module with points to stop at."""
     path = tmp_path_factory.mktemp("core") / "native.so"
     options = ["-std=c11", "-O1", "-shared", "-fPIC", "-DKOS_POINTS", f"-I{HEADERS}", f"-I{CORE}"]
@@ -90,12 +88,12 @@ def stopped(group: CoreGroup, build: str, point: int, count: int, number: int, t
 
 @pytest.mark.parametrize("count", [1, pytest.param(9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", range(len(POINTS)), ids=[name.lower() for name in POINTS])
-def test_a_rank_killed_at_a_step_is_named(build: str, point: int, count: int, tmp_path: Path) -> None:
+def test_a_rank_killed_at_a_step_is_named(build, point, count, tmp_path):
     error, nothing = on_processes(2, stopped, tmp_path, build, point, count, int(signal.SIGKILL), 30.0)
     assert nothing is None and error[:2] == ["LOST", VICTIM] and error[2] < 20
 
 
 @pytest.mark.parametrize("point", range(len(POINTS)), ids=[name.lower() for name in POINTS])
-def test_a_rank_stopped_at_a_step_is_named_at_the_timeout(build: str, point: int, tmp_path: Path) -> None:
+def test_a_rank_stopped_at_a_step_is_named_at_the_timeout(build, point, tmp_path):
     error, _ = on_processes(2, stopped, tmp_path, build, point, 3, int(signal.SIGSTOP), 1.0)
     assert error[:2] == ["LATE", VICTIM] and error[2] < 20

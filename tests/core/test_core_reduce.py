@@ -1,10 +1,7 @@
 """Reductions of the compiled core: the bits of ``kos.comm.reduction`` for every dtype and operation, on every path."""
 
-from __future__ import annotations
-
 import random
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,7 @@ from kos.comm.reduction import ReduceOp, resolve
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from tests.core.core_ranks import groups, needs_core, together
-from tests.core.group import OPS, CoreGroup
+from tests.core.group import OPS
 
 pytestmark = needs_core
 Array = np.ndarray[Any, Any]
@@ -67,14 +64,14 @@ CASES = [(dtype, op) for dtype in DTYPES for op in OPS if allowed(dtype, op)]
 
 
 @pytest.fixture(params=[1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
-def made(request: pytest.FixtureRequest) -> Iterator[list[CoreGroup]]:
+def made(request):
     with groups(request.param) as ranks:
         yield ranks
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_all_reduce_has_the_bits_of_python(made: list[Any], dtype: str, op: str) -> None:
+def test_all_reduce_has_the_bits_of_python(made, dtype, op):
     rng, size = np.random.default_rng(7), len(made)
     counts = [0, 1, 2, 3, 7, 15, 16, 17, 33, 63, 65, 200, 1021, 1024, 5000, 70_001]
     for count in counts:
@@ -87,7 +84,7 @@ def test_all_reduce_has_the_bits_of_python(made: list[Any], dtype: str, op: str)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_fuzz_of_starts() -> None:
+def test_fuzz_of_starts():
     """10,000 calls of random operations, dtypes, sizes and alignments, in place or not."""
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
@@ -125,9 +122,7 @@ def one_call(made: list[Any], rng: np.random.Generator, draw: random.Random) -> 
         alike = {root: inputs}
     x = [placed(each, draw) for each in inputs]
     out = x if in_place else [placed(np.zeros(count, each.dtype), draw) for each in inputs]
-    arrays = [
-        (x[rank][0], out[rank][0]) if rank in alike else (x[rank][0], None) for rank in range(size)
-    ]  # fmt: skip
+    arrays = [(x[rank][0], out[rank][0]) if rank in alike else (x[rank][0], None) for rank in range(size)]
     together([g.prepare(operation, dtype, count, op=op, root=root) for g in made], arrays)
     for rank, terms in alike.items():
         expected = reduced(terms, dtype, op, size)
@@ -141,7 +136,7 @@ def one_call(made: list[Any], rng: np.random.Generator, draw: random.Random) -> 
         assert (around == 0xA5).all(), f"{said}: rank {rank} wrote beside its array"
 
 
-def test_operations_that_a_dtype_does_not_have_are_refused() -> None:
+def test_operations_that_a_dtype_does_not_have_are_refused():
     with groups(1) as (group,):
         for dtype in DTYPES:
             for op in OPS:

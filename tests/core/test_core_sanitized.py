@@ -3,8 +3,6 @@
 The emulator runs on the memory of this machine, so it proves no order of loads and stores.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -25,7 +23,7 @@ COMPILER = shutil.which("gcc") or shutil.which("clang")
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_random_programs_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
+def test_random_programs_under_a_sanitizer(sanitizer, tmp_path):
     program, include = tmp_path / "core_threads", ROOT / "kos/_core"
     options = ["-std=gnu11", "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", include]
     command = [COMPILER, *options, *SOURCES, "-lm", "-lpthread", "-o", program]
@@ -48,7 +46,7 @@ GCC, HEADERS = shutil.which("gcc"), Path(sysconfig.get_path("include"))
 
 @needs_core
 @pytest.mark.skipif(GCC is None or not (HEADERS / "Python.h").exists(), reason="needs gcc and Python.h")
-def test_random_programs_within_whose_calls_python_runs(tmp_path: Path) -> None:
+def test_random_programs_within_whose_calls_python_runs(tmp_path):
     """The whole extension module, under ASan and UBSan."""
     module, include = tmp_path / "native.so", ROOT / "kos/_core"
     options = ["-std=c11", "-O1", "-g", "-shared", "-fPIC", "-fsanitize=address,undefined"]
@@ -73,7 +71,7 @@ CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarc
 
 @pytest.mark.skipif(CROSS is None or EMULATOR is None, reason="needs aarch64-linux-gnu-gcc and qemu-aarch64")
 @pytest.mark.parametrize(("ranks", "direct"), [(2, 0), (3, 1)])
-def test_random_programs_on_aarch64(ranks: int, direct: int, tmp_path: Path) -> None:
+def test_random_programs_on_aarch64(ranks, direct, tmp_path):
     program = tmp_path / "core_threads"
     options = ["-std=gnu11", "-O3", "-ffp-contract=off", "-static", "-I", ROOT / "kos/_core"]
     command = [CROSS, *options, *SOURCES, "-lm", "-lpthread", "-o", program]

@@ -1,7 +1,5 @@
 """What the CUDA tests share: skipping without a GPU, a seed that is printed, a device, a stream."""
 
-from __future__ import annotations
-
 import os
 import secrets
 
@@ -19,19 +17,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
+def rng():
     seed = int(os.environ.get("KOS_TEST_SEED") or secrets.randbits(32))
     print(f"KOS_TEST_SEED={seed}")
     return np.random.default_rng(seed)
 
 
 @pytest.fixture
-def device() -> int:
+def device():
     """The GPU of single-rank tests, current on this thread."""
     cuda.set_device(0)
     return 0
 
 
 @pytest.fixture
-def stream(device: int):
+def stream(device):
     return cuda.create_stream(device)

@@ -3,8 +3,6 @@
 Also where the tests' kernels are.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import traceback

@@ -1,7 +1,5 @@
 """Array: NumPy in and out for every dtype, views, copies, and memory shared with other libraries."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np
@@ -41,7 +39,7 @@ def same_bytes(a: np.ndarray, b: np.ndarray) -> None:
 
 @pytest.mark.parametrize("versioned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_capsule_says_what_was_put_in(dtype: str, versioned: bool) -> None:
+def test_capsule_says_what_was_put_in(dtype, versioned):
     capsule = dlpack.export_capsule(4096, (3, 1, 5), DTYPES[dtype], 2, Owner(), readonly=versioned, versioned=versioned)
     ((managed, *_),) = dlpack._exported.values()
     managed.tensor.byte_offset = 8
@@ -54,7 +52,7 @@ def test_capsule_says_what_was_put_in(dtype: str, versioned: bool) -> None:
 
 @pytest.mark.parametrize("versioned", [False, True])
 @pytest.mark.parametrize("consumed", [False, True])
-def test_capsule_keeps_its_owner_as_long_as_needed(versioned: bool, consumed: bool) -> None:
+def test_capsule_keeps_its_owner_as_long_as_needed(versioned, consumed):
     import weakref
 
     owner = Owner()
@@ -69,7 +67,7 @@ def test_capsule_keeps_its_owner_as_long_as_needed(versioned: bool, consumed: bo
     assert alive() is None and not dlpack._exported
 
 
-def test_capsules_that_are_refused() -> None:
+def test_capsules_that_are_refused():
     with pytest.raises(InvalidArgument, match="expected a CUDA device, got device type 1"):
         dlpack.import_capsule(np.zeros(3).__dlpack__())
     with pytest.raises(InvalidArgument, match="unused capsule"):
@@ -86,7 +84,7 @@ def test_capsules_that_are_refused() -> None:
         dlpack.import_capsule(capsule)
 
 
-def test_dtypes_by_any_name() -> None:
+def test_dtypes_by_any_name():
     assert as_dtype("bfloat16") is as_dtype(DTYPES["bfloat16"].numpy) is DTYPES["bfloat16"]
     assert as_dtype(np.float32) is as_dtype("f4") is FLOAT32
     with pytest.raises(InvalidArgument, match="expected one of"):
@@ -95,7 +93,7 @@ def test_dtypes_by_any_name() -> None:
 
 @pytest.mark.skipif(cuda.unavailable() is None, reason="CUDA works here")
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_without_a_gpu() -> None:
+def test_without_a_gpu():
     for use in (
         lambda: Array.zeros(3, np.float32, 0), lambda: MemoryPool(0), lambda: pinned_empty(3, np.float32, 0),
         lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: PooledEvent([], 0),
@@ -106,7 +104,7 @@ def test_without_a_gpu() -> None:
         gc.collect()  # nor does what was not made complain
 
 
-def test_shape_rules_need_no_gpu() -> None:
+def test_shape_rules_need_no_gpu():
     array = Array(4096, (4, 6), "bfloat16", 0)
     assert (array.size, array.nbytes, array.ndim, len(array)) == (24, 48, 2, 4)
     assert array.reshape(-1, 3).shape == (8, 3) and array.reshape((24,)).shape == (24,)
@@ -145,7 +143,7 @@ def test_shape_rules_need_no_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (17, 3, 5)])
-def test_numpy_there_and_back(device: int, rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> None:
+def test_numpy_there_and_back(device, rng, dtype, shape):
     values = random_array(rng, shape, dtype)
     array = Array.from_numpy(values, device)
     same_bytes(array.numpy(), values)
@@ -153,7 +151,7 @@ def test_numpy_there_and_back(device: int, rng: np.random.Generator, dtype: str,
 
 
 @pytest.mark.gpu
-def test_views_share_memory(device: int, rng: np.random.Generator) -> None:
+def test_views_share_memory(device, rng):
     values = rng.standard_normal((6, 4), np.float32)
     array = Array.from_numpy(values, device)
     array[2:4].copy_from(np.full((2, 4), 7, np.float32))
@@ -166,7 +164,7 @@ def test_views_share_memory(device: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_copies_that_are_refused(device: int) -> None:
+def test_copies_that_are_refused(device):
     array = Array.zeros((2, 3), np.float32, device)
     frozen = np.zeros((2, 3), np.float32)
     frozen.flags.writeable = False
@@ -182,7 +180,7 @@ def test_copies_that_are_refused(device: int) -> None:
 
 
 @pytest.mark.gpu
-def test_pinned_copies_do_not_wait(device: int, stream, rng: np.random.Generator) -> None:
+def test_pinned_copies_do_not_wait(device, stream, rng):
     """With a kernel of about 100 ms ahead on the stream, the copy returns first and arrives later."""
     source, target = (pinned_empty(1000, np.float32, device) for _ in range(2))
     source[:] = rng.standard_normal(1000)
@@ -199,7 +197,7 @@ def test_pinned_copies_do_not_wait(device: int, stream, rng: np.random.Generator
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "bool"])
-def test_torch_shares_memory_both_ways(device: int, rng: np.random.Generator, dtype: str) -> None:
+def test_torch_shares_memory_both_ways(device, rng, dtype):
     torch = pytest.importorskip("torch")
     values = random_array(rng, (5, 7), dtype)
     array = Array.from_numpy(values, device)
@@ -217,7 +215,7 @@ def test_torch_shares_memory_both_ways(device: int, rng: np.random.Generator, dt
 
 
 @pytest.mark.gpu
-def test_shared_memory_is_freed_with_its_last_user(device: int) -> None:
+def test_shared_memory_is_freed_with_its_last_user(device):
     torch = pytest.importorskip("torch")
     pool = pool_of(device)
     gc.collect()
@@ -231,7 +229,7 @@ def test_shared_memory_is_freed_with_its_last_user(device: int) -> None:
 
 
 @pytest.mark.gpu
-def test_consumer_waits_for_the_stream_of_the_array(device: int, stream) -> None:
+def test_consumer_waits_for_the_stream_of_the_array(device, stream):
     torch = pytest.importorskip("torch")
     array = Array.zeros(1000, np.float32, device, stream=stream)
     cuda.streams.synchronize(stream, device)
@@ -246,7 +244,7 @@ def test_consumer_waits_for_the_stream_of_the_array(device: int, stream) -> None
 
 
 @pytest.mark.gpu
-def test_cuda_array_interface_both_ways(device: int, rng: np.random.Generator) -> None:
+def test_cuda_array_interface_both_ways(device, rng):
     cupy = pytest.importorskip("cupy")
     values = rng.standard_normal((3, 4))
     array = Array.from_numpy(values, device)
@@ -256,7 +254,7 @@ def test_cuda_array_interface_both_ways(device: int, rng: np.random.Generator) -
     np.testing.assert_array_equal(array.numpy(), 2 * values)
 
     class OnlyInterface:
-        def __init__(self, array) -> None:
+        def __init__(self, array):
             self.__cuda_array_interface__ = array.__cuda_array_interface__
 
     np.testing.assert_array_equal(Array.from_dlpack(OnlyInterface(view)).numpy(), 2 * values)
@@ -267,7 +265,7 @@ def test_cuda_array_interface_both_ways(device: int, rng: np.random.Generator) -
 
 
 @pytest.mark.gpu
-def test_pool_statistics(device: int, stream) -> None:
+def test_pool_statistics(device, stream):
     pool = pool_of(device)
     gc.collect()
     before = pool.statistics()
@@ -282,7 +280,7 @@ def test_pool_statistics(device: int, stream) -> None:
 
 
 @pytest.mark.gpu
-def test_out_of_memory_names_the_holders(device: int) -> None:
+def test_out_of_memory_names_the_holders(device):
     held = Array.empty(3 << 20, np.uint8, device, label="the largest holder")
     with pytest.raises(OutOfMemory) as caught:
         Array.empty(1 << 50, np.uint8, device, label="a wish")

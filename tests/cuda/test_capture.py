@@ -1,11 +1,7 @@
 """A capture from its beginning to its end, without a GPU."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,12 +9,12 @@ from kos.cuda import driver, graphs, streams
 
 
 @pytest.fixture
-def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
+def collecting(monkeypatch):
     """Calls of the driver, and whether garbage was collected then."""
-    seen: list[tuple[str, bool]] = []
+    seen = []
 
-    def function(name: str) -> Any:
-        def call(*arguments: Any) -> tuple[int, int]:
+    def function(name):
+        def call(*arguments):
             seen.append((name, gc.isenabled()))
             assert name != "cuGraphInstantiate" or arguments[1] == 8  # each node keeps the priority of its stream
             return 0, 5
@@ -42,8 +38,8 @@ def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_garbage_is_collected_before_it_has_ended(collecting: list[tuple[str, bool]], fails: bool) -> None:
-    def record() -> graphs.Graph:
+def test_no_garbage_is_collected_before_it_has_ended(collecting, fails):
+    def record():
         with graphs.capture(77) as graph:
             assert not gc.isenabled()
             if fails:

@@ -1,7 +1,5 @@
 """Discovery: which rank takes which GPU, what sysfs says, and what is said where CUDA cannot be used."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -34,11 +32,11 @@ from kos.memory.array import Array
         ([7, 0], [0, 1], [0, 1]),
     ],
 )
-def test_assign_devices(ranks: list[int | None], nodes: list[int | None], expected: list[int]) -> None:
+def test_assign_devices(ranks, nodes, expected):
     assert assign_devices(ranks, nodes) == expected
 
 
-def test_assign_devices_without_any() -> None:
+def test_assign_devices_without_any():
     with pytest.raises(BackendUnavailable, match="a device for 2 ranks, got none"):
         assign_devices([None, None], [])
 
@@ -54,19 +52,17 @@ def test_assign_devices_without_any() -> None:
         (["", "a", ""], 2, 0),
     ],
 )
-def test_a_rank_without_a_gpu_takes_the_one_that_the_fewest_were_given(
-    given: list[str], place: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_a_gpu_takes_the_one_that_the_fewest_were_given(given, place, expected, monkeypatch):
     two = [SimpleNamespace(index=index, uuid=uuid, numa_node=None) for index, uuid in enumerate("ab")]
     monkeypatch.setattr(choice, "visible_devices", lambda: two)
     monkeypatch.setattr(driver, "require", lambda: None)
     ranks = [(rank, None) for rank in range(len(given))]
     group = SimpleNamespace(device=None, place_on_machine=place, on_machine=ranks, requested_gpus=given)
-    assert choice.device_of(group).index == expected  # type: ignore[arg-type]
+    assert choice.device_of(group).index == expected
 
 
 @pytest.fixture
-def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sysfs(tmp_path, monkeypatch):
     """A machine with two nodes, and one GPU on the second."""
     mine = sorted(os.sched_getaffinity(0))
     files = {
@@ -83,20 +79,20 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_sysfs(sysfs: Path) -> None:
+def test_sysfs(sysfs):
     assert devices.process_numa_node() == 1
     assert devices._numa_node(sysfs / "bus/pci/devices/0000:1b:00.0") == 1
     assert devices._numa_node(sysfs / "bus/pci/devices/0000:1c:00.0") is None
     assert devices._cpu_list(sysfs / "devices/system/node/node0/cpulist") == {1000, 1001, 1002, 1003}
 
 
-def test_arch() -> None:
+def test_arch():
     archs = [devices.arch_of(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0))]
     assert archs == ["sm_80", "sm_89", "sm_90a", "sm_100a"]
 
 
 @pytest.fixture
-def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_visible(monkeypatch):
     """As on a machine whose user has hidden no GPU: kos says first that none is visible."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -123,7 +119,7 @@ def _some_library() -> bytes:
 
 
 @pytest.mark.usefixtures("all_visible")
-def test_without_the_cuda_packages(tmp_path: Path) -> None:
+def test_without_the_cuda_packages(tmp_path):
     (tmp_path / "libcuda.so.1").write_bytes(_some_library())
     said = _say(_NO_PACKAGES, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
     assert f"the CUDA packages are not installed: {install('cuda')} ()" in said
@@ -139,7 +135,7 @@ sys.modules["cuda.bindings"].driver = types.ModuleType("cuda.bindings.driver")
 
 
 @pytest.mark.usefixtures("all_visible")
-def test_packages_of_cuda_12(tmp_path: Path) -> None:
+def test_packages_of_cuda_12(tmp_path):
     (tmp_path / "libcuda.so.1").write_bytes(_some_library())
     said = _say(_OTHER_BINDINGS, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
     assert said.count(f"expected the packages of CUDA 13, got cuda-bindings 12.9.10: {install('cuda')}") == 2
@@ -150,7 +146,7 @@ def test_packages_of_cuda_12(tmp_path: Path) -> None:
     ("version", "expected"),
     [(12040, "expected a driver of CUDA 13 (580 or newer), got one of CUDA 12.4"), (13000, None), (13010, None)],
 )
-def test_a_driver_of_cuda_12(version: int, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_of_cuda_12(version, expected, monkeypatch):
     stand_in = SimpleNamespace(
         CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1),
         cuDriverGetVersion=lambda: (0, version),
@@ -162,13 +158,13 @@ def test_a_driver_of_cuda_12(version: int, expected: str | None, monkeypatch: py
 
 @pytest.mark.skipif("no CUDA driver" not in (cuda.unavailable() or ""), reason="there is a CUDA driver")
 @pytest.mark.parametrize("code", ["", _NO_PACKAGES], ids=["packages", "no packages"])
-def test_without_a_driver(code: str) -> None:
+def test_without_a_driver(code):
     """Packages would not help."""
     assert _say(code).count("no CUDA driver (libcuda.so.1) on this machine") == 2
 
 
 @pytest.mark.usefixtures("all_visible")
-def test_a_driver_that_cannot_be_used(tmp_path: Path) -> None:
+def test_a_driver_that_cannot_be_used(tmp_path):
     """In the words of who refused it: of the loader, or of the bindings, which miss what they need in a library."""
     pytest.importorskip("cuda.bindings")
     library = tmp_path / "libcuda.so.1"
@@ -182,12 +178,12 @@ def test_a_driver_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_all_gpus_hidden() -> None:
+def test_all_gpus_hidden():
     assert "CUDA_VISIBLE_DEVICES=''" in _say("", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.gpu
-def test_discovery() -> None:
+def test_discovery():
     found = cuda.visible_devices()
     for index, info in enumerate(found):
         print(info, f"NVLinks {devices.nvlinks(index)}")
@@ -199,10 +195,10 @@ def test_discovery() -> None:
 
 
 @pytest.mark.usefixtures("all_visible")
-def test_threads_import_the_packages_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_import_the_packages_one_at_a_time(monkeypatch):
     begun, second, together = threading.Event(), threading.Event(), []
 
-    def load(name: str) -> None:
+    def load(name):
         assert name == "cuda.core"
         if threading.current_thread() is threads[0]:
             begun.set()
@@ -225,11 +221,11 @@ def test_threads_import_the_packages_one_at_a_time(monkeypatch: pytest.MonkeyPat
     assert together == [False] and second.is_set()
 
 
-def test_a_device_is_current_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_current_within_a_block(monkeypatch):
     """Of a driver that keeps a stack: what is current is not pushed, and comes back after whatever happens inside."""
     stack, pushes = ["context of 0"], []
 
-    def push(context: str) -> tuple[int]:
+    def push(context):
         pushes.append(context)
         stack.append(context)
         return (0,)
@@ -252,7 +248,7 @@ def test_a_device_is_current_within_a_block(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-def test_the_device_of_memory() -> None:
+def test_the_device_of_memory():
     """Also of an array that names none, whatever device is current."""
     for index in range(len(cuda.visible_devices())):
         cuda.set_device(0)

@@ -1,7 +1,5 @@
 """Graphs: recorded work runs on replay and only then, on the data of that moment, and keeps its operands."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -20,11 +18,11 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def saxpy(device: int):
+def saxpy(device):
     return cuda.load_kernel(KERNELS / "saxpy.cu", "saxpy", device, DTYPE="float", OP="sum")
 
 
-def test_replay(device: int, stream, saxpy, rng: np.random.Generator) -> None:
+def test_replay(device, stream, saxpy, rng):
     x = Array.zeros(1000, np.float32, device, stream=stream)
     y = Array.zeros(1000, np.float32, device, stream=stream)
     with cuda.capture(stream, keep=[x, y]) as graph:
@@ -40,7 +38,7 @@ def test_replay(device: int, stream, saxpy, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(y.numpy(stream), expected)
 
 
-def test_blocks_of_the_largest_kernel(device: int, stream, saxpy) -> None:
+def test_blocks_of_the_largest_kernel(device, stream, saxpy):
     x = Array.zeros(100, np.float32, device, stream=stream)
     with cuda.capture(stream):
         assert kernel_blocks(stream) == 0
@@ -49,7 +47,7 @@ def test_blocks_of_the_largest_kernel(device: int, stream, saxpy) -> None:
         assert kernel_blocks(stream) == 7
 
 
-def test_operands_live_as_long_as_the_graph(device: int, stream, saxpy) -> None:
+def test_operands_live_as_long_as_the_graph(device, stream, saxpy):
     x = Array.zeros(100, np.float32, device, stream=stream)
     alive = weakref.ref(x)
     with cuda.capture(stream) as graph:
@@ -66,7 +64,7 @@ def test_operands_live_as_long_as_the_graph(device: int, stream, saxpy) -> None:
         graph.replay(stream)
 
 
-def test_exceptions_end_the_capture(device: int, stream, saxpy) -> None:
+def test_exceptions_end_the_capture(device, stream, saxpy):
     x = Array.zeros(100, np.float32, device, stream=stream)
     with pytest.raises(InvalidArgument), cuda.capture(stream):
         x.reshape(7)
@@ -76,13 +74,13 @@ def test_exceptions_end_the_capture(device: int, stream, saxpy) -> None:
     assert not x.numpy(stream).any()
 
 
-def test_default_stream_is_refused(device: int) -> None:
+def test_default_stream_is_refused(device):
     with pytest.raises(InvalidArgument, match="a stream of its own"), cuda.capture(None):
         pass
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_memory_let_go_of_during_a_capture_is_freed_after_it(device: int, stream, legacy: bool) -> None:
+def test_memory_let_go_of_during_a_capture_is_freed_after_it(device, stream, legacy):
     """On the captured stream; or on the legacy stream, while one is captured that it would have to wait for."""
     pool, nbytes, rounds = pool_of(device), 64 << 20, 6
     captured = stream if not legacy else int(driver.call(driver.cu.cuStreamCreate, 0))  # which blocks
@@ -104,7 +102,7 @@ def test_memory_let_go_of_during_a_capture_is_freed_after_it(device: int, stream
     assert pool.statistics().reserved <= before.reserved
 
 
-def test_memory_of_a_graph(device: int, stream) -> None:
+def test_memory_of_a_graph(device, stream):
     """What is allocated and let go of in a capture is the graph's own."""
     pool = pool_of(device)
     x = Array.zeros(1000, np.uint8, device, stream=stream)

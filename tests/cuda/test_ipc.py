@@ -1,7 +1,5 @@
 """IPC handles: real bytes between processes, users counted, and a cause in every error."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import gc
@@ -9,7 +7,6 @@ import re
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ from kos.memory.ipc import DeviceMemory, IpcHandle, Mapping, Origin
 HERE = Origin.here()
 
 
-def test_records_survive_the_wire() -> None:
+def test_records_survive_the_wire():
     handle = IpcHandle(bytes(range(64)), "ab", 2**40, 2**41, 2**47, HERE)
     assert IpcHandle.from_bytes(handle.to_bytes()) == handle
     assert HERE.pid > 0 and HERE.boot and HERE.obstacle() is None
@@ -43,7 +40,7 @@ def test_records_survive_the_wire() -> None:
         b"3",
     ],
 )
-def test_other_bytes_are_no_handle(data: bytes) -> None:
+def test_other_bytes_are_no_handle(data):
     with pytest.raises(InvalidArgument, match=f"IPC handle: expected one of to_bytes, got {len(data)} bytes"):
         IpcHandle.from_bytes(data)
 
@@ -56,11 +53,11 @@ def test_other_bytes_are_no_handle(data: bytes) -> None:
         ("ipc_namespace", "ipc:[1]", "another ipc namespace .*--ipc=host"),
     ],
 )
-def test_obstacles(field: str, value: str, cause: str) -> None:
+def test_obstacles(field, value, cause):
     assert re.search(cause, dataclasses.replace(HERE, **{field: value}).obstacle() or "")
 
 
-def test_a_pretended_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pretended_host(monkeypatch):
     monkeypatch.setenv("KOS_HOST", "a")
     there = IpcHandle(bytes(64), "", 0, 1, 0, Origin.here())
     monkeypatch.setenv("KOS_HOST", "b")
@@ -68,19 +65,19 @@ def test_a_pretended_host(monkeypatch: pytest.MonkeyPatch) -> None:
         Mapping(IpcHandle.from_bytes(there.to_bytes()), 0)
 
 
-def test_refused_before_the_driver_is_asked() -> None:
+def test_refused_before_the_driver_is_asked():
     with pytest.raises(PeerMemoryError, match="on another host"):
         Mapping(IpcHandle(bytes(64), "", 0, 1, 0, dataclasses.replace(HERE, boot="x")), 0)
     with pytest.raises(PeerMemoryError, match="cannot open its own handle"):
         Mapping(IpcHandle(bytes(64), "", 0, 1, 0, HERE), 0)
 
 
-def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch):
     """The collector runs where it will: a lock around both would never be had."""
-    closed: list[int] = []
+    closed = []
     bases = iter((4096, 8192))
 
-    def open_(raw: Any, flags: int) -> tuple[int, int]:
+    def open_(raw, flags):
         gc.collect()
         return 0, next(bases)
 
@@ -95,8 +92,8 @@ def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch: pytest.M
     monkeypatch.setattr(ipc.driver, "on_device", lambda device: nullcontext())
     one, two = (IpcHandle(bytes([k]) * 64, "", 100, 1, 0, dataclasses.replace(HERE, pid=HERE.pid + k)) for k in (1, 2))
 
-    def body() -> None:
-        dropped: list[Any] = [Mapping(one, 0)]
+    def body():
+        dropped = [Mapping(one, 0)]
         dropped.append(dropped)
         del dropped
         second = Mapping(two, 0)
@@ -162,12 +159,12 @@ def exporter_and_importer(exchange: PipeExchange) -> None:
 
 
 @pytest.mark.gpu
-def test_between_processes() -> None:
+def test_between_processes():
     run_processes(exporter_and_importer, 2)
 
 
 @pytest.mark.gpu
-def test_exports_that_are_refused(device: int) -> None:
+def test_exports_that_are_refused(device):
     memory = DeviceMemory(4096, device)
     assert read(memory.pointer, 4096, device) == bytes(4096)
     with pytest.raises(PeerMemoryError, match=r"expected at most \d+ bytes"):

@@ -1,14 +1,11 @@
 """Kernels: compiled for every architecture without a GPU, errors, the cache on disk, launches on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import ml_dtypes
@@ -33,14 +30,14 @@ except BackendUnavailable as error:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> KernelCache:
+def cache(tmp_path):
     return KernelCache(tmp_path / "kernels")
 
 
 @pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def compilations(monkeypatch):
     """The compilations that really happened."""
-    done: list[Path] = []
+    done = []
     compile_ = kernels._compile
     monkeypatch.setattr(kernels, "_compile", lambda path, *rest: (done.append(path), compile_(path, *rest))[1])
     return done
@@ -48,7 +45,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("dtype", ["float", "bfloat16", "int"])
-def test_compiles_without_a_gpu(cache: KernelCache, arch: str, dtype: str) -> None:
+def test_compiles_without_a_gpu(cache, arch, dtype):
     cubin = compile_kernels(SAXPY, arch, {"DTYPE": dtype, "OP": "larger"}, cache)
     assert cubin[:4] == b"\x7fELF"
     assert b"saxpy" in cubin and b"reverse" in cubin
@@ -75,9 +72,7 @@ def test_compiles_without_a_gpu(cache: KernelCache, arch: str, dtype: str) -> No
         ({"a.cu": "// \xe9t\xe9"}, "sm_90a", r"cannot read .*a\.cu: expected UTF-8, got .* 0xe9 in position 3"),
     ],
 )
-def test_errors_name_file_line_and_log(
-    cache: KernelCache, tmp_path: Path, files: dict[str, str], arch: str, message: str
-) -> None:
+def test_errors_name_file_line_and_log(cache, tmp_path, files, arch, message):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n", "latin-1")
@@ -85,15 +80,13 @@ def test_errors_name_file_line_and_log(
         compile_kernels(str(tmp_path / "a.cu"), arch, {}, cache)
 
 
-def test_second_use_comes_from_the_cache(cache: KernelCache, compilations: list[Path]) -> None:
+def test_second_use_comes_from_the_cache(cache, compilations):
     first = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
     assert compile_kernels(SAXPY, "sm_90a", FLOAT, KernelCache(cache.directory)) == first
     assert len(compilations) == 1
 
 
-def test_everything_that_matters_is_in_the_key(
-    cache: KernelCache, compilations: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_that_matters_is_in_the_key(cache, compilations, tmp_path, monkeypatch):
     source, header = tmp_path / "a.cu", tmp_path / "a.cuh"
     source.write_text('#include "a.cuh"\nextern "C" __global__ void f(int* x) { *x = VALUE + OTHER; }\n')
     header.write_text("#define OTHER 1\n")
@@ -112,9 +105,7 @@ def test_everything_that_matters_is_in_the_key(
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
-def test_damaged_entry_is_compiled_anew(
-    cache: KernelCache, compilations: list[Path], caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_damaged_entry_is_compiled_anew(cache, compilations, caplog, damage):
     good = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
     (entry,) = cache.directory.glob("*.cubin")
     data = bytearray(entry.read_bytes())
@@ -125,9 +116,7 @@ def test_damaged_entry_is_compiled_anew(
     assert len(compilations) == 2 and caplog.text.count(" is damaged") == 1
 
 
-def test_unusable_directory_warns_once(
-    tmp_path: Path, compilations: list[Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_directory_warns_once(tmp_path, compilations, caplog):
     (tmp_path / "file").write_text("not a directory")
     cache = KernelCache(tmp_path / "file" / "kernels")
     for _ in range(2):
@@ -137,15 +126,10 @@ def test_unusable_directory_warns_once(
     assert str(cache.directory) in caplog.text
 
 
-def test_read_only_file_system_still_reads(
-    cache: KernelCache,
-    compilations: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_read_only_file_system_still_reads(cache, compilations, monkeypatch, caplog):
     first = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
@@ -156,7 +140,7 @@ def test_read_only_file_system_still_reads(
     assert len(compilations) == 2 and "Read-only" in caplog.text
 
 
-def test_parameters_of_a_bound_launch() -> None:
+def test_parameters_of_a_bound_launch():
     """The driver finds each argument's bytes at the address it is given for it."""
     kinds = [np.uint64, np.int64, np.int32, np.float64, np.float32, np.float64, np.float32, ml_dtypes.bfloat16, bool]
     given = [2**64 - 1, -2, -3, 0.5, np.float32(1.1), np.float64(np.pi), ctypes.c_float(1.5),
@@ -170,13 +154,13 @@ def test_parameters_of_a_bound_launch() -> None:
     del kept
 
 
-def test_an_argument_of_more_than_eight_bytes_cannot_be_bound() -> None:
+def test_an_argument_of_more_than_eight_bytes_cannot_be_bound():
     """As a TMA descriptor, of which the kernel would see eight bytes of its own and 120 of what follows."""
     with pytest.raises(InvalidArgument, match="expected 8 bytes at most, got 128"):
         kernels._parameters([1, np.zeros(16, np.uint64)])
 
 
-def test_config_of_a_bound_launch() -> None:
+def test_config_of_a_bound_launch():
     driver = pytest.importorskip("cuda.bindings.driver")
     config = kernels._launch_config((7, 8), 128, 1000, True, True)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 8, 1)
@@ -189,12 +173,12 @@ def test_config_of_a_bound_launch() -> None:
     assert config.attrs[0].value.cooperative == config.attrs[1].value.programmaticStreamSerializationAllowed == 1
 
 
-def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_launch_goes_where_each_call_says(monkeypatch):
     """Of a driver that launches nothing; and what it refuses is raised."""
     bindings = pytest.importorskip("cuda.bindings.driver")
     launched, statuses = [], [0, 0, 0, 0, 0, bindings.CUresult.CUDA_ERROR_INVALID_VALUE]
 
-    def launch(config: Any, function: Any, parameters: int, extra: int) -> tuple[int]:
+    def launch(config, function, parameters, extra):
         place = ctypes.c_uint64.from_address(parameters).value
         launched.append((int(config.hStream), int(function), ctypes.c_uint64.from_address(place).value))
         return (statuses[len(launched) - 1],)
@@ -217,7 +201,7 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
     assert launched[-1] == (9, 0x4000, 99)
 
 
-def test_a_bound_launch_as_the_core_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_launch_as_the_core_reads_it(monkeypatch):
     """Of the bindings' own config, whose attributes it refers to."""
     bindings = pytest.importorskip("cuda.bindings.driver")
     monkeypatch.setattr(driver, "address", lambda name: {"cuLaunchKernelEx": 0x5000}[name])
@@ -239,7 +223,7 @@ def test_a_bound_launch_as_the_core_reads_it(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("name", "broken"), [(None, False), ("CUDA_ERROR_INVALID_CONTEXT", False), ("CUDA_ERROR_ILLEGAL_ADDRESS", True)]
 )
-def test_a_context_is_broken_by_what_went_wrong_in_it(monkeypatch: pytest.MonkeyPatch, name: str, broken: bool) -> None:
+def test_a_context_is_broken_by_what_went_wrong_in_it(monkeypatch, name, broken):
     """Not where there is none, on a thread that has made none current."""
     status = name and SimpleNamespace(name=name)
     monkeypatch.setattr(driver, "cu", SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0)))
@@ -247,7 +231,7 @@ def test_a_context_is_broken_by_what_went_wrong_in_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("status", "kind"), [(None, InvalidArgument), ("ILLEGAL_ADDRESS", CudaError)])
-def test_a_kernel_that_does_not_load(monkeypatch: pytest.MonkeyPatch, status: str | None, kind: type) -> None:
+def test_a_kernel_that_does_not_load(monkeypatch, status, kind):
     """Because of itself, or of a GPU that is lost."""
     pytest.importorskip("cuda.core")
     broken = status and SimpleNamespace(name=status)
@@ -266,7 +250,7 @@ def test_a_kernel_that_does_not_load(monkeypatch: pytest.MonkeyPatch, status: st
     ("name", "dtype"), [("float", np.float32), ("bfloat16", ml_dtypes.bfloat16), ("int", np.int32)]
 )
 @pytest.mark.parametrize("count", [1, 31, 4099])
-def test_launch(device: int, stream, rng: np.random.Generator, name: str, dtype: type, count: int, how: str) -> None:
+def test_launch(device, stream, rng, name, dtype, count, how):
     x, y = (rng.integers(-40, 40, count).astype(dtype) for _ in range(2))
     a, b = (Array.from_numpy(v, device, stream=stream) for v in (x, y))
     kernel = cuda.load_kernel(SAXPY, "saxpy", device, DTYPE=name, OP="larger")
@@ -282,7 +266,7 @@ def test_launch(device: int, stream, rng: np.random.Generator, name: str, dtype:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kilobytes", [4, 60, 200])
-def test_dynamic_shared_memory(device: int, stream, rng: np.random.Generator, kilobytes: int) -> None:
+def test_dynamic_shared_memory(device, stream, rng, kilobytes):
     count = kilobytes * 256
     x = rng.standard_normal(count, np.float32)
     a, b = Array.from_numpy(x, device, stream=stream), Array.empty(count, np.float32, device, stream=stream)
@@ -293,7 +277,7 @@ def test_dynamic_shared_memory(device: int, stream, rng: np.random.Generator, ki
 
 
 @pytest.mark.gpu
-def test_unknown_kernel_and_device(device: int) -> None:
+def test_unknown_kernel_and_device(device):
     with pytest.raises(InvalidArgument, match="absent"):
         cuda.load_kernel(SAXPY, "absent", device, **FLOAT)
     with pytest.raises(BackendUnavailable, match="expected a device in 0"):

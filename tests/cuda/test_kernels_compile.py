@@ -1,7 +1,5 @@
 """Every kernel compiles for every architecture, without a GPU, in all the ways it is asked for."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -188,9 +186,7 @@ PORTABLE = [
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", ONE_PASS)])
-def test_compiles_for_hopper(
-    file: str, head_dim: int, names: list[bytes], dtype: str, stages: int, causal: bool, masked: bool
-) -> None:
+def test_compiles_for_hopper(file, head_dim, names, dtype, stages, causal, masked):
     tiles = attention.FORWARD if file == "forward_hopper" else attention.BACKWARD
     defines = {**macros(dtype, head_dim, causal, masked), **tiles, "STAGES": stages}
     cubin = compile_kernels(ATTENTION / f"attention_{file}.cu", "sm_90a", defines, KEPT)
@@ -256,18 +252,18 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("path", "arch", "macros", "names"), EVERY, ids=lambda x: getattr(x, "name", None))
-def test_compiles(path: Path, arch: str, macros: dict, names: list[bytes]) -> None:
+def test_compiles(path, arch, macros, names):
     cubin = compile_kernels(path, arch, macros, KEPT)
     assert cubin[:4] == b"\x7fELF"
     assert all(b".text." + name + b"\0" in cubin for name in names)
 
 
-def test_no_multicast() -> None:
+def test_no_multicast():
     texts = [path.read_text() for path in OF_COMM.glob("*.cu*")]
     assert texts and not any(word in text for text in texts for word in ("multimem", "Multicast", "multicast"))
 
 
-def test_layout_is_the_hosts() -> None:
+def test_layout_is_the_hosts():
     """The offsets that the package peer computes are those of the headers."""
     from kos.comm.gpu.peer import compressed, exchange
     from kos.comm.gpu.peer import engine as peer

@@ -1,7 +1,5 @@
 """What a MemoryPool does with memory that is let go of during a capture, on a stand-in for the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -77,7 +75,7 @@ class Driver:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def fake(monkeypatch):
     gc.collect()  # what tests before this one had on a real GPU
     fake = Driver()
     for each in (module, driver, graphs):
@@ -89,7 +87,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 @pytest.mark.parametrize("stream", [STREAM, None])
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_what_a_capture_lets_go_of_is_freed_after_it(fake: Driver, stream: int | None) -> None:
+def test_what_a_capture_lets_go_of_is_freed_after_it(fake, stream):
     """Memory of the captured stream; and of the legacy stream, which must not be used meanwhile."""
     pool = MemoryPool(0)
     first, second = (pool.allocate(1000, stream) for _ in range(2))
@@ -112,7 +110,7 @@ def test_what_a_capture_lets_go_of_is_freed_after_it(fake: Driver, stream: int |
     assert not fake.held
 
 
-def test_what_a_capture_allocates_is_freed_in_it(fake: Driver) -> None:
+def test_what_a_capture_allocates_is_freed_in_it(fake):
     """The graph has a node that allocates, and one that frees."""
     pool = MemoryPool(0)
     fake.capturing.add(STREAM)
@@ -124,7 +122,7 @@ def test_what_a_capture_allocates_is_freed_in_it(fake: Driver) -> None:
     assert not fake.held
 
 
-def test_a_peak_can_begin_anew(fake: Driver) -> None:
+def test_a_peak_can_begin_anew(fake):
     """With what is in use, so that the peaks of two times are not added up."""
     pool = MemoryPool(0)
     first, kept = pool.allocate(1000), pool.allocate(10)

@@ -1,7 +1,5 @@
 """SymmetricMemory between processes and between threads, all on one GPU or on one each."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import os
@@ -77,10 +75,10 @@ def slabs_on_the_host(monkeypatch: pytest.MonkeyPatch, broken: str) -> Callable[
     return make
 
 
-def test_bytes_move_before_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_move_before_memory_is_used(monkeypatch):
     make = slabs_on_the_host(monkeypatch, "")
 
-    def run(comm: Any) -> None:
+    def run(comm):
         memory = make(comm)
         assert tuple(memory.peer_pointers) == memory.pointers and len(set(memory.pointers)) == comm.size
         assert all(ctypes.string_at(pointer, memory.nbytes) == bytes(memory.nbytes) for pointer in memory.pointers)
@@ -98,22 +96,20 @@ def test_bytes_move_before_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> No
         ("size", InvalidArgument, r"expected one size on all ranks, got \[1024, 2048, 3072\]", "expected one size"),
     ],
 )
-def test_what_fails_on_one_rank_fails_on_all(
-    monkeypatch: pytest.MonkeyPatch, broken: str, kind: type[Exception], here: str, elsewhere: str
-) -> None:
+def test_what_fails_on_one_rank_fails_on_all(monkeypatch, broken, kind, here, elsewhere):
     make = slabs_on_the_host(monkeypatch, broken)
 
-    def run(comm: Any) -> None:
+    def run(comm):
         with pytest.raises(kind if comm.rank == 1 else KosError, match=here if comm.rank == 1 else elsewhere):
             make(comm)
 
     spawn(run, 3, timeout=30)
 
 
-def test_memory_of_the_program_is_mapped_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_program_is_mapped_and_not_changed(monkeypatch):
     slabs_on_the_host(monkeypatch, "")
 
-    def run(comm: Any) -> None:
+    def run(comm):
         x = np.full(100, comm.rank + 1, np.uint8)
         memory = SymmetricMemory(comm.rendezvous, 100, comm.rank, x.ctypes.data)
         assert memory.nbytes == 100 and memory.pointer == x.ctypes.data
@@ -126,18 +122,18 @@ def test_memory_of_the_program_is_mapped_and_not_changed(monkeypatch: pytest.Mon
     spawn(run, 3, timeout=30)
 
 
-def test_memory_that_ipc_does_not_share_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ipc_does_not_share_is_refused_on_all_ranks(monkeypatch):
     slabs_on_the_host(monkeypatch, "")
     export = symmetric.ipc.export
 
-    def refuse(pointer: int, nbytes: int, device: int) -> Any:
+    def refuse(pointer, nbytes, device):
         if device == 1:
             raise PeerMemoryError("IPC: expected memory of cuMemAlloc")
         return export(pointer, nbytes, device)
 
     monkeypatch.setattr(symmetric.ipc, "export", refuse)
 
-    def run(comm: Any) -> None:
+    def run(comm):
         x = np.zeros(100, np.uint8)
         with pytest.raises(PeerMemoryError, match="IPC: expected memory of cuMemAlloc$") as caught:
             SymmetricMemory(comm.rendezvous, 100, comm.rank, x.ctypes.data)
@@ -146,7 +142,7 @@ def test_memory_that_ipc_does_not_share_is_refused_on_all_ranks(monkeypatch: pyt
     spawn(run, 3, timeout=30)
 
 
-def test_sizes_that_are_refused() -> None:
+def test_sizes_that_are_refused():
     alone = SimpleNamespace(rank=0, size=1, allgather=lambda data: [data], barrier=lambda: None)
     with pytest.raises(InvalidArgument, match="^SymmetricMemory: expected 16 bytes or more, got -1$"):
         SymmetricMemory(alone, -1, 0)
@@ -252,13 +248,13 @@ def gpus() -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("run", [run_processes, run_threads])
-def test_ranks_that_share_one_gpu(run: Any, size: int) -> None:
+def test_ranks_that_share_one_gpu(run, size):
     run(push_to_all, size, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", [run_processes, run_threads])
-def test_one_gpu_for_each_rank(run: Any) -> None:
+def test_one_gpu_for_each_rank(run):
     if gpus() < 2:
         pytest.skip("needs 2 GPUs")
     run(push_to_all, gpus(), gpus())
@@ -267,16 +263,16 @@ def test_one_gpu_for_each_rank(run: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", [run_processes, run_threads])
-def test_misuse(run: Any) -> None:
+def test_misuse(run):
     run(misuse, 2, 1)
 
 
 @pytest.mark.gpu
-def test_peers_that_cannot_be_mapped() -> None:
+def test_peers_that_cannot_be_mapped():
     run_processes(other_machine, 2)
     run_processes(bytes_that_do_not_arrive, 2)
 
 
 @pytest.mark.gpu
-def test_killed_peer() -> None:
+def test_killed_peer():
     run_processes(killed_peer, 2, killed={1: -signal.SIGKILL})

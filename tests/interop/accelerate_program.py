@@ -3,8 +3,6 @@
 Rank 0 prints the losses of all ranks as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

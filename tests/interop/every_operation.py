@@ -3,8 +3,6 @@
 A ``Library`` makes arrays and reads them; the same table runs on the host and on GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

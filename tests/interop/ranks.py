@@ -3,8 +3,6 @@
 ``run("module:function", size, backend)`` calls the function on each rank of a process group and returns its results.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,14 +1,11 @@
 """Arrays of NumPy, torch, JAX and of any library with DLPack, on the host, go into every operation."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kos
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
@@ -80,21 +77,21 @@ class OnGPU(NumPy):
 
 @pytest.mark.parametrize("kind", [NumPy, Torch, DLPack, JAX])
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_operation_takes(kind: type[NumPy], size: int) -> None:
+def test_every_operation_takes(kind, size):
     library = kind()
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         for name, call in operations(comm, library).items():
             check(library, name, call())
 
     spawn(body, size)
 
 
-def test_the_table_that_gpus_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_that_gpus_run(monkeypatch):
     """Over a stand-in for NCCL: the entries of ``test_arrays_gpu``, which needs two GPUs."""
     library = OnGPU()
 
-    def body(gpu: Any) -> None:
+    def body(gpu):
         for name, call in operations(gpu.comm, library).items():
             check(library, name, call())
 
@@ -102,10 +99,10 @@ def test_the_table_that_gpus_run(monkeypatch: pytest.MonkeyPatch) -> None:
         FakeRanks(2).run(body)
 
 
-def test_allocate_takes_dtypes_of_torch() -> None:
+def test_allocate_takes_dtypes_of_torch():
     torch = pytest.importorskip("torch")
 
-    def body(comm: kos.Communicator) -> list[str]:
+    def body(comm):
         arrays = [comm.allocate(3, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bool)]
         with pytest.raises(InvalidArgument, match="dtype: expected one of .*; got .*complex32"):
             comm.allocate(3, torch.complex32)
@@ -114,10 +111,10 @@ def test_allocate_takes_dtypes_of_torch() -> None:
     assert spawn(body, 2, timeout=20) == [["float32", "bfloat16", "bool"]] * 2
 
 
-def test_views_of_a_tensor_are_ndarrays() -> None:
+def test_views_of_a_tensor_are_ndarrays():
     torch = pytest.importorskip("torch")
 
-    def body(comm: kos.Communicator) -> list[Any]:
+    def body(comm):
         x = torch.from_numpy(comm.allocate(2, np.float32))
         views = comm.views(x)
         assert all(type(view) is np.ndarray for view in views)

@@ -6,12 +6,10 @@ The last rank has GPU 0 and rank 0 the last GPU.  Each test runs with the rank's
 with another one; kos must leave the current device as it is.  The first test prints which library changes it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -182,14 +180,14 @@ LIBRARIES = (Kos, NumPy, DLPack, Torch, CuPy, Numba, JAX)
 
 
 @pytest.fixture(scope="module")
-def mpi_world() -> Iterator[kos.Communicator]:
+def mpi_world():
     """Connects the ranks on the host, also after a test has broken its communicator."""
     with kos.init("mpi") as world:
         yield world
 
 
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
-def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+def world(request, mpi_world):
     probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
     if mpi_world.size == 1 or not probe.usable:
         pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
@@ -198,7 +196,7 @@ def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterat
 
 
 @pytest.fixture
-def comm(world: kos.Communicator) -> Iterator[kos.Communicator]:
+def comm(world):
     comm = world.duplicate()
     yield comm
     if comm.failure is None:
@@ -208,15 +206,15 @@ def comm(world: kos.Communicator) -> Iterator[kos.Communicator]:
 
 
 @pytest.fixture(params=["its own device is current", "another device is current"])
-def current(request: pytest.FixtureRequest, comm: kos.Communicator) -> int:
+def current(request, comm):
     return comm.device if "own" in request.param else (comm.device + 1) % comm.size
 
 
 @pytest.fixture
-def on_all(mpi_world: kos.Communicator) -> Callable[[Callable[[], None]], None]:
+def on_all(mpi_world):
     """Run a test's body on every rank, and raise on all what failed on any."""
 
-    def run(body: Callable[[], None]) -> None:
+    def run(body):
         failure = b""
         try:
             body()
@@ -259,14 +257,14 @@ def usable(comm: kos.Communicator, kind: type[Kos]) -> Kos:
     return kind(comm.device)
 
 
-def test_who_changes_the_current_device(world: kos.Communicator, on_all: Any) -> None:
+def test_who_changes_the_current_device(world, on_all):
     """kos: never, from a communicator's start to its end.  What the libraries do is printed, not judged."""
 
-    def body() -> None:
-        lines: list[str] = []
+    def body():
+        lines = []
         other = (world.device + 1) % world.size
 
-        def step(what: str, act: Callable[[], Any], start: int | None = other) -> Any:
+        def step(what, act, start=other):
             if start is not None:
                 cuda.set_device(start)
             before = current_device()
@@ -319,9 +317,9 @@ def test_who_changes_the_current_device(world: kos.Communicator, on_all: Any) ->
 
 
 @pytest.mark.parametrize("kind", LIBRARIES)
-def test_every_operation_takes(comm: kos.Communicator, kind: type[Kos], current: int, on_all: Any) -> None:
-    def body() -> None:
-        library: Any = usable(comm, kind)
+def test_every_operation_takes(comm, kind, current, on_all):
+    def body():
+        library = usable(comm, kind)
         for count in (SMALL, LARGE):
             with library.streams():
                 for name, call in operations(Watched(comm, current), library, count).items():
@@ -332,11 +330,11 @@ def test_every_operation_takes(comm: kos.Communicator, kind: type[Kos], current:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LIBRARIES if kind is not NumPy])
-def test_in_turns_without_waiting(comm: kos.Communicator, kind: type[Kos], current: int, on_all: Any) -> None:
+def test_in_turns_without_waiting(comm, kind, current, on_all):
     """Each call takes the result of the one before, on a stream that is new each time; the host waits at the end."""
 
-    def body() -> None:
-        library: Any = usable(comm, kind)
+    def body():
+        library = usable(comm, kind)
         watched, n = Watched(comm, current), comm.size
         values = np.full(n * LARGE, comm.rank + 1, np.float32)
         mean, kept = (n + 1) / 2, []
@@ -354,14 +352,14 @@ def test_in_turns_without_waiting(comm: kos.Communicator, kind: type[Kos], curre
     on_all(body)
 
 
-def test_the_functions_for_jax(comm: kos.Communicator, current: int, on_all: Any) -> None:
+def test_the_functions_for_jax(comm, current, on_all):
     """Out of place, on the GPU, without copies to the host; within jit by the host's memory, if kos carries that."""
     from kos.interop import jax as collectives
 
-    def body() -> None:
+    def body():
         library = JAX(comm.device)
         jax, n, r = library.jax, comm.size, comm.rank
-        watched: Any = Watched(comm, current)
+        watched = Watched(comm, current)
         double = jax.jit(lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree))
         with jax.default_device(library.place):
             for count in (SMALL, LARGE):
@@ -385,8 +383,8 @@ def test_the_functions_for_jax(comm: kos.Communicator, current: int, on_all: Any
     on_all(body)
 
 
-def test_memory_of_another_gpu_is_refused_by_name(comm: kos.Communicator, on_all: Any) -> None:
-    def body() -> None:
+def test_memory_of_another_gpu_is_refused_by_name(comm, on_all):
+    def body():
         wrong = (comm.device + 1) % comm.size
         for kind in (Kos, Torch, CuPy, Numba, JAX):
             try:

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import pytest
 
-import kos
 from kos.errors import InvalidArgument
 from kos.interop import flashinfer
 from kos.interop.flashinfer import CommBackend
@@ -28,7 +27,7 @@ class Declared(Protocol):
     def Split(self, color: int, key: int) -> Declared: ...
 
 
-def test_it_has_the_methods_that_flashinfer_declares() -> None:
+def test_it_has_the_methods_that_flashinfer_declares():
     names = [name for name in vars(Declared) if not name.startswith("_")]
     assert len(names) == 6
     for name in names:
@@ -36,8 +35,8 @@ def test_it_has_the_methods_that_flashinfer_declares() -> None:
         assert ours == theirs, name
 
 
-def test_what_flashinfer_exchanges() -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_what_flashinfer_exchanges():
+    def body(comm):
         backend = CommBackend(comm)
         assert isinstance(backend, Declared)
         r, n = backend.Get_rank(), backend.Get_size()
@@ -54,7 +53,7 @@ def test_what_flashinfer_exchanges() -> None:
     spawn(body, 3)
 
 
-def test_it_is_short() -> None:
+def test_it_is_short():
     code = inspect.getsource(CommBackend).splitlines()
     assert len([line for line in code if line.strip() and '"""' not in line]) <= 30
     assert "import flashinfer" not in Path(flashinfer.__file__).read_text()

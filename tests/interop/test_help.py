@@ -1,7 +1,5 @@
 """``help()`` of what users of other frameworks call says what it raises."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

@@ -1,13 +1,10 @@
 """Collectives on JAX's arrays, on the CPU: values, no copies, within jit, and the data parallel example."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,14 +24,14 @@ LOSS = re.compile(r"step \d+: loss \S+")
 
 
 @pytest.fixture(autouse=True)
-def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
+def jax(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "cpu"))
     return pytest.importorskip("jax")
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_operation_returns_new_arrays(jax: Any, size: int) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_every_operation_returns_new_arrays(jax, size):
+    def body(comm):
         n, r = comm.size, comm.rank
         x = jax.numpy.arange(2 * n, dtype=jax.numpy.float32).reshape(2 * n, 1) + r
         everyone = np.arange(2 * n)[:, None] + np.arange(n)[:, None, None]  # [rank, row, 0]
@@ -54,12 +51,12 @@ def test_every_operation_returns_new_arrays(jax: Any, size: int) -> None:
     spawn(body, size)
 
 
-def test_a_pytree_of_any_shapes_and_dtypes(jax: Any) -> None:
+def test_a_pytree_of_any_shapes_and_dtypes(jax):
     dtypes = (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
               np.int8, np.uint16)  # fmt: skip
     names = {np.dtype(dtype).name: dtype for dtype in dtypes}
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         tree = {name: [jax.numpy.full(shape, comm.rank, kind) for shape in SHAPES] for name, kind in names.items()}
         result = collectives.all_reduce(comm, tree, kos.ReduceOp.MAX)
         assert jax.tree.structure(result) == jax.tree.structure(tree)
@@ -70,16 +67,16 @@ def test_a_pytree_of_any_shapes_and_dtypes(jax: Any) -> None:
     spawn(body, 2)
 
 
-def test_memory_is_shared_and_not_copied(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_shared_and_not_copied(jax, monkeypatch):
     addresses, launch = [], collectives._launch
 
-    def spy(comm: Any, name: str, xs: list[Any], outs: list[Any], arguments: Any) -> list[Any]:
+    def spy(comm, name, xs, outs, arguments):
         addresses.append((xs[0].unsafe_buffer_pointer(), outs[0].ctypes.data))
         return launch(comm, name, xs, outs, arguments)
 
     monkeypatch.setattr(collectives, "_launch", spy)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         for dtype in (np.float32, ml_dtypes.bfloat16):
             x = jax.numpy.ones(1001, dtype)
             y = collectives.all_gather(comm, x)
@@ -88,8 +85,8 @@ def test_memory_is_shared_and_not_copied(jax: Any, monkeypatch: pytest.MonkeyPat
     spawn(body, 1)
 
 
-def test_wrong_arguments_are_refused(jax: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
+def test_wrong_arguments_are_refused(jax):
+    def body(comm):
         x = jax.numpy.ones((3, 2))
         with pytest.raises(InvalidArgument, match=r"expected a first axis that 2 ranks divide, got shape \(3, 2\)"):
             collectives.reduce_scatter(comm, x)
@@ -124,7 +121,7 @@ def run_ranks(ranks: int, path: str) -> str:
 
 @pytest.mark.slow
 @needs_mpirun
-def test_within_jit(tmp_path: Path) -> None:
+def test_within_jit(tmp_path):
     """In order, in loops, with large arrays; a failure is raised, and then raised again by kos."""
     print(
         run(
@@ -188,7 +185,7 @@ for number in range(example.STEPS):
 
 @pytest.mark.slow
 @needs_mpirun
-def test_the_example_has_the_losses_of_shard_map(tmp_path: Path) -> None:
+def test_the_example_has_the_losses_of_shard_map(tmp_path):
     """Two kos ranks beside JAX's two devices of the CPU: the same bits, as float32 has nine digits."""
     example = ROOT / "examples" / "jax_data_parallel.py"
     ours = LOSS.findall(run_ranks(2, str(example)))

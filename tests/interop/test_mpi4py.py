@@ -1,7 +1,5 @@
 """kos beside mpi4py in one program: the table of docs/guides/other-libraries.md, row by row, on one set of data."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -39,7 +37,7 @@ print("ok", flush=True)
 
 
 @needs_mpirun
-def test_each_row_of_the_page_does_the_same(tmp_path: Path) -> None:
+def test_each_row_of_the_page_does_the_same(tmp_path):
     table = re.findall(r"^\| `(comm\.\w+\(.*?\))` \| `(comm\..*?\))` \|$", PAGE.read_text(), re.M)
     table = [row for row in table if "Wait" not in row[0] and "status" not in row[0]]  # test_any_source.py has these
     assert len(table) == 8

@@ -1,7 +1,5 @@
 """kos as a backend of ``ray.util.collective``: the mapping of its calls on threads, the rest between real actors."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -54,10 +52,10 @@ def library(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_calls_of_ray_on_arrays_of(name: str) -> None:
+def test_calls_of_ray_on_arrays_of(name):
     xp = library(name)
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm):
         group = Collectives()
         group.comm = comm
         n, r = comm.size, comm.rank
@@ -111,7 +109,7 @@ class Store(dict[bytes, bytes]):
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(monkeypatch):
     """Ray's own modules, as far as ``rendezvous`` uses them."""
     store = Store()
     collective = SimpleNamespace(get_address_and_port=lambda: ("127.0.0.1", free_port()))
@@ -122,15 +120,15 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def test_ranks_meet_by_rays_store(store: Store) -> None:
+def test_ranks_meet_by_rays_store(store):
     """Rank 1 first finds the address of a group of before, whose rank 0 has died."""
     store[b"kos_group_a"] = b'{"address": "127.0.0.1:%d", "secret": "old"}' % free_port()
 
-    def rank(group: str, rank: int) -> Any:
+    def rank(group, rank):
         with kos.init(rendezvous=rendezvous(group, rank, 2, TIMEOUT), process_hooks=False) as comm:
             return comm.all_gather_bytes(f"{group}{rank}".encode())
 
-    def late() -> Any:
+    def late():
         assert store.read.wait(TIMEOUT)
         return rank("a", 0)
 
@@ -139,7 +137,7 @@ def test_ranks_meet_by_rays_store(store: Store) -> None:
     assert not store  # the addresses are gone once all ranks have met
 
 
-def test_a_rank_that_does_not_come_is_named(store: Store) -> None:
+def test_a_rank_that_does_not_come_is_named(store):
     with pytest.raises(RendezvousError, match="expected rank 0 of group 'a' within 0.1 s, got none: nothing was publ"):
         rendezvous("a", 1, 2, 0.1)
     with pytest.raises(RendezvousError, match=r"ranks \[1\] of 2 did not arrive within 0.1 s"):
@@ -148,11 +146,11 @@ def test_a_rank_that_does_not_come_is_named(store: Store) -> None:
         rendezvous("a", 1, 2, 0.1)
 
 
-def test_a_later_registration_replaces_the_terms(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_registration_replaces_the_terms(store, monkeypatch):
     """A hook that Ray finds by its name has registered kos with the defaults."""
     registered, made = dict[str, Any](), list[Any]()
 
-    def register_collective_backend(name: str, group: Any) -> None:
+    def register_collective_backend(name, group):
         if name.upper() in registered:
             raise ValueError("already registered")
         registered[name.upper()] = group
@@ -187,7 +185,7 @@ def run_program(tmp_path: Path, text: str, hook: str = "kos.interop.ray.register
 
 @needs_ray
 @pytest.mark.slow
-def test_actors_reduce_and_survive_the_death_of_one(tmp_path: Path) -> None:
+def test_actors_reduce_and_survive_the_death_of_one(tmp_path):
     run_program(
         tmp_path,
         """
@@ -234,7 +232,7 @@ print("ok")
 
 @needs_ray
 @pytest.mark.slow
-def test_a_hook_of_a_module_sets_the_timeout(tmp_path: Path) -> None:
+def test_a_hook_of_a_module_sets_the_timeout(tmp_path):
     (tmp_path / "hooks.py").write_text("import kos.interop.ray\ndef register(): kos.interop.ray.register(timeout=3)\n")
     run_program(
         tmp_path,
@@ -255,7 +253,7 @@ print("ok")
 
 @needs_ray
 @pytest.mark.slow
-def test_actors_without_a_collective_group(tmp_path: Path) -> None:
+def test_actors_without_a_collective_group(tmp_path):
     """A rank that does not come is named; the address of a group whose rank 0 died is not used."""
     run_program(
         tmp_path,

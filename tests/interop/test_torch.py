@@ -1,7 +1,5 @@
 """torch.distributed over kos, on CPUs: operations, errors, and what is built on them gives what gloo gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _torch() -> None:
+def _torch():
     """Imported only when these tests run: the import takes seconds, and every worker collects the tests."""
     global CUDA, SIDE, Options, ProcessGroupKos, connect_gpu, dist, tensors_of_a_gpu, torch
     import torch
@@ -73,7 +72,7 @@ class OneRank:
 
 
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneRank]:
+def rank(monkeypatch):
     launching_alone(monkeypatch)
     with no_gpu(monkeypatch) as fake, tensors_of_a_gpu(monkeypatch) as cuda:
         rank = OneRank(fake, cuda)
@@ -85,7 +84,7 @@ def ones(count: int = 12, **options: Any) -> Any:
     return torch.ones(count, **options)
 
 
-def test_later_calls_are_recorded_as_the_first(rank: OneRank) -> None:
+def test_later_calls_are_recorded_as_the_first(rank):
     x = ones()
     for overlap in (False, True):
         assert overlap or rank.prepared.by(lambda: rank.all_reduce(x))
@@ -97,7 +96,7 @@ def test_later_calls_are_recorded_as_the_first(rank: OneRank) -> None:
     assert rank.group._get_sequence_number_for_group() == len(rank.calls)
 
 
-def test_another_call_on_the_same_memory_is_another(rank: OneRank) -> None:
+def test_another_call_on_the_same_memory_is_another(rank):
     x = ones()
     rank.cache(x)
     stream, external = rank.cuda.Stream(), rank.cuda.Stream(handle=9000, stream_id=9000)
@@ -131,12 +130,12 @@ def test_another_call_on_the_same_memory_is_another(rank: OneRank) -> None:
         assert rank.last()[:2] == ("broadcast", place)
 
 
-def test_factors_of_a_premultiplied_sum_are_different_calls(rank: OneRank) -> None:
+def test_factors_of_a_premultiplied_sum_are_different_calls(rank):
     x, factors = ones(), list[float]()
-    binding: Any = nccl_binding
+    binding = nccl_binding
     usual = binding.premultiplied_sum
 
-    def noting(comm: Any, factor: float, dtype: Any) -> Any:
+    def noting(comm, factor, dtype):
         factors.append(factor)
         return usual(comm, factor, dtype)
 
@@ -147,7 +146,7 @@ def test_factors_of_a_premultiplied_sum_are_different_calls(rank: OneRank) -> No
     assert factors == [2.0, 2.0, 2.0, 3.0, 2.0]
 
 
-def test_a_cached_call_keeps_no_tensor_alive(rank: OneRank) -> None:
+def test_a_cached_call_keeps_no_tensor_alive(rank):
     for overlap in (False, True):
         memory = np.ones(12, np.float32)
         x = torch.from_numpy(memory)
@@ -159,7 +158,7 @@ def test_a_cached_call_keeps_no_tensor_alive(rank: OneRank) -> None:
         assert alive() is None
 
 
-def test_a_work_keeps_its_tensors(rank: OneRank) -> None:
+def test_a_work_keeps_its_tensors(rank):
     memory = np.ones(12, np.float32)
     rank.cache(torch.from_numpy(memory), overlap=True)
     work, alive = rank.all_reduce(torch.from_numpy(memory), overlap=True), weakref.ref(memory)
@@ -168,7 +167,7 @@ def test_a_work_keeps_its_tensors(rank: OneRank) -> None:
     assert alive() is not None and work.result()[0].numel() == 12
 
 
-def test_tensors_that_kos_copies(rank: OneRank) -> None:
+def test_tensors_that_kos_copies(rank):
     x = ones()
     rank.cache(x)
     rank.all_reduce(torch._neg_view(x))
@@ -177,7 +176,7 @@ def test_tensors_that_kos_copies(rank: OneRank) -> None:
 
 
 @needs_core
-def test_tensors_that_kos_takes_as_they_are() -> None:
+def test_tensors_that_kos_takes_as_they_are():
     from kos.interop.torch.tensors import is_plain
 
     x, other, here = ones().view(3, 4), torch.empty(1, device="meta"), -1  # ``get_device()`` of a tensor on the host
@@ -193,7 +192,7 @@ def test_tensors_that_kos_takes_as_they_are() -> None:
 
 
 @needs_core
-def test_a_cached_call_aside_leaves_the_current_stream(rank: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_call_aside_leaves_the_current_stream(rank, monkeypatch):
     x, y = ones(), ones()
     rank.cache(x, overlap=True)
     monkeypatch.setattr("torch._C._cuda_setStream", None)
@@ -203,7 +202,7 @@ def test_a_cached_call_aside_leaves_the_current_stream(rank: OneRank, monkeypatc
     assert rank.comm.recorder.entries()[-1]["profiling_name"] == "nccl:all_gather"
 
 
-def test_the_same_arguments_of_another_operation_are_another_call(rank: OneRank) -> None:
+def test_the_same_arguments_of_another_operation_are_another_call(rank):
     x, y = ones(), ones()
     for _ in range(3):
         rank.group.all_gather_single(y, x)
@@ -212,7 +211,7 @@ def test_the_same_arguments_of_another_operation_are_another_call(rank: OneRank)
     assert names == ["nccl:all_gather"] * 3 + ["nccl:all_to_all_v"]
 
 
-def test_memory_of_another_gpu_is_refused(rank: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_another_gpu_is_refused(rank, monkeypatch):
     x = ones()
     rank.cache(x)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 1))
@@ -221,7 +220,7 @@ def test_memory_of_another_gpu_is_refused(rank: OneRank, monkeypatch: pytest.Mon
         rank.all_reduce(x)
 
 
-def test_a_cached_call_on_the_host_keeps_no_tensor_alive() -> None:
+def test_a_cached_call_on_the_host_keeps_no_tensor_alive():
     group, opts = ProcessGroupKos(dist.HashStore(), 0, 1, LIMIT, [0], Options()), dist.AllreduceOptions()
     opts.asyncOp = False
     prepared, memory = Prepared(group._host), np.ones(12, np.float32)
@@ -238,7 +237,7 @@ def test_a_cached_call_on_the_host_keeps_no_tensor_alive() -> None:
     group.shutdown()
 
 
-def test_a_call_aside_follows_the_current_stream_and_a_wait_follows_the_call(rank: OneRank) -> None:
+def test_a_call_aside_follows_the_current_stream_and_a_wait_follows_the_call(rank):
     x, stream, log = ones(), rank.cuda.Stream(), rank.cuda.log
     for turn in range(4):
         log.clear()
@@ -254,7 +253,7 @@ def test_a_call_aside_follows_the_current_stream_and_a_wait_follows_the_call(ran
         del work
 
 
-def test_record_stream_is_called_unless_the_callers_stream_has_waited(rank: OneRank) -> None:
+def test_record_stream_is_called_unless_the_callers_stream_has_waited(rank):
     x, stream, used = ones(), rank.cuda.Stream(), ("use", SIDE)
     alive = weakref.ref(memory := np.ones(12, np.float32))
     rank.cache(x, overlap=True)
@@ -277,7 +276,7 @@ def test_record_stream_is_called_unless_the_callers_stream_has_waited(rank: OneR
     assert alive() is None
 
 
-def test_a_wait_does_not_follow_later_calls(rank: OneRank) -> None:
+def test_a_wait_does_not_follow_later_calls(rank):
     x, log = ones(), rank.cuda.log
     for _ in range(4):
         first, polled = (rank.all_reduce(x, overlap=True) for _ in range(2))
@@ -300,7 +299,7 @@ def test_a_wait_does_not_follow_later_calls(rank: OneRank) -> None:
         assert [entry[:2] for entry in log] == [("record", SIDE), ("wait", 0)] and log[0][2] not in events
 
 
-def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
+def test_a_future_is_complete_on_the_stream_of_the_call(rank):
     x, log = ones(), rank.cuda.log
     for _ in range(3):
         work = rank.all_reduce(x, overlap=True)
@@ -317,7 +316,7 @@ def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
         assert ("record", SIDE) not in [entry[:2] for entry in log], "nobody can wait for it"
 
 
-def test_the_flight_recorder_of_torch_leaves_groups_of_kos_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flight_recorder_of_torch_leaves_groups_of_kos_alone(monkeypatch):
     """That of torch 2.15 attaches to C++ groups alone, and failed on one in Python."""
     from kos.interop import autoload
 
@@ -326,7 +325,7 @@ def test_the_flight_recorder_of_torch_leaves_groups_of_kos_alone(monkeypatch: py
     assert recorders == {"kos"}
 
 
-def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
+def test_messages_to_this_rank_are_copied_in_their_order(rank):
     first, second = torch.arange(6.0).view(2, 3), torch.arange(4.0) + 10
     x, y = torch.zeros(6), torch.zeros(4)
     send, recv = rank.group.send, rank.group.recv
@@ -341,7 +340,7 @@ def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
 
 
 @pytest.mark.parametrize("given", [(3, "float32"), (4, "float64")])
-def test_a_message_to_this_rank_that_does_not_fit(rank: OneRank, given: tuple[int, str]) -> None:
+def test_a_message_to_this_rank_that_does_not_fit(rank, given):
     count, dtype = given
     out = torch.zeros(count, dtype=getattr(torch, dtype))
     rank.group.send([ones(4)], 0)
@@ -350,7 +349,7 @@ def test_a_message_to_this_rank_that_does_not_fit(rank: OneRank, given: tuple[in
     assert not out.any()
 
 
-def test_messages_of_parameters_to_this_rank(rank: OneRank) -> None:
+def test_messages_of_parameters_to_this_rank(rank):
     """Autograd records nothing, as of messages to other ranks."""
     x, out = (torch.nn.Parameter(ones(4)) for _ in range(2))
     x.data.fill_(3)
@@ -359,7 +358,7 @@ def test_messages_of_parameters_to_this_rank(rank: OneRank) -> None:
     assert out.tolist() == [3.0] * 4 and out.is_leaf and out.requires_grad
 
 
-def test_a_message_that_was_not_launched_is_not_complete(rank: OneRank) -> None:
+def test_a_message_that_was_not_launched_is_not_complete(rank):
     work = rank.group.send([ones(4)], 0)
     with pytest.raises(InvalidArgument, match="messages to this rank: .* got 1 sends and 0 receives"):
         work.wait()
@@ -368,7 +367,7 @@ def test_a_message_that_was_not_launched_is_not_complete(rank: OneRank) -> None:
             wait()
 
 
-def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
+def test_a_call_on_the_current_stream_takes_no_event(rank):
     x = ones()
     rank.cache(x)
     rank.cuda.log.clear()
@@ -376,7 +375,7 @@ def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
     assert rank.cuda.log == [("run", 1)]
 
 
-def test_events_are_used_again_when_no_work_holds_them(rank: OneRank) -> None:
+def test_events_are_used_again_when_no_work_holds_them(rank):
     x, log = ones(), rank.cuda.log
     rank.cache(x, overlap=True)
     held = [rank.all_reduce(x, overlap=True) for _ in range(4)]
@@ -397,7 +396,7 @@ def test_events_are_used_again_when_no_work_holds_them(rank: OneRank) -> None:
     assert polled.is_completed() and polled.is_completed() and rank.cuda.events <= made + 1
 
 
-def test_a_captured_call_is_launched_in_the_capture(rank: OneRank) -> None:
+def test_a_captured_call_is_launched_in_the_capture(rank):
     x = ones()
     rank.cache(x)
     with captures():
@@ -407,7 +406,7 @@ def test_a_captured_call_is_launched_in_the_capture(rank: OneRank) -> None:
     assert not rank.prepared.by(lambda: rank.all_reduce(x))
 
 
-def test_another_timeout_is_that_of_the_call(rank: OneRank) -> None:
+def test_another_timeout_is_that_of_the_call(rank):
     x = ones()
     rank.cache(x)
     for seconds, call in ((7, {"timeout": timedelta(seconds=7)}), (20, {})):
@@ -419,7 +418,7 @@ def test_another_timeout_is_that_of_the_call(rank: OneRank) -> None:
 
 
 @pytest.mark.parametrize("end", ["shutdown", "abort"])
-def test_a_group_that_has_ended_raises(rank: OneRank, end: str) -> None:
+def test_a_group_that_has_ended_raises(rank, end):
     x = ones()
     rank.cache(x)
     getattr(rank.group, end)()
@@ -427,7 +426,7 @@ def test_a_group_that_has_ended_raises(rank: OneRank, end: str) -> None:
         rank.all_reduce(x)
 
 
-def test_a_group_that_has_failed_raises(rank: OneRank) -> None:
+def test_a_group_that_has_failed_raises(rank):
     x = ones()
     rank.cache(x)
     rank.comm.backend.failures.first = RankLost("rank 1 is gone")

@@ -3,8 +3,6 @@
 On two GPUs it gives what it gives over NCCL.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

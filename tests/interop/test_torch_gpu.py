@@ -3,8 +3,6 @@
 Two ranks have a GPU each, or share one; then ``peer`` carries all, and there is no result of NCCL to compare with.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

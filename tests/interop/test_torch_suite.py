@@ -1,7 +1,5 @@
 """PyTorch's own suite over kos: the committed table, and a part of the suite."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """``kos.interop.vllm``, on a stand-in for the interface that vLLM 0.32 publishes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -67,12 +65,12 @@ def both(made: list[Worker], name: str, **argument: Any) -> list[Any]:
     return [json.loads(each.line()) for each in made]
 
 
-def test_workers_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
     """Both get the same version in place, also if the publisher goes on between their calls."""
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     held = {name: (np.zeros(shape, np.float32), Placement.whole(shape)) for name, shape in TENSORS.items()}
     with Publisher(None, held) as publisher, workers(tmp_path) as made:
-        def publish(version: int) -> None:
+        def publish(version):
             for name, (array, _) in held.items():
                 array[...] = tensor(name, version)
             publisher.publish(version)
@@ -95,7 +93,7 @@ def test_workers_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert "expected an answer of all vLLM workers" in made[0].line()
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("", ".distributed", ".distributed.parallel_state", ".distributed.weight_transfer",
                      ".distributed.weight_transfer.base", ".distributed.weight_transfer.factory"):  # fmt: skip

@@ -1,7 +1,5 @@
 """``kos.interop.weights.bind``: the parameters of a torch module follow a publisher."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from kos.transfer import Placement, Publisher
 torch = pytest.importorskip("torch")
 
 
-class Fused(torch.nn.Module):  # type: ignore[misc, name-defined]
+class Fused(torch.nn.Module):
     """A layer as vLLM has it, of rank ``rank`` of 2."""
 
     def __init__(self) -> None:
@@ -33,7 +31,7 @@ def arrays(version: int) -> dict[str, tuple[np.ndarray, Placement]]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_module_with_fused_parameters(rank: int) -> None:
+def test_a_module_with_fused_parameters(rank):
     held = arrays(0)
     module = Fused()
     with Publisher(None, held) as publisher:
@@ -54,13 +52,13 @@ def test_a_module_with_fused_parameters(rank: int) -> None:
         assert [each.data_ptr() for each in module.parameters()] == before
 
 
-def test_a_parameter_that_the_publisher_lacks() -> None:
+def test_a_parameter_that_the_publisher_lacks():
     with Publisher(None, arrays(0)) as publisher, pytest.raises(InvalidArgument, match="to have weight, got no such"):
         bind(publisher.address, torch.nn.Linear(2, 2, bias=True))
 
 
 @pytest.mark.parametrize("replaced", ["data", "parameter"])
-def test_a_parameter_whose_memory_was_replaced_is_refused(replaced: str) -> None:
+def test_a_parameter_whose_memory_was_replaced_is_refused(replaced):
     """It would keep its values."""
     module = torch.nn.Linear(8, 4, bias=False)
     with Publisher(None, {"weight": (np.ones((4, 8), np.float32), Placement.whole((4, 8)))}) as publisher:
@@ -75,7 +73,7 @@ def test_a_parameter_whose_memory_was_replaced_is_refused(replaced: str) -> None
             assert subscriber.version is None and not module.weight.any()
 
 
-def test_a_module_in_8_bits() -> None:
+def test_a_module_in_8_bits():
     """``weight_scale_inv`` beside a fused weight, as vLLM has it."""
     module = torch.nn.Module()
     module.qkv_proj = torch.nn.Module()
@@ -93,7 +91,7 @@ def test_a_module_in_8_bits() -> None:
     assert np.abs(found - right).max() < 0.04 * np.abs(right).max() and found.any()
 
 
-def test_padded_rows_are_not_written() -> None:
+def test_padded_rows_are_not_written():
     """As those of vLLM's embedding, on the last of 2 ranks."""
     module = torch.nn.Module()
     module.embed_tokens = torch.nn.Embedding(64, 3)

@@ -1,7 +1,5 @@
 """What ranks do in the tests of cached calls; each function runs on all ranks of a process group of kos."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -71,7 +69,7 @@ def cached_errors() -> list[str]:
         for _ in range(TURNS):
             dist.all_reduce(x, group=group)
     mismatched, late, destroyed = groups
-    late.set_timeout(timedelta(seconds=0.5))  # type: ignore[attr-defined]
+    late.set_timeout(timedelta(seconds=0.5))
     dist.destroy_process_group(destroyed)
     wrong: list[Any] = [lambda: dist.all_reduce(x if rank else x[:3], group=mismatched)]
     wrong += [lambda: dist.all_reduce(x, group=mismatched), lambda: destroyed.allreduce([x], _waits())]

@@ -10,8 +10,6 @@ with cold caches, as DDP makes it.  With ``host``, kos and gloo reduce host tens
 microseconds of the process on rank 0, and elapsed microseconds with warm and with cold caches.
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import gc

@@ -8,8 +8,6 @@ Many tests run for some backends only, which the suite names.  With TORCH_SUITE_
 that the tests of gloo, MPI or NCCL run on kos: BACKEND=gloo, BACKEND=mpi or BACKEND=nccl.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import multiprocessing
@@ -28,7 +26,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # imports then coun
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
 if importlib.util.find_spec("expecttest") is None:  # of which PyTorch's TestCase is a subclass
     sys.modules["expecttest"] = types.ModuleType("expecttest")
-    sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    sys.modules["expecttest"].TestCase = unittest.TestCase
 
 import torch
 import torch.distributed.distributed_c10d as c10d

@@ -7,8 +7,6 @@ On 2 ranks.  Writes for each case the compilers with which kos gives equal resul
 version of torch and the device.  ``gpu`` of kos is "auto".
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 A case gives the same result over every process group.  ``compiler`` "none" does not compile.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs of torch.distributed on GPUs, run by the tests: operations, streams, graphs, a rank that dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Programs that train with DDP, FSDP, DTensor and pipelines of torch, and return the losses of a few steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 With ``tests.comm.fake_nccl`` a process group of kos carries them as it carries tensors on a GPU, without one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """What ranks of torch.distributed do in the tests; each function runs on all ranks, whatever their backend."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal
@@ -232,7 +230,7 @@ def call_sites() -> tuple[list[tuple[str, int]], int, int]:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     known = next(iter(recorders))
     since = known.count
-    first = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    first = inspect.currentframe().f_lineno
     made = [
         dist.all_reduce(x),
         dist.all_reduce(x, async_op=True),
@@ -246,7 +244,7 @@ def call_sites() -> tuple[list[tuple[str, int]], int, int]:
         dist.recv(parts[1]),
         model(x).sum().backward(),
     ]
-    last = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    last = inspect.currentframe().f_lineno
     for work in [made[1], made[5], *made[7], made[8]]:
         work.wait()
     sites = [entry["frames"][0] for entry in known.entries() if entry["record_id"] >= since]

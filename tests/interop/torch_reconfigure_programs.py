@@ -1,7 +1,5 @@
 """What ranks do in the tests of process groups whose membership changes, beside the group that they begin with."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

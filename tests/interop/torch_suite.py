@@ -7,8 +7,6 @@ that it names.  It runs those of all_to_all on CPUs only for MPI, which PyTorch'
 same torch replaces the ranks that it runs and keeps the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

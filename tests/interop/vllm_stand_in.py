@@ -4,8 +4,6 @@
 a method of the engine and its argument in JSON; it prints the result or the error.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from abc import ABC, abstractmethod
@@ -102,7 +100,7 @@ def make_engine(ranks: int, quantization: str | None = None) -> Any:
     """The engine of a worker with a layer of its model."""
     import torch
 
-    class Layer(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.qkv_proj = torch.nn.Linear(4, 16 // ranks, bias=False, dtype=torch.bfloat16)

@@ -68,7 +68,7 @@ def on_devices(names: str = "", gpu: Shapes = ((),), host: Shapes = (), slow: Sh
 
 
 @pytest.fixture
-def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def stream(request, monkeypatch):
     """That of the device; None on an emulated GPU."""
     if request.param == "gpu":
         cuda.set_device(0)

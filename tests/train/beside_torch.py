@@ -1,7 +1,5 @@
 """An engine's training beside torch's: the same weights, tokens, schedule and AdamW."""
 
-from __future__ import annotations
-
 import pytest
 
 import kos

@@ -1,7 +1,5 @@
 """Chat templates with the branches of those in use: each with ``{% generation %}`` around an assistant's whole turn."""
 
-from __future__ import annotations
-
 import re
 
 SPECIAL = [

@@ -1,9 +1,6 @@
 """What the trainer's tests share."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +16,13 @@ SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4)
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
+def rng():
     print(f"KOS_TEST_SEED={SEED}")
     return np.random.default_rng(SEED)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_thread(monkeypatch):
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
     for module in ("run", "elastic"):
@@ -33,13 +30,13 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _two_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _two_dry_runs(monkeypatch):
     """Precede the first step, and no more of them to tell how long it takes: most runs here have fewer steps."""
     monkeypatch.setattr(cpu, "WARM_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     """Words drawn at random: enough to learn from."""
     rng = np.random.default_rng(0)
     words = ["ring ", "tree ", "one shot ", "two shot ", "all reduce\n", "barrier ", "rank "]

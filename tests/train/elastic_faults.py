@@ -5,8 +5,6 @@ processes without a launcher; spares wait to join where a rank is gone.  Steps a
 ``--device cuda --backend peer``: on GPUs, which ranks share where they are more.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

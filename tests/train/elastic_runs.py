@@ -1,7 +1,5 @@
 """Elastic runs whose ranks are threads, and the one in which nothing happens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +28,7 @@ Before = Callable[[Trainer], None]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "letters.txt"
     path.write_bytes(np.random.default_rng(7).integers(97, 110, 4000, np.uint8).tobytes())
     return path
@@ -71,7 +69,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def unhurt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def unhurt(text, tmp_path_factory):
     return train(text, tmp_path_factory.mktemp("unhurt"), elastic=None)
 
 
@@ -86,6 +84,6 @@ def ranks_of(out: Path) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(autouse=True)
-def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_dry_run(monkeypatch):
     """The number of its steps depends on time."""
     monkeypatch.setattr(CpuDevice, "dry_run", lambda self: None)

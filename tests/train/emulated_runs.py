@@ -1,7 +1,5 @@
 """Short runs of the trainer on an emulated GPU or on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checkpoints and questions for tests of evaluation: the same numbers on every machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -19,9 +17,7 @@ from tests.train.models import small
 WORDS = ("ring", "tree", "one shot", "all reduce", "barrier", "rank", "été")
 
 
-def write_model(
-    folder: Path, tokenizer: Tokenizer | None = None, family: str = "llama", **changes: Any
-) -> LlamaConfig:
+def write_model(folder: Path, tokenizer: Tokenizer | None = None, family: str = "llama", **changes: Any) -> LlamaConfig:
     """A Hugging Face folder with weights from a fixed seed, so large that likelihoods differ much."""
     tokenizer = tokenizer or ByteTokenizer()
     shape = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64}

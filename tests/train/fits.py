@@ -1,7 +1,5 @@
 """Runs of ``kos.train.fit``, small, with batches, a loss and callbacks of the program's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Matrices for operations in 8 bits: random and hostile ones, and what is nearest to them in a format."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

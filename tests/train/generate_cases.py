@@ -1,7 +1,5 @@
 """What tests of generation on a GPU and on an emulated one share: operations of the cache, and whole models."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

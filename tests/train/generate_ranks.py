@@ -3,8 +3,6 @@
 Rank 0 prints which ranks the error names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

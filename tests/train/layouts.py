@@ -1,7 +1,5 @@
 """Runs of every layout, and one comparison of what their ranks know with what one rank knows."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

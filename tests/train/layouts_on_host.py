@@ -1,7 +1,5 @@
 """Runs of every layout on the emulated GPU, as ``layouts.py`` has them of CPUs."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Masks of documents and windows for tests of attention, and attention with any mask by its definition, in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """The small LLaMA that tests have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

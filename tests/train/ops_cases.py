@@ -6,8 +6,6 @@ Inputs are rounded to the dtype first, so that what is measured is the kernel's 
 of the result, as a multiple of the dtype's rounding unit.  Outputs and scratch start as NaN.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What every refusal of the trainer looks like."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Short runs of the trainer on CPUs: settings, the run, and its losses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,7 @@ def _config(text: Path, out: Path | None, **changes: Any) -> TrainConfig:
     return TrainConfig.from_preset("tiny", data=str(text), out=out, **{**SMALL, **changes})
 
 
-def _train(
-    text: Path, out: Path, ranks: int = 1, hosts: Sequence[int] = (), **changes: Any
-) -> list[dict[str, Any]]:
+def _train(text: Path, out: Path, ranks: int = 1, hosts: Sequence[int] = (), **changes: Any) -> list[dict[str, Any]]:
     config = _config(text, out, **changes)
     spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100, hosts=hosts)
     return read_metrics(out / "metrics.jsonl")

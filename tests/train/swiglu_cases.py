@@ -1,7 +1,5 @@
 """SwiGLU's backward within a product, on the GPU and on an emulated one: the bits of both apart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """The stack allocator: addresses, growth, planning, and any backing memory."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

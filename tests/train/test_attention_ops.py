@@ -1,7 +1,5 @@
 """Attention of the CPU: its formula and gradients, keys of other ranks, masks; what families of models ask for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -309,9 +307,7 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_setting_of_attention_reaches_all_layers_of_every_family(
-    family: type[LlamaConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_of_attention_reaches_all_layers_of_every_family(family, monkeypatch):
     """A family that makes its attention elsewhere than in ``LlamaConfig.attention`` would leave the setting out."""
     make, asked = LlamaConfig.attention, slice(3, 5)
     monkeypatch.setattr(LlamaConfig, "attention", lambda *operands, **more: make(*operands, **more, queries=asked))
@@ -334,12 +330,12 @@ def attend(dtype: Any, head_dim: int) -> Attend:
         (np.float32, 256, dict.fromkeys(KERNEL_SETS, "simple")),
     ],
 )
-def test_the_fastest_kernels_that_compute_an_attention(dtype: Any, head_dim: int, chosen: dict[str, str]) -> None:
+def test_the_fastest_kernels_that_compute_an_attention(dtype, head_dim, chosen):
     """``chosen``: by the fastest kernels that the GPU has."""
     assert {fastest: kernel_set(attend(dtype, head_dim), fastest) for fastest in KERNEL_SETS} == chosen
 
 
-def test_what_kernels_do_not_compute_is_named() -> None:
+def test_what_kernels_do_not_compute_is_named():
     for kernels in ("hopper", "mma"):
         assert unsupported(kernels, attend(np.float32, 64)) == "bfloat16 or float16, got float32"
         assert unsupported(kernels, attend(np.float16, 96)) == "heads of 64 or 128 elements, got 96"

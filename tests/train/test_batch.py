@@ -1,11 +1,7 @@
 """Every field that a batch has arrives at the model, cut into micro-batches, ranks and columns as its tokens are."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +28,7 @@ DRY = DryOps, DryCudaOps
 class Full(Dataset):
     """Data with all fields: numbers that name a token's place, and documents of three tokens."""
 
-    fields = Batch._fields  # type: ignore[assignment]
+    fields = Batch._fields
 
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
         starts = list(starts)
@@ -49,23 +45,18 @@ def _elements(batch: Batch) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"pp": 2})], ids=str)
-def test_all_fields_arrive(
-    emulated: None, text: Path, tmp_path: Path, device: str, ranks: int, layout: dict[str, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    arrived: list[list[tuple[float, ...]]] = []
-    evaluated: list[list[tuple[float, ...]]] = []
-    data: list[Dataset] = []
+def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, monkeypatch):
+    arrived = []
+    evaluated = []
+    data = []
     run_forward = Model.forward
 
-    def load(*arguments: Any) -> Dataset:
+    def load(*arguments):
         plain = load_data(*arguments)
         data.append(Full(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}))
         return data[-1]
 
-    def forward(
-        self: Model, weights: Any, slot: Any, batch: Batch, x_nD: Any = None, saves: bool = True, **more: Any
-    ) -> Any:
+    def forward(self, weights, slot, batch, x_nD=None, saves=True, **more):
         out = run_forward(self, weights, slot, batch, x_nD, saves, **more)
         if self.local.last and slot.batch.document_starts is not None and not isinstance(self.ops, DRY):
             (arrived if saves else evaluated).append(_elements(slot.batch))
@@ -73,7 +64,7 @@ def test_all_fields_arrive(
 
     monkeypatch.setattr(run, "load_data", load)
     monkeypatch.setattr(Model, "forward", forward)
-    options: dict[str, Any] = layout if device == "cpu" else {"graph": False, **layout}
+    options = layout if device == "cpu" else {"graph": False, **layout}
     train(text, tmp_path, device, ranks=ranks, steps=1, save_every=0, **options)
     assert sorted({x for each in arrived for x in each}) == sorted(set(_elements(data[0].batch(0))))
     assert {len(each) for each in arrived} == {2 * 8 // layout.get("cp", 1)}
@@ -89,7 +80,7 @@ def test_all_fields_arrive(
         ([[-1, 0, 0, 0]], "token 0 of a sequence: expected from 0, the start before it, to 0, got -1"),
     ],
 )
-def test_documents_that_begin_where_they_cannot(starts: list[list[int]], message: str) -> None:
+def test_documents_that_begin_where_they_cannot(starts, message):
     """Refused before a rank takes its part: a GPU does not look at them."""
     batch = Batch(np.zeros((len(starts), 4), np.int32), document_starts=np.array(starts, np.int32))
     for context in (ContextParallel(numpy_ops), ContextParallel(numpy_ops, ALONE._replace(size=2))):
@@ -97,13 +88,13 @@ def test_documents_that_begin_where_they_cannot(starts: list[list[int]], message
             context.take(batch)
 
 
-def test_a_batch_is_shown_by_dtypes_and_shapes() -> None:
+def test_a_batch_is_shown_by_dtypes_and_shapes():
     batch = Batch(np.zeros((8, 16), np.int32), document_starts=np.zeros((8, 16), np.int32))
     assert repr(batch) == "Batch(tokens=int32 (8, 16), document_starts=int32 (8, 16))"
 
 
 @pytest.mark.parametrize(("ranks", "pieces"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
-def test_context_parallelism_cuts_every_field_that_is_present(ranks: int, pieces: int) -> None:
+def test_context_parallelism_cuts_every_field_that_is_present(ranks, pieces):
     places = np.arange(24 * ranks * pieces, dtype=np.int32).reshape(3, -1)
     whole = Batch(places, targets=places + 1)
     parts = [

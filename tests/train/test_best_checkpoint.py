@@ -1,7 +1,5 @@
 """``--eval-data``, ``--keep-best`` and ``--patience``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,7 +26,7 @@ from tests.train.test_loss_masks import write_lines
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def others(tmp_path_factory):
     """Data to validate on: a text, and prompts with completions."""
     folder = tmp_path_factory.mktemp("others")
     (folder / "zig.txt").write_text("zig zag " * 99)
@@ -42,11 +40,9 @@ def named(others: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})])
-def test_the_losses_are_those_of_val_data(
-    text: Path, others: Path, tmp_path: Path, ranks: int, layout: dict[str, int]
-) -> None:
+def test_the_losses_are_those_of_val_data(text, others, tmp_path, ranks, layout):
     """Training does not change, and neither does val_loss."""
-    how: dict[str, Any] = {"steps": 4, "eval_every": 2, "save_every": 0, "sample_tokens": 0, **layout}
+    how = {"steps": 4, "eval_every": 2, "save_every": 0, "sample_tokens": 0, **layout}
     plain = _train(text, tmp_path / "plain", 1, **how | dict.fromkeys(layout, 1))
     rows = _train(text, tmp_path / "more", ranks, **how, eval_data=named(others))
     for key in ("loss", "val_loss", "val_loss_before"):
@@ -61,7 +57,7 @@ def test_the_losses_are_those_of_val_data(
         assert rows[-1][f"val_loss/{name}"] == pytest.approx(alone[-1]["val_loss"], rel=1e-5)
 
 
-def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, text: Path, others: Path, tmp_path: Path) -> None:
+def test_a_gpu_has_the_losses_of_a_cpu(emulated, text, others, tmp_path):
     runs = [
         emulated_runs.train(text, tmp_path / device, device, seq_len=16, eval_data=named(others))
         for device in ("cpu", "cuda")
@@ -72,7 +68,7 @@ def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, text: Path, others: Path,
         np.testing.assert_allclose(*each, rtol=1e-5)
 
 
-def test_all_of_a_file_is_validated_on_by_the_tokenizer_of_the_run(text: Path, others: Path) -> None:
+def test_all_of_a_file_is_validated_on_by_the_tokenizer_of_the_run(text, others):
     """Its characters need not all be in there, and a character that the run does not know is named."""
     config = _config(text, None, tokenizer="chars", seq_len=8, eval_data=[f"a={others / 'a.txt'}"])
     (others / "a.txt").write_text("rank ring tree")
@@ -89,7 +85,7 @@ def test_all_of_a_file_is_validated_on_by_the_tokenizer_of_the_run(text: Path, o
         load_data(config.model_copy(update={"eval_data": ("a=no",)}))
 
 
-def test_tokens_of_kos_tokenize(text: Path, others: Path, tmp_path: Path) -> None:
+def test_tokens_of_kos_tokenize(text, others, tmp_path):
     """What such a folder holds out, or else all of it, if its tokens are those of the run's tokenizer."""
     val = text.read_text()[:300]
     (tmp_path / "val.txt").write_text(val)
@@ -125,7 +121,7 @@ def test_tokens_of_kos_tokenize(text: Path, others: Path, tmp_path: Path) -> Non
         (["--keep-best", "val_loss", "--elastic"], "--keep-best: expected none (--elastic), got val_loss"),
     ],
 )
-def test_what_is_refused(flags: list[str], expected: str) -> None:
+def test_what_is_refused(flags, expected):
     with refused(ConfigError, expected):
         parse(flags)
     parse(["--data", "b:1", "--data", "c:1", "--keep-best", "val_loss/b", "--patience", "1"])
@@ -162,9 +158,7 @@ def run(
 
 
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, {"tp": 2}), (1, {"save_async": True})])
-def test_the_best_is_kept_besides_the_newest(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, ranks: int, changes: dict[str, Any]
-) -> None:
+def test_the_best_is_kept_besides_the_newest(text, tmp_path, monkeypatch, capsys, ranks, changes):
     assert run(text, tmp_path, monkeypatch, ranks, steps=17, **changes) == ([10, 17], "step-10")
     best = tmp_path / "checkpoints" / "best"
     assert f"best:       {best} (val_loss/zig 2.5000 at step 10)" in capsys.readouterr().out
@@ -173,20 +167,18 @@ def test_the_best_is_kept_besides_the_newest(
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 18)]
 
 
-def test_equal_losses_keep_the_first(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_losses_keep_the_first(text, tmp_path, monkeypatch):
     assert run(text, tmp_path, monkeypatch, steps=9) == ([4, 9], "step-4")
 
 
-def test_saving_the_best_changes_nothing_else(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_the_best_changes_nothing_else(text, tmp_path, monkeypatch):
     run(text, tmp_path / "best", monkeypatch, steps=6)
     run(text, tmp_path / "none", monkeypatch, steps=6, keep_best=None)
     assert tensors_of_run(tmp_path / "best") == tensors_of_run(tmp_path / "none")
 
 
 @pytest.mark.parametrize(("patience", "ended"), [(1, 6), (2, 8), (3, 16), (4, 18)])
-def test_patience(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, patience: int, ended: int
-) -> None:
+def test_patience(text, tmp_path, monkeypatch, capsys, patience, ended):
     """It counts validations since the best, and both ranks end at the same step, which is saved."""
     steps, best = run(text, tmp_path, monkeypatch, ranks=2, patience=patience)
     assert steps[-1] == ended and best == f"step-{ {6: 4, 8: 4, 16: 10, 18: 18}[ended]}"
@@ -195,20 +187,18 @@ def test_patience(
     assert (said in capsys.readouterr().out) == (ended < 18)
 
 
-def test_patience_alone_is_that_of_val_loss(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_alone_is_that_of_val_loss(text, tmp_path, monkeypatch):
     assert run(text, tmp_path, monkeypatch, keep_best=None, patience=3) == ([2, 8], "step-2")
 
 
-def test_a_resumed_run_knows_the_best(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_knows_the_best(text, tmp_path, monkeypatch):
     run(text, tmp_path, monkeypatch, steps=12)
     assert run(text, tmp_path, monkeypatch, steps=15, resume="auto") == ([10, 15], "step-10")
     assert run(text, tmp_path, monkeypatch, resume="auto", patience=3) == ([10, 16], "step-10")
     assert run(text, tmp_path, monkeypatch, resume="auto") == ([18], "step-18")
 
 
-def test_a_best_after_the_step_that_a_run_resumes_from_is_gone(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_best_after_the_step_that_a_run_resumes_from_is_gone(text, tmp_path, monkeypatch):
     """The run goes back before it. Until its next validation there is no best."""
     run(text, tmp_path, monkeypatch, steps=10, keep=9, save_every=3)
     before = tmp_path / "checkpoints" / "step-3"
@@ -231,7 +221,7 @@ class Weighted:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path: Path, capsys: Any, ranks: int) -> None:
+def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path, capsys, ranks):
     """By its own loss, of its own batches."""
     config = fits.config_of(tmp_path, steps=20, eval_every=1, keep=1, keep_best="val_loss", patience=2)
     own = {"batches": fits.batches_of(20), "loss": Weighted.loss}
@@ -257,12 +247,12 @@ def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path: Path, capsys: Any
          "--keep-best: expected none or val_loss with batches of one's own, got val_loss/a"),
     ],
 )  # fmt: skip
-def test_what_is_refused_of_a_program(changes: Any, program: Any, expected: str, tmp_path: Path) -> None:
+def test_what_is_refused_of_a_program(changes, program, expected, tmp_path):
     with refused(ConfigError, expected):
         Trainer(fits.config_of(tmp_path, backend="mock", **changes), **program)
 
 
-def test_a_run_resumes_from_another_folder(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_from_another_folder(text, tmp_path, monkeypatch):
     """Relative paths of --eval-data are those of the folder where it began."""
     run(text, tmp_path / "run", monkeypatch, steps=2)
     values = json.loads((tmp_path / "run" / "config.json").read_text())

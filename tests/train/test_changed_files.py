@@ -1,12 +1,9 @@
 """Files that another program changes during a run, or while they are read: one error that names them, not SIGBUS."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,7 +71,7 @@ def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("kind", ["tokens", "mask", "text"])
-def test_a_file_that_becomes_shorter_ends_the_run_with_its_name(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_becomes_shorter_ends_the_run_with_its_name(tmp_path, kind):
     """On every rank; the last checkpoint is whole."""
     data, changed = tmp_path / "data.bin", tmp_path / "data.bin"
     if kind == "text":  # so much that its tokens are kept
@@ -100,14 +97,14 @@ def test_a_file_that_becomes_shorter_ends_the_run_with_its_name(tmp_path: Path, 
     assert found is not None and found.step == 2
 
 
-def test_a_file_of_weights_that_becomes_shorter_is_named(tmp_path: Path) -> None:
+def test_a_file_of_weights_that_becomes_shorter_is_named(tmp_path):
     done = run_python(READ, tmp_path)
     expected = f"{tmp_path}/a.safetensors: expected readable safetensors, got [Errno "
     assert done.returncode == 0 and done.stdout.startswith(expected), (done.stdout, done.stderr)
     assert "expected the file as it was opened, of " in done.stdout and "got 1,000 bytes" in done.stdout
 
 
-def test_a_file_that_is_written_to_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_written_to_is_refused(tmp_path):
     """With as many bytes as before, too."""
     path = tmp_path / "a.bin"
     path.write_bytes(token_bytes([*range(200)]))
@@ -120,7 +117,7 @@ def test_a_file_that_is_written_to_is_refused(tmp_path: Path) -> None:
         data.batch(1)
 
 
-def test_a_file_that_is_replaced_is_read_as_it_was(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_is_read_as_it_was(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(token_bytes([*range(200)]))
     data = load_data(parse(["--data", str(path), "--seq-len", "4", "--batch-size", "2"]))
@@ -131,7 +128,7 @@ def test_a_file_that_is_replaced_is_read_as_it_was(tmp_path: Path) -> None:
     assert (data.batch(3).tokens == before).all()
 
 
-def test_more_files_than_the_soft_limit_allows_are_read(tmp_path: Path) -> None:
+def test_more_files_than_the_soft_limit_allows_are_read(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"content")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

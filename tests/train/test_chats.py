@@ -1,7 +1,5 @@
 """Chats with calls of tools: which tokens count, beside transformers' marks, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise
@@ -99,7 +97,7 @@ def texts_that_count(tmp_path: Path, folder: Path, lines: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("template", [IGNORES, BOTH, CHANGES, REASONING], ids=["ignores", "both", "changes", "reasons"])
 @pytest.mark.parametrize("chat", CHATS)
-def test_turns_are_those_that_transformers_marks(tmp_path: Path, chat: str, template: str) -> None:
+def test_turns_are_those_that_transformers_marks(tmp_path, chat, template):
     folder, messages = folder_of(tmp_path, template), [dict(message) for message in CHATS[chat]]
     if template == REASONING:
         messages = [{**each, "reasoning": "hm"} if each["role"] == "assistant" else each for each in messages]
@@ -131,7 +129,7 @@ USED = {
 
 
 @pytest.mark.parametrize(("name", "chat"), [(name, chat) for name, (_, chats) in TEMPLATES.items() for chat in chats])
-def test_templates_in_use(tmp_path: Path, name: str, chat: str) -> None:
+def test_templates_in_use(tmp_path, name, chat):
     """By the marks of the template, and the same without them: by what the text of each message adds."""
     template, options = TEMPLATES[name][0], {"tools": TOOLS} if chat == "tools" else {}
     folder, line = folder_of(tmp_path, template), {"messages": USED[chat], **options}
@@ -142,7 +140,7 @@ def test_templates_in_use(tmp_path: Path, name: str, chat: str) -> None:
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_template_that_drops_the_thinking_of_earlier_turns(tmp_path: Path, marked: bool) -> None:
+def test_a_template_that_drops_the_thinking_of_earlier_turns(tmp_path, marked):
     """Without marks it is refused, and the way out is named: a text for each answer, which has its thinking."""
     thinking = {"role": "assistant", "content": "four", "reasoning_content": "two and two"}
     chat = [USER, thinking, USER, {**thinking, "content": "yes", "reasoning_content": "four"}]
@@ -167,13 +165,13 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns(tmp_path: Path, mar
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_answers_of_no_weight_are_no_texts_of_their_own(tmp_path: Path, marked: bool) -> None:
+def test_answers_of_no_weight_are_no_texts_of_their_own(tmp_path, marked):
     folder = folder_of(tmp_path, QWEN if marked else bare(QWEN))
     chat = [USER, {**ANSWER, "weight": 0}, *AGAIN]
     assert texts_that_count(tmp_path, folder, [{"messages": chat}], "--split-turns") == "  no\n<|im_end|>\n"
 
 
-def test_a_system_prompt_that_is_written_into_the_last_message(tmp_path: Path) -> None:
+def test_a_system_prompt_that_is_written_into_the_last_message(tmp_path):
     """As in templates of Mistral: a chat that ends with an answer is written without its system prompt."""
     template = read_chat_template(str(folder := folder_of(tmp_path, MISTRAL_LAST)))
     assert template is not None and "Be brief." in template.prompt([SYSTEM, USER], "chat")[0]
@@ -191,7 +189,7 @@ ROLES += "{{ m.content | tojson(ensure_ascii=True) }}{% endgeneration %}{% endif
 
 
 @pytest.mark.parametrize("template", [QWEN, bare(QWEN), bare(ROLES) + ASK], ids=["marked", "bare", "escaped"])
-def test_a_message_that_the_template_does_not_write(tmp_path: Path, template: str) -> None:
+def test_a_message_that_the_template_does_not_write(tmp_path, template):
     """Also in a later chat of the same roles; a message without content may be missing."""
     folder = folder_of(tmp_path, template)
     other = {"role": "developer", "content": ""}
@@ -209,7 +207,7 @@ def test_a_message_that_the_template_does_not_write(tmp_path: Path, template: st
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL, QWEN], ids=["chatml", "llama", "mistral", "qwen"])
-def test_chats_of_one_layout_have_the_turns_of_each(tmp_path: Path, template: str) -> None:
+def test_chats_of_one_layout_have_the_turns_of_each(tmp_path, template):
     """A template is rendered once for each of them; the turns are those of its marks, whatever the contents are."""
     texts = ["", " a ", "<|im_end|>", "<tool_response>x", "assistant\n", "\n\nb", "a" * 300, "[/INST]"]
     chats = [
@@ -228,12 +226,12 @@ def test_chats_of_one_layout_have_the_turns_of_each(tmp_path: Path, template: st
             assert [part for part in got[0] if part[0]] == [part for part in expected[0] if part[0]], messages
 
 
-def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path: Path) -> None:
+def test_the_turns_of_a_layout_are_found_by_one_rendering(tmp_path):
     """Of each chat but the first, however many turns it has; by one more a turn if its prompt may be another."""
     renderings = 0
 
     class Counting(str):
-        def __str__(self) -> str:
+        def __str__(self):
             nonlocal renderings
             renderings += 1
             return ""
@@ -255,7 +253,7 @@ SHOWN += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.mark.parametrize(("key", "values"), [("reasoning", ["", "because"]), ("hidden", [False, True])])
-def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path: Path, key: str, values: list[Any]) -> None:
+def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path, key, values):
     """What is refused does not depend on the order of the chats."""
     good, wrong = ([{**USER, key: value}, {**ANSWER, key: values[0]}] for value in values)
     if key == "reasoning":
@@ -273,7 +271,7 @@ def test_a_layout_is_that_of_the_values_of_other_keys(tmp_path: Path, key: str, 
 
 
 @pytest.mark.parametrize("kind", range(5))
-def test_a_generation_prompt_that_depends_on_contents(tmp_path: Path, kind: int) -> None:
+def test_a_generation_prompt_that_depends_on_contents(tmp_path, kind):
     """As Qwen3's: what it writes is no part of the answer, in the first turn or in a later one."""
     prompt = "{% if '/no_think' in messages[-1].content %}<think></think>{% endif %}"
     ask, later = "{% if add_generation_prompt %}", prompt.replace("messages[-1].content", "last")
@@ -293,7 +291,7 @@ def test_a_generation_prompt_that_depends_on_contents(tmp_path: Path, kind: int)
         assert [text for text, counts in parts if counts] == expected
 
 
-def test_content_that_may_end_in_two_places(tmp_path: Path) -> None:
+def test_content_that_may_end_in_two_places(tmp_path):
     """With its spaces or without them: what follows it begins with a space, too."""
     source = "{% for m in messages %}{{ m.content | trim if m.role == 'user' else m.content }}\n{% endfor %}"
     chat = [{"role": "user", "content": "hi\n"}, {"role": "assistant", "content": "\nanswer"}]
@@ -301,7 +299,7 @@ def test_content_that_may_end_in_two_places(tmp_path: Path) -> None:
     assert (first, turn) == (("hi\n", False), ("\nanswer\n", True))
 
 
-def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path: Path) -> None:
+def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path):
     """As in transformers: whether the answer begins in it or ends in it."""
     folder = folder_of(tmp_path, BOTH.replace("<|end|>{% endgeneration %}", "{% endgeneration %}ay?"))
     chat = [USER, {"role": "assistant", "content": "no rain tod"}] * 2
@@ -312,11 +310,11 @@ def test_a_token_of_two_parts_counts_if_one_of_them_does(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_an_answer_that_is_not_trained(tmp_path: Path, marked: bool) -> None:
+def test_an_answer_that_is_not_trained(tmp_path, marked):
     """``train`` of axolotl, ``weight`` of OpenAI, of which either may exclude it."""
     folder = folder_of(tmp_path, QWEN if marked else bare(QWEN))
-    no: list[dict[str, Any]] = [{"train": False}, {"weight": 0}, {"train": True, "weight": 0}]
-    yes: list[dict[str, Any]] = [{"train": True}, {"weight": 1}, {}, {"train": None, "weight": None}]
+    no = [{"train": False}, {"weight": 0}, {"train": True, "weight": 0}]
+    yes = [{"train": True}, {"weight": 1}, {}, {"train": None, "weight": None}]
     given = [{"role": "assistant", "content": str(number), **keys} for number, keys in enumerate([*no, *yes])]
     chat = [{**USER, "train": False, "weight": 0}, calling(None, train=False), TOOL]
     chat += [each for answer in given for each in (USER, answer)]
@@ -324,7 +322,7 @@ def test_an_answer_that_is_not_trained(tmp_path: Path, marked: bool) -> None:
     assert counts == "".join(f"{number}<|im_end|>\n" for number in range(len(no), len(given)))
 
 
-def test_arguments_as_text_are_not_quoted(tmp_path: Path) -> None:
+def test_arguments_as_text_are_not_quoted(tmp_path):
     """OpenAI's calls have JSON as text. A template that writes text as it is gets it; others get the table."""
     arguments = '{"city":"Ulm"}'
     calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
@@ -375,13 +373,13 @@ SAME: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_chats_by_other_names_are_the_same(tmp_path: Path, kind: str) -> None:
+def test_chats_by_other_names_are_the_same(tmp_path, kind):
     folder, (line, messages) = folder_of(tmp_path, bare(QWEN)), SAME[kind]
     got = counted_in(tmp_path, folder, [line])
     assert got == counted_in(tmp_path, folder, [{"messages": messages}]) and any(got[1])
 
 
-def test_only_the_call_counts_where_a_template_leaves_the_content_out(tmp_path: Path) -> None:
+def test_only_the_call_counts_where_a_template_leaves_the_content_out(tmp_path):
     """Neither the result of the tool nor what the user says next."""
     folder = folder_of(tmp_path, IGNORES)
     assert texts_that_count(tmp_path, folder, [{"messages": CHATS["counted"]}]) == 'CALL weather {"city": "Ulm"}<|end|>'
@@ -516,7 +514,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_refused(tmp_path: Path, kind: str) -> None:
+def test_refused(tmp_path, kind):
     template, line, said = WRONG[kind]
     folder = folder_of(tmp_path, template)
     path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, line, {"text": "val"}])
@@ -525,7 +523,7 @@ def test_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_a_key_twice_in_a_record_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_key_twice_in_a_record_is_refused(tmp_path, suffix):
     """Its first value would be lost."""
     path = tmp_path / f"chats.{suffix}"
     lines = ['{"text": "x"}', '{"text": "y", "more": {"b": 1, "c": 2, "b": 3}}', '{"text": "val"}']
@@ -536,11 +534,11 @@ def test_a_key_twice_in_a_record_is_refused(tmp_path: Path, suffix: str) -> None
 
 
 @pytest.mark.parametrize("arguments", ["", "  \n", None])
-def test_what_openai_writes_is_read(tmp_path: Path, arguments: str | None) -> None:
+def test_what_openai_writes_is_read(tmp_path, arguments):
     """A text in one part, arguments that are null or blank, and weights of users are as if written otherwise."""
     folder = folder_of(tmp_path, bare(QWEN))
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
-    calls: list[dict[str, Any]] = [{"role": "assistant", "content": [part], "tool_calls": [call]}
+    calls = [{"role": "assistant", "content": [part], "tool_calls": [call]}
                                    for part in ({"type": "text"}, {"type": "text", "text": None})]  # fmt: skip
     chats = [
         *([USER, each] for each in calls),
@@ -560,7 +558,7 @@ def test_what_openai_writes_is_read(tmp_path: Path, arguments: str | None) -> No
 
 
 @pytest.mark.parametrize("fit", ["whole", "cut"])
-def test_a_record_may_not_count(tmp_path: Path, fit: str) -> None:
+def test_a_record_may_not_count(tmp_path, fit):
     """By the keys that also messages have.  The first lines say how many chats have nothing to learn."""
     folder, silent = folder_of(tmp_path, BOTH), {"messages": [USER]}
     lines = [{"messages": [USER, ANSWER], **more} for more in ({}, {"weight": 0}, {"train": False}, {"weight": 1})]
@@ -577,7 +575,7 @@ def test_a_record_may_not_count(tmp_path: Path, fit: str) -> None:
     assert 98 <= int((Tokens(data.train.shards).window(0, data.train.size) >= 0).sum()) < 110
 
 
-def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_wrong_records_of_a_file_are_counted(tmp_path, caplog):
     """Ten kinds of them are shown, each with its first place."""
     folder, path = folder_of(tmp_path, BOTH), tmp_path / "chats.jsonl"
     good, wrong = json.dumps({"messages": [USER, ANSWER]}), [json.dumps({"messages": [{"role": "user"}]})] * 3
@@ -599,7 +597,7 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path, caplog: pytest.
     assert re.search("(?s)line 3: expected 2 columns, .*got 1.*line 4: expected 2 columns.*got 3", caplog.text)
 
 
-def test_the_user_may_choose_a_chat_beside_a_rejected_one(tmp_path: Path) -> None:
+def test_the_user_may_choose_a_chat_beside_a_rejected_one(tmp_path):
     chosen = [{"messages": [USER, ANSWER]}, {"messages": [USER, {**ANSWER, "content": "no"}]}]
     path = write_lines(tmp_path / "pairs.jsonl", [{"chosen": chosen[0]["messages"], "rejected": chosen[1]["messages"]}])
     plain = write_lines(tmp_path / "plain.jsonl", [chosen[0]])
@@ -612,7 +610,7 @@ def cuts(path: Path, *flags: str) -> str:
     return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
 
 
-def test_documents_that_sequences_cut_are_counted(tmp_path: Path) -> None:
+def test_documents_that_sequences_cut_are_counted(tmp_path):
     """A prompt of 8 tokens and a completion of 4: sequences of 12 tokens have each whole."""
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
     trained = ["--hold-out", "0.1", "--fit", "cut", "--epochs", "1", "--batch-size", "5", "--seq-len"]
@@ -628,7 +626,7 @@ def test_documents_that_sequences_cut_are_counted(tmp_path: Path) -> None:
     assert cuts(text, *trained, "6") == "", "text is cut as it comes"
 
 
-def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path: Path) -> None:
+def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path):
     document = [50256, *range(11)]
     (tmp_path / "a_train.bin").write_bytes(token_bytes(document * 50))
     (tmp_path / "a_train.mask").write_bytes(bytes([0] * 8 + [1] * 4) * 50)
@@ -647,9 +645,7 @@ def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path: Path)
         ("whole", 12, None),
     ],
 )  # fmt: skip
-def test_the_first_lines_say_what_is_cut(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], fit: str, seq_len: int, warning: str | None
-) -> None:
+def test_the_first_lines_say_what_is_cut(tmp_path, capfd, fit, seq_len, warning):
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
     path = write_lines(path, [*map(json.loads, path.read_text().splitlines()), {"prompt": "x", "completion": "y" * 20}])
     config = _config(path, tmp_path / "out", seq_len=seq_len, fit=fit, steps=1, eval_batches=0, sample_tokens=0)

@@ -1,7 +1,5 @@
 """Checkpoints come back whole, or are refused; nothing in between."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -10,7 +8,6 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,7 @@ def _save(folder: Path, step: int, seed: int = 0, **options: Any) -> Path:
     return save_alone(folder, MODEL, step, seed, **options)
 
 
-def test_round_trip_is_exact(tmp_path: Path) -> None:
+def test_round_trip_is_exact(tmp_path):
     _save(tmp_path, 7, seed=3)
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.config == {"seed": 3}
@@ -41,7 +38,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert_loads_in(Layout(), found.path, MODEL, whole_state(MODEL, 3))
 
 
-def test_transformers_layout(tmp_path: Path) -> None:
+def test_transformers_layout(tmp_path):
     path = _save(tmp_path, 1)
     from safetensors.numpy import load_file
 
@@ -52,8 +49,8 @@ def test_transformers_layout(tmp_path: Path) -> None:
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "as the umask wants them"
 
 
-def test_keep_deletes_the_oldest_and_what_the_run_went_back_behind(tmp_path: Path) -> None:
-    def kept() -> list[str]:
+def test_keep_deletes_the_oldest_and_what_the_run_went_back_behind(tmp_path):
+    def kept():
         return sorted(path.name for path in tmp_path.iterdir())
 
     for step in (1, 2, 10):
@@ -71,7 +68,7 @@ def test_keep_deletes_the_oldest_and_what_the_run_went_back_behind(tmp_path: Pat
     assert kept() == ["step-10", "step-11", "step-12", "step-13"]
 
 
-def test_a_manifest_must_be_of_this_checkpoint(tmp_path: Path) -> None:
+def test_a_manifest_must_be_of_this_checkpoint(tmp_path):
     path = _save(tmp_path, 3)
     with pytest.raises(CheckpointError, match="expected the checkpoint of step 7, got step 3"):
         checkpoint.verify(path.rename(tmp_path / "step-7"))
@@ -87,7 +84,7 @@ FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "kos_token
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
-def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+def test_damage_is_found_and_passed_over(tmp_path, name, damage):
     _save(tmp_path, 1)
     bad = _save(tmp_path, 2)
     path = bad / name
@@ -108,7 +105,7 @@ def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str)
     assert checkpoint.find(replaced).config == {"seed": 5}
 
 
-def test_find_names_what_is_missing(tmp_path: Path) -> None:
+def test_find_names_what_is_missing(tmp_path):
     with pytest.raises(CheckpointError, match="expected a checkpoint or a run"):
         checkpoint.find(tmp_path)
     with pytest.raises(CheckpointError, match="expected a checkpoint or a run .* got no such folder"):
@@ -119,7 +116,7 @@ def test_find_names_what_is_missing(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
 
 
-def test_a_manifest_that_is_none(tmp_path: Path) -> None:
+def test_a_manifest_that_is_none(tmp_path):
     path = _save(tmp_path, 3) / "manifest.json"
     whole = json.loads(path.read_text())
     for change in ({"step": "3"}, {"step": True}, {"config": []}, {"config": {"config": [1]}}):
@@ -131,12 +128,12 @@ def test_a_manifest_that_is_none(tmp_path: Path) -> None:
         checkpoint.verify(path.parent)
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     with refused(CheckpointError, f"{'x' * 300}: expected a checkpoint or a run with one under checkpoints/, got"):
         checkpoint.find(Path("x" * 300))
     (tmp_path / "checkpoints").mkdir()
 
-    def closed(path: Path) -> Iterator[Path]:
+    def closed(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "iterdir", closed)
@@ -144,7 +141,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         checkpoint.find(tmp_path)
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_another_model_is_refused(tmp_path):
     found = checkpoint.verify(_save(tmp_path, 1))
     shapes = dict(MODEL.parameter_shapes())
     name = "model.norm.weight"
@@ -163,7 +160,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         huggingface.weight_files(found.path, {name: (24,)})
 
 
-def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_last_good_one(tmp_path):
     _save(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -182,13 +179,13 @@ def _whole(folder: Path) -> dict[str, int]:
     return {path.name: checkpoint.verify(path).config["seed"] for _, path in checkpoint.steps_in(folder)}
 
 
-def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_any_moment_loses_nothing(tmp_path, monkeypatch):
     """Before each call that changes what is where, while a step is replaced and an older one is deleted: what was whole
     is found, and the next save keeps it and removes what was under way."""
     folder, killed, lock, copying = tmp_path / "folder", list[Path](), threading.RLock(), list[bool]()
 
-    def watched(call: Any) -> Any:
-        def run(*given: Any, **options: Any) -> Any:
+    def watched(call):
+        def run(*given, **options):
             with lock:
                 if not copying:
                     copying.append(True)

@@ -1,7 +1,5 @@
 """Checkpoints between layouts: what is saved in one is loaded in any other, bit by bit, by slices."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -63,7 +61,7 @@ EVERY = [pair for ranks in (1, 2, 4, 6, 8) for pair in layouts(ranks)]
 @pytest.mark.parametrize(
     "ranks", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-def test_every_layout_saves_and_every_other_loads(tmp_path: Path, rng: np.random.Generator, ranks: int) -> None:
+def test_every_layout_saves_and_every_other_loads(tmp_path, rng, ranks):
     models = [grouped(tie_word_embeddings=tied, num_key_value_heads=8 >> 2 * tied) for tied in (False, True)]
     wholes = [whole_state(model) for model in models]
     for step, (layout, chunks) in enumerate(layouts(ranks)):
@@ -108,7 +106,7 @@ def go_on(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_copies_of_kv_heads(tmp_path: Path, kv_heads: int) -> None:
+def test_copies_of_kv_heads(tmp_path, kv_heads):
     """From ranks that hold copies to one that holds all, and back; with biases, which are copied too."""
     model = grouped(num_key_value_heads=kv_heads, attention_bias=True)
     path = save_in(Layout(tp=4), tmp_path, 1, model, whole := whole_state(model), bucket_bytes=3000)
@@ -118,11 +116,11 @@ def test_copies_of_kv_heads(tmp_path: Path, kv_heads: int) -> None:
         assert_whole(path, model, whole)
 
 
-def test_one_after_another(tmp_path: Path) -> None:
+def test_one_after_another(tmp_path):
     """dp2 tp2 pp2 -> tp4 -> one rank -> pp2 with two chunks a rank -> ZeRO-1 over dp and cp."""
     model = grouped(tie_word_embeddings=True)
     whole = whole_state(model)
-    chain: list[tuple[Layout, dict[str, Any]]] = [
+    chain = [
         (Layout(dp=2, tp=2, pp=2), {"zero": True}), (Layout(tp=4), {}), (Layout(), {}), (Layout(pp=2), {"chunks": 2}),
         (Layout(dp=2, cp=2), {"zero": True, "master_shards": True}),
     ]  # fmt: skip
@@ -135,7 +133,7 @@ def test_one_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2, pp=2), Layout(dp=8), Layout(cp=2, tp=4)], ids=str)
-def test_ranks_write_about_equally_much(layout: Layout) -> None:
+def test_ranks_write_about_equally_much(layout):
     model = grouped(num_hidden_layers=24, tie_word_embeddings=True)
     state = dict.fromkeys(AdamW.state, model.parameter_shapes())
     shards = WritePlan(model, layout, stages_of(layout.pp), state)
@@ -160,20 +158,18 @@ def test_ranks_write_about_equally_much(layout: Layout) -> None:
           pytest.param(Layout(tp=4), False, False, marks=pytest.mark.slow)),
     ],
 )
-def test_host_memory_is_that_of_the_plan(
-    tmp_path: Path, layout: Layout, zero: bool, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, monkeypatch):
     """A rank takes a tensor and two more, or its part of the state where steps go on before any of it is written."""
     model = grouped(num_hidden_layers=24, hidden_size=128, intermediate_size=256, vocab_size=256)
     bucket, given_up, write = 1 << 17, threading.Event(), saving.write_tensors
     planned, seen = [0] * layout.ranks, []
-    shares: dict[int, list[float]] = {rank: [] for rank in range(layout.ranks)}
+    shares = {rank: [] for rank in range(layout.ranks)}
 
-    def written(*arguments: Any) -> Any:
+    def written(*arguments):
         assert at_once or given_up.wait(100)
         return write(*arguments)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         state = make_state(comm, model, layout, zero=zero, bucket_bytes=bucket)
         planned[comm.rank] = state.plan.host_bytes(comm.rank, not at_once)
         comm.barrier()
@@ -204,7 +200,7 @@ def test_host_memory_is_that_of_the_plan(
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_initial_weights_are_those_of_one_rank(rng: np.random.Generator, ranks: int, monkeypatch: Any) -> None:
+def test_initial_weights_are_those_of_one_rank(rng, ranks, monkeypatch):
     """In every layout, drawn in blocks."""
     monkeypatch.setattr(initial, "BLOCK", 500)
     for layout, chunks in layouts(ranks):
@@ -224,14 +220,14 @@ def _draw(model: LlamaConfig, whole: Parameters, layout: Layout, comm: Communica
     assert_holds(state, {**whole, **zeros})
 
 
-def test_a_slice_is_all_that_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_slice_is_all_that_is_read(tmp_path, monkeypatch):
     model = grouped()
     whole = whole_state(model)
 
     save_in(Layout(), tmp_path, 1, model, whole)
     real, numbers = huggingface.TensorFiles.read, []
 
-    def counted(self: Any, name: str, index: Any = ()) -> np.ndarray:
+    def counted(self, name, index=()):
         tensor = real(self, name, index)
         numbers.append(tensor.size)
         return tensor
@@ -243,14 +239,14 @@ def test_a_slice_is_all_that_is_read(tmp_path: Path, monkeypatch: Any) -> None:
     assert sum(numbers) < 3 * model.num_parameters() * 1.2 + rows
 
 
-def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path, monkeypatch):
     model = grouped()
     whole = whole_state(model)
     layout = Layout(dp=2, tp=2)
     bad = dict(whole) | {"model.norm.weight": np.full(24, np.nan, np.float32)}
-    errors: list[str] = []
+    errors = []
 
-    def write(comm: Communicator, tensors: Any, expected: str, step: int) -> None:
+    def write(comm, tensors, expected, step):
         state = make_state(comm, model, layout)
         fill(state, tensors)
         with pytest.raises(CheckpointError, match=expected) as caught:
@@ -260,7 +256,7 @@ def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path: Path, m
     save_in(Layout(), tmp_path, 1, model, whole)
     spawn(lambda comm: write(comm, bad, "expected finite weights, got others in model.norm.weight; nothing", 2), 4)
     assert len(set(errors)) == 1 and len(errors) == 4
-    def full(path: Path, *arguments: Any) -> Any:
+    def full(path, *arguments):
         if path.name == "optimizer-00003-of-00004.safetensors":
             raise OSError(28, "No space left on device", str(path))
         return write_tensors(path, *arguments)
@@ -272,7 +268,7 @@ def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == ["step-1"]
 
 
-def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
     """One rank's files and a manifest without a layout."""
     model = grouped(tie_word_embeddings=True)
     whole = whole_state(model)

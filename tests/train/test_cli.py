@@ -1,7 +1,5 @@
 """The trainer as a user starts it: under mpirun, in a program, from pasted commands; what goes wrong; exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,13 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import kos.train
-from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, KosError, SettingError, install
 from kos.testing import spawn
 from kos.train import checkpoint
@@ -53,7 +49,7 @@ def _errors(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
     return path
@@ -82,13 +78,13 @@ def _bad_input(text: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], 
         ("x.txt", "", "expected text, got an empty file"),
     ],
 )
-def test_data_that_kos_does_not_read_ends_with_status_2(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_data_that_kos_does_not_read_ends_with_status_2(tmp_path, name, content, said):
     (data := tmp_path / name).write_text(content)
     done = _run("--data", data, "--out", tmp_path / "run", "--device", "cpu", ranks=1)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 
-def test_a_process_that_is_alone_has_no_rank(tmp_path: Path) -> None:
+def test_a_process_that_is_alone_has_no_rank(tmp_path):
     """In errors and in warnings."""
     (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
     (tmp_path / "b.txt").write_text("é" * 999)
@@ -100,7 +96,7 @@ def test_a_process_that_is_alone_has_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["flag", "missing", "batch", "out", "init", "resume"])
-def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case: str) -> None:
+def test_bad_input_is_one_line_and_ends_the_job(text, tmp_path, case):
     flags, expected = _bad_input(text, tmp_path)[case]
     done = _run("--out", tmp_path / "run", *flags)
     assert done.returncode != 0 and "Traceback" not in done.stderr
@@ -117,7 +113,7 @@ def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case
         (["--tp", "3"], "--tp 3: expected a divisor of 1 (ranks), got 3; 3 ranks would do\n"),
     ],
 )  # fmt: skip
-def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: list[str], said: str) -> None:
+def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path, flags, said):
     """As of a run that named its layout, resumed on other ranks."""
     file = tmp_path / "config.json"
     file.write_text('{"config": {"tp": 2, "batch_size": 8, "micro_batch_size": 4, "dp": null}, "derived": {}}')
@@ -140,9 +136,7 @@ def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: 
         ({"data": "stdlib"}, ["--batch-size", "9", "--micro-batch-size", "4"], ""),
     ],
 )  # fmt: skip
-def test_an_error_names_the_settings_of_the_file(
-    tmp_path: Path, values: dict[str, Any], typed: list[str], said: str
-) -> None:
+def test_an_error_names_the_settings_of_the_file(tmp_path, values, typed, said):
     """By their keys, whatever words the text has."""
     (file := tmp_path / "mine.json").write_text(json.dumps(values))
     flags = ["--config", str(file), *typed]
@@ -153,9 +147,9 @@ def test_an_error_names_the_settings_of_the_file(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_settings_of_an_error_reach_every_rank(failing: int) -> None:
-    def run(comm: Communicator) -> tuple[str, ...]:
-        def fail() -> None:
+def test_the_settings_of_an_error_reach_every_rank(failing):
+    def run(comm):
+        def fail():
             if comm.rank == failing:
                 raise SettingError("--batch-size", "1", 2, also=["micro_batch_size"])
 
@@ -167,7 +161,7 @@ def test_the_settings_of_an_error_reach_every_rank(failing: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["data", "resume"])
-def test_a_missing_path_that_nobody_typed_is_of_the_file(text: Path, tmp_path: Path, key: str) -> None:
+def test_a_missing_path_that_nobody_typed_is_of_the_file(text, tmp_path, key):
     file, nowhere = tmp_path / "settings.json", str(tmp_path / "nowhere")
     file.write_text(json.dumps({"data": str(text), key: nowhere}))
     done = _run("--config", file, "--out", tmp_path / "run", ranks=1)
@@ -178,9 +172,7 @@ def test_a_missing_path_that_nobody_typed_is_of_the_file(text: Path, tmp_path: P
 @pytest.mark.parametrize(("package", "module", "arguments"), [
     ("threadpoolctl", "__main__", []), ("pydantic", "__main__", ["--help"]), ("pydantic", "sample", ["folder"]),
 ])  # fmt: skip
-def test_a_package_that_is_missing_is_named_with_what_brings_it(
-    package: str, module: str, arguments: list[str]
-) -> None:
+def test_a_package_that_is_missing_is_named_with_what_brings_it(package, module, arguments):
     begin = f"import sys\nsys.modules[{package!r}] = None\n"
     code = begin + f"from kos.train.{module} import main\nsys.exit(main({arguments}))"
     done = run_program(sys.executable, "-c", code, env=ENVIRONMENT)
@@ -188,12 +180,12 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(
     assert done.stderr.startswith(f"kos: error: expected the trainer's packages ({install('train')}), got: ")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(tmp_path):
     done = _run("--data", tmp_path / "nowhere", "--debug", ranks=1)
     assert done.returncode == 2 and "Traceback" in done.stderr
 
 
-def test_a_loss_that_is_lost_is_one_line_and_ends_the_job(text: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_lost_is_one_line_and_ends_the_job(text, tmp_path):
     flags = ["--steps", "50", "--save-every", "1", "--lr", "1e30", "--warmup-steps", "0", "--weight-decay", "0"]
     done = _run("--data", text, "--out", tmp_path, *flags)
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -205,7 +197,7 @@ def test_a_loss_that_is_lost_is_one_line_and_ends_the_job(text: Path, tmp_path: 
     assert checkpoint.find(tmp_path).step == step - 1
 
 
-def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
+def test_settings_from_a_file(text, tmp_path):
     """A TOML file's values are the run's; flags go over them; a run's own config.json repeats it."""
     (tmp_path / "settings.toml").write_text(
         f'data = "{text}"\nout = "{tmp_path}/first"\nsteps = 4\nseed = 21\nlr = 0.002\nsave_every = 3\n'
@@ -232,7 +224,7 @@ def _running(*flags: str | Path, ranks: int = 2, fresh: bool = True) -> Abstract
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
-def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+def test_asked_to_stop_it_saves(text, tmp_path, ranks, number):
     with _running("--data", text, "--out", tmp_path, ranks=ranks, fresh=False) as process:
         process.send_signal(number)
         said = process.communicate()[0]
@@ -249,7 +241,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
 
 
 @pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
-def test_output_that_nobody_takes_does_not_end_a_run(text: Path, tmp_path: Path, where: str) -> None:
+def test_output_that_nobody_takes_does_not_end_a_run(text, tmp_path, where):
     flags = ["--data", text, "--out", tmp_path, "--steps", "8", "--sample-tokens", "5", "--prompt", "Ä"]
     command = " ".join(_command(*flags, ranks=1, fresh=where in ("closed", "ascii")))
     command += {"head": " | head -n 2", "full": " >/dev/full", "closed": " >&-", "ascii": ""}[where]
@@ -266,7 +258,7 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "mpirun"])
-def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: str) -> None:
+def test_kill_leaves_a_checkpoint_to_resume(text, tmp_path, victim):
     flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0", "--pp", "2"]
     with _running(*flags) as process:
         ranks = _ranks_of(process)
@@ -291,7 +283,7 @@ def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
-def test_full_disk(text: Path, tmp_path: Path) -> None:
+def test_full_disk(text, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk], capture_output=True).returncode:
@@ -323,7 +315,7 @@ sys.exit(main.main())
 """
 
 
-def test_a_file_that_one_machine_lacks(text: Path, tmp_path: Path) -> None:
+def test_a_file_that_one_machine_lacks(text, tmp_path):
     """Rank 0 has nothing to say, and the other does not leave it at that."""
     first = _command("--data", text, "--out", tmp_path / "run", "--steps", "2", ranks=2)
     at = first.index(sys.executable)
@@ -333,7 +325,7 @@ def test_a_file_that_one_machine_lacks(text: Path, tmp_path: Path) -> None:
     assert re.match(r"kos: error: rank 1: .*nowhere\.toml", _errors(done)[0])
 
 
-def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_ends_all(text, tmp_path):
     command = _command("--data", text, "--out", tmp_path / "run", "--steps", "10")
     at = command.index("-m")
     command[at : at + 2] = ["-c", BROKEN]
@@ -341,7 +333,7 @@ def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
     assert done.returncode != 0 and "one rank only" in done.stderr
 
 
-def test_learns_the_text(text: Path, tmp_path: Path) -> None:
+def test_learns_the_text(text, tmp_path):
     done = _run("--data", text, "--out", tmp_path, "--steps", "60", "--lr", "0.01", "--eval-every", "60", fresh=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert all(said in done.stdout for said in ("2 ranks", "step 60/60", "a sample"))
@@ -376,7 +368,7 @@ EMPTY = [[word.replace("{missing}", "{empty}") for word in MISSING[name]] for na
 @pytest.mark.parametrize(
     ("words", "code"), [*((each, 2) for each in [*MISSING.values(), EMPTY[0]]), *((each, 1) for each in EMPTY[1:])]
 )
-def test_the_exit_code_of_what_is_missing(words: list[str], code: int, tmp_path: Path) -> None:
+def test_the_exit_code_of_what_is_missing(words, code, tmp_path):
     (tmp_path / "empty").mkdir()
     places = {name: str(tmp_path / name) for name in ("missing", "empty", "out")}
     done = run_program(*python(), "-m", *(word.format(**places) for word in words), env=ENVIRONMENT)
@@ -397,14 +389,14 @@ print("exit codes", codes)
 """
 
 
-def test_a_run_in_a_thread_leaves_signals_to_the_program(text: Path, tmp_path: Path) -> None:
+def test_a_run_in_a_thread_leaves_signals_to_the_program(text, tmp_path):
     flags = [*SHAPE, "--data", text, "--out", tmp_path / "run", "--steps=2", "--eval-batches=0", "--sample-tokens=0"]
     done = run_program(*map(str, [*python(), "-c", THREAD, *flags]), env=ENVIRONMENT)
     assert done.returncode == 0 and done.stdout.endswith("exit codes [0]\n"), (done.stdout, done.stderr)
     assert [row["step"] for row in kos.train.read_metrics(tmp_path / "run")] == [1, 2]
 
 
-def test_an_error_in_a_thread_is_one_line(tmp_path: Path) -> None:
+def test_an_error_in_a_thread_is_one_line(tmp_path):
     flags = ["--data", tmp_path / "nowhere", "--out", tmp_path / "run"]
     done = run_program(*map(str, [*python(), "-c", THREAD, *flags]), env=ENVIRONMENT)
     assert done.returncode == 2 and done.stderr.startswith("kos: error: --data: expected "), done.stderr
@@ -412,7 +404,7 @@ def test_an_error_in_a_thread_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Path, str], ids=["path", "str"])
-def test_metrics_of_a_file_or_of_the_folder_of_a_run(tmp_path: Path, kind: type) -> None:
+def test_metrics_of_a_file_or_of_the_folder_of_a_run(tmp_path, kind):
     rows = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3')
     for place in (tmp_path / "metrics.jsonl", tmp_path):
@@ -448,7 +440,7 @@ def paste(error: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_of_transformers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_transformers(tmp_path, name, monkeypatch):
     (tmp_path / "transformers.py").write_text(TRANSFORMERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (folder := tmp_path / name).mkdir()

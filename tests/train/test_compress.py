@@ -1,7 +1,5 @@
 """``--compress``: losses near the others, one set of weights, and what compression loses comes back, resumed too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,12 +33,12 @@ NEAR = {"fp8": 1e-3, "int8": 1e-3, "int4": 2e-2}
 
 
 @pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_buckets(monkeypatch):
     monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 20_000)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_losses_are_near_those_without(text: Path, tmp_path: Path, zero: int) -> None:
+def test_losses_are_near_those_without(text, tmp_path, zero):
     how = {**QUIET, "zero": zero, "steps": 20, "save_every": 0}
     exact = _losses(_train(text, tmp_path / "exact", 2, **how))
     for name, near in NEAR.items():
@@ -63,7 +61,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=str)
-def test_ranks_hold_the_same_weights(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_hold_the_same_weights(layout, changes, monkeypatch):
     """Those of dp and cp all; those of tp what each holds whole; both ends of a pipeline the tied embedding."""
     monkeypatch.setitem(layouts.SHAPE, "hidden_size", 64)
     monkeypatch.setitem(layouts.SHAPE, "num_attention_heads", 4)
@@ -81,11 +79,11 @@ def test_ranks_hold_the_same_weights(layout: Layout, changes: dict[str, Any], mo
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_lost_is_sent_later(sharded: bool) -> None:
+def test_what_is_lost_is_sent_later(sharded):
     """Of T sums each is some percent off; their sum is off by what the residuals hold, with ZeRO-1 by no more."""
     steps, size = 30, 640
 
-    def sums(comm: Communicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sums(comm):
         gradients = Parameters({"a": (size // 2,), "b": (size // 2,)}, multiple=128)
         parallel = DataParallel(Mesh(comm).dense, gradients, sharded=sharded, bucket_bytes=1024, compress="int4")
         assert parallel.residual is not None and len(parallel.buckets) > 1
@@ -127,9 +125,7 @@ RESUMED: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("ranks", "how"), RESUMED, ids=str)
-def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
-    text: Path, tmp_path: Path, ranks: int, how: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(text, tmp_path, ranks, how, caplog):
     model = {"hidden_size": 64, "num_hidden_layers": 3}
     how = {**QUIET, "steps": 4, "save_every": 2, "schedule": "constant", "model": model, **how}
     rows = _train(text, tmp_path / "whole", ranks, **how)
@@ -142,7 +138,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
 
 
 @pytest.fixture(scope="module")
-def half(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def half(text, tmp_path_factory):
     """The checkpoint of a run of two ranks that compresses."""
     out = tmp_path_factory.mktemp("half")
     _train(text, out, 2, steps=3, compress="int8", micro_batch_size=2, **QUIET)
@@ -177,9 +173,7 @@ def residuals(
 @pytest.mark.parametrize(
     ("ranks", "how"), [(4, {}), (3, {"batch_size": 6}), (4, {"tp": 1, "cp": 2, "zero": 1})], ids=str
 )
-def test_other_ranks_share_out_what_is_lost(
-    text: Path, tmp_path: Path, half: Path, ranks: int, how: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ranks_share_out_what_is_lost(text, tmp_path, half, ranks, how, caplog):
     """Of the mean over micro-batches as much is missing as before."""
     saved = [load_file(file) for file in sorted(half.glob("residual-*"))]
     found = residuals(text, tmp_path, ranks, resume=str(half), **how)
@@ -196,7 +190,7 @@ def test_other_ranks_share_out_what_is_lost(
     )
 
 
-def test_fewer_ranks_add_up_what_is_lost(half: Path) -> None:
+def test_fewer_ranks_add_up_what_is_lost(half):
     """Each rank that goes on has its share of the ranks that were."""
     (one, two), name = (load_file(file) for file in sorted(half.glob("residual-*"))), "model.norm.weight"
     shapes = {f"residual.{rank}.{x}": one[f"residual.0.{x}"].shape for rank in (0, 1) for x in _names(one)}
@@ -217,15 +211,13 @@ def _names(tensors: dict[str, np.ndarray]) -> list[str]:
         (2, {"compress": "none"}, "what compressed gradients of 2 ranks have lost is left out: --compress is none"),
     ],
 )
-def test_what_is_left_out_is_said(
-    text: Path, tmp_path: Path, half: Path, ranks: int, changes: dict[str, Any], said: str, caplog: Any
-) -> None:
+def test_what_is_left_out_is_said(text, tmp_path, half, ranks, changes, said, caplog):
     assert residuals(text, tmp_path, ranks, resume=str(half), **changes) == [{}] * ranks
     assert any(record.getMessage() == f"{half}: {said}" for record in caplog.records)
 
 
-def test_a_checkpoint_without_residuals_begins_with_zeros(text: Path, tmp_path: Path, caplog: Any) -> None:
-    how: dict[str, Any] = {**QUIET, "micro_batch_size": 2, "steps": 1}
+def test_a_checkpoint_without_residuals_begins_with_zeros(text, tmp_path, caplog):
+    how = {**QUIET, "micro_batch_size": 2, "steps": 1}
     _train(text, tmp_path / "a", 2, **how)
     step = tmp_path / "a/checkpoints/step-1"
     manifest = json.loads((step / "manifest.json").read_text())
@@ -242,24 +234,24 @@ def test_a_checkpoint_without_residuals_begins_with_zeros(text: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_residuals_pass_through_checkpoints_of_every_layout(tmp_path: Path, zero: bool) -> None:
+def test_residuals_pass_through_checkpoints_of_every_layout(tmp_path, zero):
     """Each replica's whole tensors in one file each, read by another tp and pp."""
     model, shapes = grouped(tie_word_embeddings=True), grouped(tie_word_embeddings=True).parameter_shapes()
     rng = np.random.default_rng(3)
     drawn = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
 
-    def part(state: Any, name: str) -> np.ndarray:
+    def part(state, name):
         dim, whole = state.placements[name].dim, drawn[state.mesh.replicas.rank][name]
         return whole if dim is None else np.split(whole, state.mesh.tp.size, dim)[state.mesh.tp.rank]
 
-    def write(comm: Communicator) -> None:
+    def write(comm):
         state = make_state(comm, model, Layout(dp=2, tp=2, pp=2), zero=zero, compress="int8", bucket_bytes=3000)
         for name, value in state.parallel.residual.items():
             value[...] = part(state, name)
         settings = {"config": {"batch_size": 4, "micro_batch_size": 1}, "derived": {}}
         save(tmp_path, state, 1, config=settings)
 
-    def read(comm: Communicator) -> None:
+    def read(comm):
         state = make_state(comm, model, Layout(cp=2, pp=2), zero=zero, compress="int8", chunks=2)
         files = {file.name: [*load_file(file)] for file in (tmp_path / "step-1").glob("residual-*")}
         named = {f"residual.{rank}.{name}": shape for rank in (0, 1) for name, shape in shapes.items()}
@@ -275,7 +267,7 @@ def test_residuals_pass_through_checkpoints_of_every_layout(tmp_path: Path, zero
     spawn(read, 4, timeout=100)
 
 
-def test_refusals(text: Path, tmp_path: Path) -> None:
+def test_refusals(text, tmp_path):
     for compress, changes, other in [
         ("int8", {"deterministic": True}, "--deterministic"),
         ("fp8", {"optimizer": "muon", "zero": 1}, "--optimizer muon and --zero 1"),
@@ -284,7 +276,7 @@ def test_refusals(text: Path, tmp_path: Path) -> None:
             _train(text, tmp_path, 2, compress=compress, **changes)
     with refused(ConfigError, "compress", "'none', 'fp8', 'int8' or 'int4'", "int3"):
         TrainConfig.from_preset("tiny", compress="int3")
-    odd: dict[str, Any] = {"compress": "int8", "model": {"hidden_size": 96, "head_dim": 24}}
+    odd = {"compress": "int8", "model": {"hidden_size": 96, "head_dim": 24}}
     with refused(ConfigError, "--compress: expected tensors of a multiple of 64 elements with --tp, got "):
         _train(text, tmp_path, 4, tp=2, **odd)
     tied = {**odd, "model": {**odd["model"], "tie_word_embeddings": True}, "batch_size": 16}
@@ -293,7 +285,7 @@ def test_refusals(text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_shares_a_block_does_not_matter_elsewhere() -> None:
+def test_what_shares_a_block_does_not_matter_elsewhere():
     """Odd shapes are refused only where two ranks hold one tensor beside different ones."""
     config = TrainConfig.from_preset("tiny", compress="int8", model={"hidden_size": 96})
     model = config.model_config_for(256)
@@ -303,7 +295,7 @@ def test_what_shares_a_block_does_not_matter_elsewhere() -> None:
     check_blocks(untied, untied.model_config_for(256), Layout(dp=2, pp=2))
 
 
-def test_one_rank_keeps_nothing(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_keeps_nothing(text, tmp_path, capsys):
     line = "--compress int4: no two ranks have the same weights, so no gradients are sent\n"
     exact = _train(text, tmp_path / "exact", 1, steps=2, **QUIET)
     assert line not in capsys.readouterr().out

@@ -1,15 +1,11 @@
 """``--compress-scope hosts``: exact sums within hosts and compressed ones between them, kept and resumed."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.comm.communicator import Communicator
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.comm.host_compressed import feed_back
 from kos.errors import ConfigError
@@ -28,7 +24,7 @@ HOW: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9, "compre
 
 
 @pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_buckets(monkeypatch):
     monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 20_000)
 
 
@@ -51,13 +47,13 @@ def between_hosts(form: Format, sums: list[np.ndarray], residuals: list[np.ndarr
 
 @pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_bits_of_sums_and_residuals(hosts: tuple[int, ...], sharded: bool, rng: np.random.Generator) -> None:
+def test_bits_of_sums_and_residuals(hosts, sharded, rng):
     """A host's sum in rank order, then compressed and added in the order of hosts; each rank keeps a piece's losses."""
     ranks, local, form = sum(hosts), hosts[0], FORMATS["int4"]
     bucket, steps = ranks * BLOCK, 3
     terms = rng.standard_normal((steps, ranks, 3 * bucket)).astype(np.float32)
 
-    def body(comm: Communicator) -> tuple[list[np.ndarray], np.ndarray, list[slice]]:
+    def body(comm):
         gradients = Parameters({"a": (2 * bucket,), "b": (bucket,)}, multiple=bucket)
         mesh = Mesh(comm, local=local)
         parallel = DataParallel(mesh.dense, gradients, sharded=sharded, bucket_bytes=4 * bucket, compress=form.name)
@@ -87,7 +83,7 @@ def test_bits_of_sums_and_residuals(hosts: tuple[int, ...], sharded: bool, rng: 
     assert all(np.count_nonzero(residual) <= 3 * bucket // local for _, residual, _ in got)
 
 
-def test_losses_are_near_those_without(text: Path, tmp_path: Path) -> None:
+def test_losses_are_near_those_without(text, tmp_path):
     how = {**HOW, "steps": 20, "save_every": 0, "hosts": [2, 2]}
     exact = _losses(_train(text, tmp_path / "exact", 4, **{**how, "compress": "none", "compress_scope": "all"}))
     for zero in (0, 1):
@@ -95,7 +91,7 @@ def test_losses_are_near_those_without(text: Path, tmp_path: Path) -> None:
         assert 0 < np.abs(losses / exact - 1).max() < 1e-3 and losses[-1] < 0.7 * losses[0], "it learns"
 
 
-def test_with_a_rank_a_host_it_is_the_same_as_among_all(text: Path, tmp_path: Path) -> None:
+def test_with_a_rank_a_host_it_is_the_same_as_among_all(text, tmp_path):
     how = {**HOW, "steps": 3, "hosts": [1, 1, 1]}
     rows = [_train(text, tmp_path / scope, 3, **{**how, "compress_scope": scope, "batch_size": 9})
             for scope in ("all", "hosts")]  # fmt: skip
@@ -103,7 +99,7 @@ def test_with_a_rank_a_host_it_is_the_same_as_among_all(text: Path, tmp_path: Pa
     assert tensors_of_run(tmp_path / "all") == tensors_of_run(tmp_path / "hosts")
 
 
-def test_on_one_host_gradients_are_exact(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_one_host_gradients_are_exact(text, tmp_path, capsys):
     """Also where hosts have different ranks of a pipeline: those with the same weights are on one host."""
     line = "--compress-scope hosts: ranks with the same weights are on one host and send exact gradients\n"
     for ranks, how in ((2, {}), (4, {"pp": 2, "hosts": [2, 2], "batch_size": 16})):
@@ -116,14 +112,12 @@ def test_on_one_host_gradients_are_exact(text: Path, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(("before", "after"), [("all", "hosts"), ("hosts", "all"), ("hosts", "hosts")])
-def test_what_is_lost_goes_on_in_another_scope(
-    text: Path, tmp_path: Path, before: str, after: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_lost_goes_on_in_another_scope(text, tmp_path, before, after, caplog):
     """Or on hosts of other numbers of ranks: the sum over ranks stays."""
 
     hosts = [1, 1, 1, 1] if before == after else [2, 2]
 
-    def lost(scope: str) -> np.ndarray:
+    def lost(scope):
         changes = {**HOW, "steps": 9, "micro_batch_size": 2, "resume": step, "compress_scope": scope}
         each = residuals(text, tmp_path / "other", 4, hosts, **changes)
         return np.sum([np.concatenate([*one.values()]) for one in each], 0)
@@ -139,7 +133,7 @@ def test_what_is_lost_goes_on_in_another_scope(
     assert any(f"resuming with another {changed}" in record.getMessage() for record in caplog.records)
 
 
-def test_refusals(text: Path, tmp_path: Path) -> None:
+def test_refusals(text, tmp_path):
     expected = "--compress-scope hosts: expected as many ranks of dp and cp on every host, side by side, got [3, 1]"
     with refused(ConfigError, expected):
         _train(text, tmp_path, 4, hosts=[3, 1], **HOW)
@@ -162,7 +156,7 @@ def test_refusals(text: Path, tmp_path: Path) -> None:
         (Layout(dp=3, tp=2), "aaabbb", ("tp",), "[1, 1]"),
     ],
 )
-def test_ranks_of_a_host(layout: Layout, hosts: str, axes: tuple[str, ...], local: int | str) -> None:
+def test_ranks_of_a_host(layout, hosts, axes, local):
     if isinstance(local, int):
         assert ranks_of_a_host(layout, axes, hosts, "--hosts 2") == local
         return

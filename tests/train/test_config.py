@@ -1,14 +1,11 @@
 """Presets, files and flags: which wins, what is derived, and what is refused in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import tomllib
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -40,10 +37,7 @@ def write(path: Path, content: str) -> str:
         ("8b", (32, 4096, 14_336), (32, 8), 128_256, 8192, 16, False, (8.0, 1.0, 4.0, 8192)),
     ],
 )
-def test_presets_have_the_published_shapes(
-    preset: str, shape: tuple[int, ...], heads: tuple[int | None, ...], vocab: int | None, context: int, batch: int,
-    tied: bool, scaling: tuple[float, ...] | None,
-) -> None:  # fmt: skip
+def test_presets_have_the_published_shapes(preset, shape, heads, vocab, context, batch, tied, scaling):
     config = parse(["--preset", preset])
     model = config.model
     assert (model.num_hidden_layers, model.hidden_size, model.intermediate_size) == shape
@@ -55,13 +49,13 @@ def test_presets_have_the_published_shapes(
     assert (resolved and tuple(resolved.settings().values())) == (scaling and ("llama3", *scaling))
 
 
-def test_baby_is_nanogpts_setting() -> None:
+def test_baby_is_nanogpts_setting():
     config = parse(["--preset", "baby"])
     assert (config.data, config.tokenizer, config.steps) == ("tinyshakespeare", "chars", 5000)
     assert (config.lr, config.learning_rate().min_lr, config.warmup_steps, config.beta2) == (1e-3, 1e-4, 100, 0.99)
 
 
-def test_help_begins_with_what_a_newcomer_needs() -> None:
+def test_help_begins_with_what_a_newcomer_needs():
     """Every flag is in a named group; its help is a sentence, with the default."""
     parts = re.split(r"^(\w.*):$", make_parser().format_help(), flags=re.MULTILINE)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -79,7 +73,7 @@ def test_help_begins_with_what_a_newcomer_needs() -> None:
         assert re.search(r"\b[A-Z].+\. Default: .+\.$", words), flag
 
 
-def test_trackers_are_a_list_however_they_are_given(tmp_path: Path) -> None:
+def test_trackers_are_a_list_however_they_are_given(tmp_path):
     both = ("wandb", "tensorboard")
     file = write(tmp_path / "run.toml", 'tracker = ["wandb", "tensorboard"]\n')
     for flags in (["--tracker", "wandb,tensorboard"], ["--tracker", "wandb", "--tracker=tensorboard, wandb"],
@@ -93,7 +87,7 @@ def test_trackers_are_a_list_however_they_are_given(tmp_path: Path) -> None:
         parse(["--tracker", "wand"])
 
 
-def test_a_flag_beats_the_file_which_beats_the_preset(tmp_path: Path) -> None:
+def test_a_flag_beats_the_file_which_beats_the_preset(tmp_path):
     toml = 'preset = "baby"\nsteps = 70\nlr = 0.5\n[model]\nhidden_size = 96\nnum_hidden_layers = 3\n'
     file = write(tmp_path / "run.toml", toml)
     config = parse(["--steps", "7", "--config", file, "--num-hidden-layers", "2"])
@@ -103,24 +97,24 @@ def test_a_flag_beats_the_file_which_beats_the_preset(tmp_path: Path) -> None:
     assert parse(["--config", file, "--preset", "tiny"]).batch_size == 16
 
 
-def test_json_file_and_rope_scaling(tmp_path: Path) -> None:
+def test_json_file_and_rope_scaling(tmp_path):
     values = {"steps": 3, "model": {"rope_scaling": {"factor": 4.0}}, "resume": None}
     config = parse(["--config", write(tmp_path / "run.json", json.dumps(values))])
     assert config.steps == 3
     assert config.model.rope_scaling is not None and config.model.rope_scaling.high_freq_factor == 4.0
 
 
-def test_a_runs_own_config_json_repeats_the_run(tmp_path: Path) -> None:
+def test_a_runs_own_config_json_repeats_the_run(tmp_path):
     config = parse(["--preset", "1b", "--steps", "9", "--resume", "auto", "--prompt", "π\n"])
     saved = json.dumps({"config": config.to_json(), "versions": {"python": "3"}})
     assert parse(["--config", write(tmp_path / "config.json", saved)]) == config
 
 
-def test_options_of_other_optimizers_in_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_other_optimizers_in_files(tmp_path, caplog):
     """Those of a run's config.json that it ignored are ignored again. Others than the defaults are refused, or left
     out if a flag asks for another optimizer than the file's."""
 
-    def saved(optimizer: str, **options: float) -> str:
+    def saved(optimizer, **options):
         values = TrainConfig.from_preset(optimizer=optimizer).to_json() | options
         return write(tmp_path / "config.json", json.dumps({"config": values}))
 
@@ -140,7 +134,7 @@ def test_options_of_other_optimizers_in_files(tmp_path: Path, caplog: pytest.Log
     assert parse(["--config", file, "--optimizer", "muon"]).momentum == 0.5
 
 
-def test_flags_of_every_type() -> None:
+def test_flags_of_every_type():
     config = parse(
         ["--deterministic", "--no-tie-word-embeddings", "--lr=1", "--seed", "0", "--grad-clip", "0",
          "--resume", "auto", "--out", "a/b", "--schedule", "wsd", "--prompt=--x", "--micro-batch-size", "4"]
@@ -151,21 +145,21 @@ def test_flags_of_every_type() -> None:
     assert config.micro_batch_size == 4
 
 
-def test_derived_values_follow_what_was_given() -> None:
+def test_derived_values_follow_what_was_given():
     config = parse(["--lr", "0.5", "--steps", "50", "--decay-fraction", "0.1"])
     assert config.learning_rate().min_lr == pytest.approx(0.05) and config.learning_rate().decay_steps == 5
     assert parse(["--lr", "0.5", "--min-lr", "0"]).learning_rate().min_lr == 0
     assert parse(["--steps", "50"]).learning_rate().decay_steps == 10
 
 
-def test_from_preset_changes_only_what_it_names() -> None:
+def test_from_preset_changes_only_what_it_names():
     config = TrainConfig.from_preset("tiny", steps=2, model={"hidden_size": 64})
     assert (config.steps, config.model.hidden_size, config.model.intermediate_size) == (2, 64, 384)
     with pytest.raises(ConfigError, match=r"argument: stepz: expected a known key \(closest: steps\), got 'stepz'"):
         TrainConfig.from_preset("tiny", stepz=2)
 
 
-def test_a_config_is_frozen() -> None:
+def test_a_config_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         TrainConfig.from_preset().steps = 1
 
@@ -233,7 +227,7 @@ def test_a_config_is_frozen() -> None:
         (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
     ],
 )
-def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: list[str]) -> None:
+def test_a_wrong_command_line_is_refused_in_one_line(argv, parts):
     with refused(ConfigError, *parts):
         parse(argv)
 
@@ -271,12 +265,12 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: lis
         ("run.json", '{"model": {"model_type": "gpt2", "rope_scaling": {"factor": 2}}}', ["expected none in a GPT-2"]),
     ],
 )
-def test_a_wrong_file_is_refused_by_file_and_key(tmp_path: Path, name: str, content: str, parts: list[str]) -> None:
+def test_a_wrong_file_is_refused_by_file_and_key(tmp_path, name, content, parts):
     with refused(ConfigError, *parts):
         parse(["--config", write(tmp_path / name, content)])
 
 
-def test_a_config_file_that_is_not_text(tmp_path: Path) -> None:
+def test_a_config_file_that_is_not_text(tmp_path):
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe")
     with refused(ConfigError, "run.toml"):
@@ -284,31 +278,31 @@ def test_a_config_file_that_is_not_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32])
-def test_the_batch_is_cut_evenly(size: int) -> None:
+def test_the_batch_is_cut_evenly(size):
     cut = parse(["--batch-size", "32", "--seq-len", "64"]).for_world(size)
     assert cut.micro_batch_size == 32 // size
     with_micro = parse(["--batch-size", "32", "--micro-batch-size", "1"]).for_world(size)
     assert with_micro.micro_batch_size == 1
 
 
-def test_the_default_micro_batch_is_bounded_and_divides() -> None:
+def test_the_default_micro_batch_is_bounded_and_divides():
     for batch, seq_len in ((64, 1024), (100, 4096), (7, 8192), (6, 10**6)):
         micro = parse(["--batch-size", str(batch), "--seq-len", str(seq_len)]).for_world(1).micro_batch_size
         fits = [m for m in range(1, batch + 1) if batch % m == 0 and m * seq_len <= MICRO_BATCH_TOKENS]
         assert micro == max(fits, default=1)
 
 
-def test_a_pipeline_has_two_micro_batches_a_stage() -> None:
+def test_a_pipeline_has_two_micro_batches_a_stage():
     for batch, pp, micro in ((36, 4, 4), (24, 4, 3), (8, 4, 1), (6, 4, 1)):
         flags = ["--batch-size", str(batch), "--pp", str(pp), "--seq-len", "16"]
         assert parse(flags).for_world(1).micro_batch_size == micro
 
 
-def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:
+def test_deterministic_micro_batches_do_not_depend_on_the_ranks():
     for batch in (8, 12, 24, 32, 40, 64):
         config = parse(["--deterministic", "--batch-size", str(batch)])
         sizes = [size for size in (1, 2, 4, 8) if batch % size == 0]
-        cuts: set[Any] = {config.for_world(size).micro_batch_size for size in sizes}
+        cuts = {config.for_world(size).micro_batch_size for size in sizes}
         assert len(cuts) == 1, (batch, cuts)
 
 
@@ -323,12 +317,12 @@ def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:
         (["--batch-size", "7", "--tp", "2"], 2, ["multiple of 2 (data-parallel ranks), got 7"]),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_refused(argv: list[str], size: int, parts: list[str]) -> None:
+def test_a_batch_that_cannot_be_cut_is_refused(argv, size, parts):
     with refused(ConfigError, *parts):
         parse(argv).for_world(size)
 
 
-def test_the_models_vocabulary_is_the_tokenizers_unless_set() -> None:
+def test_the_models_vocabulary_is_the_tokenizers_unless_set():
     assert parse([]).model_config_for(65).vocab_size == 65
     model = parse(["--preset", "8b"]).model_config_for(128_000)
     assert (model.vocab_size, model.head_dim, model.num_key_value_heads) == (128_256, 128, 8)
@@ -340,7 +334,7 @@ def test_the_models_vocabulary_is_the_tokenizers_unless_set() -> None:
 
 
 @pytest.mark.parametrize("preset", ["tiny", "1b", "8b"])
-def test_a_presets_llama_may_become_a_gpt2(preset: str) -> None:
+def test_a_presets_llama_may_become_a_gpt2(preset):
     config = parse(["--preset", preset, "--model-type", "gpt2"])
     model = config.model_config_for(256)
     assert model.model_type == "gpt2" and model.num_key_value_heads == model.num_attention_heads
@@ -353,7 +347,7 @@ def _folder(path: Path, model: LlamaConfig) -> str:
     return str(path)
 
 
-def test_init_from_brings_the_models_shape(tmp_path: Path) -> None:
+def test_init_from_brings_the_models_shape(tmp_path):
     """Whatever the preset; the context and initial weights may be others, of a GPT-2 the latter only."""
     llama = small(rope_scaling=SCALING, rope_theta=5e5, rms_norm_eps=1e-3, initializer_range=0.5, vocab_size=300)
     folder = _folder(tmp_path / "llama", llama)
@@ -373,10 +367,10 @@ def test_init_from_brings_the_models_shape(tmp_path: Path) -> None:
         parse(["--init-from", folder, "--max-position-embeddings", "99"])
 
 
-def test_init_from_has_its_own_defaults(tmp_path: Path) -> None:
+def test_init_from_has_its_own_defaults(tmp_path):
     """A preset's learning rate is for random weights, its sequence length for another model."""
 
-    def of(*flags: str, context: int = 131_072) -> tuple[float, int | None, int]:
+    def of(*flags, context=131_072):
         folder = tmp_path / f"context-{context}"
         if not folder.exists():
             _folder(folder, small(max_position_embeddings=context))
@@ -397,11 +391,11 @@ def test_init_from_has_its_own_defaults(tmp_path: Path) -> None:
         of("--steps", "x")
 
 
-def test_a_fine_tune_is_three_epochs_long(tmp_path: Path) -> None:
+def test_a_fine_tune_is_three_epochs_long(tmp_path):
     """The steps of a preset are for random weights.  A length that is given counts, wherever it comes from."""
     folder = _folder(tmp_path / "llama", small())
 
-    def epochs(*flags: str) -> int | None:
+    def epochs(*flags):
         return parse(["--init-from", folder, *flags]).epochs
 
     assert epochs() == epochs("--preset", "8b") == 3 and epochs("--epochs", "1") == 1 and parse([]).epochs is None
@@ -414,7 +408,7 @@ def test_a_fine_tune_is_three_epochs_long(tmp_path: Path) -> None:
     assert epochs("--config", unset) == 3 and epochs("--config", unset, "--steps", "9") is None
 
 
-def test_a_program_fine_tunes_as_the_command_does(tmp_path: Path) -> None:
+def test_a_program_fine_tunes_as_the_command_does(tmp_path):
     """``from_preset`` takes the shape of a folder, and the defaults with ``init_from``."""
     folder = _folder(tmp_path / "llama", small(max_position_embeddings=77))
     for changes in ({}, {"steps": 10}, {"epochs": 2, "lr": 1e-4}, {"lora": 2, "seq_len": 9}):
@@ -429,7 +423,7 @@ def test_a_program_fine_tunes_as_the_command_does(tmp_path: Path) -> None:
         TrainConfig.from_preset("tiny", init_from=str(tmp_path))
 
 
-def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:
+def test_init_from_refuses_what_the_model_is_not(tmp_path):
     folder = _folder(tmp_path / "llama", small(rope_scaling=SCALING))
     has = f"which the model in {folder} has"
     for flags, said in (
@@ -456,7 +450,7 @@ def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:
         parse(["--init-from", str(tmp_path / "run")])
 
 
-def test_flags_without_effect_are_named() -> None:
+def test_flags_without_effect_are_named():
     """Those that were given alone: defaults ask for nothing."""
     config = parse([])
     assert without_effect(config, config.to_json()) == []
@@ -474,7 +468,7 @@ def test_flags_without_effect_are_named() -> None:
     ]  # fmt: skip
 
 
-def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):
     """A file of an earlier version has the key pp_chunks, which is left out; a value is reported."""
     with refused(ConfigError, "--pp-schedule: expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--pp", "2", "--pp-schedule", "interleaved"])
@@ -490,7 +484,7 @@ def test_a_removed_schedule_is_refused_with_its_successor(tmp_path: Path, caplog
         parse(["--pp", "2", "--pp-chunks", "2"])
 
 
-def test_other_names_are_no_flags_and_lead_to_flags() -> None:
+def test_other_names_are_no_flags_and_lead_to_flags():
     """No name of another trainer is one of ours, none is there twice, and what is suggested exists."""
     table = tomllib.loads(Path(other_names.__file__).with_suffix(".toml").read_text("utf-8"))
     flags = {flag_of(key) for key, field in KEYS.items() if isinstance(field.json_schema_extra, dict)} | {"--config"}
@@ -507,7 +501,7 @@ def test_other_names_are_no_flags_and_lead_to_flags() -> None:
     assert page.is_file()
 
 
-def test_a_config_file_scales_the_rotation(tmp_path: Path) -> None:
+def test_a_config_file_scales_the_rotation(tmp_path):
     """What the suggestion for --rope-scaling names."""
     (path := tmp_path / "run.toml").write_text("[model.rope_scaling]\nrope_type = 'llama3'\nfactor = 8.0\n")
     scaling = parse(["--config", str(path)]).model.rope_scaling

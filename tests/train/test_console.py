@@ -1,7 +1,5 @@
 """A progress bar where a person looks on, plain lines where not, and one rank speaks for all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io
@@ -12,10 +10,8 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import rich.console
@@ -56,12 +52,12 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @pytest.fixture
-def terminal() -> Iterator[Callable[[int], io.StringIO]]:
+def terminal():
     """Makes a terminal of that width of ``sys.stdout``."""
     with pytest.MonkeyPatch.context() as patch:  # undone before ``capsys``, which puts its own in that place
 
-        def make(columns: int) -> io.StringIO:
-            (made := io.StringIO()).isatty, made.fileno = lambda: True, lambda: 1  # type: ignore[method-assign]
+        def make(columns):
+            (made := io.StringIO()).isatty, made.fileno = lambda: True, lambda: 1
             patch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((columns, 30)))
             patch.setattr(sys, "stdout", made)
             patch.setenv("TERM", "xterm")
@@ -116,31 +112,31 @@ def _check_bar(said: str, columns: int = 100) -> None:
 
 
 @pytest.mark.parametrize("columns", [100, 80, 60, 40, 30])
-def test_a_terminal_gets_a_bar(columns: int, terminal: Any) -> None:
+def test_a_terminal_gets_a_bar(columns, terminal):
     made = terminal(columns)
     exec(SPEAKER, {})
     _check_bar(made.getvalue(), columns)
 
 
-def test_a_terminal_of_unknown_size_gets_lines(terminal: Any) -> None:
+def test_a_terminal_of_unknown_size_gets_lines(terminal):
     """That of ``expect`` and of some containers: 0 x 0."""
     made = terminal(0)
     exec(SPEAKER, {})
     assert made.getvalue() == PLAIN
 
 
-def test_a_pipe_gets_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_lines(capfd):
     exec(SPEAKER, {})
     assert capfd.readouterr() == (PLAIN, "")
 
 
 @needs_mpirun
-def test_mpirun_on_a_terminal_gets_a_bar() -> None:
+def test_mpirun_on_a_terminal_gets_a_bar():
     _check_bar(_on_a_terminal(MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER))
 
 
 @needs_mpirun
-def test_mpirun_to_a_file_gets_lines(tmp_path: Path) -> None:
+def test_mpirun_to_a_file_gets_lines(tmp_path):
     """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
     command = [MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER]
     with open(tmp_path / "said", "w+") as file:
@@ -159,7 +155,7 @@ def _flags(folder: Path) -> list[str | Path]:
     return ["--data", text, "--out", folder / "run", "--steps=9", *sizes, *shape]
 
 
-def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
+def test_a_whole_run_on_a_terminal(tmp_path):
     said = ESCAPE.sub("", _on_a_terminal(*python(), "-m", "kos.train", *_flags(tmp_path)))
     counts = [int(count) for count in BAR.findall(said)]
     assert counts == sorted(counts) and counts[-1] == 9
@@ -190,7 +186,7 @@ def _screen(said: str, columns: int) -> list[str]:
 
 
 @pytest.mark.parametrize("columns", [100, 80, 59, 58, 57, 30])
-def test_ctrl_c_leaves_one_bar_and_a_line_above_it(columns: int, terminal: Any) -> None:
+def test_ctrl_c_leaves_one_bar_and_a_line_above_it(columns, terminal):
     made, console = terminal(columns), Console(0, 9)
     console.step({"step": 5, **ROW}, log=True)
     assert console._bar is not None
@@ -207,7 +203,7 @@ def test_ctrl_c_leaves_one_bar_and_a_line_above_it(columns: int, terminal: Any) 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
-def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(tmp_path: Path) -> None:
+def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(tmp_path):
     refused = "import sys\nfrom kos.train import __main__ as main\nfrom kos.train.checkpoint import resume\n"
     refused += "def refuse(*a, show): show('loading the checkpoint', 0.5); raise main.ConfigError('no')\n"
     refused += "resume.latest = refuse\nsys.exit(main.main())"
@@ -215,7 +211,7 @@ def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(tmp_path: Path) ->
     assert said.count(HIDE) == said.count(SHOW) == 1 and said.endswith("\x1b[2K"), "the bar's line is erased"
 
 
-def test_both_mfus_by_the_names_of_results() -> None:
+def test_both_mfus_by_the_names_of_results():
     columns = {f"mfu_{name}": share for name, share in zip(FlopsPerToken._fields, (0.486, 0.52), strict=True)}
     assert describe(ROW | columns)[-1] == "MFU 48.6%/52.0%" and columns.keys() < set(ROW_KEYS)
 
@@ -228,7 +224,7 @@ FULL = ROW | {
 
 @pytest.mark.parametrize("width", [20, 40, 60, 100, 200])
 @pytest.mark.parametrize("headline", ["training 19999/20000", "tokenizing the data: 45%", "loading the checkpoint: 5%"])
-def test_no_field_is_cut_on_a_narrow_terminal(width: int, headline: str) -> None:
+def test_no_field_is_cut_on_a_narrow_terminal(width, headline):
     bar, fields, shown = Bar(io.StringIO(), width), describe(FULL), io.StringIO()
     bar.update(headline, 0.45, fields)
     rich.console.Console(file=shown, width=width, force_terminal=False).print(bar)
@@ -241,7 +237,7 @@ def test_no_field_is_cut_on_a_narrow_terminal(width: int, headline: str) -> None
     assert ("━" in lines[0]) == (width >= 40), "there is a bar where there is room for one"
 
 
-def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any, terminal: Any) -> None:
+def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch, terminal):
     made, clock = terminal(40), iter(range(0, 1000, 3))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
     lines = Console(0, 9)
@@ -258,7 +254,7 @@ def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any, terminal: 
     assert shown[-1].split()[1:] == " ".join(describe(ROW)).split()
 
 
-def test_the_terminal_has_its_cursor_after_a_warning(terminal: Any) -> None:
+def test_the_terminal_has_its_cursor_after_a_warning(terminal):
     """A second Ctrl-C then ends the process without another word."""
     made, lines = terminal(80), Console(0, 9)
     lines.step({"step": 1, **ROW}, log=True)
@@ -269,7 +265,7 @@ def test_the_terminal_has_its_cursor_after_a_warning(terminal: Any) -> None:
     assert said.count(HIDE) == said.count(SHOW) == 1, "the bar is still there"
 
 
-def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -> None:
+def test_what_takes_long_is_a_line_now_and_then(monkeypatch, capsys):
     clock = iter(range(0, 1000, 3))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines = Console(0, 9)
@@ -279,7 +275,7 @@ def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -
 
 
 @pytest.mark.parametrize("bar", [False, True])
-def test_progress_of_a_task_never_decreases(monkeypatch: Any, capsys: Any, terminal: Any, bar: bool) -> None:
+def test_progress_of_a_task_never_decreases(monkeypatch, capsys, terminal, bar):
     """The passes of a pipeline come in any order.  A task that starts again after a step or another task is shown."""
     clock, shown = iter(range(0, 10_000, 11)), []
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
@@ -298,7 +294,7 @@ def test_progress_of_a_task_never_decreases(monkeypatch: Any, capsys: Any, termi
     assert shown == [*(one.format(share) for share in (25, 50, 75)), "validation: 50%", "validation: 50%"]
 
 
-def test_the_other_ranks_say_nothing(capfd: Any) -> None:
+def test_the_other_ranks_say_nothing(capfd):
     silent = Console(1, 9)
     silent.say("hello")
     silent.warn("hello")

@@ -1,7 +1,5 @@
 """Layers and attention split over ranks give what one rank gives: outputs, loss and every gradient, in float64."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What --data may name: text, folders, token files, the standard library, and the checked download."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import itertools
@@ -62,7 +60,7 @@ def token_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, coun
 
 
 @pytest.mark.parametrize(("sizes", "share"), [((100, 900), "90%"), ((900, 101), None), ((790, 210), "21%")])
-def test_much_that_is_held_out_is_said(tmp_path: Path, sizes: tuple[int, int], share: str | None) -> None:
+def test_much_that_is_held_out_is_said(tmp_path, sizes, share):
     """Of two files, one is held out as a whole, however large it is."""
     for name, size in zip(("a.txt", "b.txt"), sizes, strict=True):
         (tmp_path / name).write_text("x" * size)
@@ -79,7 +77,7 @@ def numbered(path: Path, count: int) -> Path:
 @pytest.mark.parametrize(
     ("hold_out", "held"), [("0.1", range(18, 20)), ("0.25", range(15, 20)), ("0.01", range(19, 20)), ("0", range(0))]
 )
-def test_a_fraction_is_held_out_of_a_file(tmp_path: Path, hold_out: str, held: range) -> None:
+def test_a_fraction_is_held_out_of_a_file(tmp_path, hold_out, held):
     lines = [f"a {number}" for number in range(20)]
     corpus = read_corpus(str(numbered(tmp_path / "a.jsonl", 20)), hold_out=float(hold_out))
     got = [[*chain(*part)] for part in corpus.splits[:2]]
@@ -88,7 +86,7 @@ def test_a_fraction_is_held_out_of_a_file(tmp_path: Path, hold_out: str, held: r
     assert corpus.splits.held_out == share.get(hold_out, f"the last {float(hold_out):.0%} of a.jsonl")
 
 
-def test_a_fraction_is_held_out_of_a_folder(tmp_path: Path) -> None:
+def test_a_fraction_is_held_out_of_a_folder(tmp_path):
     """As many files as fit into the fraction, spread over the folder, at least one."""
     for number in range(20):
         numbered(tmp_path / f"{chr(97 + number)}.jsonl", 1)
@@ -98,7 +96,7 @@ def test_a_fraction_is_held_out_of_a_folder(tmp_path: Path) -> None:
         assert (val, train) == (held, "".join(chr(97 + n) for n in range(20) if chr(97 + n) not in held))
 
 
-def test_a_part_of_each_source_is_held_out(tmp_path: Path) -> None:
+def test_a_part_of_each_source_is_held_out(tmp_path):
     """Of several sources that become one, none is held out as a whole, unless its name says so."""
     a, b = (str(numbered(tmp_path / f"{name}.jsonl", 20)) for name in "ab")
     splits = read_corpus([a, b]).splits
@@ -109,7 +107,7 @@ def test_a_part_of_each_source_is_held_out(tmp_path: Path) -> None:
     assert [*chain(*splits.val)] == ["val 0", "val 1", "val 2"] and len([*chain(*splits.train)]) == 20
 
 
-def test_nothing_is_held_out_of_a_run_without_validation(tmp_path: Path) -> None:
+def test_nothing_is_held_out_of_a_run_without_validation(tmp_path):
     """``--eval-batches 0`` trains on all, and ``--hold-out 0`` validates on nothing."""
     flags = [f"--data={numbered(tmp_path / 'a.jsonl', 20)}", "--seq-len=3", "--tokenizer=bytes"]
     sizes = {}
@@ -132,7 +130,7 @@ def test_nothing_is_held_out_of_a_run_without_validation(tmp_path: Path) -> None
             parse([f"--hold-out={wrong}"])
 
 
-def test_files_named_for_validation_are_that_of_any_fraction(tmp_path: Path) -> None:
+def test_files_named_for_validation_are_that_of_any_fraction(tmp_path):
     """``--hold-out 0`` takes nothing else: in a mixture, the sources that have such a file are validated on."""
     (folder := tmp_path / "named").mkdir()
     for name in ("train", "val"):
@@ -149,7 +147,7 @@ def test_files_named_for_validation_are_that_of_any_fraction(tmp_path: Path) -> 
             load_data(parse([*flags, *sources, f"--keep-best=val_loss/{plain}"]))
 
 
-def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
+def test_the_last_tenth_of_a_text_is_held_out(tmp_path):
     text = "".join(chr(0x100 + i % 400) for i in range(1003))
     path = tmp_path / "poem.txt"
     path.write_text(text, "utf-8")
@@ -158,14 +156,14 @@ def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
     assert documents(path) == ([text[:902]], [text[902:]])
 
 
-def test_text_is_read_as_it_is(tmp_path: Path) -> None:
+def test_text_is_read_as_it_is(tmp_path):
     path = tmp_path / "dos.txt"
     path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert "".join(itertools.chain(*documents(path))) == "a\r\nb\rc\n"
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 10, 25, 40])
-def test_every_tenth_file_of_a_folder_is_held_out(tmp_path: Path, count: int) -> None:
+def test_every_tenth_file_of_a_folder_is_held_out(tmp_path, count):
     names = [f"{'sub/' * (i % 2)}{i:02}.txt" for i in range(count)]
     (tmp_path / "sub").mkdir()
     for name in reversed(names):
@@ -175,12 +173,12 @@ def test_every_tenth_file_of_a_folder_is_held_out(tmp_path: Path, count: int) ->
     assert documents(tmp_path) == ([name for name in order if name not in val], val)
 
 
-def test_a_folder_with_one_text_is_cut(tmp_path: Path) -> None:
+def test_a_folder_with_one_text_is_cut(tmp_path):
     (tmp_path / "only.txt").write_text("0123456789" * 10)
     assert [len(each) for (each,) in documents(tmp_path)] == [90, 10]
 
 
-def test_hidden_files_are_skipped_and_binary_ones_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hidden_files_are_skipped_and_binary_ones_with_a_note(tmp_path, caplog):
     for name, content in {
         "a.txt": b"a", "b.txt": b"b", ".hidden": b"h", ".git/config": b"g",
         "image.png": b"\x89PNG\0", "latin1.txt": b"caf\xe9", "empty": b"",
@@ -195,7 +193,7 @@ def test_hidden_files_are_skipped_and_binary_ones_with_a_note(tmp_path: Path, ca
     assert all(name in noted for name in ("image.png", "latin1.txt", "empty")) and ".hidden" not in noted
 
 
-def test_runs_and_checkpoints_in_the_folder_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_and_checkpoints_in_the_folder_are_skipped(tmp_path, caplog):
     """Also where the folder is that of the run; a ``config.json`` or ``manifest.json`` of others is data."""
     files = [
         "run/config.json", "run/metrics.jsonl", "run/checkpoints/step-1/manifest.json", "begun/config.json",
@@ -213,7 +211,7 @@ def test_runs_and_checkpoints_in_the_folder_are_skipped(tmp_path: Path, caplog: 
     assert said == f"skipped, as parts of runs, checkpoints or tokenized data: {paths}"
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_text_is_refused(tmp_path):
     refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file", error=ConfigError)
     refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'", error=ConfigError)
     refusal(tmp_path / "*.bin", "*.bin", "no such file", error=ConfigError)
@@ -229,15 +227,15 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     refusal("/dev/zero", "/dev/zero", "regular file")
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
     path = tmp_path / "secret.txt"
     path.write_text("secret")
 
     class Broken(io.BytesIO):
-        def read1(self, size: int | None = -1) -> bytes:
+        def read1(self, size=-1):
             raise OSError(5, "Input/output error")  # without a name
 
-    def refuse(self: Path, mode: str = "r", **others: Any) -> Any:
+    def refuse(self, mode="r", **others):
         return Broken(b"text") if self.name == "secret.txt" else real(self, mode, **others)
 
     real = Path.open
@@ -255,7 +253,7 @@ def jsonl(*texts: str, field: str = "text") -> bytes:
 
 
 @pytest.mark.parametrize("name", ["docs.jsonl", "docs.jsonl.gz", "DOCS.JSONL"])
-def test_a_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
+def test_a_line_of_json_is_a_document(tmp_path, name):
     texts = [f"document {i}\u2028of\ntwo lines é" for i in range(25)]
     content = b"\xef\xbb\xbf" + jsonl(*texts[:9]) + b"\n  \n" + jsonl("", *texts[9:]).rstrip(b"\n")
     content = content.replace(b"\\u2028", "\u2028".encode())
@@ -287,7 +285,7 @@ def test_a_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
         (b'{"text": "x\\ud800"}', ["'\\ud800' at character 1"]),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, parts: list[str]) -> None:
+def test_a_wrong_line_is_named(tmp_path, line, parts):
     path = tmp_path / "docs.jsonl"
     path.write_bytes(jsonl("a", "b") + b"\n" + line + b"\n" + jsonl("c"))
     (tmp_path / "a.txt").write_text("text")
@@ -295,7 +293,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, parts: list[str]) ->
         refusal(data, f"--data {path}, line 4: expected", *parts)
 
 
-def test_wrong_files_of_json_lines(tmp_path: Path) -> None:
+def test_wrong_files_of_json_lines(tmp_path):
     path = tmp_path / "docs.jsonl.gz"
     for content in (b"text", gzip.compress(jsonl("a" * 999))[:-9], b""):
         path.write_bytes(content)
@@ -304,7 +302,7 @@ def test_wrong_files_of_json_lines(tmp_path: Path) -> None:
     refusal(tmp_path / "docs.jsonl", "docs.jsonl: expected lines with text, got none")
 
 
-def test_a_folder_of_every_kind(tmp_path: Path) -> None:
+def test_a_folder_of_every_kind(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.jsonl").write_bytes(jsonl("b1", "b2"))
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(jsonl("c1", "c2")))
@@ -320,7 +318,7 @@ def test_a_folder_of_every_kind(tmp_path: Path) -> None:
         ("x.zip", "unzip {folder}/x.zip"),
     ],
 )
-def test_files_of_data_that_are_not_read(tmp_path: Path, name: str, command: str) -> None:
+def test_files_of_data_that_are_not_read(tmp_path, name, command):
     path = tmp_path / name
     path.write_bytes(jsonl("text"))
     (tmp_path / "README.md").write_text("more text")
@@ -329,7 +327,7 @@ def test_files_of_data_that_are_not_read(tmp_path: Path, name: str, command: str
         refusal(data, command.format(folder=tmp_path))
 
 
-def test_a_bin_file_without_a_header(tmp_path: Path) -> None:
+def test_a_bin_file_without_a_header(tmp_path):
     """nanoGPT's data/*/prepare.py writes uint16 tokens and nothing else."""
     for name, tokens in {"train": [*range(50)], "val": [7, 8, 9]}.items():
         path = tmp_path / f"{name}.bin"
@@ -375,9 +373,7 @@ def numbers(data: Path, val_data: Path | None = None) -> tuple[list[int], list[i
         (["contest", "interval", "valley"], [0, 1], [2], []),
     ],
 )
-def test_names_mean_the_same_for_every_kind_of_file(
-    tmp_path: Path, kind: str, names: list[str], train: list[int], val: list[int], left: list[int]
-) -> None:
+def test_names_mean_the_same_for_every_kind_of_file(tmp_path, kind, names, train, val, left):
     for number, name in enumerate(names):
         write_documents(tmp_path / name, kind, number)
     got = read_corpus(str(tmp_path))
@@ -388,7 +384,7 @@ def test_names_mean_the_same_for_every_kind_of_file(
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
-def test_the_files_trained_on_are_listed(tmp_path: Path, kind: str) -> None:
+def test_the_files_trained_on_are_listed(tmp_path, kind):
     """With a note on those that may be meant to be held out: their words hold nothing out."""
     for number, name in enumerate(["a", "b", "device", "dev", "my_eval", "held_out", "val", "test"]):
         write_documents(tmp_path / name, kind, number)
@@ -401,7 +397,7 @@ def test_the_files_trained_on_are_listed(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
-def test_the_last_tenth_of_files_named_train_is_held_out(tmp_path: Path, kind: str) -> None:
+def test_the_last_tenth_of_files_named_train_is_held_out(tmp_path, kind):
     texts = [str(number % 10) for number in range(100)]
     for name in ("train_0", "train_1"):
         content = {"txt": "".join(texts).encode(), "jsonl": jsonl(*texts), "bin": token_bytes([*map(int, texts)])}
@@ -416,7 +412,7 @@ def test_the_last_tenth_of_files_named_train_is_held_out(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
-def test_val_data_names_the_validation_data(tmp_path: Path, kind: str) -> None:
+def test_val_data_names_the_validation_data(tmp_path, kind):
     data, other = tmp_path / "data", tmp_path / "other"
     for number, name in enumerate(["a", "b", "train", "val"]):
         write_documents(data / name, kind, number)
@@ -437,7 +433,7 @@ def test_val_data_names_the_validation_data(tmp_path: Path, kind: str) -> None:
         read_corpus(str(one), val_data=str(tmp_path / "image.txt")).splits  # noqa: B018
 
 
-def test_tokens_are_not_validated_on_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_not_validated_on_text(tmp_path, caplog):
     write_documents(tmp_path / "tokens", "bin", 1)
     write_documents(tmp_path / "text", "txt", 1)
     with refused(DataError, "--val-data", "text.txt: expected tokens below 50257", "got text"):
@@ -454,7 +450,7 @@ def test_tokens_are_not_validated_on_text(tmp_path: Path, caplog: pytest.LogCapt
     ("magic", "version", "vocab_size", "dtype"),
     [(20240520, 1, 50_257, np.uint16), (20240801, 7, 128_256, np.uint32)],
 )
-def test_token_files_are_left_on_disk(tmp_path: Path, magic: int, version: int, vocab_size: int, dtype: type) -> None:
+def test_token_files_are_left_on_disk(tmp_path, magic, version, vocab_size, dtype):
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, vocab_size, 1001).tolist()
     path = tmp_path / "tokens.bin"
@@ -467,7 +463,7 @@ def test_token_files_are_left_on_disk(tmp_path: Path, magic: int, version: int, 
 
 
 @pytest.mark.parametrize("pattern", ["", "*.bin", "shakes_*", "**/*.bin"])
-def test_a_folder_or_pattern_of_token_files(tmp_path: Path, pattern: str) -> None:
+def test_a_folder_or_pattern_of_token_files(tmp_path, pattern):
     for name, tokens in {"shakes_train_001": [1, 2], "shakes_train_000": [0], "shakes_val_000": [9, 8]}.items():
         folder = tmp_path / "deep/er" if pattern.startswith("**") and "000" in name else tmp_path
         folder.mkdir(parents=True, exist_ok=True)
@@ -478,7 +474,7 @@ def test_a_folder_or_pattern_of_token_files(tmp_path: Path, pattern: str) -> Non
     assert [np.asarray(shard).tolist() for shard in got.val] == [[9, 8]]
 
 
-def test_wrong_token_files(tmp_path: Path) -> None:
+def test_wrong_token_files(tmp_path):
     path = tmp_path / "tokens.bin"
     good = token_bytes([1, 2, 3])
     for content, parts in {

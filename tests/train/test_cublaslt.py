@@ -1,7 +1,5 @@
 """Matrix products' algorithms: what is chosen on a GPU whose clock a power limit holds down, and what is kept."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json
@@ -132,7 +130,7 @@ def test_only_a_search_times(library, monkeypatch, caplog):
     """Others take what is in its table, and for what is not cuBLASLt's first suggestion; or where it is refused."""
     timed = []
     monkeypatch.setattr(Matmul, "_fastest", lambda self, plan, candidates, *_: timed.append(1) or candidates[2])
-    table: dict[str, str] = {}
+    table = {}
     first = Matmul(0, None, algorithms=table, search=True)
     assert [taken(first, size) for size in (8, 8, 16)] == [3, 3, 3] and len(timed) == len(table) == 2
     assert taken(Matmul(0, None, algorithms=dict(table), search=True), 8) == 3

@@ -1,7 +1,5 @@
 """Batches: windows of the data, a pure function of seed and step, the same for any number of ranks."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path
@@ -49,7 +47,7 @@ def write(tmp_path: Path, content: str | bytes, name: str = "text.txt") -> str:
     return str(path)
 
 
-def test_windows_are_drawn_by_philox_of_seed_and_step() -> None:
+def test_windows_are_drawn_by_philox_of_seed_and_step():
     count = 1000
     for seed, step in ((5, 0), (5, 1), (0, 0), (2**63 - 1, 10**6)):
         tokens, targets, *_ = make(np.arange(count), seed=seed).batch(step)
@@ -60,7 +58,7 @@ def test_windows_are_drawn_by_philox_of_seed_and_step() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_any_number_of_ranks_sees_the_same_batch(size: int) -> None:
+def test_any_number_of_ranks_sees_the_same_batch(size):
     data = make(np.random.default_rng(3).integers(0, 1000, 500))
     whole = data.batch(11)
     for rank in range(size):
@@ -70,7 +68,7 @@ def test_any_number_of_ranks_sees_the_same_batch(size: int) -> None:
         assert tokens.flags.c_contiguous and targets.flags.c_contiguous
 
 
-def test_shards_are_one_row_of_tokens() -> None:
+def test_shards_are_one_row_of_tokens():
     rng = np.random.default_rng(1)
     whole = rng.integers(0, 2**16, 50).astype(np.uint16)
     cuts = np.sort(rng.integers(0, 51, 6))
@@ -86,7 +84,7 @@ def test_shards_are_one_row_of_tokens() -> None:
     ("tokens", "batches", "rows"),
     [(10_000, 3, 6), (4 * 18 + 1, 3, 6), (4 * 17 + 1, 2, 6), (4 * 3 + 1, 1, 3), (5, 1, 1), (8, 1, 1)],
 )
-def test_validation_windows_are_fixed_spread_and_apart(tokens: int, batches: int, rows: int) -> None:
+def test_validation_windows_are_fixed_spread_and_apart(tokens, batches, rows):
     data = make(np.arange(50), np.arange(tokens))
     got = [data.windows(data.val, starts) for starts in data.val_starts()]
     assert len(got) == batches and [batch[0].shape for batch in got] == [(rows, 4)] * batches
@@ -101,14 +99,14 @@ def test_validation_windows_are_fixed_spread_and_apart(tokens: int, batches: int
     assert all(np.array_equal(batch[0] + 1, batch[1]) for batch in got)
 
 
-def test_validation_batches_are_bounded_in_tokens() -> None:
+def test_validation_batches_are_bounded_in_tokens():
     data = make(np.arange(50), np.arange(10**6), batch_size=64, seq_len=40)
     assert data.val_starts().shape[1] == 64
     long = make(np.arange(9000), np.arange(10**6), batch_size=64, seq_len=8192)
     assert long.val_starts().shape == (3, EVAL_BATCH_TOKENS // 8192)
 
 
-def test_the_default_data() -> None:
+def test_the_default_data():
     data = load_data(parse([]))
     assert data.name == "stdlib" and data.tokenizer.name == "bytes" and len(data.val_starts()) == 8
     tokens = data.batch(0).tokens
@@ -116,7 +114,7 @@ def test_the_default_data() -> None:
     assert "stdlib (bytes)" in data.describe() and f"{len(data.train):,}" in data.describe()
 
 
-def test_text_becomes_tokens(tmp_path: Path) -> None:
+def test_text_becomes_tokens(tmp_path):
     path = write(tmp_path, "é" + "abcdefghi" * 10 + "abcdefgh!")
     data = load_data(parse(["--data", path, "--seq-len", "4"]))
     text = Path(path).read_bytes()
@@ -128,7 +126,7 @@ def test_text_becomes_tokens(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> str:
+def words(tmp_path):
     """A tokenizer.json of four words that adds ``<begin>``, with an end-of-text token."""
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
     vocab = {"<end>": 0, "a": 1, "b": 2, "[UNK]": 3, "<begin>": 4}
@@ -148,7 +146,7 @@ def read(data: str, *flags: str) -> tuple[list[int], list[int], str]:
     return train, val, got.held_out
 
 
-def test_special_tokens_around_documents(tmp_path: Path, words: str) -> None:
+def test_special_tokens_around_documents(tmp_path, words):
     """For text files and JSON Lines alike: the tokens that the tokenizer adds, and the end-of-text token."""
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -168,7 +166,7 @@ def test_special_tokens_around_documents(tmp_path: Path, words: str) -> None:
     assert read(lines, "--documents", "cross")[2] == f"{tenth}; attention crosses documents (--documents)"
 
 
-def test_documents_begin_where_their_first_tokens_are(tmp_path: Path, words: str) -> None:
+def test_documents_begin_where_their_first_tokens_are(tmp_path, words):
     """With and without tokens between them; windows begin anywhere."""
     texts = ["a b a", "b", "", "a a", "b b b"]
     lines = write(tmp_path, "".join(f'{{"text": "{text}"}}\n' for text in texts * 8), "lines.jsonl")
@@ -186,7 +184,7 @@ def test_documents_begin_where_their_first_tokens_are(tmp_path: Path, words: str
         assert crossing.batch(0).document_starts is None
 
 
-def test_documents_of_token_files(tmp_path: Path) -> None:
+def test_documents_of_token_files(tmp_path):
     """They begin with llm.c's token; where there is none, or numbers have another vocabulary, none is known."""
     tokens = np.random.default_rng(0).integers(0, 99, 3000)
     tokens[::7] = 50_256
@@ -210,26 +208,26 @@ def test_documents_of_token_files(tmp_path: Path) -> None:
             assert np.array_equal(batch.document_starts, wanted) and wanted.any()
 
 
-def test_documents_begin_beyond_the_largest_int32() -> None:
+def test_documents_begin_beyond_the_largest_int32():
     start = 2**31 - 3
     tokens = Tokens([np.arange(8)], np.array([0, start + 2, start + 5]))
     assert tokens.document_starts(start, np.zeros(8)).tolist() == [0, 0, 2, 2, 2, 5, 5, 5]
     assert tokens.document_starts(start + 5, np.zeros(2)).tolist() == [0, 0]
 
 
-def test_a_token_that_ends_documents() -> None:
+def test_a_token_that_ends_documents():
     tokens = Tokens([np.arange(8)], Separator(3, ends=True))
     assert tokens.document_starts(0, np.array([1, 3, 5, 3, 3, 6])).tolist() == [0, 0, 2, 2, 4, 5]
 
 
-def test_a_special_token_that_a_text_spells_out(tmp_path: Path, words: str) -> None:
+def test_a_special_token_that_a_text_spells_out(tmp_path, words):
     lines = write(tmp_path, '{"content": "a <end> b"}\n' * 2, "lines.jsonl")
     flags = ["--tokenizer", words, "--text-field", "content"]
     assert read(lines, *flags)[0] == [4, 1, 3, 3, 3, 2, 0], "it is text, here unknown words"
     assert read(lines, *flags, "--no-split-special-tokens")[0] == [4, 1, 0, 2, 0]
 
 
-def test_special_tokens_in_the_text_are_counted(tmp_path: Path, words: str) -> None:
+def test_special_tokens_in_the_text_are_counted(tmp_path, words):
     flags = ["--seq-len", "16", "--tokenizer", words]
     for repeats in (1, 1000, 1000):  # large data are tokenised once, and the result is kept
         path = write(tmp_path, "a <end> b <begin><end>\n" * 100 * repeats)
@@ -243,7 +241,7 @@ def test_special_tokens_in_the_text_are_counted(tmp_path: Path, words: str) -> N
     assert load_data(parse(["--data", write(tmp_path, "a b " * 500), *flags])).note == ""
 
 
-def test_val_data(tmp_path: Path) -> None:
+def test_val_data(tmp_path):
     data, other = write(tmp_path, "abc", "data.txt"), write(tmp_path, "de", "other.txt")
     got = read(data, "--val-data", other)
     assert got[:2] == ([*b"abc"], [*b"de"]) and f"for validation: {other} (--val-data); nothing" in got[2]
@@ -254,7 +252,7 @@ def tokens_file(tmp_path: Path, tokens: list[int]) -> str:
     return write(tmp_path, header + struct.pack(f"<{len(tokens)}H", *tokens), "tokens.bin")
 
 
-def test_token_files_and_their_tokenizer(tmp_path: Path) -> None:
+def test_token_files_and_their_tokenizer(tmp_path):
     path = tokens_file(tmp_path, [*range(100)])
     data = load_data(parse(["--data", path, "--seq-len", "5"]))
     assert (data.tokenizer.name, data.tokenizer.vocab_size) == ("numbers", 50_257)
@@ -264,7 +262,7 @@ def test_token_files_and_their_tokenizer(tmp_path: Path) -> None:
         load_data(parse(["--data", path, "--seq-len", "5", "--tokenizer", "chars"]))
 
 
-def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     """At the start, wherever it is, masked or not, with its file and place."""
     path = tokens_file(tmp_path, [7] * 5 + [300] + [7] * 93 + [256])
     flags = ["--seq-len", "9", "--tokenizer", "bytes"]
@@ -285,7 +283,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
         load_data(parse(["--data", good, "--val-data", path, *flags]))
 
 
-def test_a_vocabulary_is_checked_again_when_it_becomes_smaller(tmp_path: Path) -> None:
+def test_a_vocabulary_is_checked_again_when_it_becomes_smaller(tmp_path):
     """Data that are large enough to be looked up were prepared for the other."""
     path = tokens_file(tmp_path, [7, 300] * 300_000)
     load_data(parse(["--data", path, "--seq-len", "9", "--vocab-size", "301"]))
@@ -293,7 +291,7 @@ def test_a_vocabulary_is_checked_again_when_it_becomes_smaller(tmp_path: Path) -
         load_data(parse(["--data", path, "--seq-len", "9", "--vocab-size", "300"]))
 
 
-def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+def test_data_shorter_than_a_sequence_is_refused(tmp_path):
     path = write(tmp_path, "x" * 100)
     assert load_data(parse(["--data", path, "--seq-len", "9"])).val_starts().shape[1] == 1
     held_out = "got 10 (held out for validation: the last tenth of text.txt)"
@@ -306,14 +304,14 @@ def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
         load_data(parse(["--data", path, "--val-data", other, "--seq-len", "60"]))
 
 
-def test_a_prompt_that_cannot_be_spelt_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_prompt_that_cannot_be_spelt_is_refused_before_training(tmp_path):
     config = parse(["--data", write(tmp_path, "ab" * 99), "--seq-len", "4", "--tokenizer", "chars", "--prompt", "abc"])
     with refused(DataError, "2 characters", "'c'"):
         load_data(config)
 
 
-def test_the_fingerprint_tells_other_data(tmp_path: Path) -> None:
-    def fingerprint(text: str) -> str:
+def test_the_fingerprint_tells_other_data(tmp_path):
+    def fingerprint(text):
         return load_data(parse(["--data", write(tmp_path, text), "--seq-len", "4"])).fingerprint
 
     text = "0123456789" * 100
@@ -322,7 +320,7 @@ def test_the_fingerprint_tells_other_data(tmp_path: Path) -> None:
     assert len(seen) == 5 and fingerprint(text) in seen
 
 
-def test_the_fingerprint_covers_all_of_a_large_file(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_all_of_a_large_file(tmp_path):
     path, size = tmp_path / "tokens.bin", 80_000_000  # a file with holes
     path.write_bytes(struct.pack("<256i", 20240520, 1, size, *[0] * 253))
     os.truncate(path, 1024 + 2 * size)

@@ -1,7 +1,5 @@
 """Gradients over micro-batches and ranks: against a float64 sum, and bit for bit in deterministic mode."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -49,7 +47,7 @@ def _sum_over_ranks(
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_sum(size: int, deterministic: bool, bucket_bytes: int) -> None:
+def test_sum(size, deterministic, bucket_bytes):
     micro = _micro_gradients()
     results = spawn(lambda comm: _sum_over_ranks(comm, deterministic, bucket_bytes), size)
     exact = micro.astype(np.float64).sum(axis=0)
@@ -70,18 +68,18 @@ def _tree(terms: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 6), (2, 6), (6, 6), (2, 10), (5, 10), (7, 21), (3, 8), (7, 24)])
-def test_a_tree_over_any_number_of_micro_batches(size: int, count: int) -> None:
+def test_a_tree_over_any_number_of_micro_batches(size, count):
     for result in spawn(lambda comm: _sum_over_ranks(comm, True, 300, count), size):
         assert result.tobytes() == _tree(_micro_gradients(count)).tobytes()
 
 
-def test_a_rank_keeps_few_subtrees() -> None:
+def test_a_rank_keeps_few_subtrees():
     assert [waiting_subtrees(range(count)) for count in (1, 2, 4, 8, 64, 2**17)] == [0, 1, 2, 3, 6, 17]
     assert subtrees(3, 5) == ([0, 0, 1, 0, 2], [(3, 1), (4, 4)])
 
 
 @pytest.mark.parametrize("multiple", [4, 128, 8 * 16_384])
-def test_buckets_are_whole_and_begin_where_vectors_do(multiple: int) -> None:
+def test_buckets_are_whole_and_begin_where_vectors_do(multiple):
     total = 1_235_814_400 // multiple * multiple
     buckets = make_buckets(total, multiple, 38_619_200, 9_654_800)
     assert [b.start for b in buckets] == [0, *(b.stop for b in buckets[:-1])] and buckets[-1].stop == total
@@ -91,7 +89,7 @@ def test_buckets_are_whole_and_begin_where_vectors_do(multiple: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "micro", "size"), [(16, 2, 1), (16, 2, 4), (12, 3, 2), (8, 1, 8), (16, 2, 3)])
-def test_every_row_is_in_one_shard(batch: int, micro: int, size: int) -> None:
+def test_every_row_is_in_one_shard(batch, micro, size):
     shards = [shard_batch(batch, micro, rank, size) for rank in range(size)]
     lengths = [len(hand) for hand in shards]
     assert max(lengths) - min(lengths) == (1 if batch // micro % size else 0)

@@ -1,9 +1,6 @@
 """``--deterministic``: orders of sums, and runs and checkpoints of commands that have the bits of one rank."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ from tests.train.layouts import BITS, SHAPE, compare, length, named, train
 from tests.train.sharded import tensors_of_run
 
 
-def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_cut_a_tied_embedding(monkeypatch):
     """With ZeRO-1 the two ends of a pipeline hold different parts of it."""
     for module in (optim, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
@@ -36,7 +33,7 @@ def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2, tp=2)], ids=named)
-def test_biases(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases(layout, monkeypatch):
     """Also of matrices that ranks split by columns: the first part of a product has it."""
     for name in ("attention_bias", "mlp_bias"):
         monkeypatch.setitem(SHAPE, name, True)
@@ -56,7 +53,7 @@ def runs(layout: Layout, **changes: Any) -> list[list[dict[str, Any]]]:
         ((12, 6, 24, 50257), 512, Split(1, 4)), ((6, 6, 24, 512), 1000, Split(2, 4)),
     ],
 )  # fmt: skip
-def test_the_split_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: int, split: Split) -> None:
+def test_the_split_depends_on_the_model_alone(sizes, seq_len, split):
     assert Split.of(sizes, seq_len) == split
     split.check(split.features, split.tokens, seq_len)
 
@@ -71,7 +68,7 @@ def test_the_split_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: i
         (Layout(cp=3), {}, "--deterministic --cp 3: expected --cp 1, 2, 4 or 8, got 3"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused(layout: Layout, changes: dict[str, int], error: str | None) -> None:
+def test_what_cannot_be_cut_is_refused(layout, changes, error):
     """A model whose sizes are no multiples of 8, and layouts in which a rank has no whole subtrees."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changes.items():
@@ -84,7 +81,7 @@ def test_what_cannot_be_cut_is_refused(layout: Layout, changes: dict[str, int], 
             runs(layout, seq_len=48)
 
 
-def test_sums_of_squares_are_exact(rng: np.random.Generator) -> None:
+def test_sums_of_squares_are_exact(rng):
     """In any order and in any parts; of numbers of very different magnitudes."""
     values = (rng.standard_normal(50_000) * 10.0 ** rng.integers(-12, 3, 50_000)).astype(np.float32)
     largest, found = float(np.abs(values).max()), set()
@@ -101,7 +98,7 @@ def test_sums_of_squares_are_exact(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.skipif(not MPIRUN, reason="needs mpirun")
-def test_runs_and_checkpoints_under_mpirun(tmp_path: Path) -> None:
+def test_runs_and_checkpoints_under_mpirun(tmp_path):
     """The command of a user, and a run that goes on in another layout."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
@@ -110,7 +107,7 @@ def test_runs_and_checkpoints_under_mpirun(tmp_path: Path) -> None:
              "--seq-len", "32", "--num-attention-heads", "4", "--num-key-value-heads", "4",
              "--deterministic"]  # fmt: skip
 
-    def run(name: str, ranks: int, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    def run(name, ranks, *more):
         launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
         out = tmp_path / name
         done = run_program(*launcher, *python(), "-m", "kos.train", *flags, "--out", str(out), *more)

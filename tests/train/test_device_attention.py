@@ -1,9 +1,6 @@
 """Attention on GPUs, also emulated, against NumPy's in float64: values, gradients, odd sizes, equal bits, graphs."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,13 +36,13 @@ EMULATED_SHAPES = {"mma": (2, 77, 4, 2, 64), "hopper": (1, 130, 1, 1, 128)}
 @on_devices("kernels dtype shape", product(SETS, ["bfloat16", "float16"], SHAPES),
             [(kernels, "bfloat16", shape) for kernels, shape in EMULATED_SHAPES.items()],
             [(kernels, "bfloat16", EMULATED_SHAPES[other]) for kernels, other in (EMULATED, EMULATED[::-1])])
-def test_tensor_cores(rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[int, ...]) -> None:
+def test_tensor_cores(rng, stream, kernels, dtype, shape):
     case = cases.make_case(rng, stream, shape, dtype)
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
 @on_devices("d kernels", product([64, 128], SETS))
-def test_random_shapes(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
+def test_random_shapes(rng, stream, kernels, d):
     kv_heads, group = (int(x) for x in rng.integers(1, 5, 2))
     shape = (int(rng.integers(1, 4)), int(rng.integers(1, 900)), kv_heads * group, kv_heads, d)
     print(shape)
@@ -54,9 +51,7 @@ def test_random_shapes(rng: np.random.Generator, stream: Any, kernels: str, d: i
 
 @pytest.mark.skipif("hopper" not in SETS, reason="needs a Hopper GPU")
 @on_devices("consumers", [(2,), (3,)])
-def test_blocks_that_stay(
-    rng: np.random.Generator, stream: Any, consumers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_stay(rng, stream, consumers, monkeypatch):
     """More tiles than the GPU has multiprocessors: every block works on several."""
     case = cases.make_case(rng, stream, (3, 300, 32, 4, 64), "bfloat16")
     for array in (case.attend.out, case.attend.log_sum_exp):
@@ -67,7 +62,7 @@ def test_blocks_that_stay(
 
 
 @on_devices("dtype shape", *(product(["float32", "bfloat16"], shapes) for shapes in (cases.SMALL, [(2, 9, 4, 2, 40)])))
-def test_simple(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...]) -> None:
+def test_simple(rng, stream, dtype, shape):
     case = cases.make_case(rng, stream, shape, dtype)
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels="simple"), dtype, shape[-1])
 
@@ -84,7 +79,7 @@ TO_OTHERS = {  # the sets of kernels that are quick enough
     [(each, "bfloat16", shape) for shape, sets in TO_OTHERS.items() for each in EMULATED if (each in sets) is quick]
     for quick in (True, False)
 ))
-def test_to_others(rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[Any, ...]) -> None:
+def test_to_others(rng, stream, kernels, dtype, shape):
     """Attention to keys of another rank is merged with what is there, and its gradients are added, there alone."""
     cases.check_to_others(rng, stream, kernels, dtype, shape)
 
@@ -92,7 +87,7 @@ def test_to_others(rng: np.random.Generator, stream: Any, kernels: str, dtype: s
 @on_devices("dtype shape", *(product(["float32", "bfloat16"], shapes) for shapes in (
     [(2, 65, 4, 2, 48, (0, 65), (0, 33)), (1, 40, 2, 2, 200, (20, 40), (0, 40))], [(2, 10, 4, 2, 40, (5, 10), (0, 9))],
 )))
-def test_simple_to_others(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[Any, ...]) -> None:
+def test_simple_to_others(rng, stream, dtype, shape):
     test_to_others(rng, stream, "simple", dtype, shape)
 
 
@@ -100,13 +95,13 @@ def test_simple_to_others(rng: np.random.Generator, stream: Any, dtype: str, sha
     "kernels shape", product(SETS, [(1, 170, 2, 1, 64, (85, 170), (0, 170)), (2, 200, 2, 2, 128, (0, 200), (0, 150))]),
     [*product(EMULATED, [(1, 150, 2, 1, 64, (75, 150), (0, 150))]), ("simple", (2, 10, 4, 2, 40, (5, 10), (0, 9)))],
 )
-def test_to_others_unlike(rng: np.random.Generator, stream: Any, kernels: str, shape: tuple[Any, ...]) -> None:
+def test_to_others_unlike(rng, stream, kernels, shape):
     """Keys that do not exist have no part, though all scores are lower; any block may have the largest value."""
     cases.check_to_others(rng, stream, kernels, "bfloat16", shape, unlike=True)
 
 
 @on_devices("kernels d", product(SETS, [64, 128]), product(EMULATED, [64]))
-def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
+def test_the_largest_sums_of_others(rng, stream, kernels, d):
     """Those of ``test_the_largest_sums``, in the last keys alone."""
     length, small = 256, slice(0, 128)
     sign = np.where(rng.random((length, 1)) < 0.5, -1.0, 1.0)
@@ -128,7 +123,7 @@ def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, kerne
 
 
 @on_devices("kernels", product(SETS), product([*EMULATED, "simple"]))
-def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream: Any, kernels: str) -> None:
+def test_others_that_matter_alone_or_not_at_all(rng, stream, kernels):
     """Their scores are larger, or smaller, than all others' by hundreds: the merge forgets the one or the other."""
     qkv, kv = np.ones((64, 3 * 64)), np.ones((64, 2 * 64))
     kv[:, 64:] = 3
@@ -144,7 +139,7 @@ def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream
 
 
 @on_devices("kernels", product(SETS))
-def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, kernels: str) -> None:
+def test_equal_bits_to_others(rng, stream, kernels):
     """Run after run, with many blocks at work."""
     samples, length, heads, kv_heads, d = 1, 1000, 16, 4, 64
     tokens, kind = samples * length, DTYPES["bfloat16"].numpy
@@ -164,7 +159,7 @@ def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, kernels: st
 
 
 @on_devices("kernels", product(SETS))
-def test_large_scores(rng: np.random.Generator, stream: Any, kernels: str) -> None:
+def test_large_scores(rng, stream, kernels):
     """Scores of hundreds: only the shift by the maximum keeps them finite."""
     case = cases.make_case(rng, stream, (1, 200, 2, 2, 64), "bfloat16", spread=8.0)
     results = case.run(stream, cases.device_arena(stream), kernels=kernels)
@@ -174,7 +169,7 @@ def test_large_scores(rng: np.random.Generator, stream: Any, kernels: str) -> No
 
 
 @on_devices("kernels", product(SETS))
-def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, kernels: str) -> None:
+def test_equal_bits_and_graph(rng, stream, kernels):
     """Run after run, and replayed from a graph, on operands that change between replays."""
     shape = (2, 777, 8, 2, 128)
     case, other = cases.make_case(rng, stream, shape, "bfloat16"), cases.make_case(rng, stream, shape, "bfloat16")
@@ -194,7 +189,7 @@ def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, kernels: st
 
 
 @on_devices("d", product([64, 128]))
-def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) -> None:
+def test_equal_bits_many_times(rng, stream, d):
     """With many blocks at work; a race once showed in one of a hundred runs."""
     samples, length, heads, kv_heads = 2, 2048, 32, 8
     shapes, kind = [(samples * length, n * d) for n in (heads + 2 * kv_heads, heads)], DTYPES["bfloat16"].numpy
@@ -208,7 +203,7 @@ def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) ->
 
 
 @on_devices()
-def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> None:
+def test_samples_and_heads_do_not_mix(rng, stream):
     """NaN in one sample and one kv head stays there."""
     case = cases.make_case(rng, stream, (2, 150, 4, 2, 64), "bfloat16")
     clean = case.run(stream, cases.device_arena(stream))
@@ -223,7 +218,7 @@ def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> 
 
 
 @on_devices("kernels d", product(SETS, [64, 128]))
-def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
+def test_the_size_of_gradients_does_not_matter(rng, stream, kernels, d):
     """dQ is added up relative to what it can be at most: powers of two less leave the same bits."""
     case = cases.make_case(rng, stream, (1, 300, 4, 2, d), "bfloat16")
     first = case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].astype(np.float32)
@@ -237,7 +232,7 @@ def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream:
 
 
 @on_devices("kernels d", product(SETS, [64, 128]))
-def test_the_largest_sums(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
+def test_the_largest_sums(rng, stream, kernels, d):
     """Values, keys and d_out of one direction each, so that a query's dQ is half of what it can be at most."""
     length = 640
     sign = np.where(rng.random((length, 1)) < 0.5, -1.0, 1.0)
@@ -252,9 +247,7 @@ def test_the_largest_sums(rng: np.random.Generator, stream: Any, kernels: str, d
 
 @pytest.mark.parametrize(("key", "value"), [(30, 1e-3), (8, 8)])
 @on_devices("kernels d", product(SETS, [64, 128]))
-def test_a_token_unlike_the_others(
-    rng: np.random.Generator, stream: Any, kernels: str, d: int, key: float, value: float
-) -> None:
+def test_a_token_unlike_the_others(rng, stream, kernels, d, key, value):
     """A first token that attracts attention and has little to say, and one that is large altogether."""
     case = cases.make_case(rng, stream, (1, 1500, 4, 2, d), "bfloat16")
     qkv = case.attend.qkv.numpy(stream).astype(np.float64)
@@ -271,7 +264,7 @@ def test_a_token_unlike_the_others(
 
 
 @on_devices("kernels d", product(SETS, [64, 128]))
-def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
+def test_later_tokens_do_not_matter(rng, stream, kernels, d):
     """Not by a bit: neither as keys whose values are huge, nor in what dQ can be at most."""
     case = cases.make_case(rng, stream, (1, 512, 4, 2, d), "bfloat16")
     first = case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].view(np.uint16)
@@ -287,9 +280,7 @@ def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, kerne
     ("where", "value"), [*product(["q", "k", "v", "d_out", "out"], [np.nan, np.inf]), ("log_sum_exp", np.nan)]
 )
 @on_devices("kernels d", product(SETS, [64, 128]))
-def test_what_is_not_finite_stays_so(
-    rng: np.random.Generator, stream: Any, kernels: str, where: str, value: float, d: int
-) -> None:
+def test_what_is_not_finite_stays_so(rng, stream, kernels, where, value, d):
     """In dQ too, which is added up in integers: of the queries that see it none is finite, of others all are."""
     length, at = 300, 200
     case = cases.make_case(rng, stream, (1, length, 2, 2, d), "bfloat16")
@@ -313,7 +304,7 @@ def test_what_is_not_finite_stays_so(
 
 
 @on_devices(gpu=(), host=[()])
-def test_what_no_kernel_takes_is_refused(rng: np.random.Generator, stream: Any) -> None:
+def test_what_no_kernel_takes_is_refused(rng, stream):
     case, launch = cases.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16"), cases.launcher(None)
     with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
         ops.attention(case.attend, launch)

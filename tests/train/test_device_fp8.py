@@ -1,7 +1,5 @@
 """Matrices in 8 bits: quantized on GPUs, also emulated, to NumPy's bits; products and runs near NumPy's on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -220,7 +218,7 @@ def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out, one):
         lost = 32 * 2.0**-12 * _largest_of_32(a64) @ _largest_of_32(b64).T
     result, more, bias = ops.zeros((m, n), out), rng.normal(size=(m, n)), rng.normal(size=n)
     added, of_bias = _put(ops, more, out), _put(ops, bias, out)
-    cases: list[tuple[Any, Any, Any]] = [(None, None, 0.0), (added, None, ops.to_host(added).astype(np.float64))]
+    cases = [(None, None, 0.0), (added, None, ops.to_host(added).astype(np.float64))]
     if out == "bfloat16":
         cases.append((added, of_bias, cases[1][2] + ops.to_host(of_bias).astype(np.float64)))
     for residual, with_bias, plus in cases:
@@ -272,7 +270,7 @@ class TestRuns:
     def test_a_captured_step_has_the_bits_of_an_eager_one(self, text, tmp_path):
         """Recomputed and resumed, too."""
         run(text, tmp_path / "whole", *FP8)
-        cases: dict[str, list[Any]] = {name: ["--recompute", name] for name in ("norms", "block")}
+        cases = {name: ["--recompute", name] for name in ("norms", "block")}
         cases |= {"eager": ["--no-graph"], "rest": ["--resume", tmp_path / "whole" / "checkpoints" / "step-10"]}
         for name, flags in cases.items():
             run(text, tmp_path / name, *FP8, *flags)

@@ -1,22 +1,16 @@
 """Generation on GPUs, also emulated: kernels of the cache and of few rows, models of all families, one graph a step."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import kos.train
 from kos.errors import BackendUnavailable
-from kos.memory.arena import Arena
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.generate import Decoder
 from kos.train.trained import TrainedModel
 from tests.train import generate_cases as cases
-from tests.train.ops_cases import DTYPES, Side, arena, case, on_gpu, ops, side, sides
+from tests.train.ops_cases import DTYPES, arena, case, on_gpu, ops, side, sides
 from tests.train.runs import _train
 from tests.train.test_generate import CASES, GREEDY, PROMPTS, decoder, random_weights, tokens_of
 
@@ -24,12 +18,12 @@ __all__ = ["arena", "ops", "side"]
 
 
 @sides("shape", [(each,) for each in cases.ATTENTIONS], turns=[(cases.ATTENTIONS[n],) for n in (0, 2, 1, 3)])
-def test_attention_to_a_cache(ops: Any, side: Side, rng: Any, arena: Arena, shape: tuple[Any, ...]) -> None:
+def test_attention_to_a_cache(ops, side, rng, arena, shape):
     cases.check_attention(ops, side, rng, arena, shape)
 
 
 @sides("n d f", [(1, 2048, 3072), (3, 77, 130), (16, 8192, 2048)], turns=[(3, 77, 5), (2, 264, 6), (16, 32, 3)])
-def test_products_of_few_rows(ops: Any, side: Side, rng: Any, n: int, d: int, f: int) -> None:
+def test_products_of_few_rows(ops, side, rng, n, d, f):
     cases.check_linear(ops, side, rng, n, d, f)
 
 
@@ -40,13 +34,13 @@ EMULATED = ("llama", "mistral", "qwen3", "olmo2", "gpt2")
 @pytest.mark.parametrize(
     ("side", "name", "bound"), [*MODELS, *(case("host", "float32", name, 1e-5) for name in EMULATED)], indirect=["side"]
 )
-def test_a_model(ops: Any, side: Side, name: str, bound: float) -> None:
+def test_a_model(ops, side, name, bound):
     """In bfloat16 logits are within 3% of the largest: two layers round each number to 8 bits."""
     cases.check_model(ops, name, np.dtype(getattr(ml_dtypes, side.dtype, side.dtype)), bound)
 
 
 @pytest.mark.parametrize("side", [case("host", "float32")], indirect=True)
-def test_what_a_trained_model_computes(ops: Any) -> None:
+def test_what_a_trained_model_computes(ops):
     """Logits, loss and texts on an emulated GPU in float32 are those of the CPU."""
     config = CASES["llama3"]
     weights, tokenizer = random_weights(config), NumberTokenizer(config.vocab_size)
@@ -62,7 +56,7 @@ def test_what_a_trained_model_computes(ops: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sequences", [2, 7, 16])
-def test_a_batch_has_the_bits_of_each_prompt_alone(sequences: int) -> None:
+def test_a_batch_has_the_bits_of_each_prompt_alone(sequences):
     ops, config, dtype = on_gpu(0), CASES["llama"], np.dtype(ml_dtypes.bfloat16)
     weights = cases.weights_on(ops, random_weights(config), config, dtype)
     prompts = [[(7 * n + at) % 41 for at in range(1 + 3 * n % 20)] for n in range(sequences)]
@@ -72,7 +66,7 @@ def test_a_batch_has_the_bits_of_each_prompt_alone(sequences: int) -> None:
 
 
 @pytest.mark.gpu
-def test_tokens_beyond_the_context_are_those_of_the_cpu() -> None:
+def test_tokens_beyond_the_context_are_those_of_the_cpu():
     """In float32; sequences that end stay in the batch, and longer ones are encoded anew between replays."""
     ops, config = on_gpu(0), CASES["llama3"]
     weights = random_weights(config)
@@ -83,7 +77,7 @@ def test_tokens_beyond_the_context_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_model_that_is_loaded_on_a_gpu(text: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_loaded_on_a_gpu(text, tmp_path):
     _train(text, tmp_path / "run", steps=3, tokenizer="chars")
     cpu, gpu = kos.train.load(tmp_path / "run"), kos.train.load(tmp_path / "run", "cuda:0")
     prompt = "one ring"

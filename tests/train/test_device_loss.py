@@ -1,7 +1,5 @@
 """The loss on GPUs, also emulated, against NumPy's in float64: of the whole vocabulary, and of parts of it."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Attention on GPUs, also emulated, with masks of documents and windows, against NumPy in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -72,9 +70,7 @@ def make_masked(
     [(kernels, "bfloat16", OF_KERNELS[kernels], kind) for kernels, kind in product(EMULATED, OTHERS)]
     + [(kernels, "bfloat16", (2, 140, 2, 1, 128), kind) for kernels, kind in product(EMULATED, MASKS)],
 )
-def test_masks(
-    rng: np.random.Generator, stream: Any, kernels: str, dtype: str, shape: tuple[int, ...], kind: str
-) -> None:
+def test_masks(rng, stream, kernels, dtype, shape, kind):
     documents, window = MASKS[kind]
     starts = make_starts(rng, documents, *shape[:2])
     case = make_masked(rng, stream, shape, dtype, starts, window)
@@ -84,12 +80,12 @@ def test_masks(
 @on_devices("dtype shape kind", product(["float32", "bfloat16"], cases.SMALL, MASKS), *(
     list(product(["float32", "bfloat16"], [(2, 20, 4, 2, 40)], kinds)) for kinds in (QUICK, OTHERS)
 ))
-def test_simple_masks(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...], kind: str) -> None:
+def test_simple_masks(rng, stream, dtype, shape, kind):
     test_masks(rng, stream, "simple", dtype, shape, kind)
 
 
 @on_devices("d kernels", product([64, 128], SETS))
-def test_random_masks(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
+def test_random_masks(rng, stream, kernels, d):
     for _ in range(8):
         kv_heads, group = (int(x) for x in rng.integers(1, 4, 2))
         shape = (int(rng.integers(1, 4)), int(rng.integers(1, 700)), kv_heads * group, kv_heads, d)
@@ -112,9 +108,7 @@ WHOLE_BLOCKS = (2, 1, 128, 1, 1, 64)  # of which some see nothing
     [*((*each, kind) for each, kind in product(EMULATED_RANKS, kinds)), *product(EMULATED, [WHOLE_BLOCKS], windows)]
     for kinds, windows in ((QUICK, ["window of 1"]), (OTHERS, ["window of 64"]))
 ))
-def test_masks_of_zigzag_parts(
-    rng: np.random.Generator, stream: Any, kernels: str, shape: tuple[int, ...], kind: str
-) -> None:
+def test_masks_of_zigzag_parts(rng, stream, kernels, shape, kind):
     """Each rank's attention to its own keys and to others', with masks of positions, is that of whole sequences."""
     ranks, samples, chunk, heads, kv_heads, d = shape
     (documents, window), length, n, dtype = MASKS[kind], 2 * ranks * chunk, 2 * samples * chunk, "bfloat16"
@@ -126,7 +120,7 @@ def test_masks_of_zigzag_parts(
     out64, lse64, _ = masks.dense_packed(*wide, *whole, seen)
     d_qkv64 = masks.dense_packed(*wide, *whole, seen, out64.astype(kind_of))[2]
 
-    def of_rank(x: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def of_rank(x, at):
         return x.reshape(samples, length, -1)[:, at].reshape(n, -1)
 
     gradients = [np.zeros((n, qkv.shape[2]), np.float32) for _ in places]
@@ -170,15 +164,13 @@ def test_masks_of_zigzag_parts(
     *product(EMULATED, [1, 40, 300], [(1, 150, 2, 1, 64, (70, 150), (3, 140)), (1, 150, 2, 1, 64, (0, 1), (130, 131))]),
     *product(["simple"], [1, 40, 300], [(2, 20, 4, 2, 40, (5, 18), (3, 20))]),
 ])
-def test_masks_to_others(
-    rng: np.random.Generator, stream: Any, kernels: str, window: int, shape: tuple[Any, ...]
-) -> None:
+def test_masks_to_others(rng, stream, kernels, window, shape):
     """Any queries and keys of two ranks; many queries see none of the keys."""
     cases.check_to_others(rng, stream, kernels, "bfloat16", shape, window=window)
 
 
 @on_devices("kernels", product(SETS))
-def test_one_graph_for_all_masks(rng: np.random.Generator, stream: Any, kernels: str) -> None:
+def test_one_graph_for_all_masks(rng, stream, kernels):
     """Replayed after new starts of documents are in device memory: equal bits with a launch of its own."""
     samples, length = shape = (2, 520)
     case = cases.make_case(rng, stream, (*shape, 4, 2, 64), "bfloat16")
@@ -200,7 +192,7 @@ def test_one_graph_for_all_masks(rng: np.random.Generator, stream: Any, kernels:
 
 
 @on_devices("kernels d", product(SETS, [64, 128]), product(EMULATED, [64]))
-def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, kernels: str, d: int) -> None:
+def test_other_documents_do_not_matter(rng, stream, kernels, d):
     """Not by a bit, however large and not finite they are: the documents are whole blocks."""
     length, document = 384, slice(128, 256)
     starts = masks.starts_of([128], 1, length)
@@ -219,7 +211,7 @@ def test_other_documents_do_not_matter(rng: np.random.Generator, stream: Any, ke
 
 
 @on_devices("kernels", product(SETS), product(EMULATED))
-def test_a_mask_of_everything_changes_no_bit(rng: np.random.Generator, stream: Any, kernels: str) -> None:
+def test_a_mask_of_everything_changes_no_bit(rng, stream, kernels):
     case = cases.make_case(rng, stream, (1, 150, 2, 1, 64), "bfloat16")
     arena, at = cases.device_arena(stream), np.arange(150)
     plain = case.run(stream, arena, kernels=kernels)

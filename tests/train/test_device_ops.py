@@ -1,7 +1,5 @@
 """Each operation of the cuda dialect against the numpy one in float64, on odd and even shapes, on GPUs and emulated."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import numpy as np
@@ -194,9 +192,7 @@ def test_layer_norm(ops, side, rng, arena, n, d):
     side.close(out, expected, 8)
     side.close(statistics, statistics64, 8, "float32")
     d_weight64, d_bias64, dx64 = np.full(d, np.nan), np.full(d, np.nan), start64.copy()
-    reference.normalize_backward(
-        d_out64.copy(), x64, norm64, statistics64, dx64, d_weight64, False, Arena(), d_bias64
-    )
+    reference.normalize_backward(d_out64.copy(), x64, norm64, statistics64, dx64, d_weight64, False, Arena(), d_bias64)
 
     def backward(d_both, add):
         ops.copy(start, dx)

@@ -1,7 +1,5 @@
 """The corpora that are there without data: Python's own sources, and tiny Shakespeare by download."""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import os
@@ -9,7 +7,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +21,7 @@ from tests.train.refusal import refused
 from tests.train.test_corpus import PLAY, documents, refusal
 
 
-def test_the_standard_librarys_own_sources() -> None:
+def test_the_standard_librarys_own_sources():
     assert len(set(TRAIN) | set(VAL)) == len(TRAIN) + len(VAL), "a file is in one split, once"
     for names in (TRAIN, VAL):
         assert list(names) == sorted(names)
@@ -38,7 +35,7 @@ def test_the_standard_librarys_own_sources() -> None:
     assert (got.train, got.val) == (train, val) and got.held_out.endswith(" and 14 more")
 
 
-def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
+def test_a_python_without_sources_is_refused(tmp_path):
     with refused(DataError, "sources", str(tmp_path), "--data PATH"):
         read_stdlib(tmp_path)
 
@@ -73,7 +70,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Counter[str]]]:
+def server(monkeypatch):
     """A server on a free port of this host: its URL and the requests it got."""
 
     class Handler(_Handler):
@@ -91,7 +88,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Counter[str]]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def play(tmp_path, monkeypatch):
     """PLAY in the place of tinyshakespeare, in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(download, "URL", "http://127.0.0.1:9/")
@@ -99,16 +96,14 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "SHA256", hashlib.sha256(PLAY).hexdigest())
 
 
-def test_tinyshakespeare_is_the_published_file() -> None:
+def test_tinyshakespeare_is_the_published_file():
     assert download.SIZE == 1_115_394
     assert download.SHA256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
     assert download.URL.endswith("karpathy/char-rnn/master/data/tinyshakespeare/input.txt")
 
 
 @pytest.mark.parametrize("path", ["/good", "/redirect"])
-def test_download_once_then_from_the_cache(
-    tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_download_once_then_from_the_cache(tmp_path, server, play, monkeypatch, path):
     url, requests = server
     monkeypatch.setattr(download, "URL", url + path)
     text = PLAY.decode()
@@ -138,9 +133,7 @@ def test_download_once_then_from_the_cache(
         ("/stall", ["timed out", "--data PATH"]),
     ],
 )
-def test_a_wrong_download_is_refused_and_leaves_nothing(
-    tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch, path: str, parts: list[str]
-) -> None:
+def test_a_wrong_download_is_refused_and_leaves_nothing(tmp_path, server, play, monkeypatch, path, parts):
     url, requests = server
     monkeypatch.setattr(download, "URL", url + path)
     monkeypatch.setattr(download, "SOCKET_SECONDS", 0.3 if path == "/stall" else 20.0)
@@ -152,20 +145,20 @@ def test_a_wrong_download_is_refused_and_leaves_nothing(
     assert not [*(tmp_path / "cache" / "kos").iterdir()]
 
 
-def test_without_a_network_one_line_names_the_way_out(play: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_one_line_names_the_way_out(play, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     refusal("tinyshakespeare", download.URL, "refused", "without a network", "--data PATH")
     monkeypatch.setattr(download, "URL", "not a url")
     refusal("tinyshakespeare", "not a url", "--data PATH")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, play: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path, play, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refusal("tinyshakespeare", "cache that can be written", str(tmp_path / "file"))
 
 
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "kos"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,7 +1,5 @@
 """The step that --plan predicts: bytes counted by axis, and times."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

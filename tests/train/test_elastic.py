@@ -1,7 +1,5 @@
 """``--elastic``: ranks are lost and leave, and the run has the bits of one in which nothing happened."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal
@@ -29,7 +27,6 @@ from kos.train import checkpoint, report
 from kos.train.device import Device
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import plan_memory
-from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.newcomer import Newcomer
 from kos.train.optim import Optimizer
@@ -42,18 +39,7 @@ from kos.train.run_context import ADDRESS
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
-from tests.train.elastic_runs import (
-    RANKS,
-    SHAPE,
-    STEPS,
-    config_of,
-    no_dry_run,
-    ranks_of,
-    result,
-    text,
-    train,
-    unhurt,
-)
+from tests.train.elastic_runs import RANKS, SHAPE, STEPS, config_of, no_dry_run, ranks_of, result, text, train, unhurt
 from tests.train.host_kernels.engine import DeviceComm
 
 __all__ = ["no_dry_run", "text", "unhurt"]
@@ -73,9 +59,7 @@ FAULTS: dict[str, list[Fault]] = {
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("where", FAULTS)
-def test_a_lost_rank_changes_no_bit(
-    where: str, zero: int, text: Path, tmp_path: Path, unhurt: Any, capsys: Any
-) -> None:
+def test_a_lost_rank_changes_no_bit(where, zero, text, tmp_path, unhurt, capsys):
     assert train(text, tmp_path, FAULTS[where], zero=zero) == unhurt
     assert ranks_of(tmp_path)[-1][0] == RANKS - len(FAULTS[where])
     assert " lost after step " in capsys.readouterr().out
@@ -85,7 +69,7 @@ def test_a_lost_rank_changes_no_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_every_operation(rank: int, zero: int, text: Path, tmp_path: Path, unhurt: Any) -> None:
+def test_every_operation(rank, zero, text, tmp_path, unhurt):
     """A rank ends before each of its operations, from the first validation on."""
     for operation in range(32 + zero, 70 + 18 * zero):
         assert train(text, tmp_path / str(operation), [Fault("crash", rank, operation)], zero=zero) == unhurt, operation
@@ -121,10 +105,10 @@ def on_gpus(text: Path, out: Path, faults: Sequence[Fault] = (), **changes: Any)
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("zero", "graph"), [(0, True), (1, True), (1, False)])
-def test_gpus(zero: int, graph: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus(zero, graph, text, tmp_path, monkeypatch):
     """A lost rank; without a graph, also ranks that are behind by a step."""
     plain = on_gpus(text, tmp_path / "plain", zero=zero, graph=graph)
-    how: dict[str, Any] = {"zero": zero, "graph": graph, "elastic": "1"}
+    how = {"zero": zero, "graph": graph, "elastic": "1"}
     assert on_gpus(text, tmp_path / "hurt", [Fault("crash", 1, 4, call="all_to_all")], **how) == plain
     assert ranks_of(tmp_path / "hurt")[-1] == (3, 1)
     if not graph:
@@ -133,23 +117,19 @@ def test_gpus(zero: int, graph: bool, text: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_who_is_behind_applies_the_step_from_its_own_sums(
-    zero: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_behind_applies_the_step_from_its_own_sums(zero, text, tmp_path, unhurt, monkeypatch):
     applied = interrupt([3], [1, 2], monkeypatch)
     assert train(text, tmp_path, zero=zero) == unhurt
     assert sorted(applied) == [1, 2] and ranks_of(tmp_path) == [(4, 0)] * 4 + [(4, 1)] * 2
 
 
-def test_a_step_that_nobody_applied_is_computed_again(
-    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_nobody_applied_is_computed_again(text, tmp_path, unhurt, monkeypatch):
     applied = interrupt([3], range(RANKS), monkeypatch)
     assert train(text, tmp_path) == unhurt
     assert not applied and ranks_of(tmp_path) == [(4, 0)] * 3 + [(4, 1)] * 3
 
 
-def test_an_update_needs_the_same_step_of_all_ranks() -> None:
+def test_an_update_needs_the_same_step_of_all_ranks():
     weights = Parameters({"w": (3, 2)})
     optimizer, report = Optimizer(AdamW(), weights), np.array([0.0, 2.0, 7.0, 0.0, 1.5])
     others = np.stack([report, report])
@@ -161,14 +141,14 @@ def test_an_update_needs_the_same_step_of_all_ranks() -> None:
             optimizer.agree(weights, report, wrong)
 
 
-def test_both_holders_of_a_part_are_lost(text: Path, tmp_path: Path) -> None:
+def test_both_holders_of_a_part_are_lost(text, tmp_path):
     faults = [Fault("crash", rank, 4, call="all_to_all") for rank in (1, 2)]
     with pytest.raises(CheckpointError, match="expected one of ranks 1-2, which hold a part of the state, got neither"):
         train(text, tmp_path, faults, zero=1)
 
 
 @pytest.mark.parametrize("where", ["within a step", "in a validation", "at a checkpoint"])
-def test_fewer_ranks_than_the_least_save_and_end(where: str, text: Path, tmp_path: Path, unhurt: Any) -> None:
+def test_fewer_ranks_than_the_least_save_and_end(where, text, tmp_path, unhurt):
     """What is saved is the step that is done, also if its validation or its row was not."""
     with pytest.raises(CollectiveError, match=r"expected at least 4 ranks \(--elastic\), got 3.*resume with"):
         train(text, tmp_path, FAULTS[where], elastic="4", save_every=0 if where == "within a step" else 2)
@@ -177,15 +157,13 @@ def test_fewer_ranks_than_the_least_save_and_end(where: str, text: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("zero", "leaving"), [(0, [0]), (0, [1, 2]), (1, [1, 2]), (1, [3])])
-def test_a_rank_leaves_between_steps(
-    zero: int, leaving: list[int], text: Path, tmp_path: Path, unhurt: Any, capsys: Any
-) -> None:
+def test_a_rank_leaves_between_steps(zero, leaving, text, tmp_path, unhurt, capsys):
     """Of two that hold a part of the state, one leaves a step later."""
 
-    def ask(trainer: Trainer) -> None:
+    def ask(trainer):
         trainer.stop.number, rank, show = signal.SIGUSR1, trainer.comm.rank, trainer.device.show
 
-        def shown(what: str, share: float) -> None:
+        def shown(what, share):
             trainer.stop.asked |= rank in leaving and what == "step 2"
             show(what, share)
 
@@ -198,17 +176,17 @@ def test_a_rank_leaves_between_steps(
     assert " left after step 2: " in capsys.readouterr().out
 
 
-def test_where_too_few_would_be_left_all_stop(text: Path, tmp_path: Path) -> None:
-    def ask(trainer: Trainer) -> None:
+def test_where_too_few_would_be_left_all_stop(text, tmp_path):
+    def ask(trainer):
         trainer.stop.number, trainer.stop.asked = signal.SIGTERM, trainer.comm.rank > 1
 
     config = config_of(text, tmp_path, elastic="3")
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = Trainer(config, comm)
         show = trainer.device.show
 
-        def shown(what: str, share: float) -> None:
+        def shown(what, share):
             if what == "step 2":
                 ask(trainer)
             show(what, share)
@@ -221,12 +199,10 @@ def test_where_too_few_would_be_left_all_stop(text: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("when", ["while data is read", "in the first validation"])
-def test_a_rank_that_is_asked_before_the_first_step_leaves_alone(
-    when: str, text: Path, tmp_path: Path, unhurt: Any
-) -> None:
+def test_a_rank_that_is_asked_before_the_first_step_leaves_alone(when, text, tmp_path, unhurt):
     config = config_of(text, tmp_path, elastic="1")
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         stop, asked = Stop(), comm.rank == 2
         stop.number, stop.asked = signal.SIGTERM, asked and when == "while data is read"
         trainer = Trainer(config, comm, stop)
@@ -239,19 +215,17 @@ def test_a_rank_that_is_asked_before_the_first_step_leaves_alone(
     assert ranks_of(tmp_path) == [(4, 0)] + [(3, 1)] * 5
 
 
-def test_a_newcomer_that_is_asked_before_it_joins_leaves(text: Path, tmp_path: Path) -> None:
+def test_a_newcomer_that_is_asked_before_it_joins_leaves(text, tmp_path):
     (stop := Stop()).asked = True
     with pytest.raises(Left, match="left before it joined the run, as asked"):
         Newcomer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9"), stop)
 
 
-def test_an_exchange_of_gpus_alone_finds_the_loss(
-    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exchange_of_gpus_alone_finds_the_loss(text, tmp_path, unhurt, monkeypatch):
     """Their validation ends in an exchange of the rendezvous (backend nccl), which raises its own error."""
     evaluate = Device.evaluate
 
-    def other(self: Device) -> float:
+    def other(self):
         try:
             return evaluate(self)
         except RankLost as error:
@@ -263,19 +237,17 @@ def test_an_exchange_of_gpus_alone_finds_the_loss(
 
 
 @pytest.mark.parametrize("error", ["expected the run in epoch 0, got 1: other ranks", "shrink: rank 3 was left out"])
-def test_ranks_that_others_have_left_out_do_not_continue(
-    error: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_others_have_left_out_do_not_continue(error, text, tmp_path, monkeypatch):
     """They wake up after the others have gone on; what is the others' stays."""
     drop, address = Trainer.drop_save, tmp_path / ADDRESS
 
-    def woken(self: Trainer) -> None:
+    def woken(self):
         with (tmp_path / "metrics.jsonl").open("a") as rows:
             rows.write('{"step": 5, "epoch": 1}\n')
         address.write_text("of the others")
         drop(self)
 
-    def refuse(self: Communicator) -> Communicator:
+    def refuse(self):
         raise CollectiveError(error)
 
     monkeypatch.setattr(Trainer, "drop_save", woken)
@@ -286,14 +258,12 @@ def test_ranks_that_others_have_left_out_do_not_continue(
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
 
 
-def test_a_device_that_cannot_be_made_again_is_said(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_cannot_be_made_again_is_said(text, tmp_path, monkeypatch):
     """The former one is closed by then."""
 
     make, runs = Trainer.make_device, list[Trainer]()
 
-    def broken(run: Trainer) -> None:
+    def broken(run):
         if run in runs:
             raise CudaError("cuMemAlloc: 999, unknown error")
         runs.append(run)
@@ -311,10 +281,7 @@ def test_a_device_that_cannot_be_made_again_is_said(
     ({"PMI_SIZE": "4", "SLURM_PROCID": "0"}, [], 0),
     ({}, [], 0),
 ])  # fmt: skip
-def test_an_mpirun_that_ends_all_ranks_is_warned_of(
-    environment: dict[str, str], options: list[str], warned: int, text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_an_mpirun_that_ends_all_ranks_is_warned_of(environment, options, warned, text, tmp_path, monkeypatch, capfd):
     for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_MCA_mpi_ft_enable", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -324,10 +291,10 @@ def test_an_mpirun_that_ends_all_ranks_is_warned_of(
     assert capfd.readouterr().err.count("kos: --elastic: this mpirun ends all ranks when one is lost") == warned
 
 
-def test_other_runs_agree_on_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_runs_agree_on_nothing(text, tmp_path, monkeypatch):
     calls, agree = Counter[bool](), Optimizer.agree
 
-    def counted(self: Optimizer, *arguments: Any) -> None:
+    def counted(self, *arguments):
         calls[changes] += 1
         agree(self, *arguments)
 
@@ -337,7 +304,7 @@ def test_other_runs_agree_on_nothing(text: Path, tmp_path: Path, monkeypatch: py
     assert calls == {True: RANKS * STEPS}
 
 
-def test_ctrl_c_stops_the_run() -> None:
+def test_ctrl_c_stops_the_run():
     stop = Stop()
     stop.leaves, stop.asked = True, True
     wishes = []
@@ -348,12 +315,12 @@ def test_ctrl_c_stops_the_run() -> None:
     assert [*wishes, stop.wish] == [2, 2, 1, 0]
 
 
-def test_uneven_runs_are_the_same_batch(text: Path, tmp_path: Path, unhurt: Any) -> None:
+def test_uneven_runs_are_the_same_batch(text, tmp_path, unhurt):
     for ranks in (3, 1):
         assert train(text, tmp_path / str(ranks), ranks=ranks, elastic="1:8") == unhurt
 
 
-def test_without_deterministic_the_curve_is_the_same(text: Path, tmp_path: Path) -> None:
+def test_without_deterministic_the_curve_is_the_same(text, tmp_path):
     plain, _ = train(text, tmp_path / "plain", deterministic=False, micro_batch_size=1, elastic=None)
     hurt, _ = train(text, tmp_path / "hurt", [Fault("crash", 2, 2, call="all_reduce")], deterministic=False)
     np.testing.assert_allclose([row[1] for row in hurt], [row[1] for row in plain], rtol=1e-5)
@@ -366,12 +333,12 @@ def test_without_deterministic_the_curve_is_the_same(text: Path, tmp_path: Path)
     ({"elastic": "2", "compress": "int8"}, "compress: expected none (argument: elastic), got int8"),
     ({"elastic": "2", "optimizer": "muon", "zero": 1}, "zero: expected 0 with muon (argument: elastic), got 1"),
 ])  # fmt: skip
-def test_refused(changes: dict[str, Any], said: str, text: Path, tmp_path: Path) -> None:
+def test_refused(changes, said, text, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(said)):
         config_of(text, tmp_path, **changes)
 
 
-def test_the_ranks_fit_the_batch(text: Path, tmp_path: Path) -> None:
+def test_the_ranks_fit_the_batch(text, tmp_path):
     """Micro-batches do not depend on how many ranks there are at a time."""
     config = config_of(text, tmp_path, elastic="2:4", deterministic=False, batch_size=24)
     assert {config.for_world(ranks).micro_batch_size for ranks in (2, 3, 4)} == {6}
@@ -385,7 +352,7 @@ def test_the_ranks_fit_the_batch(text: Path, tmp_path: Path) -> None:
         config.model_copy(update={"elastic": "5"}).check_ranks(1)
 
 
-def test_other_layouts_say_what_a_loss_means(text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_other_layouts_say_what_a_loss_means(text, tmp_path, capsys):
     model = {**SHAPE, "hidden_size": 24, "intermediate_size": 32, "num_key_value_heads": 2, "vocab_size": 256}
     changes = {"steps": 1, "eval_batches": 0, "deterministic": False, "model": model}
     config = config_of(text, tmp_path, elastic="1", tp=2, **changes)
@@ -393,10 +360,10 @@ def test_other_layouts_say_what_a_loss_means(text: Path, tmp_path: Path, capsys:
     assert "in this layout a lost rank ends the run at the last checkpoint" in capsys.readouterr().out
 
 
-def test_the_second_part_is_planned(text: Path, tmp_path: Path) -> None:
-    model: LlamaConfig = config_of(text, tmp_path).model_config_for(256)
+def test_the_second_part_is_planned(text, tmp_path):
+    model = config_of(text, tmp_path).model_config_for(256)
 
-    def state(**changes: Any) -> tuple[str, int]:
+    def state(**changes):
         config = config_of(text, tmp_path, zero=1, **changes).for_world(RANKS)
         schedule = schedules.build("1f1b", 1, 2)
         plan = plan_memory(config, model, DryOps(), Mesh.dry(Layout(dp=RANKS)), schedule)
@@ -407,7 +374,7 @@ def test_the_second_part_is_planned(text: Path, tmp_path: Path) -> None:
     assert name.endswith("held twice)") and twice - once == whole // RANKS
 
 
-def test_processes_end_as_promised(tmp_path: Path) -> None:
+def test_processes_end_as_promised(tmp_path):
     """A run with random faults; a rank that left ends with 75, one that others left out by itself."""
     text = elastic_faults.letters(tmp_path / "letters.txt")
     plain = elastic_faults.Run(tmp_path / "plain", text)
@@ -420,7 +387,7 @@ def test_processes_end_as_promised(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_all_is_told_by_the_rank_that_is_the_first_now(tmp_path: Path) -> None:
+def test_an_error_of_all_is_told_by_the_rank_that_is_the_first_now(tmp_path):
     (text := tmp_path / "letters.txt").write_bytes(b"a few letters of a text " * 800)
     run = elastic_faults.Run(tmp_path / "run", text, "--elastic=4")
     deadline = time.monotonic() + 60

@@ -1,7 +1,5 @@
 """``--join``: newcomers join an elastic run, which has the bits of one in which nothing happened."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -15,14 +13,7 @@ import pytest
 import kos
 from kos.comm import groups
 from kos.comm.communicator import Communicator
-from kos.errors import (
-    BackendUnavailable,
-    CollectiveError,
-    ConfigError,
-    RankLost,
-    RendezvousError,
-    TrainingError,
-)
+from kos.errors import BackendUnavailable, CollectiveError, ConfigError, RankLost, RendezvousError, TrainingError
 from kos.testing import Fault
 from kos.train import checkpoint, elastic
 from kos.train.checkpoint import saving
@@ -30,17 +21,7 @@ from kos.train.data import packing
 from kos.train.newcomer import Newcomer
 from kos.train.parallel.failures import LEAVE
 from kos.train.run_context import ADDRESS
-from tests.train.elastic_runs import (
-    RANKS,
-    SHAPE,
-    config_of,
-    no_dry_run,
-    ranks_of,
-    text,
-    train,
-    unhurt,
-    until,
-)
+from tests.train.elastic_runs import RANKS, SHAPE, config_of, no_dry_run, ranks_of, text, train, unhurt, until
 from tests.train.test_loss_masks import write_lines
 
 __all__ = ["no_dry_run", "text", "unhurt"]
@@ -68,13 +49,11 @@ def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading
 
 @pytest.mark.parametrize("newcomers", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_newcomers_get_all_from_the_ranks(
-    zero: int, newcomers: int, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newcomers_get_all_from_the_ranks(zero, newcomers, text, tmp_path, unhurt, monkeypatch):
     """It replaces a lost rank. Or two join one: with ZeRO-1 ranks hold different parts of what one rank held whole."""
     threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
 
-    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+    def start_step(self, step, wish):
         comm = self.run.comm
         if (step == 2 if newcomers == 2 else comm.size == 3 and comm.rank == 0) and not threads:
             threads.extend([join(text, tmp_path, comm.address, zero=zero) for _ in range(newcomers)])
@@ -117,17 +96,15 @@ def invite(
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_checkpoint_is_completed_before_ranks_leave_or_join(
-    leaves: bool, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_path, unhurt, monkeypatch):
     """No rank waits for its files: the run goes on with the same ranks until they are complete."""
     write, start, may_end = saving.write_tensors, elastic.Elastic.start_step, threading.Event()
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments):
         may_end.wait(60)
         return write(*arguments)
 
-    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+    def start_step(self, step, wish):
         files = self.run.saving
         if step == 4 and files is not None:
             may_end.set()
@@ -145,17 +122,15 @@ def test_a_checkpoint_is_completed_before_ranks_leave_or_join(
         assert not errors and not thread.is_alive()
 
 
-def test_some_ranks_know_of_a_loss_where_others_grow(
-    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_some_ranks_know_of_a_loss_where_others_grow(text, tmp_path, unhurt, monkeypatch):
     """One has called shrink, and the others grow, each of them late: all go on without the rank that is lost."""
     shrink, calls = Communicator.shrink, Counter[int]()
 
-    def counted(self: Communicator) -> Communicator:
+    def counted(self):
         calls[self.rank] += 1
         return shrink(self)
 
-    def admit(self: elastic.Elastic) -> None:
+    def admit(self):
         if self.run.epoch == 0:
             if (rank := self.run.comm.rank) == 1:
                 raise RankLost("a rank is lost")  # as in a validation that has ended on the other ranks
@@ -167,10 +142,8 @@ def test_some_ranks_know_of_a_loss_where_others_grow(
     assert calls[1] == RANKS and elastic.TRIES < RANKS
 
 
-def test_a_newcomer_without_the_backend_does_not_end_the_run(
-    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def communicator(*arguments: Any, **options: Any) -> Any:
+def test_a_newcomer_without_the_backend_does_not_end_the_run(text, tmp_path, unhurt, monkeypatch, capsys):
+    def communicator(*arguments, **options):
         arguments[2].close()
         raise BackendUnavailable("nccl: rank 4: no module named nccl")
 
@@ -180,12 +153,10 @@ def test_a_newcomer_without_the_backend_does_not_end_the_run(
     assert "no rank joined: nccl: rank 4: no module named nccl" in capsys.readouterr().out
 
 
-def test_a_newcomer_whose_ranks_die_meanwhile_says_so(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, monkeypatch):
     """It knows nothing of the run yet."""
 
-    def dies(run: Any) -> Any:
+    def dies(run):
         raise TrainingError("the machine goes down")
 
     monkeypatch.setattr(elastic, "facts_of", dies)
@@ -205,10 +176,7 @@ def test_a_newcomer_whose_ranks_die_meanwhile_says_so(
     ({"fit": "whole"}, "--fit: expected cut, which the run has, got whole; add --fit cut"),
     ({}, "--data: expected letters.txt ([0-9a-f]{12}), which the run has, got other.txt"),
 ])  # fmt: skip
-def test_a_newcomer_with_other_settings_is_refused(
-    changes: dict[str, Any], said: str, text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:  # fmt: skip
+def test_a_newcomer_with_other_settings_is_refused(changes, said, text, tmp_path, unhurt, monkeypatch, capsys):
     """By name, on its side and on theirs; the ranks go on, and say nothing of a rank that is gone."""
     (other := tmp_path / "other.txt").write_bytes(text.read_bytes()[::-1])
     threads = invite(text if changes else other, tmp_path, monkeypatch, lambda self: None, **changes)
@@ -223,13 +191,11 @@ def test_a_newcomer_with_other_settings_is_refused(
 
 
 @pytest.mark.parametrize("how", ["held out", "packed", "by address"])
-def test_a_newcomer_reads_the_data_as_a_resumed_run(
-    how: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_newcomer_reads_the_data_as_a_resumed_run(how, text, tmp_path, monkeypatch, capsys):
     """With the flags of the run, which holds out what it did before, and keeps a plan that an older version made."""
     by_address, changes = kos.join, dict[str, Any](eval_batches=0)
 
-    def by_file(where: str, timeout: float) -> Communicator:  # ``kos.join`` reads addresses of TCP alone
+    def by_file(where, timeout):  # ``kos.join`` reads addresses of TCP alone
         return by_address(Path(where).read_text() if Path(where).is_file() else where, timeout=timeout)
 
     monkeypatch.setattr(kos, "join", by_file)
@@ -255,9 +221,7 @@ def test_a_newcomer_reads_the_data_as_a_resumed_run(
     assert not errors and ranks_of(tmp_path / "out")[-1] == (2, 1), capsys.readouterr().out
 
 
-def test_a_newcomer_takes_settings_that_change_no_number(
-    text: Path, tmp_path: Path, unhurt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_takes_settings_that_change_no_number(text, tmp_path, unhurt, monkeypatch):
     changes = {"log_every": 7, "keep": 9, "tracker": ("tensorboard",), "save_every": 1, "timeout": 29.0}
     threads = invite(text, tmp_path, monkeypatch, lambda self: None, **changes)
     assert train(text, tmp_path, elastic="1:5") == unhurt
@@ -266,11 +230,11 @@ def test_a_newcomer_takes_settings_that_change_no_number(
     assert not errors and ranks_of(tmp_path)[-1] == (5, 1)
 
 
-def test_a_spare_waits_for_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_waits_for_the_run(text, tmp_path, monkeypatch):
     """Longer than the timeout: until it has written its address; once that is gone, the run is over."""
     address, calls = tmp_path / ADDRESS, list[float]()
 
-    def nobody(where: str, timeout: float) -> Communicator:
+    def nobody(where, timeout):
         calls.append(timeout)
         assert address.exists()
         if len(calls) == 2:
@@ -285,6 +249,6 @@ def test_a_spare_waits_for_the_run(text: Path, tmp_path: Path, monkeypatch: pyte
     assert len(calls) == 2
 
 
-def test_nobody_is_there(text: Path, tmp_path: Path) -> None:
+def test_nobody_is_there(text, tmp_path):
     with pytest.raises(RendezvousError, match="join: "):
         Newcomer(config_of(text, tmp_path, elastic="1", join="127.0.0.1:9", timeout=0.5))

@@ -1,7 +1,5 @@
 """The choice of the device, and memory plans: GPUs that are missing, old or shared, and runs that do not fit."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

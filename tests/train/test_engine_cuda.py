@@ -1,7 +1,5 @@
 """Whole runs on GPUs: beside the CPU's, replayed and resumed bit for bit, over ranks, with and without ZeRO-1."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Failures on an emulated GPU: values that are not finite, collectives, a lost GPU; and stops by a signal."""
 
-from __future__ import annotations
-
 import re
 import threading
 
@@ -42,9 +40,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(emulated, text, tmp_path, 
     assert column(train(text, tmp_path / "run", ranks=ranks, resume="auto", **settings)) == column(whole)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))]
-)
+@pytest.mark.parametrize(("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))])
 def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
     """All ranks report values that one rank's backward has broken, also with ZeRO-1, which splits gradients."""
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)

@@ -1,7 +1,5 @@
 """Runs on an emulated GPU give the CPU's values, and the same bits if eager, resumed, or on more ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

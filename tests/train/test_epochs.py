@@ -1,7 +1,5 @@
 """``--epochs``: every sequence once an epoch, in an order that neither ranks nor resuming change."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -31,7 +29,7 @@ __all__ = ["pairs"]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     """42 sequences of 32 bytes to train on: five batches of 8, and one of 2."""
     path = tmp_path_factory.mktemp("data") / "words.txt"
     path.write_bytes(np.random.default_rng(0).integers(97, 105, 1509, np.uint8).tobytes())
@@ -51,7 +49,7 @@ def _train(data: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[s
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 255, 1000, 4097])
-def test_a_permutation_has_every_index_once(size: int) -> None:
+def test_a_permutation_has_every_index_once(size):
     orders = [permuted(np.arange(size), size, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (2**63 - 1, 9))]
     assert all(sorted(order) == list(range(size)) for order in orders)
     each = [permuted(np.array([index]), size, 1, 0)[0] for index in range(0, size, 1 + size // 9)]
@@ -61,18 +59,18 @@ def test_a_permutation_has_every_index_once(size: int) -> None:
         assert all(abs(np.corrcoef(order, np.arange(size))[0, 1]) < 5 / size**0.5 for order in orders)
 
 
-def test_all_orders_are_as_likely() -> None:
+def test_all_orders_are_as_likely():
     counts = np.unique([permuted(np.arange(4), 4, seed, 3) for seed in range(4800)], axis=0, return_counts=True)[1]
     assert len(counts) == 24 and ((counts - 200) ** 2 / 200).sum() < 50  # chi squared: 0.1% of 23 degrees are above
 
 
-def test_a_permutation_needs_no_table() -> None:
+def test_a_permutation_needs_no_table():
     assert len({*permuted(np.arange(10**15, 10**15 + 999), 2 * 10**15, 1, 2).tolist()}) == 999
 
 
 @pytest.mark.parametrize("windows", [1, 2, 5, 6, 7, 12, 13, 100])
 @pytest.mark.parametrize("rest", [0, 3])
-def test_every_sequence_is_seen_once_an_epoch(windows: int, rest: int) -> None:
+def test_every_sequence_is_seen_once_an_epoch(windows, rest):
     """The last batch of an epoch has those that are left, in its first rows; what fills no sequence is left out."""
     data, orders = make(np.arange(4 * windows + 1 + rest), epochs=2), []
     assert data.steps_per_epoch == -(-windows // 6)
@@ -89,7 +87,7 @@ def test_every_sequence_is_seen_once_an_epoch(windows: int, rest: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_any_number_of_ranks_sees_the_same_order(size: int) -> None:
+def test_any_number_of_ranks_sees_the_same_order(size):
     data = make(np.arange(4 * 29 + 1), epochs=3, batch_size=8)
     for step in range(3 * data.steps_per_epoch):
         rows = [rows for rank in range(size) for rows in shard_batch(8, 2, rank, size)]
@@ -100,7 +98,7 @@ def test_any_number_of_ranks_sees_the_same_order(size: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_last_batch_is_a_mean_over_what_it_has(text: Path, tmp_path: Path, ranks: int) -> None:
+def test_the_last_batch_is_a_mean_over_what_it_has(text, tmp_path, ranks):
     path = tmp_path / "short.txt"
     path.write_bytes(np.random.default_rng(1).integers(97, 123, 3 * 32 + 1 + 20, np.uint8).tobytes())
     data = run.load_data(config := _config(path, None, val_data=str(text)))
@@ -111,10 +109,8 @@ def test_the_last_batch_is_a_mean_over_what_it_has(text: Path, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_ranks_and_layouts_have_the_bits_of_one_rank(
-    text: Path, pairs: Path, tmp_path: Path, masked: bool
-) -> None:
-    how: dict[str, Any] = {"deterministic": True, "micro_batch_size": 1, "eval_batches": 0}
+def test_ranks_and_layouts_have_the_bits_of_one_rank(text, pairs, tmp_path, masked):
+    how = {"deterministic": True, "micro_batch_size": 1, "eval_batches": 0}
     how |= {"seq_len": 400} if masked else {"epochs": 2}
     data = run.load_data(_config(pairs if masked else text, None, **how))
     assert data.masks_targets == masked and len(data.train) // data.seq_len % 8 > 0
@@ -129,9 +125,9 @@ def test_ranks_and_layouts_have_the_bits_of_one_rank(
         assert tensors_of_run(tmp_path / "0") == tensors_of_run(tmp_path / str(number))
 
 
-def test_resuming_gives_the_bits_of_an_uninterrupted_run(text: Path, tmp_path: Path) -> None:
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(text, tmp_path):
     """In the middle of an epoch, in a later one, and with more epochs than were asked for at first."""
-    how: dict[str, Any] = {"save_every": 4, "keep": 9, "eval_batches": 0}
+    how = {"save_every": 4, "keep": 9, "eval_batches": 0}
     whole = _train(text, tmp_path / "whole", epochs=3, **how)
     short = _train(text, tmp_path / "short", epochs=1, **how)
     assert len(whole) == 18 and len(short) == 6 and _losses(short).tobytes() == _losses(whole)[:6].tobytes()
@@ -142,7 +138,7 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(text: Path, tmp_path: P
         assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
 
 
-def test_rows_that_fill_a_batch_are_no_tokens(text: Path, tmp_path: Path) -> None:
+def test_rows_that_fill_a_batch_are_no_tokens(text, tmp_path):
     """Of two epochs of 42 sequences in six batches of 8."""
     rows = _train(text, tmp_path, epochs=2, eval_batches=0)
     assert [row["tokens"] // 32 for row in rows] == [8, 16, 24, 32, 40, 42, 50, 58, 66, 74, 82, 84]
@@ -153,7 +149,7 @@ def test_rows_that_fill_a_batch_are_no_tokens(text: Path, tmp_path: Path) -> Non
         before = row["tokens"]
 
 
-def test_gpus_see_what_cpus_see(emulated: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_see_what_cpus_see(emulated, text, tmp_path, monkeypatch):
     monkeypatch.delitem(emulated_runs.SMALL, "steps")
     cpu, one, two = (
         emulated_runs.train(text, tmp_path / f"{device}-{ranks}", device, ranks, seq_len=32, epochs=1)
@@ -164,7 +160,7 @@ def test_gpus_see_what_cpus_see(emulated: None, text: Path, tmp_path: Path, monk
         np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
 
 
-def test_the_first_lines_say_how_many_steps_an_epoch_has(text: Path, tmp_path: Path, capfd: Any) -> None:
+def test_the_first_lines_say_how_many_steps_an_epoch_has(text, tmp_path, capfd):
     _train(text, tmp_path / "run", epochs=2, min_lr=1e-3)
     out = capfd.readouterr().out
     assert "8 x 32 tokens a step, 2 epochs of 6 steps\n" in out and "step 12/12" in out
@@ -177,7 +173,7 @@ def test_the_first_lines_say_how_many_steps_an_epoch_has(text: Path, tmp_path: P
     assert "(nothing to do: --epochs is 2; for more steps, set it higher)" in capfd.readouterr().out
 
 
-def test_another_order_is_warned_of(text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_order_is_warned_of(text, tmp_path, caplog):
     _train(text, tmp_path / "run", epochs=1, eval_batches=0)
     with caplog.at_level(logging.WARNING):
         _train(text, tmp_path / "run", epochs=2, resume="auto", eval_batches=0)
@@ -187,7 +183,7 @@ def test_another_order_is_warned_of(text: Path, tmp_path: Path, caplog: pytest.L
     assert "resuming with another order of sequences (--epochs): its results will differ" in caplog.text
 
 
-def test_epochs_or_steps(tmp_path: Path) -> None:
+def test_epochs_or_steps(tmp_path):
     with refused(ConfigError, "--epochs: expected either epochs or steps, got 2 and 9"):
         parse(["--epochs", "2", "--steps", "9"])
     file = tmp_path / "mine.toml"
@@ -206,7 +202,7 @@ def test_epochs_or_steps(tmp_path: Path) -> None:
         parse(["--epochs", "0"])
 
 
-def test_epochs_are_not_resumed_with_other_data(text: Path, tmp_path: Path) -> None:
+def test_epochs_are_not_resumed_with_other_data(text, tmp_path):
     """Of which the steps that are done would count as trained on. A run of --steps draws at random, and may."""
     other = tmp_path / "other.txt"
     other.write_bytes(text.read_bytes()[::-1])

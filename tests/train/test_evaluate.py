@@ -1,7 +1,5 @@
 """``kos eval``: the losses of transformers and the accuracies of lm-evaluation-harness, in any layout."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -34,7 +32,7 @@ ACCURACIES = {"plain": (9, 10), "hellaswag": (10, 11), "arc": (9, 10)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model, a text, and questions in all forms."""
     folder = tmp_path_factory.mktemp("evaluation")
     write_model(folder / "model")
@@ -71,27 +69,25 @@ def check(rows: list[Any], seq_len: int = 64, rel: float = 1e-5) -> None:
 LAYOUTS = [(2, {}), (3, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "pp": 2})]
 
 
-def test_one_rank_has_the_numbers_of_the_references(folder: Path) -> None:
+def test_one_rank_has_the_numbers_of_the_references(folder):
     check(rows_of(folder))
     check(rows_of(folder, seq_len=32), 32)
     assert [row["cut"] for row in rows_of(folder)[1:]] == [16, 20, 21]
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-def test_any_layout_has_the_same_numbers(folder: Path, ranks: int, layout: dict[str, int]) -> None:
+def test_any_layout_has_the_same_numbers(folder, ranks, layout):
     check(rows_of(folder, ranks, **layout))
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})])
-def test_an_emulated_gpu_has_the_same_numbers(
-    emulated: None, folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, layout: dict[str, int]
-) -> None:
+def test_an_emulated_gpu_has_the_same_numbers(emulated, folder, monkeypatch, ranks, layout):
     monkeypatch.setattr(evaluator, "choose_device", lambda asked, comm: asked)
     check(rows_of(folder, ranks, device="cuda", dtype="float32", **layout))
 
 
-def test_there_are_no_gradients_of_matrices(folder: Path) -> None:
-    def shapes(comm: Any) -> Any:
+def test_there_are_no_gradients_of_matrices(folder):
+    def shapes(comm):
         model, weights = adapter.whole_model(folder / "model")
         config = evaluator.settings_of(folder / "model", model, {}, comm.size)
         held = evaluator.Evaluator(model, weights, config, 64, comm, lambda what, share: None)
@@ -104,7 +100,7 @@ def test_there_are_no_gradients_of_matrices(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "olmo2"])
-def test_families(tmp_path: Path, family: str) -> None:
+def test_families(tmp_path, family):
     """Beside the losses of ``kos.train.load``, which the tests of transformers compare."""
     shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
              "intermediate_size": 48}  # fmt: skip
@@ -119,7 +115,7 @@ def test_families(tmp_path: Path, family: str) -> None:
     assert (row["tokens"], row["loss"]) == (len(ids) - 1, pytest.approx(total / (len(ids) - 1), rel=1e-5))
 
 
-def test_a_run_has_its_own_validation_loss(text: Path, tmp_path: Path) -> None:
+def test_a_run_has_its_own_validation_loss(text, tmp_path):
     """Of as much data as a validation has, from the newest checkpoint; of masked data too."""
     pairs = [{"prompt": "one ring", "completion": f" {word}"} for word in ("tree", "barrier", "rank " * 9)] * 8
     for name in ("pairs.jsonl", "train.jsonl"):
@@ -136,7 +132,7 @@ def test_a_run_has_its_own_validation_loss(text: Path, tmp_path: Path) -> None:
     assert row["tokens"] == 8 * sum(len(each["completion"]) for each in pairs[:3])
 
 
-def test_a_file_for_validation_is_evaluated_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_file_for_validation_is_evaluated_alone(folder, tmp_path):
     for name in ("train.txt", "val.txt"):
         (tmp_path / name).write_text("one ring " * (9 if name == "val.txt" else 50))
     rows = rows_of(folder, data=[tmp_path, tmp_path / "train.txt"], choices=())
@@ -154,7 +150,7 @@ def likelihoods(model: Any, context: list[int], ending: list[int]) -> float:
     return float(sum(odds[at - 1, ids[at]] for at in range(len(ids) - len(ending), len(ids))))
 
 
-def test_questions_of_llmc(folder: Path, tmp_path: Path) -> None:
+def test_questions_of_llmc(folder, tmp_path):
     """acc_norm divides by tokens, as llm.c does."""
     rng, made = np.random.default_rng(4), []
     for number in range(20):
@@ -172,7 +168,7 @@ def test_questions_of_llmc(folder: Path, tmp_path: Path) -> None:
     assert [row["acc"] * 20, row["acc_norm"] * 20] == pytest.approx(right)
 
 
-def test_endings_of_a_context(tmp_path: Path) -> None:
+def test_endings_of_a_context(tmp_path):
     """A token of a context and an ending is the ending's; an empty context begins with the tokenizer's first token."""
     bpe = byte_level_bpe(["ring tree ring tree\n" * 50], 290, ["<|begin|>"])
     tokenizer = HuggingFaceTokenizer(json.loads(bpe.to_str()), "x", bos="<|begin|>")
@@ -188,7 +184,7 @@ def test_endings_of_a_context(tmp_path: Path) -> None:
     assert [each.cut for each in read_questions(path, ByteTokenizer(), 11)] == [True, True, False]
 
 
-def test_questions_in_a_json_list(tmp_path: Path) -> None:
+def test_questions_in_a_json_list(tmp_path):
     """As in any other file with records."""
     lines = [{"ctx": "a", "endings": ["b", "c"], "label": label} for label in (0, 1, 2)]
     (tmp_path / "q.json").write_text(json.dumps(lines[:2]))
@@ -214,7 +210,7 @@ def test_questions_in_a_json_list(tmp_path: Path) -> None:
         (json.dumps({"ctx": "a", "endings": ["b" * 99], "label": 0}), "expected endings of up to 64 tokens"),
     ],
 )
-def test_wrong_questions_are_named(tmp_path: Path, line: str, expected: str) -> None:
+def test_wrong_questions_are_named(tmp_path, line, expected):
     path = tmp_path / "q.jsonl"
     path.write_text(f'{{"ctx": "a", "endings": ["b"], "label": 0}}\n\n{line}\n')
     with pytest.raises(DataError) as raised:
@@ -223,7 +219,7 @@ def test_wrong_questions_are_named(tmp_path: Path, line: str, expected: str) -> 
     assert "line 3: " in str(raised.value) or "up to" in expected
 
 
-def test_wrong_files_of_questions_are_named(tmp_path: Path) -> None:
+def test_wrong_files_of_questions_are_named(tmp_path):
     path = write_llmc(tmp_path / "q.bin", [([1, 2], [[3], [4, 5]], 1)] * 2)
     assert len(read_questions(path, NumberTokenizer(6), 64)) == 2
     whole = path.read_bytes()
@@ -253,7 +249,7 @@ def test_wrong_files_of_questions_are_named(tmp_path: Path) -> None:
 # --- bytes ------------------------------------------------------------------------------------------------------
 
 
-def test_the_bytes_of_tokens() -> None:
+def test_the_bytes_of_tokens():
     said = "one ring, été — 環\n  two"
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
     byte_level = byte_level_bpe([said * 9], 290, ["<|begin|>"])
@@ -279,7 +275,7 @@ def test_the_bytes_of_tokens() -> None:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def test_a_table_and_a_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_picture(folder, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     other, words = tmp_path / "other", ["--data", str(folder / "text.txt"), "--choices", str(folder / "plain.jsonl")]
     write_model(other, num_hidden_layers=1)
@@ -312,10 +308,7 @@ def test_a_table_and_a_picture(folder: Path, tmp_path: Path, capsys: pytest.Capt
         ("{text} --data {text}", "expected a checkpoint or a run", 1),
     ],
 )
-def test_what_it_refuses(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str,
-    expected: str, status: int,
-) -> None:  # fmt: skip
+def test_what_it_refuses(folder, tmp_path, monkeypatch, capsys, words, expected, status):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     given = [word.format(model=folder / "model", text=folder / "text.txt") for word in words.split()]
@@ -325,7 +318,7 @@ def test_what_it_refuses(
     assert not said.out
 
 
-def test_data_in_other_encodings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_in_other_encodings(folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("été", encoding="utf-16")
     np.array([1, 2, 3], "<u2").tofile(tmp_path / "tokens.bin")
     for name, flags in (("text.txt", ["--encoding", "utf-16"]), ("tokens.bin", ["--token-dtype", "uint16"])):
@@ -334,7 +327,7 @@ def test_data_in_other_encodings(folder: Path, tmp_path: Path, capsys: pytest.Ca
         assert capsys.readouterr().out.splitlines()[1].split()[2] == str(tokens)
 
 
-def test_short_texts(folder: Path, tmp_path: Path) -> None:
+def test_short_texts(folder, tmp_path):
     """They need not fill a window, but have a target."""
     model = kos.train.load(folder / "model")
     for words in ("ab", "one ring"):
@@ -346,7 +339,7 @@ def test_short_texts(folder: Path, tmp_path: Path) -> None:
         rows_of(folder, data=[tmp_path / "one.txt"], choices=())
 
 
-def test_text_is_refused_by_a_model_of_numbers(folder: Path, tmp_path: Path) -> None:
+def test_text_is_refused_by_a_model_of_numbers(folder, tmp_path):
     model = tmp_path / "model"
     write_model(model, NumberTokenizer(256))
     with pytest.raises(DataError, match="expected token numbers below 256"):
@@ -356,7 +349,7 @@ def test_text_is_refused_by_a_model_of_numbers(folder: Path, tmp_path: Path) -> 
 
 
 @needs_mpirun
-def test_ranks_of_mpirun(folder: Path) -> None:
+def test_ranks_of_mpirun(folder):
     """One table, and one line of an error with its exit status."""
     words = [MPIRUN, "-n", "2", *python(), "-m", "kos.train.evaluate", str(folder / "model")]
     done = run_program(*words, "--data", str(folder / "text.txt"), "--tp", "2", env=OUTSIDE)

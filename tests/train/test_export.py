@@ -1,13 +1,9 @@
 """``kos export``: a Hugging Face folder from a checkpoint, which transformers loads with the weights of the run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ KEPT = {"chat_template.jinja": "{{ messages }}", "LICENSE": "as you like", "mode
 
 
 @pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(text, tmp_path_factory):
     """A run of two ranks that write, which began with a folder that has other files."""
     folder = tmp_path_factory.mktemp("run")
     _train(text, folder / "first", steps=1)
@@ -33,14 +29,14 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(run, tmp_path_factory):
     made = {dtype: tmp_path_factory.mktemp("exported") / "deep" / dtype for dtype in ("bfloat16", "float32")}
     for dtype, folder in made.items():
         assert export.main([str(run), str(folder), "--dtype", dtype]) == 0
     return made
 
 
-def test_it_has_the_files_of_the_run_without_those_of_training(run: Path, folders: dict[str, Path]) -> None:
+def test_it_has_the_files_of_the_run_without_those_of_training(run, folders):
     found = checkpoint.find(run).path
     names = {path.name for path in found.iterdir() if not path.name.startswith("optimizer")} - {"manifest.json"}
     assert {*KEPT, "tokenizer.json", "kos_tokenizer.json", "model.safetensors.index.json"} <= names
@@ -57,7 +53,7 @@ def test_it_has_the_files_of_the_run_without_those_of_training(run: Path, folder
         assert {*index["weight_map"]} == {*weights}
 
 
-def test_weights_are_those_of_the_run_or_rounded(run: Path, folders: dict[str, Path]) -> None:
+def test_weights_are_those_of_the_run_or_rounded(run, folders):
     expected = kos.train.load(run).weights.flat
     assert np.array_equal(kos.train.load(folders["float32"]).weights.flat, expected)
     rounded = kos.train.load(folders["bfloat16"]).weights.flat
@@ -67,7 +63,7 @@ def test_weights_are_those_of_the_run_or_rounded(run: Path, folders: dict[str, P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_computes_the_logits_of_the_checkpoint(run: Path, folders: dict[str, Path], dtype: str) -> None:
+def test_transformers_computes_the_logits_of_the_checkpoint(run, folders, dtype):
     """In the same dtype, bit for bit; by default transformers loads the dtype of config.json."""
     reason = "the reference needs transformers and torch (pip install transformers torch)"
     transformers, torch = (pytest.importorskip(name, reason=reason) for name in ("transformers", "torch"))
@@ -80,7 +76,7 @@ def test_transformers_computes_the_logits_of_the_checkpoint(run: Path, folders: 
         np.testing.assert_allclose(ours(tokens).logits.detach(), kos.train.load(run).logits(tokens), atol=1e-5)
 
 
-def test_a_gpt2_and_one_file(text: Path, tmp_path: Path) -> None:
+def test_a_gpt2_and_one_file(text, tmp_path):
     """Its matrices are turned around in files; one rank writes no index."""
     model = {
         "model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -93,8 +89,8 @@ def test_a_gpt2_and_one_file(text: Path, tmp_path: Path) -> None:
     assert np.array_equal(*flat)
 
 
-def test_what_is_refused_in_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    def refused(source: Path, out: Path, expected: str, code: int = 1) -> None:
+def test_what_is_refused_in_one_line(run, tmp_path, capsys, monkeypatch):
+    def refused(source, out, expected, code=1):
         capsys.readouterr()
         assert export.main([str(source), str(out)]) == code
         said = capsys.readouterr()
@@ -111,7 +107,7 @@ def test_what_is_refused_in_one_line(run: Path, tmp_path: Path, capsys: Any, mon
     os.truncate(next((tmp_path / "step-3").glob("model*.safetensors")), 100)
     refused(tmp_path / "step-3", tmp_path / "out", "expected bytes")
 
-    def no_space(*_: Any) -> None:
+    def no_space(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(saving, "write_tensors", no_space)
@@ -119,7 +115,7 @@ def test_what_is_refused_in_one_line(run: Path, tmp_path: Path, capsys: Any, mon
     assert {path.name for path in tmp_path.iterdir()} == {"full", "step-3"} and [*full.iterdir()] == [full / "x"]
 
 
-def test_as_a_command(run: Path, tmp_path: Path) -> None:
+def test_as_a_command(run, tmp_path):
     (tmp_path / "out").mkdir()
     command = [*python(), "-m", "kos", "export", str(run), "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)

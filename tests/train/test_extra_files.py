@@ -1,7 +1,5 @@
 """Each checkpoint has the other files in the folder of --init-from: chat template, special tokens, generation."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -26,7 +24,7 @@ SETTINGS = {"pad_token": "<|end|>", "model_max_length": 99, "chat_template": "{{
 
 
 @pytest.fixture
-def folder(text: Path, tmp_path: Path, huggingface_file: Path) -> Path:
+def folder(text, tmp_path, huggingface_file):
     """A Hugging Face folder with all files that may be beside the weights."""
     _train(text, tmp_path / "first", steps=1, tokenizer=str(huggingface_file))
     folder = tmp_path / "weights"
@@ -42,7 +40,7 @@ def folder(text: Path, tmp_path: Path, huggingface_file: Path) -> Path:
     return folder
 
 
-def test_a_huge_folder_goes_along_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_folder_goes_along_in_part(tmp_path, monkeypatch):
     """The smallest files: rank 0 holds them in memory, and each checkpoint writes them."""
     monkeypatch.setattr(checkpoint, "LARGEST", 100)
     monkeypatch.setattr(checkpoint, "LARGEST_IN_ALL", 250)
@@ -59,9 +57,7 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_a_checkpoint_has_the_other_files_of_the_folder(
-    text: Path, tmp_path: Path, folder: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_a_checkpoint_has_the_other_files_of_the_folder(text, tmp_path, folder, capsys, monkeypatch):
     """Also if the run continues after the folder was deleted. The first lines of the run name these files."""
     monkeypatch.setattr(checkpoint, "LARGEST", 1 << 17)
     (folder / "large.txt").write_bytes(bytes(1 + (1 << 17)))
@@ -91,7 +87,7 @@ def test_a_checkpoint_has_the_other_files_of_the_folder(
         checkpoint.verify(found)
 
 
-def test_a_run_on_token_files_keeps_the_tokenizer_of_the_weights(text: Path, tmp_path: Path, folder: Path) -> None:
+def test_a_run_on_token_files_keeps_the_tokenizer_of_the_weights(text, tmp_path, folder):
     """Token files have no tokenizer, so the model's own tokenizer is kept."""
     extra, numbers = checkpoint.read_extra(folder), NumberTokenizer(330)
     written = {"config.json": {"bos_token_id": None, "eos_token_id": None}, **numbers.files()}
@@ -104,7 +100,7 @@ def test_a_run_on_token_files_keeps_the_tokenizer_of_the_weights(text: Path, tmp
     assert files["tokenizer.json"] == numbers.huggingface() and files["config.json"]["eos_token_id"] == [1, 7]
 
 
-def test_the_settings_of_a_tokenizer_are_kept(text: Path, tmp_path: Path, huggingface_file: Path, folder: Path) -> None:
+def test_the_settings_of_a_tokenizer_are_kept(text, tmp_path, huggingface_file, folder):
     """Those beside the tokenizer that --tokenizer names, as those of --init-from. The run may go on without them."""
     theirs = shutil.copytree(huggingface_file.parent, tmp_path / "theirs")
     _change(theirs / "tokenizer_config.json", **SETTINGS)
@@ -120,7 +116,7 @@ def test_the_settings_of_a_tokenizer_are_kept(text: Path, tmp_path: Path, huggin
         }  # fmt: skip
 
 
-def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run() -> None:
+def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run():
     """transformers writes ids 1 and 2 for a LLaMA that has none."""
     extra = {"config.json": b'{"eos_token_id": 2, "use_cache": true}', "tokenizer_config.json": b"[]"}
     ours = ByteTokenizer()
@@ -129,8 +125,8 @@ def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run() -
     assert files["tokenizer_config.json"] == ours.files()["tokenizer_config.json"]
 
 
-def test_a_file_that_cannot_be_read_is_refused(text: Path, tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
-    def broken(path: Path, read: Any = Path.read_bytes) -> bytes:
+def test_a_file_that_cannot_be_read_is_refused(text, tmp_path, folder, monkeypatch):
+    def broken(path, read=Path.read_bytes):
         if path.name == "LICENSE":
             raise OSError(5, "Input/output error", str(path))
         return bytes(read(path))
@@ -140,7 +136,7 @@ def test_a_file_that_cannot_be_read_is_refused(text: Path, tmp_path: Path, folde
         _train(text, tmp_path / "run", 2, steps=1, init_from=str(folder))
 
 
-def test_weights_are_no_extra_files(folder: Path) -> None:
+def test_weights_are_no_extra_files(folder):
     np.savez(folder / "weights.npz", np.zeros(3))
     names = checkpoint.extra_names(checkpoint.read_extra(folder))
     assert names == [*sorted(EXTRA)[:3], "large.txt", *sorted(EXTRA)[3:]]

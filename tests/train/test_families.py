@@ -4,8 +4,6 @@ Theirs runs in float64, its norms, softmax and positions too, where what differs
 documents and windows written out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -191,9 +189,7 @@ def assert_near(got: np.ndarray, expected: np.ndarray, limit: float, name: str, 
 @each_case
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-def test_logits_loss_and_gradients(
-    config: LlamaConfig, documents: bool, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_logits_loss_and_gradients(config, documents, dtype, rng):
     """In float32 within 1e-6 and 1e-5 of float64; in float64 but for rounding."""
     start, batch = random_weights(config, rng), random_batch(config, rng, documents)
     theirs = theirs_of(config, start)
@@ -209,8 +205,8 @@ def test_logits_loss_and_gradients(
             model.forward(weights, flight := InFlight(model.arena), batch, saves=False)
             out = model.logits_of(weights, flight, slice(0, batch.tokens.size))
         assert_near(out, their_logits(config, theirs, batch).detach().flatten(0, 1).numpy(), limits[0], "logits")
-        finished: list[str] = []
-        how: dict[str, Any] = {"accumulate": False, "on_gradient": finished.append}
+        finished = []
+        how = {"accumulate": False, "on_gradient": finished.append}
         loss = loss_and_gradients(model, weights, batch, None, gradients, **how)
         assert loss == pytest.approx(expected.item(), rel=limits[0])
         groups = config.fused_groups()
@@ -287,7 +283,7 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_LAYOUTS)
-def test_ten_steps_beside_torch_in_every_layout(name: str) -> None:
+def test_ten_steps_beside_torch_in_every_layout(name):
     """On data with documents."""
     config, rng = CASES[name], np.random.default_rng(3)
     start = random_weights(config, rng)
@@ -304,10 +300,10 @@ def test_ten_steps_beside_torch_in_every_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama, biases", "qwen3, biases and windows", "olmo2", "smollm3, all"])
-def test_deterministic_runs_have_the_same_bits_in_every_layout(name: str) -> None:
+def test_deterministic_runs_have_the_same_bits_in_every_layout(name):
     config = dataclasses.replace(CASES[name], max_position_embeddings=512)
     start = random_weights(config, np.random.default_rng(3), np.float32)
-    how: dict[str, Any] = {"deterministic": True, "seq_len": 256, "steps": 2, "micro_batch_size": 1}
+    how = {"deterministic": True, "seq_len": 256, "steps": 2, "micro_batch_size": 1}
     ((rows, weights),) = trained(config, Layout(), start, CpuDevice, **how)
     layouts = Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2, cp=2), Layout(pp=2, tp=2), Layout(cp=2, tp=2)
     for layout in possible(config, *layouts):
@@ -319,7 +315,7 @@ def test_deterministic_runs_have_the_same_bits_in_every_layout(name: str) -> Non
 
 
 @each_case
-def test_folders_both_ways(config: LlamaConfig, tmp_path: Any, rng: np.random.Generator) -> None:
+def test_folders_both_ways(config, tmp_path, rng):
     """Theirs into ours, and ours through theirs: the same configuration, the same bits."""
     weights = random_weights(config, rng, np.float32)
     theirs = theirs_of(config, weights, torch.float32)
@@ -335,7 +331,7 @@ def test_folders_both_ways(config: LlamaConfig, tmp_path: Any, rng: np.random.Ge
     assert huggingface.from_huggingface(old) == config
 
 
-def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
+def test_what_transformers_works_out_for_settings_that_are_missing():
     least = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8}
     for kind, more in (
         ("qwen2", {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
@@ -357,14 +353,14 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
         types = getattr(theirs, "layer_types", [SLIDING] * 4)
         window = getattr(theirs, "sliding_window", None)
         windows = [window if each == SLIDING else None for each in types]
-        attention = [ours.layer(number, None)[0] for number in range(4)]  # type: ignore[arg-type]
+        attention = [ours.layer(number, None)[0] for number in range(4)]
         assert [each.window for each in attention] == windows, kind
         if kind == "smollm3":
             assert [*(ours.no_rope_layers or [1] * 4)] == theirs.no_rope_layers
 
 
 @pytest.mark.parametrize("layers", [3, 8])
-def test_a_new_smollm3_has_layers_without_rotary_positions(layers: int, tmp_path: Path) -> None:
+def test_a_new_smollm3_has_layers_without_rotary_positions(layers, tmp_path):
     """Those that transformers gives it; runs of before, which had none, go on so."""
     flags = ["--model-type", "smollm3", "--num-hidden-layers", str(layers)]
     theirs = transformers.AutoConfig.for_model("smollm3", num_hidden_layers=layers)
@@ -375,7 +371,7 @@ def test_a_new_smollm3_has_layers_without_rotary_positions(layers: int, tmp_path
     assert parse(["--config", str(file), *flags]).model_config_for(256).no_rope_layers == ()
 
 
-def test_a_new_models_vocabulary_may_be_small() -> None:
+def test_a_new_models_vocabulary_may_be_small():
     """Smaller than the token of transformers' default for padding, with which it cannot make the model."""
     written = {"config.json": huggingface.to_huggingface(of(SmolLM3Config)), **ByteTokenizer().files()}
     settings = checkpoint.merge_extra(written, {}, ByteTokenizer())["config.json"]
@@ -405,23 +401,23 @@ def test_a_new_models_vocabulary_may_be_small() -> None:
         ("smollm3", {"no_rope_layer_interval": 0}, "expected no_rope_layer_interval of at least 1, got 0"),
     ],
 )
-def test_others_are_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:
+def test_others_are_refused_by_name(kind, change, message):
     settings = {**SHAPE, "num_hidden_layers": 2, "model_type": kind}
     with refused(CheckpointError, message):
         huggingface.from_huggingface({**settings, **change})
 
 
-def test_settings_of_another_family_are_refused() -> None:
+def test_settings_of_another_family_are_refused():
     with refused(ConfigError, "sliding_window: expected none in a model of type llama, got 8"):
         of(LlamaConfig, sliding_window=8)
     with refused(ConfigError, "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 6"):
         of(Qwen3Config, num_attention_heads=12, num_key_value_heads=6).local(0, 4)
 
 
-def test_the_guide_shows_the_code_of_a_family() -> None:
+def test_the_guide_shows_the_code_of_a_family():
     """Every line that docs/guides/models.md has as added is in the file that it names."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/guides/models.md").read_text(), re.M | re.S)
-    lines: list[str] = []
+    lines = []
     for line in diff.splitlines():
         if named := re.match(r" # ([\w/]+\.py)", line):
             lines = (ROOT / named[1]).read_text().splitlines()

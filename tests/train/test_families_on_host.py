@@ -1,7 +1,5 @@
 """Every family of models on an emulated GPU, with layers unlike the first two, trains as on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Kinds of files that --data reads: tables, JSON lists, compressed files, other encodings, arrays of tokens."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip
@@ -77,9 +75,7 @@ FILES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("read", [7, 1000, 1 << 20])
-def test_rows_and_items_are_documents(
-    tmp_path: Path, name: str, read: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_items_are_documents(tmp_path, name, read, monkeypatch):
     if read == 7 and name.endswith((".json", ".json.gz")):
         read = 300  # the kind of a .json file is that of its first bytes
     monkeypatch.setattr(kos_documents, "READ", read)
@@ -90,7 +86,7 @@ def test_rows_and_items_are_documents(
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "jsonl.zst"])
-def test_prompts_and_completions_of_any_file(tmp_path: Path, kind: str) -> None:
+def test_prompts_and_completions_of_any_file(tmp_path, kind):
     rows = [{"prompt": f"what is {i}? ", "completion": "it is " + "x" * i} for i in range(40)]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     content = {"parquet": rows_of_parquet(rows), "json": json.dumps(rows).encode(), "jsonl.zst": zstd.compress(lines)}
@@ -102,7 +98,7 @@ def test_prompts_and_completions_of_any_file(tmp_path: Path, kind: str) -> None:
     assert (got.batch(0).targets == expected.batch(0).targets).all()
 
 
-def test_tables_of_parquet_lack_the_fields_of_others(tmp_path: Path) -> None:
+def test_tables_of_parquet_lack_the_fields_of_others(tmp_path):
     """Arrow gives each table of a column the fields of all, as null: a chat's calls would have arguments of others."""
     calls = [{"city": "Ulm"}, {"a": 1, "b": [{"c": 2}, {"d": 3}]}]
     (tmp_path / "a.parquet").write_bytes(rows_of_parquet([{"calls": [call], "note": None} for call in calls]))
@@ -110,7 +106,7 @@ def test_tables_of_parquet_lack_the_fields_of_others(tmp_path: Path) -> None:
     assert found == [{"calls": [call], "note": None} for call in calls]
 
 
-def test_a_column_by_another_name(tmp_path: Path) -> None:
+def test_a_column_by_another_name(tmp_path):
     for name in ("a.csv", "a.parquet"):
         rows = [{"text": "no", "body": f"yes {number}"} for number in range(3)]
         content = table(rows, "excel") if name == "a.csv" else rows_of_parquet(rows)
@@ -121,7 +117,7 @@ def test_a_column_by_another_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_row_of_two_forms_is_what_the_field_names(tmp_path: Path, kind: str) -> None:
+def test_a_row_of_two_forms_is_what_the_field_names(tmp_path, kind):
     """A text, or the messages of a chat, which may have any name."""
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     source = "{{ tools[0] }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -136,7 +132,7 @@ def test_a_row_of_two_forms_is_what_the_field_names(tmp_path: Path, kind: str) -
         assert [*map(str, (*train, *val))] == [text] * 3
 
 
-def test_each_source_has_its_field_and_its_encoding(tmp_path: Path) -> None:
+def test_each_source_has_its_field_and_its_encoding(tmp_path):
     """By flags, by a file of settings, and for the data that is validated on."""
     (tmp_path / "a.parquet").write_bytes(rows_of_parquet([{"text": "no", "body": f"é{n}"} for n in range(99)]))
     content = table([{"text": "no", "inhalt": f"ü{number}"} for number in range(99)], "excel")
@@ -167,9 +163,7 @@ def test_each_source_has_its_field_and_its_encoding(tmp_path: Path) -> None:
         parse(["--data", a, "--encoding", f"{a}=utf-9"])
 
 
-def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(tmp_path, monkeypatch):
     monkeypatch.setattr("kos.train.data.prepared.LEAST", 0)
     monkeypatch.setattr("kos.train.data.prepared.cache_folder", lambda: tmp_path / "cache")
     for name, field in (("a", "body"), ("b", "inhalt")):
@@ -189,7 +183,7 @@ def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.txt.gz", "folder"])
-def test_utf_8_that_is_read_as_another_encoding(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_utf_8_that_is_read_as_another_encoding(tmp_path, name, caplog):
     path = tmp_path / name
     if name == "folder":
         path.mkdir()
@@ -210,13 +204,13 @@ def test_utf_8_that_is_read_as_another_encoding(tmp_path: Path, name: str, caplo
     assert not caplog.records
 
 
-def test_a_text_file_that_is_compressed(tmp_path: Path) -> None:
+def test_a_text_file_that_is_compressed(tmp_path):
     for name, pack in {"a.txt.gz": gzip.compress, "a.txt.xz": lzma.compress, "a.txt.zst": zstd.compress}.items():
         (tmp_path / name).write_bytes(pack("é0123456789".encode() * 10))
         assert [len(each) for (each,) in documents(tmp_path / name)] == [99, 11]
 
 
-def test_files_of_several_kinds_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_several_kinds_in_a_folder(tmp_path, caplog):
     """Empty ones, of any kind, and those whose data is there in another form are left out, which is said."""
     (tmp_path / "a.csv").write_bytes(table([{"text": "a1"}, {"text": "a2"}], "excel"))
     (tmp_path / "b.parquet").write_bytes(rows_of_parquet([{"text": "b1"}]))
@@ -295,7 +289,7 @@ def write_broken(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_named_with_the_place(tmp_path: Path, name: str) -> None:
+def test_a_broken_file_is_named_with_the_place(tmp_path, name):
     path = write_broken(tmp_path, name)
     refusal(path, f"--data {path}", *BROKEN[name][1])
     if not name.endswith((".npy", ".txt")):
@@ -305,14 +299,14 @@ def test_a_broken_file_is_named_with_the_place(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_ends_all_ranks_with_one_line(tmp_path: Path, name: str, ranks: int) -> None:
+def test_a_broken_file_ends_all_ranks_with_one_line(tmp_path, name, ranks):
     path = write_broken(tmp_path, name)
     config = TrainConfig.from_preset("tiny", **{**SMALL, "data": str(path), "out": tmp_path / "run"})
     _ends(config, ranks, f"--data {path}", *BROKEN[name][1])
 
 
 @pytest.mark.parametrize("name", ["columns.csv", "cut.parquet", "cut.jsonl.zst", "within.json", "wide.txt"])
-def test_broken_validation_data_ends_all_ranks_with_one_line(tmp_path: Path, name: str) -> None:
+def test_broken_validation_data_ends_all_ranks_with_one_line(tmp_path, name):
     path, good = write_broken(tmp_path, name), tmp_path / "good.txt"
     good.write_text("text" * 999)
     settings = {**SMALL, "data": str(good), "val_data": str(path), "out": tmp_path / "run"}
@@ -343,14 +337,14 @@ def _ends(config: TrainConfig, ranks: int, *parts: str) -> None:
         ("a.txt", b"na\xefve", "utf-8", "expected UTF-8 text, .jsonl, "),
     ],
 )  # fmt: skip
-def test_another_encoding_is_named(tmp_path: Path, name: str, content: bytes, encoding: str, said: str) -> None:
+def test_another_encoding_is_named(tmp_path, name, content, encoding, said):
     """The likely one for these bytes, and not the one that was given."""
     (tmp_path / name).write_bytes(content)
     refusal(tmp_path / name, said, lines=Lines(encoding=encoding))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "cp1252", "shift_jis", "utf-8"])
-def test_other_encodings(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_encodings(tmp_path, encoding, monkeypatch):
     monkeypatch.setattr(kos_documents, "READ", 13)  # which cuts characters
     texts = ["caf\u00e9" if encoding in ("latin-1", "cp1252") else "\u8a9e" * 3 + "\n", "one", "two"]
     texts = texts if encoding != "utf-8" else ["\U0001f600" * 9, "\u00e9", "x"]
@@ -365,7 +359,7 @@ def test_other_encodings(tmp_path: Path, encoding: str, monkeypatch: pytest.Monk
     assert "".join(map("".join, documents(tmp_path / "a.txt", lines=lines))) == "".join(texts)
 
 
-def test_an_encoding_of_no_text(tmp_path: Path) -> None:
+def test_an_encoding_of_no_text(tmp_path):
     for name in ("utf-9", "rot13", "base64"):
         with refused(KosError, "--encoding: expected an encoding of text, such as utf-16", f"got '{name}'"):
             parse(["--data", str(tmp_path), "--encoding", name])
@@ -381,7 +375,7 @@ SAVED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_arrays_of_tokens(tmp_path: Path, name: str) -> None:
+def test_arrays_of_tokens(tmp_path, name):
     path = tmp_path / name
     SAVED[name](path)
     flags = ["--seq-len", "4"]
@@ -395,13 +389,13 @@ def test_arrays_of_tokens(tmp_path: Path, name: str) -> None:
         load_data(parse(["--data", str(path), *flags, "--vocab-size", "499"]))
 
 
-def test_negative_numbers_are_no_tokens(tmp_path: Path) -> None:
+def test_negative_numbers_are_no_tokens(tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, 2, -100, 3] * 9))
     with refused(DataError, "expected tokens below the vocabulary's 128256, got -100 at token 2"):
         load_data(parse(["--data", str(tmp_path / "a.npy"), "--seq-len", "4"]))
 
 
-def test_bytes_as_tokens_without_a_header(tmp_path: Path) -> None:
+def test_bytes_as_tokens_without_a_header(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(range(256)))
     assert read_corpus(str(path), lines=Lines(token_dtype="uint8")).vocab_size == 256
@@ -409,7 +403,7 @@ def test_bytes_as_tokens_without_a_header(tmp_path: Path) -> None:
     assert got.train.window(0, 3).tolist() == [0, 1, 2]
 
 
-def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     kinds = [("a.parquet", "pyarrow.parquet", "parquet"), ("a.jsonl.zst", kos_documents.ZSTD, "zstd")]
     for name, module, extra in kinds:
         (tmp_path / name).write_bytes(FILES[name])

@@ -4,8 +4,6 @@ kos packs the chats and masks them. The reference has transformers' tokens and m
 of the losses over the counted tokens of the chats that are in a batch.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ LAYOUTS: list[tuple[int, list[str]]] = [(2, ["--dp=2"]), (2, ["--tp=2"]), (2, ["
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     """A random model of a family, its tokenizer with a chat template, and chats of up to 128 tokens."""
     rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp(request.param)
     bpe = byte_level_bpe([" ".join(WORDS) * 9], 300, [])
@@ -61,10 +59,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             weight.copy_(torch.randn_like(weight) * 0.1 + ("norm" in name))
     model.save_pretrained(folder)
 
-    def message(role: str) -> dict[str, str]:
+    def message(role):
         return {"role": role, "content": " ".join(rng.choice(WORDS, rng.integers(1, 9)))}
 
-    def chat() -> list[dict[str, str]]:
+    def chat():
         turns = [message(role) for _ in range(rng.integers(1, 4)) for role in ("user", "assistant")]
         return [message("system")] * int(rng.integers(2)) + turns
 
@@ -83,7 +81,7 @@ def arguments(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def one_rank(folder, tmp_path_factory):
     return train(folder, tmp_path_factory.mktemp("run") / "one")
 
 
@@ -129,7 +127,7 @@ def losses_of_transformers(folder: Path) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def test_ten_steps_are_those_of_transformers(folder: Path, one_rank: list[dict[str, Any]]) -> None:
+def test_ten_steps_are_those_of_transformers(folder, one_rank):
     losses, norms = losses_of_transformers(folder)
     assert losses[0] - losses[-1] > 0.02 and max(norms) > CLIP, "it learns, and gradients are clipped"
     np.testing.assert_allclose([row["loss"] for row in one_rank], losses, rtol=1e-5)
@@ -137,9 +135,7 @@ def test_ten_steps_are_those_of_transformers(folder: Path, one_rank: list[dict[s
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=[layout[0][2:] for _, layout in LAYOUTS])
-def test_layouts_have_the_losses_of_one_rank(
-    folder: Path, one_rank: list[dict[str, Any]], tmp_path: Path, ranks: int, layout: list[str]
-) -> None:
+def test_layouts_have_the_losses_of_one_rank(folder, one_rank, tmp_path, ranks, layout):
     rows = train(folder, tmp_path / "out", ranks, *layout)
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         np.testing.assert_allclose([row[key] for row in rows], [row[key] for row in one_rank], rtol=tolerance)

@@ -1,12 +1,10 @@
 """``kos.train.fit`` and ``Trainer``: batches, a loss and callbacks of the program's own."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ import numpy as np
 import pytest
 
 import kos.train
-from kos.comm.communicator import Communicator
 from kos.errors import CollectiveError, ConfigError, DataError, InvalidArgument
 from kos.testing import Fault, spawn
-from kos.train import Batch, Callback, Trainer, fit, read_metrics
+from kos.train import Callback, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.elastic import Elastic
@@ -45,9 +42,7 @@ from tests.train.test_cli import ENVIRONMENT
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
 @pytest.mark.parametrize("rows", ["all", "own"])
-def test_the_same_batches_give_the_run_of_the_command(
-    rows: str, ranks: int, layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_same_batches_give_the_run_of_the_command(rows, ranks, layout, tmp_path):
     """Batches that are taken from ``--data`` train as it does, bit for bit."""
     (text := tmp_path / "text").write_bytes(np.random.default_rng(7).integers(97, 110, 2000, np.uint8).tobytes())
     config = config_of(tmp_path / "data", data=str(text), eval_batches=2, model={**SHAPE, "vocab_size": 256}, **layout)
@@ -56,7 +51,7 @@ def test_the_same_batches_give_the_run_of_the_command(
     batches = [data.batch(step) for step in range(STEPS)]
     own = config.model_copy(update={"data": "stdlib", "out": tmp_path / "own"})
 
-    def of(rank: int) -> dict[str, Any]:
+    def of(rank):
         return {"batches": (batch if rows == "all" or dp == 1 else part(batch, rank, dp) for batch in batches)}
 
     last = on_ranks(ranks, own, of, rows=rows)[-1]
@@ -64,11 +59,11 @@ def test_the_same_batches_give_the_run_of_the_command(
     assert last.step == STEPS and not last.stopped and last.checkpoint == tmp_path / "own" / "checkpoints" / "step-4"
 
 
-def test_validation_is_the_mean_over_all_targets(tmp_path: Path) -> None:
+def test_validation_is_the_mean_over_all_targets(tmp_path):
     """Of batches with any number of sequences, on any ranks."""
     val, found = [batch_of(7, 5), batch_of(8, 1), batch_of(9, 8)], []
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         with Trainer(config_of(tmp_path / str(comm.size), zero=comm.size - 1), comm, batches=()) as trainer:
             trainer.step(batch_of(0))
             found.append(trainer.evaluate(val)["val_loss"])
@@ -82,7 +77,7 @@ def test_validation_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
-def test_a_program_makes_the_steps_itself(tmp_path: Path) -> None:
+def test_a_program_makes_the_steps_itself(tmp_path):
     with Trainer(config_of(tmp_path, backend="mock"), batches=(), verbose=False) as trainer:
         assert trainer.model.logits([1, 2]).shape == (2, VOCABULARY) and trainer.steps_done == 0
         before, tokens = trainer.evaluate([batch_of(0)])["val_loss"], trainer.model.logits([1, 2])
@@ -99,14 +94,14 @@ def test_a_program_makes_the_steps_itself(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == rows
 
 
-def test_the_model_of_a_trainer_ends_texts_as_a_loaded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_a_trainer_ends_texts_as_a_loaded_one(tmp_path, monkeypatch):
     monkeypatch.setattr(NumberTokenizer, "eos", 3)
     with Trainer(config_of(tmp_path, backend="mock"), batches=()) as trainer:
         trainer.step(batch_of(0))
         assert trainer.model.ends == (3,)
 
 
-def test_a_program_that_makes_the_steps_resumes(tmp_path: Path) -> None:
+def test_a_program_that_makes_the_steps_resumes(tmp_path):
     for out, steps, resume in (("whole", 4, None), ("run", 2, None), ("run", 4, "auto")):
         with Trainer(config_of(tmp_path / out, backend="mock", resume=resume), batches=()) as trainer:
             while trainer.steps_done < steps:
@@ -115,7 +110,7 @@ def test_a_program_that_makes_the_steps_resumes(tmp_path: Path) -> None:
     assert result(tmp_path / "run") == result(tmp_path / "whole")
 
 
-def test_a_trainer_of_data_takes_a_batch_too(tmp_path: Path) -> None:
+def test_a_trainer_of_data_takes_a_batch_too(tmp_path):
     (text := tmp_path / "text").write_bytes(bytes(range(97, 123)) * 40)
     config = config_of(tmp_path / "run", data=str(text), backend="mock", model={**SHAPE, "vocab_size": 256})
     with Trainer(config, verbose=False) as trainer:
@@ -145,7 +140,7 @@ class Recorder(Callback):
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_callbacks(save_async: bool, tmp_path: Path) -> None:
+def test_callbacks(save_async, tmp_path):
     recorder, losses = Recorder(), list[float]()
     other = OnStep(lambda trainer, metrics: losses.append(metrics["loss"]))
     config = config_of(tmp_path, backend="mock", save_every=2, save_async=save_async)
@@ -157,12 +152,12 @@ def test_callbacks(save_async: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stop_of_a_callback_on_one_rank_stops_all(ranks: int, tmp_path: Path) -> None:
-    def stop(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+def test_a_stop_of_a_callback_on_one_rank_stops_all(ranks, tmp_path):
+    def stop(trainer, metrics):
         if metrics["step"] == 2:
             trainer.request_stop()
 
-    def of(rank: int) -> dict[str, Any]:
+    def of(rank):
         return {"callbacks": [OnStep(stop)] if rank == ranks - 1 else []}
 
     results = on_ranks(ranks, config_of(tmp_path), of, batches=batches_of())
@@ -170,10 +165,10 @@ def test_a_stop_of_a_callback_on_one_rank_stops_all(ranks: int, tmp_path: Path) 
     assert len(read_metrics(tmp_path)) == 2 and results[0].checkpoint == tmp_path / "checkpoints" / "step-2"
 
 
-def test_a_stop_of_the_batches_stops_after_their_step(tmp_path: Path) -> None:
+def test_a_stop_of_the_batches_stops_after_their_step(tmp_path):
     """Where no rank has a callback."""
-    def run(comm: Communicator) -> int:
-        def batches() -> Iterator[Batch]:
+    def run(comm):
+        def batches():
             yield batch_of(0)
             if comm.rank == 1:
                 trainer.request_stop()
@@ -186,13 +181,13 @@ def test_a_stop_of_the_batches_stops_after_their_step(tmp_path: Path) -> None:
     assert spawn(run, 2, timeout=100) == [2, 2]
 
 
-def test_an_exception_of_a_callback_ends_all_ranks(tmp_path: Path) -> None:
-    def fails(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+def test_an_exception_of_a_callback_ends_all_ranks(tmp_path):
+    def fails(trainer, metrics):
         raise ZeroDivisionError("of the program")
 
     others = list[BaseException]()
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         try:
             fit(config_of(tmp_path), comm, batches=batches_of(), callbacks=[OnStep(fails)] if comm.rank else [])
         except CollectiveError as error:
@@ -205,8 +200,8 @@ def test_an_exception_of_a_callback_ends_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", ["all", "own"])
-def test_batches_that_end_end_the_run(rows: str, tmp_path: Path, capsys: Any) -> None:
-    def of(rank: int) -> dict[str, Any]:
+def test_batches_that_end_end_the_run(rows, tmp_path, capsys):
+    def of(rank):
         batches = batches_of(3)
         return {"batches": batches if rows == "all" else [part(each, rank, 2) for each in batches[: 3 - rank]]}
 
@@ -216,12 +211,12 @@ def test_batches_that_end_end_the_run(rows: str, tmp_path: Path, capsys: Any) ->
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [("all", 1), ("all", 2), ("own", 2)])
-def test_a_run_resumes_where_its_batches_were(rows: str, ranks: int, tmp_path: Path) -> None:
-    def of(rank: int) -> dict[str, Any]:
+def test_a_run_resumes_where_its_batches_were(rows, ranks, tmp_path):
+    def of(rank):
         stream = Stream(rank, ranks) if rows == "own" else Stream()
         return {"batches": stream, "callbacks": [OnStep(stop)]}
 
-    def stop(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+    def stop(trainer, metrics):
         if stops and metrics["step"] == 2:
             trainer.request_stop()
 
@@ -240,23 +235,23 @@ def test_a_run_resumes_where_its_batches_were(rows: str, ranks: int, tmp_path: P
 
 
 @pytest.mark.parametrize("setting", ["resume", "elastic"])
-def test_without_a_state_it_is_refused(setting: str, tmp_path: Path) -> None:
+def test_without_a_state_it_is_refused(setting, tmp_path):
     value = {"resume": "auto", "elastic": "1"}[setting]
     said = f"--{setting}: expected batches with state_dict and load_state_dict, got list"
     with pytest.raises(ConfigError, match=said):
         fit(config_of(tmp_path, backend="mock", **{setting: value}), batches=batches_of())
 
 
-def test_a_state_that_json_has_not_is_refused(tmp_path: Path) -> None:
+def test_a_state_that_json_has_not_is_refused(tmp_path):
     stream = Stream()
-    stream.state_dict = lambda: {"step": np.int64(1)}  # type: ignore[method-assign, dict-item]
+    stream.state_dict = lambda: {"step": np.int64(1)}
     with pytest.raises(DataError, match="state_dict of the batches: expected values that JSON has, got "):
         fit(config_of(tmp_path, backend="mock"), batches=stream)
 
 
-def test_elastic(tmp_path: Path) -> None:
+def test_elastic(tmp_path):
     """A lost rank changes no bit: the step is made again with the same batch."""
-    how: dict[str, Any] = {"deterministic": True, "eval_every": 0, "micro_batch_size": 1}
+    how = {"deterministic": True, "eval_every": 0, "micro_batch_size": 1}
     spawn(lambda comm: fit(config_of(tmp_path / "whole", **how), comm, batches=Stream()), 2, timeout=60)
     config, faults = config_of(tmp_path / "hurt", elastic="1", **how), [Fault("crash", 1, 4, call="all_to_all")]
     spawn(lambda comm: fit(config, comm, batches=Stream()), 2, timeout=60, faults=faults)
@@ -266,19 +261,19 @@ def test_elastic(tmp_path: Path) -> None:
         fit(config_of(tmp_path / "own", elastic="1"), batches=Stream(), rows="own")
 
 
-def test_a_rank_that_is_lost_while_it_reads_takes_no_batch_of_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_while_it_reads_takes_no_batch_of_the_others(tmp_path):
     class Broken(Stream):
-        def __init__(self, breaks: bool) -> None:
+        def __init__(self, breaks):
             super().__init__()
             self.breaks = breaks
 
-        def __iter__(self) -> Iterator[Batch]:
+        def __iter__(self):
             for batch in super().__iter__():
                 if self.breaks and self.step == 3:
                     raise RuntimeError("this rank's data is gone")
                 yield batch
 
-    how: dict[str, Any] = {"deterministic": True, "eval_every": 0, "micro_batch_size": 1}
+    how = {"deterministic": True, "eval_every": 0, "micro_batch_size": 1}
     spawn(lambda comm: fit(config_of(tmp_path / "whole", **how), comm, batches=Stream()), 2, timeout=60)
     config = config_of(tmp_path / "hurt", elastic="1", **how)
     with pytest.raises(RuntimeError, match="this rank's data is gone"):
@@ -287,25 +282,25 @@ def test_a_rank_that_is_lost_while_it_reads_takes_no_batch_of_the_others(tmp_pat
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_newcomer_brings_what_the_others_bring(same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_brings_what_the_others_bring(same, tmp_path, monkeypatch):
     """Or is refused; it takes part in what their callbacks need."""
-    how: dict[str, Any] = {"deterministic": True, "micro_batch_size": 1, "elastic": "1:2", "timeout": 20.0}
-    program: dict[str, Any] = {"verbose": False, "val_batches": batches_of(1)}
+    how = {"deterministic": True, "micro_batch_size": 1, "elastic": "1:2", "timeout": 20.0}
+    program = {"verbose": False, "val_batches": batches_of(1)}
     threads, start, ended = list[threading.Thread](), Elastic.start_step, list[Any]()
 
-    def join(address: str, program: Mapping[str, Any]) -> None:
+    def join(address, program):
         try:
             newcomer = Newcomer(config_of(tmp_path, join=address, **how), batches=Stream(), **program)
             try:
                 newcomer.run()
             finally:
-                place: Any = newcomer.comm.rendezvous
+                place = newcomer.comm.rendezvous
                 place.threads.world.end(place.rank, "its function returned")
             ended.append(newcomer.steps_done)
         except ConfigError as error:
             ended.append(str(error))
 
-    def start_step(self: Elastic, step: int, wish: int) -> None:
+    def start_step(self, step, wish):
         comm = self.run.comm
         if step == 1 and not threads:
             given = program if same else {**program, "val_batches": None}
@@ -324,8 +319,8 @@ def test_a_newcomer_brings_what_the_others_bring(same: bool, tmp_path: Path, mon
     assert steps == [1, 2, 3, 4, 5, 6] and read_metrics(tmp_path)[-1]["ranks"] == 1 + same
 
 
-def test_states_are_those_of_dp(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"save_every": 1, "steps": 2}
+def test_states_are_those_of_dp(tmp_path):
+    how = {"save_every": 1, "steps": 2}
     on_ranks(4, config_of(tmp_path / "first", tp=2, **how), lambda rank: {"batches": Stream(rank // 2, 2)}, rows="own")
     how |= {"resume": str(tmp_path / "first"), "steps": 4}
     on_ranks(2, config_of(tmp_path / "same", **how), lambda rank: {"batches": Stream(rank, 2)}, rows="own")
@@ -335,14 +330,14 @@ def test_states_are_those_of_dp(tmp_path: Path) -> None:
         on_ranks(4, config_of(tmp_path / "other", **how), lambda rank: {"batches": Stream(rank, 4)}, rows="own")
 
 
-def test_a_prompt_that_the_tokenizer_cannot_encode_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_refused_before_the_run(tmp_path):
     with pytest.raises(DataError, match="tokenizer numbers: expected token numbers below 32"):
         fit(config_of(tmp_path, backend="mock", sample_tokens=3, prompt="Hello"), batches=batches_of())
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(comm: Communicator) -> None:
+def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path, monkeypatch):
+    def run(comm):
         with monkeypatch.context() as patch:
             patch.setattr(kos.train.run, "check_shared", lambda out, comm: 1 / 0)
             with pytest.raises(ZeroDivisionError) as failed:
@@ -355,8 +350,8 @@ def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_a_part_of_a_model_is_no_model(axis: str, tmp_path: Path) -> None:
-    def run(comm: Communicator) -> None:
+def test_a_part_of_a_model_is_no_model(axis, tmp_path):
+    def run(comm):
         with Trainer(config_of(tmp_path, **{axis: 2}), comm, batches=()) as trainer:
             trainer.step(batch_of(0))
             with pytest.raises(InvalidArgument, match="model: expected ranks that hold the whole model, got 2 ranks"):
@@ -365,15 +360,15 @@ def test_a_part_of_a_model_is_no_model(axis: str, tmp_path: Path) -> None:
     spawn(run, 2, timeout=60)
 
 
-def test_runs_one_after_another_in_a_thread_and_in_the_main_one(tmp_path: Path) -> None:
+def test_runs_one_after_another_in_a_thread_and_in_the_main_one(tmp_path):
     """Signals are the program's before and after, and in another thread meanwhile."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     before, seen, results = [*map(signal.getsignal, numbers)], [], []
 
-    def look(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+    def look(trainer, metrics):
         seen.append([*map(signal.getsignal, numbers)] == before)
 
-    def run(name: str) -> None:
+    def run(name):
         config = config_of(tmp_path / name, backend="mock")
         results.append(fit(config, batches=batches_of(), callbacks=[OnStep(look)], verbose=False))
 
@@ -409,11 +404,11 @@ except KeyboardInterrupt:
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
-def test_runs_that_are_stopped_leave_no_files_open(tmp_path: Path) -> None:
-    def stop(trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+def test_runs_that_are_stopped_leave_no_files_open(tmp_path):
+    def stop(trainer, metrics):
         signal.raise_signal(signal.SIGINT)
 
-    def files() -> int:
+    def files():
         for thread in threading.enumerate():
             if thread.name == "kos-signals":
                 thread.join(10)
@@ -432,7 +427,7 @@ def test_runs_that_are_stopped_leave_no_files_open(tmp_path: Path) -> None:
     assert opened[-1] <= opened[1]
 
 
-def test_ctrl_c_ends_fit_and_not_the_program(tmp_path: Path) -> None:
+def test_ctrl_c_ends_fit_and_not_the_program(tmp_path):
     text = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + PROGRAM.format(root=ROOT)
     done = run_program(*python(), "-c", text, str(tmp_path / "run"), env=ENVIRONMENT)
     assert done.returncode == 0, (done.stdout, done.stderr)
@@ -456,7 +451,7 @@ for number in range(2):
 
 
 @needs_mpirun
-def test_under_mpirun(tmp_path: Path) -> None:
+def test_under_mpirun(tmp_path):
     """Two runs of one program, as on one rank."""
     (script := tmp_path / "script.py").write_text(RANKS.format(root=ROOT))
     assert MPIRUN

@@ -1,17 +1,11 @@
 """Losses of a program's own in ``kos.train.fit``, and weights of targets: on CPUs and on an emulated GPU."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
-from kos.comm.communicator import Communicator
 from kos.memory import Array
 from kos.testing import spawn
-from kos.train import Batch, CudaLoss, TrainConfig, fit
+from kos.train import Batch, CudaLoss, fit
 from tests.train.fits import (
     LAYOUTS,
     NAMES,
@@ -31,7 +25,7 @@ from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:5], ids=NAMES[:5])
-def test_a_loss_of_ones_own(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_a_loss_of_ones_own(ranks, layout, tmp_path):
     """The cross-entropy of a program is that of the trainer, in training and in validation."""
     for name, loss in (("ours", None), ("own", cross_entropy)):
         config = config_of(tmp_path / name, **layout)
@@ -42,11 +36,11 @@ def test_a_loss_of_ones_own(ranks: int, layout: dict[str, Any], tmp_path: Path) 
         np.testing.assert_allclose(own, ours, rtol=2e-5)
 
 
-def test_a_loss_of_ones_own_sees_every_token_once(tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_sees_every_token_once(tmp_path):
     """In chunks, with the fields of its batch."""
     seen = list[tuple[int, ...]]()
 
-    def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    def loss(logits, batch):
         assert logits.shape == (len(batch.tokens), VOCABULARY) and batch.document_starts is None
         seen.extend(zip(batch.tokens.tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True))
         return np.zeros(len(logits)), np.zeros_like(logits)
@@ -60,10 +54,10 @@ def test_a_loss_of_ones_own_sees_every_token_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
-def test_weights_of_targets(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_of_targets(ranks, layout, tmp_path):
     """Of 1 they change no bit; others give what the same loss of the program gives."""
     weights = np.random.default_rng(1).normal(size=(ROWS, TOKENS))
-    runs: dict[str, tuple[Any, Any]] = {
+    runs = {
         "plain": (batches_of(), None), "ones": (batches_of(weights=np.ones((ROWS, TOKENS))), None),
         "weights": (batches_of(weights=weights), None), "own": (batches_of(weights=weights), cross_entropy),
     }  # fmt: skip
@@ -101,25 +95,25 @@ def on_memory(logits: Array, batch: Batch) -> tuple[Array, Array]:
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch):
     host_engine(monkeypatch)
     monkeypatch.setattr("kos.train.run.choose_device", lambda asked, comm: asked)
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"pp": 2})], ids=["one", "dp", "pp"])
-def test_an_emulated_gpu(ranks: int, layout: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_an_emulated_gpu(ranks, layout, tmp_path, capsys):
     """All fields of a batch, validation, and each kind of loss, as on the CPU."""
     starts = np.repeat([[0] * 8 + [8] * 8], ROWS, axis=0)
     more = {"weights": np.random.default_rng(2).normal(size=(ROWS, TOKENS)), "document_starts": starts}
-    losses: dict[str, Any] = {"cpu": cross_entropy, "ours": None, "array": on_memory, "cuda": CudaLoss(KERNEL, 32)}
+    losses = {"cpu": cross_entropy, "ours": None, "array": on_memory, "cuda": CudaLoss(KERNEL, 32)}
     val = [batch_of(9, 3)._replace(**{name: field[:3] for name, field in more.items()})]
     for name, loss in losses.items():
         device = {"device": "cpu"} if name == "cpu" else {"device": "cuda", "dtype": "float32", **layout}
         config = config_of(tmp_path / name, **device)
         of = DeviceComm if name != "cpu" else lambda comm: comm
 
-        def run(comm: Communicator, config: TrainConfig = config, loss: Any = loss, of: Any = of) -> None:
+        def run(comm, config=config, loss=loss, of=of):
             callbacks = [OnStep(lambda trainer, metrics: layout or trainer.model.logits([1, 2]))]
             fit(config, of(comm), batches=batches_of(**more), val_batches=val, loss=loss, callbacks=callbacks)
 

@@ -1,10 +1,7 @@
 """What ``kos.train.fit`` refuses: wrong batches, losses and callbacks, on all ranks and by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +48,7 @@ REFUSED_BATCHES: dict[str, tuple[Iterable[Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED_BATCHES)
-def test_wrong_batches_are_refused_on_all_ranks(what: str, tmp_path: Path) -> None:
+def test_wrong_batches_are_refused_on_all_ranks(what, tmp_path):
     """Those of one rank too; and nothing of that step is trained."""
     batches, said = REFUSED_BATCHES[what]
     refused_on_both(DataError, said, config_of(tmp_path, eval_every=0), lambda rank: batches)
@@ -59,8 +56,8 @@ def test_wrong_batches_are_refused_on_all_ranks(what: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("rows", "layout"), [("all", {}), ("own", {"pp": 2})])
 @pytest.mark.parametrize("other", ["another", "none"])
-def test_ranks_with_other_batches_raise(other: str, rows: Any, layout: dict[str, Any], tmp_path: Path) -> None:
-    def batches(rank: int) -> list[Batch]:
+def test_ranks_with_other_batches_raise(other, rows, layout, tmp_path):
+    def batches(rank):
         return [batch_of(0), *([batch_of(1 + rank)] if other == "another" or rank == 0 else [])]
 
     got = "other batches" if other == "another" else "none"
@@ -94,19 +91,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused_by_name(what: str, tmp_path: Path) -> None:
+def test_refused_by_name(what, tmp_path):
     changes, program, kind, said = REFUSED[what]
     with pytest.raises(kind, match=re.escape(said)):
         fit(config_of(tmp_path, backend="mock", **changes), **program, verbose=False)
 
 
-def test_a_loss_of_ones_own_is_refused_with_tp(tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_is_refused_with_tp(tmp_path):
     said = "--tp: expected 1 with a loss of one's own, which needs logits of the whole vocabulary, got 2"
     refused_on_both(ConfigError, said, config_of(tmp_path, tp=2), lambda rank: batches_of(), loss=cross_entropy)
 
 
-def test_ranks_that_bring_other_things_are_refused(tmp_path: Path) -> None:
-    def of(rank: int) -> dict[str, Any]:
+def test_ranks_that_bring_other_things_are_refused(tmp_path):
+    def of(rank):
         return {"loss": cross_entropy if rank else None}
 
     said = "loss: expected the same on all ranks, got False on rank 0 and True on rank 1"
@@ -114,8 +111,8 @@ def test_ranks_that_bring_other_things_are_refused(tmp_path: Path) -> None:
         on_ranks(2, config_of(tmp_path), of, batches=batches_of())
 
 
-def test_other_arguments_are_refused(tmp_path: Path) -> None:
+def test_other_arguments_are_refused(tmp_path):
     with pytest.raises(InvalidArgument, match="config: expected a kos.train.TrainConfig, got {'steps': 3}"):
-        fit({"steps": 3})  # type: ignore[arg-type]
+        fit({"steps": 3})
     with pytest.raises(TypeError, match="unexpected keyword argument 'batch'"):
-        fit(config_of(tmp_path, backend="mock"), batch=[])  # type: ignore[call-arg]
+        fit(config_of(tmp_path, backend="mock"), batch=[])

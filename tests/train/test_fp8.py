@@ -1,7 +1,5 @@
 """Runs with ``--dtype fp8``: on CPUs, and on an emulated GPU, where the products are the CPU's emulation."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace
@@ -228,7 +226,7 @@ def test_zero_gathers_in_8_bits(emulated, sixteens, layout, changes, one, monkey
 
 @pytest.mark.parametrize("elastic", [None, "2"])
 def test_zero_gathers_in_8_bits_on_cpus(sixteens, elastic, monkeypatch):
-    how: dict[str, Any] = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3, "zero": 1, "elastic": elastic}
+    how = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3, "zero": 1, "elastic": elastic}
     ours = on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how)
     monkeypatch.setattr(Step, "gather", in_16_bits)
     for got, expected in zip(ours, on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), strict=True):
@@ -238,14 +236,14 @@ def test_zero_gathers_in_8_bits_on_cpus(sixteens, elastic, monkeypatch):
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2, cp=2)], ids=named)
 def test_deterministic_on_cpus(sixteens, layout):
-    how: dict[str, Any] = {"dtype": "fp8", "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
+    how = {"dtype": "fp8", "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
     (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
     compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
 def test_layout_on_cpus(sixteens, layout):
-    how: dict[str, Any] = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3}
+    how = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3}
     (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
     for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
         np.testing.assert_allclose(got["rows"][:, 0], alone["rows"][:, 0], rtol=NEAR)
@@ -273,7 +271,7 @@ def test_parts_of_features_are_not_fixed(sixteens):
 def test_what_is_refused(emulated, sixteens, monkeypatch):
     """By name, on every rank."""
 
-    def refused(expected: str, layout: Layout, **changes: Any) -> None:
+    def refused(expected, layout, **changes):
         with pytest.raises(ConfigError, match=expected):
             layouts.train(layout, 1, **{"dtype": "fp8", "seq_len": 64, **changes})
 
@@ -298,7 +296,7 @@ def test_sizes_of_copied_kv_heads():
 
 def test_the_operations_of_a_search_are_freed_at_once():
     """And with them their arena, before the memory of a run is allocated: not by the garbage collector."""
-    in_8 = Fp8Ops(LinearOps(reference), object(), True)  # type: ignore[arg-type]
+    in_8 = Fp8Ops(LinearOps(reference), object(), True)
     ops = FixedOrder(in_8, in_8.arena, Split(), ALONE, ALONE, {})
     assert ops.of_head.innermost().inner is ops.innermost().inner is reference
     freed = weakref.ref(in_8)
@@ -317,11 +315,11 @@ def test_the_first_of_several_chunks_of_a_rank_is_named():
     named = [(SimpleNamespace(name=f"layers.{i}.qkv"), SimpleNamespace(name=f"layers.{i}.o")) for i in range(4)]
     layers = [[SimpleNamespace(column=column, row=row)] for column, row in named]
     config = SimpleNamespace(num_hidden_layers=4, layers=lambda which: layers)
-    device.step = SimpleNamespace(models=[  # type: ignore[assignment]
+    device.step = SimpleNamespace(models=[
         SimpleNamespace(config=config, fp8=SimpleNamespace(first=first, watch=lambda on: None)) for first in found
     ])
     device.mesh = SimpleNamespace(world=SimpleNamespace(all_gather_bytes=lambda mine: [mine, b""]))  # type: ignore
-    device.gradient_not_finite = lambda step: "layers.0.o"  # type: ignore[method-assign]
+    device.gradient_not_finite = lambda step: "layers.0.o"
     assert device.not_finite(1) == "the input of layers.2.qkv"
 
 

@@ -1,7 +1,5 @@
 """The emulation of products in 8 bits, against the formats' own definitions and float64."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Generation with a KV cache on CPUs: the tokens of a model without one, in any batch; limits, ends and streams."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -61,12 +59,12 @@ def decoder(config: LlamaConfig, weights: Any, sequences: int) -> Decoder:
     return Decoder(config, numpy_ops, weights, sequences, config.max_position_embeddings)
 
 
-def test_every_family_has_a_case() -> None:
+def test_every_family_has_a_case():
     assert {config.model_type for config in CASES.values()} == {*FAMILIES}
 
 
 @each_case
-def test_tokens_are_those_without_a_cache(config: LlamaConfig) -> None:
+def test_tokens_are_those_without_a_cache(config):
     """Prompts of several lengths at once, also beyond the context, from whose last half a text goes on."""
     weights, model = random_weights(config), Model(config, numpy_ops)
     plain = Uncached(lambda tokens: model.next_logits(weights, tokens))
@@ -76,7 +74,7 @@ def test_tokens_are_those_without_a_cache(config: LlamaConfig) -> None:
 
 
 @each_case
-def test_logits_are_those_of_the_whole_text(config: LlamaConfig) -> None:
+def test_logits_are_those_of_the_whole_text(config):
     weights, model = random_weights(config), Model(config, numpy_ops)
     text = np.random.default_rng(1).integers(0, config.vocab_size, 30)
     source = decoder(config, weights, 1)
@@ -85,10 +83,10 @@ def test_logits_are_those_of_the_whole_text(config: LlamaConfig) -> None:
 
 
 @each_case
-def test_a_sequence_has_the_same_bits_in_any_batch(config: LlamaConfig) -> None:
+def test_a_sequence_has_the_same_bits_in_any_batch(config):
     weights = random_weights(config)
 
-    def logits(*prompts: list[int]) -> list[list[np.ndarray]]:
+    def logits(*prompts):
         """Of each prompt and of nine tokens after it."""
         source = decoder(config, weights, len(prompts))
         found = [[source.prefill(index, prompt)] for index, prompt in enumerate(prompts)]
@@ -103,7 +101,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(config: LlamaConfig) -> None:
     np.testing.assert_array_equal(logits(*PROMPTS[::-1])[::-1][0], together[0])
 
 
-def test_sampled_text_is_that_of_the_prompt_alone() -> None:
+def test_sampled_text_is_that_of_the_prompt_alone():
     config = CASES["llama"]
     model = TrainedModel(config, random_weights(config), NumberTokenizer(41), ends=[7])
     prompts = ["3 1 4", "", "5 9 2 6", "3 1 4"]
@@ -113,7 +111,7 @@ def test_sampled_text_is_that_of_the_prompt_alone() -> None:
     assert model.generate([], 5) == []
 
 
-def test_frequencies_are_those_of_the_limits() -> None:
+def test_frequencies_are_those_of_the_limits():
     """Of 4000 draws, each token's number is within four standard deviations of what its odds give."""
     logits = np.array([1.2, -0.5, 3.0, 2.0, 0.0, 2.5, -4.0, 1.0], np.float32)
     before, penalty, temperature, rng = [2, 1, 2], 2.0, 1.5, np.random.default_rng(2)
@@ -143,14 +141,14 @@ def test_frequencies_are_those_of_the_limits() -> None:
      ("repetition_penalty", 0, "more than 0, got 0"), ("tokens", -1, "0 or more, got -1"),
      ("stop", "ab", "a list of texts that are not empty, got 'ab'"), ("stop", [""], r"not empty, got \[''\]")],
 )  # fmt: skip
-def test_settings_out_of_range(name: str, value: Any, expected: str) -> None:
+def test_settings_out_of_range(name, value, expected):
     config = CASES["llama"]
     model = TrainedModel(config, random_weights(config), NumberTokenizer(41))
     with pytest.raises(InvalidArgument, match=f"{name}: expected .*{expected}"):
         model.stream(["1"], **{name: value})
 
 
-def test_a_prompt_longer_than_the_model() -> None:
+def test_a_prompt_longer_than_the_model():
     config = CASES["llama"]
     model = TrainedModel(config, random_weights(config), NumberTokenizer(41))
     assert model.generate("1 " * 48, 1).startswith("1 1 ")
@@ -180,7 +178,7 @@ def pieces(text: str, stop: Any, count: int = 99, ends: Any = (0,)) -> tuple[lis
     return [piece for _, piece in found], source
 
 
-def test_a_text_streams_in_whole_characters_and_withholds_what_may_be_a_stop() -> None:
+def test_a_text_streams_in_whole_characters_and_withholds_what_may_be_a_stop():
     assert pieces("aé漢z", [])[0] == ["a", "é", "漢", "z"]
     assert pieces("one STOP two", ["STOP", "xx"])[0] == ["o", "n", "e", " "]
     assert pieces("a STSTOP b", ["STOP"])[0] == ["a", " ", "ST"]
@@ -191,13 +189,13 @@ def test_a_text_streams_in_whole_characters_and_withholds_what_may_be_a_stop() -
     assert pieces("ab", [], 0)[0] == []
 
 
-def test_nothing_is_computed_after_the_end() -> None:
+def test_nothing_is_computed_after_the_end():
     for stop, ends, steps in (([], (0,), 6), (["d"], (), 3), ([], (ord("c"),), 2)):
         _, source = pieces("abcdef", stop, 50, ends)
         assert source.steps == steps
 
 
-def test_sequences_end_on_their_own() -> None:
+def test_sequences_end_on_their_own():
     config = CASES["llama"]
     source, weights = decoder(config, random_weights(config), 4), random_weights(config)
     whole = tokens_of(source, config, PROMPTS, 30, GREEDY)
@@ -207,7 +205,7 @@ def test_sequences_end_on_their_own() -> None:
     assert len(found[2]) <= 5 and len({len(tokens) for tokens in found}) > 1
 
 
-def test_a_sequence_that_ended_with_a_full_cache_reads_nothing_behind_it() -> None:
+def test_a_sequence_that_ended_with_a_full_cache_reads_nothing_behind_it():
     config = CASES["llama"]
     source = Decoder(config, numpy_ops, random_weights(config), 2, 4)
     source.prefill(0, [1, 2, 3, 4])
@@ -216,7 +214,7 @@ def test_a_sequence_that_ended_with_a_full_cache_reads_nothing_behind_it() -> No
     assert source.inputs[1].tolist() == [3, 1]
 
 
-def test_a_context_of_one_token() -> None:
+def test_a_context_of_one_token():
     config = dataclasses.replace(CASES["llama"], max_position_embeddings=1)
     weights, model = random_weights(config), Model(config, numpy_ops)
     plain = Uncached(lambda tokens: model.next_logits(weights, tokens))

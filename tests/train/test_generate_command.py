@@ -1,13 +1,9 @@
 """``kos sample`` with several prompts and limits, ``kos chat``, and what a model's folder says of ends and chats."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,14 +20,14 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
     _train(text, out, steps=2, tokenizer="bytes", seq_len=128)
     return out
 
 
 @pytest.fixture
-def folder(run: Path) -> Any:
+def folder(run):
     """The run's checkpoint, with a chat template while a test runs."""
     found = checkpoint.find(run).path
     (found / "chat_template.jinja").write_text(TEMPLATE)
@@ -40,19 +36,17 @@ def folder(run: Path) -> Any:
         (found / name).unlink(missing_ok=True)
 
 
-def test_several_prompts(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_several_prompts(run, tmp_path, capsys):
     model = kos.train.load(run)
     (tmp_path / "prompts.txt").write_text("the ring\none é\n")
     flags = [str(run), "--prompt", "a", "--prompt=b", "--prompts", str(tmp_path / "prompts.txt"), "--tokens", "9"]
     capsys.readouterr()
     assert sample.main([*flags, "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2", "--seed", "4"]) == 0
-    texts = model.generate(
-        ["a", "b", "the ring", "one é"], 9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4
-    )  # fmt: skip
+    texts = model.generate(["a", "b", "the ring", "one é"], 9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4)
     assert capsys.readouterr().out == "".join(f"--- {number} ---\n{each}\n" for number, each in enumerate(texts, 1))
 
 
-def test_a_text_ends_before_a_stop(run: Path, capsys: Any) -> None:
+def test_a_text_ends_before_a_stop(run, capsys):
     whole = kos.train.load(run).generate("ring", 30, temperature=0)
     stop = whole[10:12]
     capsys.readouterr()
@@ -73,14 +67,14 @@ def test_a_text_ends_before_a_stop(run: Path, capsys: Any) -> None:
         (["--prompts", "nowhere.txt"], "--prompts: expected a file of text, got "),
     ],
 )
-def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], expected: str) -> None:
+def test_what_is_refused_in_one_line(run, capsys, flags, expected):
     capsys.readouterr()
     assert sample.main([str(run), *flags]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"kos: error: {expected}") and said.err.count("\n") == 1 and not said.out
 
 
-def test_a_gpu_that_is_not_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there(run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     command = [*python(), "-m", "kos.train.sample", str(run), "--device", "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -88,7 +82,7 @@ def test_a_gpu_that_is_not_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert done.stderr.startswith("kos: error: ") and done.stderr.count("\n") == 1
 
 
-def test_end_tokens_are_those_of_generation_config(folder: Path) -> None:
+def test_end_tokens_are_those_of_generation_config(folder):
     """Beside the tokenizer's; a damaged file is refused by its name."""
     model = kos.train.load(folder)
     ids = list(ByteTokenizer().encode(model.generate("ring", 30, temperature=0)))
@@ -106,7 +100,7 @@ def test_end_tokens_are_those_of_generation_config(folder: Path) -> None:
             kos.train.load(folder)
 
 
-def test_a_chat_is_what_follows_the_template(folder: Path) -> None:
+def test_a_chat_is_what_follows_the_template(folder):
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     model, pieces = kos.train.load(folder), list[str]()
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
@@ -128,7 +122,7 @@ def test_a_chat_is_what_follows_the_template(folder: Path) -> None:
     assert model.chat(messages, 3, tools=[{"name": "weather"}], temperature=0) is not None
 
 
-def test_a_turn_that_the_template_ends_ends_the_answer(folder: Path) -> None:
+def test_a_turn_that_the_template_ends_ends_the_answer(folder):
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("</s>", "e"))  # which the model says
     model = kos.train.load(folder)
@@ -139,14 +133,14 @@ def test_a_turn_that_the_template_ends_ends_the_answer(folder: Path) -> None:
         assert model.chat(question, 40, seed=seed, top_k=0) == whole.partition("e")[0]
 
 
-def test_a_long_chat_goes_on_from_its_last_half(folder: Path, caplog: Any) -> None:
+def test_a_long_chat_goes_on_from_its_last_half(folder, caplog):
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     assert kos.train.load(folder).chat([{"role": "user", "content": "ring " * 40}], 5)
     said = "the text is longer than the context of 128 tokens: the model sees the last 64, then more"
     assert caplog.messages == [said]
 
 
-def test_the_command_chats(folder: Path) -> None:
+def test_the_command_chats(folder):
     """Several turns, a new chat, an empty line, the end of the input."""
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     model = kos.train.load(folder)
@@ -166,7 +160,7 @@ def test_the_command_chats(folder: Path) -> None:
         assert done.stdout.replace("> ", "").rstrip("\n").split("\n") == "\n".join(said).rstrip("\n").split("\n")
 
 
-def test_the_command_takes_results_of_tools(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_results_of_tools(folder, capsys, monkeypatch):
     """Their lines up to an empty one are one message, with the name of the tool for templates that write it.
 
     The end of the program is not the end of a result, which is not sent then.
@@ -189,9 +183,7 @@ def test_the_command_takes_results_of_tools(folder: Path, capsys: Any, monkeypat
         assert [line for line in printed if line] == [line for text in answers for line in text.splitlines() if line]
 
 
-def test_the_command_passes_tools_to_the_template(
-    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_passes_tools_to_the_template(folder, tmp_path, capsys, monkeypatch):
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     shown = "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
     (folder / "chat_template.jinja").write_text(shown + TEMPLATE)
@@ -216,7 +208,7 @@ def test_the_command_passes_tools_to_the_template(
     assert "expected a chat template that uses tools" in capsys.readouterr().err
 
 
-def test_a_line_that_the_tokenizer_refuses(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_the_tokenizer_refuses(folder, capsys, monkeypatch):
     """It is left out of the chat, which goes on."""
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     expected = kos.train.load(folder).chat([{"role": "user", "content": "ring"}], 7, temperature=0)
@@ -228,7 +220,7 @@ def test_a_line_that_the_tokenizer_refuses(folder: Path, capsys: Any, monkeypatc
     assert said.out.replace("> ", "").rstrip("\n") == expected.rstrip("\n")
 
 
-def test_chats_that_cannot_begin(run: Path, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_that_cannot_begin(run, folder, capsys, monkeypatch):
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     capsys.readouterr()

@@ -1,7 +1,5 @@
 """Generation by several ranks that hold a model together: the tokens of one rank, and errors that all ranks raise."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 
 import kos.train
-from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument, RankLost, TrainingError
 from kos.testing import Fault, spawn
 from kos.train.generate import Decoder, Sampling
@@ -39,7 +36,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model of 4 heads, with a chat template."""
     folder = tmp_path_factory.mktemp("generate") / "model"
     write_model(folder)
@@ -49,13 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", SPLIT)
-def test_greedy_tokens_are_those_of_one_rank(name: str, ranks: int) -> None:
+def test_greedy_tokens_are_those_of_one_rank(name, ranks):
     """Prompts of several lengths at once, also beyond the context; 4 ranks have copies of kv heads."""
     config = SPLIT[name]
     weights, context = random_weights(config), config.max_position_embeddings
     expected = tokens_of(decoder(config, weights, 4), config, PROMPTS, 60, GREEDY)
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         axis = Axis(comm.rank, ranks, comm)
         source = Decoder(config, cases.reference, cases.part_of(weights, config, axis), 4, context, axis)
         return tokens_of(source, config, PROMPTS, 60, GREEDY, tp=axis)
@@ -64,12 +61,12 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, ranks: int) -> None:
     assert all(len(set(tokens)) > 1 for tokens in expected)
 
 
-def test_ranks_generate_what_rank_0_draws() -> None:
+def test_ranks_generate_what_rank_0_draws():
     config = SPLIT["llama"]
     weights, context = random_weights(config), config.max_position_embeddings
     expected = tokens_of(decoder(config, weights, 4), config, PROMPTS, 20, Sampling(seed=0), ends=[7])
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         axis = Axis(comm.rank, 2, comm)
         source = Decoder(config, cases.reference, cases.part_of(weights, config, axis), 4, context, axis)
         return tokens_of(source, config, PROMPTS, 20, Sampling(seed=comm.rank), ends=[7], tp=axis)
@@ -79,13 +76,13 @@ def test_ranks_generate_what_rank_0_draws() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["llama", "multi-query"])
-def test_logits_on_emulated_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_on_emulated_gpus(name, monkeypatch):
     host_memory(monkeypatch)
     config = SPLIT[name]
     weights = random_weights(config)
     expected = cases.logits_of(config, cases.reference, weights, PROMPTS, 2)
 
-    def run(comm: Communicator) -> Any:
+    def run(comm):
         ops, axis = HostOps(), Axis(comm.rank, 2, DeviceComm(comm))
         there = cases.weights_on(ops, cases.part_of(weights, config, axis), config, np.dtype(np.float32), axis)
         return cases.logits_of(config, ops, there, PROMPTS, 2, axis)
@@ -95,13 +92,13 @@ def test_logits_on_emulated_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_loaded_model_computes(folder: Path, caplog: Any) -> None:
+def test_what_a_loaded_model_computes(folder, caplog):
     """Logits, loss, texts and chats are those of one rank, on every rank; a warning is logged once."""
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     tokens, messages = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], [{"role": "user", "content": "ring"}]
-    how: dict[str, Any] = {"temperature": 0.7, "seed": 3}
+    how = {"temperature": 0.7, "seed": 3}
 
-    def run(comm: Communicator | None) -> Any:
+    def run(comm):
         model = kos.train.load(folder, comm=comm)
         texts = model.generate(["the ring", "", "é"], 70, **how, stop=["q"])
         return model.logits(tokens), model.loss("one ring"), texts, model.chat(messages, 9, **how), repr(model)
@@ -123,11 +120,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_models_that_cannot_be_split(case: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_split(case, tmp_path):
     changes, ranks, expected = REFUSED[case]
     write_model(tmp_path / "model", **changes)
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         with pytest.raises(ConfigError) as raised:
             kos.train.load(tmp_path / "model", comm=comm)
         assert raised.value.on_every_rank
@@ -136,10 +133,10 @@ def test_models_that_cannot_be_split(case: str, tmp_path: Path) -> None:
     assert spawn(run, ranks) == [expected] * ranks
 
 
-def test_arguments_that_differ(folder: Path) -> None:
+def test_arguments_that_differ(folder):
     """Also such that one rank alone would refuse: all ranks raise the same error."""
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         model, mine = kos.train.load(folder, comm=comm), comm.rank
         for call, what in (
             (lambda: model.logits(np.full((1, 2000), mine)), "tokens"),
@@ -158,8 +155,8 @@ def test_arguments_that_differ(folder: Path) -> None:
     spawn(run, 2)
 
 
-def test_logits_that_are_not_finite(folder: Path) -> None:
-    def run(comm: Communicator) -> None:
+def test_logits_that_are_not_finite(folder):
+    def run(comm):
         model = kos.train.load(folder, comm=comm)
         model.weights[model.config.final_norm][0] = np.nan
         with pytest.raises(TrainingError, match="sampling: expected finite logits"):
@@ -169,8 +166,8 @@ def test_logits_that_are_not_finite(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "all_gather", "broadcast"])
-def test_a_rank_that_dies_while_it_generates(folder: Path, call: str) -> None:
-    def run(comm: Communicator) -> list[int]:
+def test_a_rank_that_dies_while_it_generates(folder, call):
+    def run(comm):
         model = kos.train.load(folder, comm=comm)
         with pytest.raises(RankLost) as raised:
             model.generate("the ring", 40)
@@ -207,7 +204,7 @@ def ends_of(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 
 @needs_mpirun
-def test_samples_on_ranks_of_mpirun(folder: Path) -> None:
+def test_samples_on_ranks_of_mpirun(folder):
     """Rank 0 alone prints; what is wrong is one line."""
     flags = ["--tokens=9", "--temperature=0", "--tp=2"]
     done = kos_on_2_ranks("sample", folder, "--prompt=ring", *flags)
@@ -224,7 +221,7 @@ def test_samples_on_ranks_of_mpirun(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpirun), "environment"])
-def test_a_chat_on_two_ranks(folder: Path, tmp_path: Path, launcher: str) -> None:
+def test_a_chat_on_two_ranks(folder, tmp_path, launcher):
     """Rank 0 reads for all ranks.  The end of the input ends them, which Open MPI 5 does not forward."""
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     model, messages, expected = kos.train.load(folder), list[dict[str, str]](), list[str]()
@@ -247,14 +244,14 @@ def test_a_chat_on_two_ranks(folder: Path, tmp_path: Path, launcher: str) -> Non
     assert said.replace("> ", "").rstrip("\n") == "\n".join(expected).rstrip("\n")
 
 
-def test_more_ranks_than_there_are(folder: Path) -> None:
+def test_more_ranks_than_there_are(folder):
     done = subprocess.run([*python(), "-m", "kos", "chat", str(folder), "--tp=2"], capture_output=True, text=True,
                           timeout=100, env=OUTSIDE)  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kos: error: --tp: expected 1, the number of ranks, got 2\n"
 
 
-def test_a_reader_that_closes_the_pipe(folder: Path) -> None:
+def test_a_reader_that_closes_the_pipe(folder):
     """The ranks end together, without an error."""
     flags = ["--tp=2", "--tokens=60", "--prompt=ring"]
     with by_environment("kos", "sample", str(folder), *flags, stderr=subprocess.PIPE) as ranks:
@@ -265,7 +262,7 @@ def test_a_reader_that_closes_the_pipe(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["sample", "chat"])
-def test_ctrl_c_on_rank_0_ends_all_ranks(folder: Path, tmp_path: Path, command: str) -> None:
+def test_ctrl_c_on_rank_0_ends_all_ranks(folder, tmp_path, command):
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     (tmp_path / "lines.txt").write_text("ring\n")
     with (
@@ -282,7 +279,7 @@ def test_ctrl_c_on_rank_0_ends_all_ranks(folder: Path, tmp_path: Path, command: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["peer", "auto"])
-def test_two_gpus(backend: str) -> None:
+def test_two_gpus(backend):
     """Also two ranks on one: tokens in float32 are those of a CPU, and the loss of a rank is named.
 
     The ranks start without mpirun, which would end both.

@@ -1,7 +1,5 @@
 """Greedy tokens and limits of sampling beside transformers: 20 random models of all families, in float32."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any
@@ -47,12 +45,12 @@ def model_of(config: LlamaConfig, weights: Any) -> Any:
     return model.eval()
 
 
-def test_there_are_twenty_of_all_families() -> None:
+def test_there_are_twenty_of_all_families():
     assert len(MODELS) == 20 and {config.model_type for config in MODELS.values()} == {*FAMILIES}
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
-def test_greedy_tokens(config: LlamaConfig, rng: np.random.Generator) -> None:
+def test_greedy_tokens(config, rng):
     """With and without the cache, of prompts of several lengths at once."""
     weights = random_weights(config, rng, np.float32)
     theirs, expected = model_of(config, weights), []
@@ -80,11 +78,11 @@ def scores_of(logits: np.ndarray) -> Any:
      {"repetition_penalty": 1.3, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05}],
     ids=str,
 )  # fmt: skip
-def test_the_odds_of_tokens(settings: dict[str, float], seed: int) -> None:
+def test_the_odds_of_tokens(settings, seed):
     """Those of the processors and warpers of transformers, in their order."""
     rng = np.random.default_rng(seed)
     logits, before = rng.normal(0, 2, 50).astype(np.float32), rng.integers(0, 50, 12).tolist()
-    how = Sampling(**{"temperature": 1.0, "top_k": 0, **settings})  # type: ignore[arg-type]
+    how = Sampling(**{"temperature": 1.0, "top_k": 0, **settings})
     process = transformers.generation.logits_process
     steps = [process.RepetitionPenaltyLogitsProcessor(how.repetition_penalty)]
     steps += [process.TemperatureLogitsWarper(how.temperature)]
@@ -95,16 +93,16 @@ def test_the_odds_of_tokens(settings: dict[str, float], seed: int) -> None:
     for step in steps:
         scores = step(torch.tensor([before]), scores)
     expected = torch.softmax(scores, -1)[0].numpy()
-    taken: list[np.ndarray] = []
+    taken = []
 
     class Draws:
         """The generator of random numbers, which keeps the odds."""
 
-        def choice(self, size: int, p: np.ndarray) -> int:
+        def choice(self, size, p):
             taken.append(p)
             return 0
 
-    how.draw(logits, before, Draws())  # type: ignore[arg-type]
+    how.draw(logits, before, Draws())
     np.testing.assert_allclose(taken[0], expected, rtol=1e-4, atol=1e-7)
     greedy, penalized = dataclasses.replace(how, temperature=0), steps[0](torch.tensor([before]), scores_of(logits))
     assert greedy.draw(logits, before, rng) == int(penalized.argmax())

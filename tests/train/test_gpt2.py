@@ -1,10 +1,7 @@
 """GPT-2 against an independent PyTorch implementation, and its files in Hugging Face's layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +58,7 @@ def torch_gpt2(torch: Any, w: dict[str, Any], tokens: Any) -> Any:
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "block"])
 @pytest.mark.parametrize("length", [7, 20])
-def test_logits_loss_and_gradients(rng: np.random.Generator, length: int, recompute: str) -> None:
+def test_logits_loss_and_gradients(rng, length, recompute):
     torch = pytest.importorskip("torch", reason="the reference needs torch (pip install torch)")
     weights = make_weights(rng)
     tokens, targets = rng.integers(0, CONFIG.vocab_size, (2, 3, length), dtype=np.int32)
@@ -76,7 +73,7 @@ def test_logits_loss_and_gradients(rng: np.random.Generator, length: int, recomp
     model, gradients = Model(CONFIG, numpy_ops, head_rows=8, recompute=recompute), weights.like()
     gradients.flat[:] = np.nan
     np.testing.assert_allclose(model.logits(weights, tokens), logits.detach().numpy(), rtol=1e-9, atol=1e-9)
-    finished: list[str] = []
+    finished = []
     loss = loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append)
     assert loss == pytest.approx(expected.item(), rel=1e-10)
     assert loss == pytest.approx(model.loss(weights, Batch(tokens, targets)), rel=1e-12)
@@ -88,7 +85,7 @@ def test_logits_loss_and_gradients(rng: np.random.Generator, length: int, recomp
     np.testing.assert_allclose(gradients.flat, 2 * once, rtol=1e-8, atol=1e-10)
 
 
-def test_initial_weights() -> None:
+def test_initial_weights():
     weights = Parameters(CONFIG.parameter_shapes())
     weights.flat[:] = np.nan
     init_weights(CONFIG, weights, 1)
@@ -100,7 +97,7 @@ def test_initial_weights() -> None:
             assert array.std() == pytest.approx(std, rel=0.2), name
 
 
-def test_the_real_one() -> None:
+def test_the_real_one():
     """OpenAI's 124,439,808 parameters; flops by what multiplies."""
     config = TrainConfig.from_preset("gpt2-124m").model_config_for(50_257)
     assert isinstance(config, GPT2Config)
@@ -110,7 +107,7 @@ def test_the_real_one() -> None:
     assert config.flops_per_token(1024).causal == 6 * (multiplied + 12 * 768 * 1024)
 
 
-def test_hub_files_are_read(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_hub_files_are_read(tmp_path, rng):
     """As on the hub: Conv1D's matrices (in, out), no prefix, masks among the weights."""
     from safetensors.numpy import save_file
 
@@ -124,7 +121,7 @@ def test_hub_files_are_read(tmp_path: Path, rng: np.random.Generator) -> None:
     assert np.array_equal(again.flat, weights.flat)
 
 
-def test_settings() -> None:
+def test_settings():
     settings = huggingface.to_huggingface(CONFIG)
     assert huggingface.from_huggingface(settings) == CONFIG
     assert huggingface.from_huggingface({**settings, "n_inner": None}).intermediate_size == 4 * 24

@@ -1,7 +1,5 @@
 """Configurations and weights in the spellings of transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -18,7 +16,7 @@ from kos.train.checkpoint.huggingface import (
     weight_files,
 )
 from kos.train.model.families import FAMILIES
-from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
+from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING
 from kos.train.model.parameters import Parameters
 from tests.train.models import SCALING, read_weights, small
 
@@ -36,7 +34,7 @@ V5 = ("rope_parameters", "dtype")
 
 @pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, rope_scaling=None, tie_word_embeddings=True)])
 @pytest.mark.parametrize("dropped", [(), V4, V5])
-def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
+def test_both_spellings(config, dropped):
     settings = {key: value for key, value in to_huggingface(config).items() if key not in dropped}
     assert from_huggingface(json.loads(json.dumps(settings))) == config
     assert from_huggingface({**settings, "attention_bias": None, "hidden_act": None}) == config
@@ -45,7 +43,7 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_setting_is_refused_by_a_family_or_comes_back(family: type[LlamaConfig]) -> None:
+def test_a_setting_is_refused_by_a_family_or_comes_back(family):
     """No setting is lost between a run and its ``config.json``."""
     fields = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG) if field.name != "lora"}
     shape = fields | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_scaling": None, "rope_theta": 1e4}
@@ -85,12 +83,12 @@ def test_a_setting_is_refused_by_a_family_or_comes_back(family: type[LlamaConfig
         ({"model_type": "gpt2", "n_embd": 9, "n_layer": 2, "n_positions": 8, "n_head": 5}, "hidden_size: .* 5 .* 9"),
     ],
 )
-def test_what_it_is_not(change: dict[str, object], message: str) -> None:
+def test_what_it_is_not(change, message):
     with pytest.raises(CheckpointError, match=f"^here: .*{message}"):
         from_huggingface({**to_huggingface(CONFIG), **change}, "here")
 
 
-def test_two_spellings_that_contradict_each_other() -> None:
+def test_two_spellings_that_contradict_each_other():
     """transformers takes ``rope_scaling`` and, within it, ``rope_theta``."""
     transformers = pytest.importorskip("transformers", minversion="5", reason="compares with transformers 5")
     scaling = {"rope_type": "linear", "factor": 4.0}
@@ -102,14 +100,14 @@ def test_two_spellings_that_contradict_each_other() -> None:
         assert {"rope_theta": ours.rope_theta, **(ours.rope_scaling or SCALING).settings()} == theirs
 
 
-def test_a_context_of_yarn_that_is_null_is_the_model_s() -> None:
+def test_a_context_of_yarn_that_is_null_is_the_model_s():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None, "rope_theta": None}
     found = from_huggingface({**to_huggingface(CONFIG), "max_position_embeddings": 48, "rope_scaling": scaling})
     assert found.rope_scaling is not None and found.rope_scaling.original_max_position_embeddings == 48
     assert found.rope_theta == CONFIG.rope_theta
 
 
-def test_weights_that_are_not_what_they_seem(tmp_path: Path) -> None:
+def test_weights_that_are_not_what_they_seem(tmp_path):
     """A head beside a tied embedding, an adapter, quantized weights, a pointer, and weights that kos does not read."""
     from safetensors.numpy import save_file
 
@@ -141,24 +139,24 @@ def test_weights_that_are_not_what_they_seem(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_a_model_of_a_hub_is_not_downloaded() -> None:
+def test_a_model_of_a_hub_is_not_downloaded():
     with pytest.raises(CheckpointError, match="got no such folder; kos downloads no models from hubs"):
         read_config(Path("meta-llama/Llama-3.2-1B"))
 
 
 @pytest.mark.parametrize("content", ["[1]", "null", "{", "3", "", "[" * 100_000])
-def test_a_config_that_is_none(tmp_path: Path, content: str) -> None:
+def test_a_config_that_is_none(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json: expected (a Hugging Face config|model_type)"):
         read_config(tmp_path)
 
 
-def test_sharded_weights(tmp_path: Path) -> None:
+def test_sharded_weights(tmp_path):
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
     tensors = {n: rng.standard_normal(s).astype(np.float32) for n, s in CONFIG.parameter_shapes().items()}
-    shards: list[dict[str, np.ndarray]] = [{}, {}]
+    shards = [{}, {}]
     for i, (name, tensor) in enumerate(tensors.items()):
         shards[i % 2][name] = tensor
     shards[0]["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)

@@ -1,7 +1,5 @@
 """The model and its optimizer on the trainer's CUDA kernels, on machines without a GPU: their threads run as fibers."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from dataclasses import replace

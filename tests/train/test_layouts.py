@@ -3,8 +3,6 @@
 In float64 they are near. With ``--deterministic`` they have the same bits, in float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -45,7 +43,7 @@ NEAR = [
 
 
 @pytest.mark.parametrize(("layout", "layers", "tied", "changes"), NEAR)
-def test_layout(layout: Layout, layers: int, tied: bool, changes: dict[str, Any]) -> None:
+def test_layout(layout, layers, tied, changes):
     check(layout, Precise, layers, tied, **changes)
 
 
@@ -67,7 +65,7 @@ BITS = [
 
 
 @pytest.mark.parametrize(("layout", "layers", "tied", "changes"), BITS)
-def test_deterministic(layout: Layout, layers: int, tied: bool, changes: dict[str, Any]) -> None:
+def test_deterministic(layout, layers, tied, changes):
     check_bits(layout, layers, tied, **changes)
 
 
@@ -75,7 +73,7 @@ def test_deterministic(layout: Layout, layers: int, tied: bool, changes: dict[st
     "layout", [Layout(dp=2), Layout(tp=2), *(pytest.param(x, marks=pytest.mark.slow) for x in (TWO, Layout(cp=2)))],
     ids=named,
 )  # fmt: skip
-def test_the_order_of_sums_shows(layout: Layout) -> None:
+def test_the_order_of_sums_shows(layout):
     """Without --deterministic the same runs differ, so that those tests can fail."""
     with pytest.raises(AssertionError):
         check_bits(layout, 2, True, seq_len=length(layout.cp), deterministic=False)
@@ -83,12 +81,12 @@ def test_the_order_of_sums_shows(layout: Layout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(pp=2, tp=2), Layout(dp=2, tp=4)], ids=named)
-def test_float32(layout: Layout) -> None:
+def test_float32(layout):
     """At a learning rate at which rounding does not grow from step to step."""
     check(layout, CpuDevice, 3, True, 10, lr=2e-3)
 
 
-def test_documents_change_the_losses() -> None:
+def test_documents_change_the_losses():
     packed, crossing = (serial(Precise, 2, False, STEPS, documents=name) for name in ("pack", "cross"))
     assert abs(packed["rows"][-1, 0] / crossing["rows"][-1, 0] - 1) > 1e-4
 
@@ -110,7 +108,7 @@ SLOW_COPIES = [
     [*COPIES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_COPIES)],
     ids=["-".join([named(layout), *map(str, changes.values())]) for layout, changes in COPIES + SLOW_COPIES],
 )
-def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any]) -> None:
+def test_more_ranks_than_kv_heads(layout, changes):
     """Neighbours along tp hold copies of a kv head, with the same bits, and count its gradient once."""
     check(layout, Precise, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)
     ranks = train(layout, CpuDevice, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)
@@ -126,7 +124,7 @@ def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any]) -> No
     ("layers", "schedule", "how"),
     [(2, "1f1b", {"micro_batch_size": 4, "seq_len": 160}), (5, "zero-bubble-v", {"batch_size": 1, "seq_len": 32})],
 )
-def test_validation_batches_of_a_pipeline(layers: int, schedule: str, how: dict[str, Any]) -> None:
+def test_validation_batches_of_a_pipeline(layers, schedule, how):
     """Which micro-batches do not divide: the last message of a batch is shorter. Or which has more micro-batches in
     flight than a step, which has one: where the V turns, a validation has one for each rank."""
     (alone,) = train(Layout(), Precise, layers, True, 1, **how)

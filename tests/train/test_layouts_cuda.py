@@ -1,7 +1,5 @@
 """Layouts on GPUs, by the command line: the run of one rank, in a graph and not, over ranks that may share GPUs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +22,7 @@ FLAGS = f"""
 --vocab-size 4096 --batch-size 8 --micro-batch-size 1 --seq-len 256 --lr 5e-4 --warmup-steps 2 --schedule constant
 """.split()
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(3 * SECONDS),
-    pytest.mark.skipif(not MPIRUN, reason="needs mpirun"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3 * SECONDS), pytest.mark.skipif(not MPIRUN, reason="needs mpirun")]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +30,7 @@ def train(tmp_path_factory):
     """Rows of metrics and the last checkpoint's tensors, of a run that is made once."""
     known = {}
 
-    def run(ranks: int, *flags: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def run(ranks, *flags):
         if (ranks, *flags) not in known:
             out = tmp_path_factory.mktemp("run")
             launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
@@ -86,14 +80,14 @@ EIGHT = ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", TWO + PIPELINES)
-def test_two_ranks(train, flags: str, backend: str) -> None:
+def test_two_ranks(train, flags, backend):
     check(train, 2, backend, *flags.split())
 
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("flags", HALVES)
-def test_tensor_parallel_in_halves(train, flags: str, recompute: str, backend: str) -> None:
+def test_tensor_parallel_in_halves(train, flags, recompute, backend):
     """Halves of whole sequences, and halves of one sequence."""
     alone = tuple(flags.split())
     check(train, 2, backend, "--tp", "2", "--recompute", recompute, *alone, alone=alone)
@@ -101,31 +95,31 @@ def test_tensor_parallel_in_halves(train, flags: str, recompute: str, backend: s
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])
-def test_more_ranks_than_kv_heads(train, ranks: int, kv_heads: int, backend: str) -> None:
+def test_more_ranks_than_kv_heads(train, ranks, kv_heads, backend):
     alone = "--num-key-value-heads", str(kv_heads)
     check(train, ranks, backend, "--tp", str(ranks), *alone, alone=alone)
 
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", FOUR)
-def test_four_ranks(train, flags: str, backend: str) -> None:
+def test_four_ranks(train, flags, backend):
     check(train, 4, backend, *flags.split())
 
 
 @pytest.mark.parametrize("flags", EIGHT)
-def test_eight_ranks(train, flags: str) -> None:
+def test_eight_ranks(train, flags):
     check(train, 8, "peer", *flags.split())
 
 
 @pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
-def test_bfloat16(train, flags: str) -> None:
+def test_bfloat16(train, flags):
     check(train, 2, "peer", *flags.split(), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "gpt2"}))
-def test_families(train, family: str, flags: str, dtype: str) -> None:
+def test_families(train, family, flags, dtype):
     if (family, flags) == ("olmo2", "--tp 2"):
         pytest.skip("an OLMo 2 has norms over all heads, and is refused")
     check(train, 2, "peer", "--model-type", family, *flags.split(), dtype=dtype, alone=("--model-type", family))
@@ -168,22 +162,22 @@ def same_bits(train, ranks: int, backend: str, *flags: str, dtype: str = "bfloat
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", DP + FIXED + FIXED_MORE + FIXED_ROWS)
-def test_deterministic_on_two_ranks(train, flags: str, backend: str) -> None:
+def test_deterministic_on_two_ranks(train, flags, backend):
     same_bits(train, 2, backend, *flags.split())
 
 
 @pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble-v", f"--cp 2 {LONG}"])
-def test_deterministic_float32(train, flags: str) -> None:
+def test_deterministic_float32(train, flags):
     same_bits(train, 2, "peer", *flags.split(), dtype="float32")
 
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", ["--dp 2 --zero 1", "--dp 2 --zero 1 --no-graph"])
-def test_deterministic_fp8(train, flags: str, backend: str) -> None:
+def test_deterministic_fp8(train, flags, backend):
     same_bits(train, 2, backend, *flags.split(), dtype="fp8")
 
 
-def test_deterministic_is_the_same_up_to_rounding(train) -> None:
+def test_deterministic_is_the_same_up_to_rounding(train):
     """A sequence in pieces, compared with the same sequence that is not split."""
     flags = ("--dtype", "float32", *LONG.split())
     np.testing.assert_allclose(train(1, *flags, "--deterministic")[0], train(1, *flags)[0], rtol=2e-5)
@@ -191,7 +185,7 @@ def test_deterministic_is_the_same_up_to_rounding(train) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("flags", ["--compress int8", "--compress fp8 --zero 1", "--compress int4"])
-def test_compressed_gradients(train, flags: str, dtype: str) -> None:
+def test_compressed_gradients(train, flags, dtype):
     """The same bits in a graph and not, and over every backend, residuals too; near those that are not compressed."""
     of_bfloat16 = ["--grad-dtype", "bfloat16", "--micro-batch-size", "4"] * (dtype == "bfloat16")
     how = ("--dtype", dtype, *flags.split(), *of_bfloat16)
@@ -208,7 +202,7 @@ def test_compressed_gradients(train, flags: str, dtype: str) -> None:
         assert not changed, f"{backend} {graph}: {len(changed)} of {len(tensors)}: {changed[:5]}"
 
 
-def test_compressed_gradients_go_on(train, tmp_path: Path) -> None:
+def test_compressed_gradients_go_on(train, tmp_path):
     """From a checkpoint in the middle: the bits of the unbroken run, whose first step was captured with a residual."""
     flags = ("--dtype", "float32", "--compress", "int8", "--backend", "peer")
     rows, tensors = train(2, *flags)
@@ -222,12 +216,12 @@ def test_compressed_gradients_go_on(train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", FIXED_FOUR)
-def test_deterministic_on_four_ranks(train, flags: str) -> None:
+def test_deterministic_on_four_ranks(train, flags):
     same_bits(train, 4, "peer", *flags.split())
 
 
 @pytest.mark.parametrize("flags", ["--tp 2 --pp 2", "--dp 2 --cp 2"])
-def test_another_layout_goes_on(train, flags: str, tmp_path: Path) -> None:
+def test_another_layout_goes_on(train, flags, tmp_path):
     """Half of a run in a layout, the other half on one rank: the curve of one rank."""
     first = [MPIRUN, "-n", "4", sys.executable, "-m", "kos.train", *FLAGS, "--dtype", "float32", "--backend", "peer"]
     half = ["--steps", str(STEPS // 2), "--out", str(tmp_path)]

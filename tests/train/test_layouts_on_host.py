@@ -1,9 +1,5 @@
 """Layouts on the emulated GPU give the run of one rank, as ``test_layouts.py`` has it of CPUs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from kos.train.ops import Attend, fixed_order
@@ -66,14 +62,14 @@ SLOW = [
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in QUICK + SLOW],
 )
-def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
+def test_layout(emulated, layout, changes):
     """In a graph and not: no memory is allocated in a capture, no arena outgrows its plan, every work is joined."""
     check(layout, changes)
 
 
-def test_validation_batches_that_micro_batches_do_not_divide(emulated) -> None:
+def test_validation_batches_that_micro_batches_do_not_divide(emulated):
     """The last message of a batch between two stages is shorter than the others."""
-    how: dict[str, Any] = {"seq_len": 160, "micro_batch_size": 4, "recompute": "norms"}
+    how = {"seq_len": 160, "micro_batch_size": 4, "recompute": "norms"}
     (alone,), both = train(Layout(), 2, **how), train(Layout(pp=2), 2, **how)
     assert [rank["loss"] for rank in both] == pytest.approx([alone["loss"]] * 2, rel=2e-5)
 
@@ -104,17 +100,17 @@ FIXED_SLOW = [
     [*FIXED, *(pytest.param(*case, marks=pytest.mark.slow) for case in FIXED_SLOW)],
     ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in FIXED + FIXED_SLOW],
 )
-def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkeypatch) -> None:
+def test_deterministic(emulated, layout, changes, monkeypatch):
     """The bits of one rank, although a rank's chunks of the norm and positions in the layout differ."""
     check_bits(layout, changes, monkeypatch)
 
 
-def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch) -> None:
+def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch):
     """On a GPU the bits of a product depend on its shape."""
     monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 2)
     real, found = host_kernels._numpy, set()
 
-    def note(name: str, arguments: Any) -> None:
+    def note(name, arguments):
         if name.startswith(("linear", "attention")) or name == "normalize_backward":
             attend = arguments[0] if isinstance(arguments[0], Attend) else None
             arrays = (attend.qkv, attend.out, attend.kv, *arguments[1:]) if attend else arguments
@@ -122,7 +118,7 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
             found.add((name, *map(str, sliced), *(x.shape for x in arrays if hasattr(x, "pointer"))))
         real(name, arguments)
 
-    def shapes(layout: Layout) -> set[Any]:
+    def shapes(layout):
         found.clear()
         train(layout, 2, deterministic=True, seq_len=16)
         return set(found)
@@ -149,5 +145,5 @@ PLANS = ["tp2", "cp2", "cp2-int8", "hosts-int8", "pp2-v", "fixed", "fixed-cp2", 
 
 
 @pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)
-def test_allocated_memory_is_within_the_plan(emulated, layout, changes, monkeypatch) -> None:
+def test_allocated_memory_is_within_the_plan(emulated, layout, changes, monkeypatch):
     check_memory(layout, changes, monkeypatch)

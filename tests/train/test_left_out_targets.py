@@ -1,11 +1,8 @@
 """Where targets are left out, a step's loss and gradients are means over all that remain, however they are cut."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,7 @@ import pytest
 
 from kos.train import run
 from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset, Tokens, load_data
+from kos.train.data.batches import Dataset, load_data
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
@@ -49,7 +46,7 @@ def _use(kind: type[Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def left_out(monkeypatch):
     _use(LeftOut, monkeypatch)
 
 
@@ -57,9 +54,7 @@ CUTS = [(1, 8), (1, 2), (1, 1), (2, 2), (4, 1)]  # ranks, micro-batch size
 
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_micro_batch_size_does_not_matter(
-    left_out: None, text: Path, tmp_path: Path, deterministic: bool
-) -> None:
+def test_the_micro_batch_size_does_not_matter(left_out, text, tmp_path, deterministic):
     rows = [
         _train(text, tmp_path / str(number), ranks, steps=6, micro_batch_size=size, deterministic=deterministic)
         for number, (ranks, size) in enumerate(CUTS)
@@ -80,7 +75,7 @@ def mean_loss(config: Any, tokens: np.ndarray, targets: np.ndarray) -> float:
     return float(-np.take_along_axis(odds, np.where(kept, targets, 0)[..., None], -1)[..., 0][kept].mean())
 
 
-def test_the_loss_is_the_mean_over_all_that_remain(left_out: None, text: Path, tmp_path: Path) -> None:
+def test_the_loss_is_the_mean_over_all_that_remain(left_out, text, tmp_path):
     config = _config(text, None)
     tokens, targets, *_ = run.load_data(config).batch(0)
     expected = mean_loss(config, tokens, targets)
@@ -89,14 +84,12 @@ def test_the_loss_is_the_mean_over_all_that_remain(left_out: None, text: Path, t
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(
-    emulated: None, text: Path, tmp_path: Path, device: str, monkeypatch: Any
-) -> None:
-    settings: dict[str, Any] = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3}
+def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(emulated, text, tmp_path, device, monkeypatch):
+    settings = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3}
     ours = train_on_host(text, tmp_path / "ours", device, **settings)
     queue, counts = Model.backward, []
 
-    def with_its_own_count(*given: Any, count: Any = None, **options: Any) -> None:
+    def with_its_own_count(*given, count=None, **options):
         counts.append(count)
         queue(*given, **options)
 
@@ -110,30 +103,28 @@ def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_rank_reads_only_its_own_rows_and_once(
-    emulated: None, text: Path, tmp_path: Path, device: str, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_only_its_own_rows_and_once(emulated, text, tmp_path, device, masked, monkeypatch):
     read, evaluated = [], []
 
     class Watched(Dataset):
         masks_targets = masked
 
-        def rows(self, step: int, indices: Iterable[int]) -> Batch:
+        def rows(self, step, indices):
             read.append((step, *indices))
             return super().rows(step, read[-1][1:])
 
-        def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
+        def windows(self, tokens, starts):
             evaluated.extend(map(int, starts if tokens is self.val else ()))
             return super().windows(tokens, starts)
 
     _use(Watched, monkeypatch)
-    how: dict[str, Any] = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3, "steps": 2, "eval_every": 0}
+    how = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3, "steps": 2, "eval_every": 0}
     train_on_host(text, tmp_path, device, **how)
     assert sorted(rows for rows in read if rows[0] == 1) == [(1, *range(at, at + 3)) for at in range(0, 12, 3)]
     assert set(Counter(evaluated).values()) == {2}  # before training, and after it
 
 
-def test_on_gpus_too(emulated: None, left_out: None, text: Path, tmp_path: Path) -> None:
+def test_on_gpus_too(emulated, left_out, text, tmp_path):
     runs = [
         train_on_host(text, tmp_path / f"{ranks}-{size}-{graph}", ranks=ranks, micro_batch_size=size, graph=graph)
         for ranks, size, graph in ((1, 8, True), (1, 2, True), (2, 2, True), (1, 2, False))

@@ -1,10 +1,7 @@
 """lm-evaluation-harness beside ``kos eval``: the same model, the same local files of questions, the same accuracies."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +36,7 @@ def bpe() -> Tokenizer:
 
 
 @pytest.mark.parametrize("make", [ByteTokenizer, bpe])
-def test_accuracies(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracies(make, tmp_path, monkeypatch):
     import datasets
     from lm_eval.tasks.hellaswag.utils import process_docs
 

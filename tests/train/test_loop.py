@@ -1,7 +1,5 @@
 """Whole runs: the same losses for any number of ranks, and on after an interruption as if there were none."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -14,8 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, RankLost, TrainingError
+from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, RankLost, TrainingError
 from kos.testing import Fault, spawn
 from kos.train import checkpoint, run_context
 from kos.train import run as loop
@@ -32,16 +29,14 @@ from tests.train.sharded import tensors_of_run
 
 
 @pytest.mark.parametrize(("ranks", "deterministic"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])
-def test_zero_1_gives_the_bits_of_whole_moments(
-    text: Path, tmp_path: Path, ranks: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zero_1_gives_the_bits_of_whole_moments(text, tmp_path, ranks, deterministic, monkeypatch):
     """A rank holds its part of the moments; a run goes on with or without it."""
     monkeypatch.setitem(DataParallel.__init__.__kwdefaults__, "bucket_bytes", 4 * BLOCK * ranks)
-    how: dict[str, Any] = {"deterministic": deterministic, "batch_size": 24, "save_every": 0, "eval_every": 4}
+    how = {"deterministic": deterministic, "batch_size": 24, "save_every": 0, "eval_every": 4}
     whole, sharded = (_train(text, tmp_path / f"zero{z}", ranks, zero=z, steps=4, **how) for z in (0, 1))
     part = {}
 
-    def look(comm: Communicator) -> None:
+    def look(comm):
         trainer = Trainer(_config(text, tmp_path / "other", zero=1, steps=8, resume=str(half), **how), comm)
         part[comm.rank] = trainer.device.step.optimizer.state["exp_avg"].flat.size
         trainer.run()
@@ -61,7 +56,7 @@ def _size(out: Path) -> int:
     return huggingface.read_config(checkpoint.find(out).path).num_parameters()
 
 
-def test_a_run_learns_and_leaves_what_it_promises(text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
     rows = _train(text, tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 51))
     assert rows[0]["loss"] == pytest.approx(np.log(256), rel=0.05)
@@ -78,7 +73,7 @@ def test_a_run_learns_and_leaves_what_it_promises(text: Path, tmp_path: Path, ca
         assert expected in said, expected
 
 
-def test_the_number_of_ranks_does_not_matter(text: Path, tmp_path: Path) -> None:
+def test_the_number_of_ranks_does_not_matter(text, tmp_path):
     one = _train(text, tmp_path / "one", steps=10)
     for ranks in (2, 4):
         many = _train(text, tmp_path / str(ranks), ranks, steps=10)
@@ -88,7 +83,7 @@ def test_the_number_of_ranks_does_not_matter(text: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_deterministic_is_bit_identical_for_any_number_of_ranks(text: Path, tmp_path: Path) -> None:
+def test_deterministic_is_bit_identical_for_any_number_of_ranks(text, tmp_path):
     runs = {ranks: tmp_path / str(ranks) for ranks in (1, 2, 4)}
     rows = {ranks: _train(text, out, ranks, deterministic=True, steps=6) for ranks, out in runs.items()}
     for ranks in (2, 4):
@@ -99,10 +94,10 @@ def test_deterministic_is_bit_identical_for_any_number_of_ranks(text: Path, tmp_
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: int, monkeypatch: Any) -> None:
+def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, ranks, monkeypatch):
     start_step = CpuDevice.start_step
 
-    def poisoned(self: CpuDevice, step: int, stop: bool) -> None:
+    def poisoned(self, step, stop):
         if step == 7 and self.comm.rank == self.comm.size - 1:
             self.step.weights.flat[0] = np.nan
         start_step(self, step, stop)
@@ -117,7 +112,7 @@ def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: 
         _train(text, tmp_path / "none", ranks, save_every=0)
 
 
-def test_what_cannot_get_better_ends(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_cannot_get_better_ends(text, tmp_path, monkeypatch):
     """Weights that are not finite to begin with, and steps that are all left out because no gradient is finite."""
     _train(text, tmp_path / "begun", steps=2, lr=1e-3)
     begun = checkpoint.find(tmp_path / "begun").path
@@ -129,7 +124,7 @@ def test_what_cannot_get_better_ends(text: Path, tmp_path: Path, monkeypatch: An
         _train(text, tmp_path / "nan", 2, init_from=str(begun), skip_outliers=10.0)
     start_step = CpuDevice.start_step
 
-    def start(self: CpuDevice, step: int, stop: bool) -> None:
+    def start(self, step, stop):
         if step != 5:  # a sound one in between counts anew
             self.step.weights.flat[0], kept = np.nan, self.step.weights.flat[0]
         start_step(self, step, stop)
@@ -145,7 +140,7 @@ def test_what_cannot_get_better_ends(text: Path, tmp_path: Path, monkeypatch: An
 
 
 @pytest.mark.parametrize("skip", [{}, {"skip_outliers": 10.0}])
-def test_weights_that_are_not_finite_are_not_saved(text: Path, tmp_path: Path, skip: dict[str, float]) -> None:
+def test_weights_that_are_not_finite_are_not_saved(text, tmp_path, skip):
     """An update may break them after a sound gradient."""
     huge = {"lr": 1e300, "warmup_steps": 0, "schedule": "constant", **skip}
     with pytest.raises(TrainingError, match=r"step 2: expected a finite validation loss, got nan; a lower --lr"):
@@ -155,7 +150,7 @@ def test_weights_that_are_not_finite_are_not_saved(text: Path, tmp_path: Path, s
     assert checkpoint.latest(tmp_path / "run" / "checkpoints") is None
 
 
-def test_what_is_refused(text: Path, tmp_path: Path) -> None:
+def test_what_is_refused(text, tmp_path):
     _train(text, tmp_path / "run", steps=2)
     with pytest.raises(ConfigError, match="expected an empty folder, or --resume auto .* got the checkpoints"):
         _train(text, tmp_path / "run", steps=2)
@@ -180,9 +175,7 @@ def _forbid(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["file", "link", "permission", "proc"])
-def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
-    text: Path, tmp_path: Path, which: str, monkeypatch: Any
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(text, tmp_path, which, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     out = {"permission": tmp_path / "run", "proc": Path("/proc/run")}.get(which, tmp_path / which / "run")
@@ -205,9 +198,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
             _train(text, tmp_path, 2, steps=2)
 
 
-def test_a_checkpoint_that_does_not_fit_is_reported_before_the_first_step(
-    text: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_reported_before_the_first_step(text, tmp_path, capsys, monkeypatch):
     disk = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=1000))
     _train(text, tmp_path / "run", 2, steps=2)
@@ -217,14 +208,14 @@ def test_a_checkpoint_that_does_not_fit_is_reported_before_the_first_step(
     assert int(rest.split("\n")[0].replace(",", "")) == pytest.approx(size, rel=0.1)
 
 
-def test_a_folder_that_cannot_be_written_around_checkpoints_that_can(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_that_cannot_be_written_around_checkpoints_that_can(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     _forbid(monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match=f"expected a folder that .*, got no new file in {tmp_path} "):
         run_context.check_folder(tmp_path, 0)
 
 
-def test_ranks_with_other_data_or_settings_are_refused(text: Path, tmp_path: Path) -> None:
+def test_ranks_with_other_data_or_settings_are_refused(text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[1:])
 
@@ -235,10 +226,10 @@ def test_ranks_with_other_data_or_settings_are_refused(text: Path, tmp_path: Pat
             spawn(lambda comm, configs=configs: Trainer(configs[comm.rank], comm), 2, timeout=60)
 
 
-def test_a_folder_is_one_runs_at_a_time(text: Path, tmp_path: Path) -> None:
+def test_a_folder_is_one_runs_at_a_time(text, tmp_path):
     config = _config(text, tmp_path, steps=2)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = Trainer(config, comm)
         for later in (config, config.model_copy(update={"data": str(tmp_path / "missing.txt")})):  # not read
             with pytest.raises(ConfigError, match="expected a free folder, got one that a run is writing to"):
@@ -250,9 +241,7 @@ def test_a_folder_is_one_runs_at_a_time(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "dry_runs"), [(0.0, 2), (1e9, 6)])
-def test_progress_in_a_log_never_decreases(
-    text: Path, tmp_path: Path, seconds: float, dry_runs: int, monkeypatch: Any, capsys: Any
-) -> None:
+def test_progress_in_a_log_never_decreases(text, tmp_path, seconds, dry_runs, monkeypatch, capsys):
     """Dry runs have their own names, and the passes of a pipeline come in any order."""
     monkeypatch.setattr(cpu, "WARM_SECONDS", seconds)
     monkeypatch.setattr("kos.train.tools.console.SILENCE", -1.0)
@@ -264,7 +253,7 @@ def test_progress_in_a_log_never_decreases(
     assert tasks == [*(f"dry run {1 + number}" for number in range(dry_runs)), "step 1", "step 2"]
 
 
-def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
+def test_init_from_hugging_face(text, tmp_path):
     trained = _train(text, tmp_path / "first", steps=30)
     source = checkpoint.find(tmp_path / "first").path
     rows = _train(text, tmp_path / "second", steps=2, init_from=str(source))
@@ -285,9 +274,9 @@ def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
     ids=["default", "steps", "many steps", "many epochs"],
 )  # fmt: skip
 def test_the_first_lines_say_how_often_a_fine_tune_sees_the_data(
-    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], length: dict[str, int], first: str, of_weights: str,
-    warns: bool,
-) -> None:  # fmt: skip
+    text, tmp_path, capfd, length, first, of_weights,
+    warns,
+):  # fmt: skip
     """Epochs that were asked for are no reason to warn."""
     _train(text, tmp_path / "first", steps=1)
     capfd.readouterr()
@@ -302,7 +291,7 @@ def test_the_first_lines_say_how_often_a_fine_tune_sees_the_data(
     assert (": a model that is fine-tuned may memorize them (--epochs)" in err) == warns
 
 
-def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None:
+def test_init_from_refuses_another_tokenizer(text, tmp_path):
     """One of as many characters would fit the weights; without the file it is the user's to know."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("b", "ß"))
@@ -337,11 +326,11 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None
      (CompileError("sum.cu:3: undefined\nthe log"), r"^sum\.cu:3: undefined\nthe log")],
     ids=["timeout", "compiler"],
 )  # fmt: skip
-def test_what_interrupts_a_run(text: Path, tmp_path: Path, error: KosError, said: str, monkeypatch: Any) -> None:
+def test_what_interrupts_a_run(text, tmp_path, error, said, monkeypatch):
     """Is reported with the step; a kernel with a mistake in it interrupts nothing."""
     start_step = CpuDevice.start_step
 
-    def start(self: CpuDevice, step: int, stop: bool) -> None:
+    def start(self, step, stop):
         if step == 2:
             raise error
         start_step(self, step, stop)
@@ -351,10 +340,10 @@ def test_what_interrupts_a_run(text: Path, tmp_path: Path, error: KosError, said
         _train(text, tmp_path, save_every=2)
 
 
-def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_lowest_of_the_survivors_says_how_to_go_on(text, tmp_path, monkeypatch):
     """Ranks that something else than mpirun has started: the advice names it, and comes once."""
 
-    def lost(self: CpuDevice, step: int, stop: bool) -> None:
+    def lost(self, step, stop):
         if step < 1:
             return start_step(self, step, stop)
         error = RankLost("rank 0 is gone")
@@ -363,7 +352,7 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
 
     start_step = CpuDevice.start_step
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         with pytest.raises(RankLost) as caught:
             Trainer(_config(text, tmp_path, dp=3, batch_size=6, steps=2, resume="auto"), comm).run()
         return str(caught.value)
@@ -380,14 +369,14 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
 @pytest.mark.parametrize(("schedule", "messages"), [("1f1b", 16), ("zero-bubble-v", 32)])
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
-    text: Path, tmp_path: Path, schedule: str, messages: int, call: str, monkeypatch: Any
-) -> None:
+    text, tmp_path, schedule, messages, call, monkeypatch
+):
     """Also while messages go in the other direction: the first cause, the step, and once the command to resume."""
-    shape: dict[str, Any] = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
+    shape = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
     shape["model"] = {**SMALL["model"], "num_hidden_layers": 5}
-    said: dict[int, str] = {}
+    said = {}
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         config = _config(text, tmp_path, steps=3, save_every=1, eval_batches=0, **shape)
         try:
             Trainer(config, comm).run()
@@ -406,11 +395,11 @@ def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
             assert re.fullmatch(lost + good + advice, line), line
 
 
-def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_default_folder_is_one_that_is_free(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
 
-    def train(**changes: Any) -> None:
+    def train(**changes):
         config = _config(text, None, **{"steps": 2, **changes})
         spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
 
@@ -427,7 +416,7 @@ def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypa
     assert checkpoint.find(runs / "tiny").step == 2 and checkpoint.find(runs / "tiny-2").step == 3
 
 
-def test_recompute_and_outliers(text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_recompute_and_outliers(text, tmp_path, capsys):
     """What is computed again is the same; steps that are left out move nothing and count."""
     plain = _train(text, tmp_path / "plain", steps=5)
     again = _train(text, tmp_path / "again", steps=5, recompute="block")
@@ -443,7 +432,7 @@ def test_recompute_and_outliers(text: Path, tmp_path: Path, capsys: Any) -> None
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["grad_norm"] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
+def test_metrics_that_are_not_finite_are_null(tmp_path):
     """Also in the rows that are kept of a run that wrote them bare."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": NaN}\n' + "[" * 100_000 + "\n")

@@ -1,10 +1,6 @@
 """Runs that are resumed: bit for bit, behind later checkpoints, with other settings, on other ranks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,7 @@ from tests.train.sharded import tensors_of_run
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, None), (2, 2)])
-def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path, ranks: int, micro_batch_size: int | None) -> None:
+def test_resume_continues_bit_for_bit(text, tmp_path, ranks, micro_batch_size):
     settings = {"steps": 12, "save_every": 5, "eval_batches": 1, "micro_batch_size": micro_batch_size}
     whole = _train(text, tmp_path / "whole", ranks, **settings)
     out = tmp_path / "parts"
@@ -33,7 +29,7 @@ def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path, ranks: int, mi
     assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
 
 
-def test_deterministic_resume_may_change_the_number_of_ranks(text: Path, tmp_path: Path) -> None:
+def test_deterministic_resume_may_change_the_number_of_ranks(text, tmp_path):
     whole = _train(text, tmp_path / "whole", 1, steps=6, deterministic=True)
     first = tmp_path / "parts" / "checkpoints" / "step-3"
     _train(text, tmp_path / "parts", 2, steps=6, save_every=3, deterministic=True)
@@ -42,7 +38,7 @@ def test_deterministic_resume_may_change_the_number_of_ranks(text: Path, tmp_pat
     assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
 
 
-def test_a_deterministic_run_with_another_order_of_sums_is_refused(text: Path, tmp_path: Path) -> None:
+def test_a_deterministic_run_with_another_order_of_sums_is_refused(text, tmp_path):
     """One that an earlier version began, which wrote no order. Without --deterministic it goes on."""
     _train(text, tmp_path, steps=2, deterministic=True)
     manifest = tmp_path / "checkpoints" / "step-2" / "manifest.json"
@@ -54,7 +50,7 @@ def test_a_deterministic_run_with_another_order_of_sums_is_refused(text: Path, t
     assert [row["step"] for row in _train(text, tmp_path, steps=3, resume="auto")] == [1, 2, 3]
 
 
-def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
+def test_resume_with_more_steps_goes_on(text, tmp_path):
     _train(text, tmp_path, steps=3, schedule="constant")
     rows = _train(text, tmp_path, steps=6, schedule="constant", resume="auto")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["tokens"] == 6 * 8 * 32
@@ -63,8 +59,8 @@ def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [7, 8]
 
 
-def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -> None:
-    constant: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
+def test_resume_goes_back_behind_later_checkpoints(text, tmp_path):
+    constant = {"schedule": "constant", "save_every": 2, "keep": 9}
     _train(text, tmp_path, steps=6, **constant)
     first = tmp_path / "checkpoints" / "step-2"
     _train(text, tmp_path, steps=4, resume=str(first), **{**constant, "save_every": 0})
@@ -72,8 +68,8 @@ def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_damaged_checkpoints_are_not_kept_for_good_ones(text: Path, tmp_path: Path, caplog: Any) -> None:
-    constant: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 2}
+def test_damaged_checkpoints_are_not_kept_for_good_ones(text, tmp_path, caplog):
+    constant = {"schedule": "constant", "save_every": 2, "keep": 2}
     _train(text, tmp_path, steps=6, **{**constant, "keep": 9})
     damaged = tmp_path / "checkpoints" / "step-6" / "model.safetensors"
     damaged.write_bytes(b"")
@@ -86,7 +82,7 @@ def test_damaged_checkpoints_are_not_kept_for_good_ones(text: Path, tmp_path: Pa
         _train(text, tmp_path, 2, steps=9, resume="auto", **constant)
 
 
-def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_resume_where_nothing_is_left_to_do_still_saves(text, tmp_path, capsys):
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
     said = capsys.readouterr().out
@@ -100,7 +96,7 @@ def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Pa
     assert (tmp_path / "a/config.json").read_bytes() == config  # of the run that trained there
 
 
-def test_resume_says_what_is_not_as_it_was(text: Path, tmp_path: Path, caplog: Any) -> None:
+def test_resume_says_what_is_not_as_it_was(text, tmp_path, caplog):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[:20_000])
     _train(text, tmp_path / "run", steps=2, tokenizer="chars")
@@ -114,7 +110,7 @@ def test_resume_says_what_is_not_as_it_was(text: Path, tmp_path: Path, caplog: A
         _train(text, tmp_path / "run", steps=4, resume="auto")
 
 
-def test_a_runs_config_json_is_what_was_asked(text: Path, tmp_path: Path) -> None:
+def test_a_runs_config_json_is_what_was_asked(text, tmp_path):
     """What followed from it follows again: on other ranks, with another learning rate or batch size."""
     _train(text, tmp_path / "one", steps=1)
     described = json.loads((tmp_path / "one" / "config.json").read_text())
@@ -131,8 +127,8 @@ def test_a_runs_config_json_is_what_was_asked(text: Path, tmp_path: Path) -> Non
     assert parse([*again, str(tmp_path / "old")]).for_world(1) == once.for_world(1)
 
 
-def test_resume_on_other_ranks_says_what_was_asked_differently(text: Path, tmp_path: Path, caplog: Any) -> None:
-    def said(out: str, ranks: int, **changes: Any) -> list[str]:
+def test_resume_on_other_ranks_says_what_was_asked_differently(text, tmp_path, caplog):
+    def said(out, ranks, **changes):
         caplog.clear()
         _train(text, tmp_path / out, ranks, **changes)
         return [record.getMessage() for record in caplog.records]
@@ -164,11 +160,9 @@ def test_resume_on_other_ranks_says_what_was_asked_differently(text: Path, tmp_p
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_a_run_with_a_removed_schedule_is_resumed(
-    text: Path, tmp_path: Path, schedule: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_with_a_removed_schedule_is_resumed(text, tmp_path, schedule, caplog):
     """From its checkpoint and its config.json, to the bits of a run that was not interrupted."""
-    settings: dict[str, Any] = {"steps": 4, "pp": 2, "micro_batch_size": 1, "sample_tokens": 0}
+    settings = {"steps": 4, "pp": 2, "micro_batch_size": 1, "sample_tokens": 0}
     whole, out = _train(text, tmp_path / "whole", 2, **settings), tmp_path / "run"
     _train(text, out, 2, **{**settings, "steps": 2})
     file = out / "config.json"

@@ -1,7 +1,5 @@
 """Adapters (LoRA), frozen weights and settings by pattern: layouts, dtypes, plans, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -42,7 +40,7 @@ IDS = ["-".join([named(layout), *map(str, changes.values())]) for layout, change
 
 
 @pytest.mark.parametrize(("layout", "changes"), EVERY, ids=IDS)
-def test_layouts_agree(layout: Layout, changes: dict[str, Any]) -> None:
+def test_layouts_agree(layout, changes):
     """Losses, norms, adapters and text are those of one rank."""
     changes = {**changes, **({"lora_targets": (*changes["lora_targets"],)} if "lora_targets" in changes else {})}
     layouts.check(layout, Precise, 5 if layout.pp > 1 else 2, False, **LORA, **changes)
@@ -59,7 +57,7 @@ IN_ORDER: list[tuple[Layout, dict[str, Any]]] = [
     [pytest.param(*case, marks=pytest.mark.slow if number > 2 else ()) for number, case in enumerate(IN_ORDER)],
     ids=[named(layout) for layout, _ in IN_ORDER],
 )
-def test_deterministic(layout: Layout, changes: dict[str, Any]) -> None:
+def test_deterministic(layout, changes):
     """The same bits as one rank, of two adapters of one matrix too."""
     layouts.check_bits(layout, 3, False, seq_len=layouts.length(layout.cp), **LORA, **changes)
 
@@ -74,7 +72,7 @@ def test_deterministic(layout: Layout, changes: dict[str, Any]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_layouts_on_an_emulated_gpu(layout: Layout, changes: dict[str, Any]) -> None:
+def test_layouts_on_an_emulated_gpu(layout, changes):
     """Where arrays are contiguous, and a matrix's part of stacked features is a view that only products take."""
     layers = 5 if layout.pp > 1 else 2
     alike = {name: value for name, value in changes.items() if name in ("micro_batch_size", "dtype")}
@@ -87,11 +85,11 @@ def test_layouts_on_an_emulated_gpu(layout: Layout, changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj",), ("o_proj", "down_proj"), ("gate_proj",)], ids=str)
-def test_products_in_8_bits(targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_8_bits(targets, monkeypatch):
     """Adapters read inputs and gradients in 16 bits, whichever others are in 8 bits, saved or computed again."""
     for name, value in {"hidden_size": 128, "intermediate_size": 256, "head_dim": 8}.items():
         monkeypatch.setitem(layouts.SHAPE, name, value)
-    how: dict[str, Any] = {**LORA, "lora_targets": targets, "batch_size": 2}
+    how = {**LORA, "lora_targets": targets, "batch_size": 2}
     (wide,) = layouts.train(Layout(), CpuDevice, 2, False, 3, **how)
     (saved,) = layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", **how)
     np.testing.assert_allclose(saved["rows"][:, 0], wide["rows"][:, 0], rtol=0.05)
@@ -101,10 +99,10 @@ def test_products_in_8_bits(targets: tuple[str, ...], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
-def test_no_product_for_the_gradient_of_the_base(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_for_the_gradient_of_the_base(schedule, monkeypatch):
     shapes, whole = list[tuple[int, ...]](), numpy_ops.linear_weight_gradient
 
-    def product(d_out: Any, x: Any, d_weight: Any, *more: Any) -> None:
+    def product(d_out, x, d_weight, *more):
         shapes.append(d_weight.shape)
         whole(d_out, x, d_weight, *more)
 
@@ -113,14 +111,14 @@ def test_no_product_for_the_gradient_of_the_base(schedule: str, monkeypatch: pyt
     assert sorted(shapes) == sorted(5 * 8 * [(4, 32), (16, 4)])  # of 8 micro-batches: A and B of each layer
 
 
-def test_a_step_of_all_weights_has_no_operation_for_adapters() -> None:
+def test_a_step_of_all_weights_has_no_operation_for_adapters():
     """Those of a model of one layer are those of the formulas, in their order."""
     model, called = small(num_hidden_layers=1), list[str]()
 
     class Recorded:
         """The operations, and the names of those that compute."""
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             operation = getattr(numpy_ops, name)
             if name in COMPUTE:
                 called.append(name)
@@ -144,10 +142,9 @@ attention_backward swiglu swiglu_backward embedding embedding_backward cross_ent
 """.split()  # noqa: SIM905 (as it is typed)
 
 
-def test_a_plan_counts_adapters_alone() -> None:
+def test_a_plan_counts_adapters_alone():
     """The base has no gradient and no moments, and is not held twice."""
-    settings: dict[str, Any] = {**layouts.RUN, "device": "cpu", "model": {**layouts.SHAPE,
-                                "num_hidden_layers": 2}}  # fmt: skip
+    settings = {**layouts.RUN, "device": "cpu", "model": {**layouts.SHAPE, "num_hidden_layers": 2}}
     config = TrainConfig.from_preset("tiny", **{**settings, **LORA}).for_world(1)
     sizes = {name: 4 * int(np.prod(shape)) for name, shape in config.model_config_for(40).parameter_shapes().items()}
     adapters = sum(size for name, size in sizes.items() if is_adapter(name))
@@ -156,7 +153,7 @@ def test_a_plan_counts_adapters_alone() -> None:
     assert uses["weights"] == uses["gradients"] == adapters and uses["both Adam moments"] == 2 * adapters
 
 
-def test_initial_adapters_change_nothing() -> None:
+def test_initial_adapters_change_nothing():
     """A is drawn as torch's nn.Linear, from -1 / sqrt(in) to 1 / sqrt(in); B is 0."""
     model, tokens = small().adapted(4, 8.0), np.arange(20, dtype=np.int32)[None]
     weights = initial(model)
@@ -180,7 +177,7 @@ def initial(model: LlamaConfig) -> Parameters:
 
 
 @pytest.mark.parametrize("changes", [{"tp": 2}, {"optimizer": "muon"}, {"deterministic": True}], ids=str)
-def test_frozen_by_pattern(changes: dict[str, Any]) -> None:
+def test_frozen_by_pattern(changes):
     layout = Layout(tp=changes.get("tp", 1))
     more = {name: value for name, value in changes.items() if name != "tp"}
     frozen = ("model.layers.0.*", "*embed_tokens*")
@@ -191,7 +188,7 @@ def test_frozen_by_pattern(changes: dict[str, Any]) -> None:
             assert np.array_equal(value, before) == still, name
 
 
-def test_a_run_without_patterns_has_the_groups_that_it_had() -> None:
+def test_a_run_without_patterns_has_the_groups_that_it_had():
     for optimizer in ("adamw", "muon"):
         plain = TrainConfig.from_preset(optimizer=optimizer)
         groups = plain.all_groups(small())
@@ -209,7 +206,7 @@ weight_decay = 0.0
 """
 
 
-def test_learning_rates_and_decay_by_pattern(tmp_path: Any) -> None:
+def test_learning_rates_and_decay_by_pattern(tmp_path):
     """The first table that a tensor matches counts; what it leaves out is as of other tensors."""
     path = tmp_path / "groups.toml"
     path.write_text(TABLES)
@@ -232,7 +229,7 @@ def write_json(path: Any, config: TrainConfig) -> Any:
     return path
 
 
-def test_a_table_trains_its_tensors_at_its_rate() -> None:
+def test_a_table_trains_its_tensors_at_its_rate():
     """Half the rate of all is the rate of all tensors in a table of half the rate, to the bit."""
     (whole,) = layouts.train(Layout(), CpuDevice, 2, False, 3, lr=4e-3, schedule="constant")
     tables = [{"pattern": "*", "lr": 4e-3}]
@@ -261,7 +258,7 @@ def test_a_table_trains_its_tensors_at_its_rate() -> None:
     ],
     ids=str,
 )
-def test_flags_that_are_refused(flags: list[str], said: str) -> None:
+def test_flags_that_are_refused(flags, said):
     with pytest.raises(ConfigError) as caught:
         parse(flags)
     assert said in str(caught.value)
@@ -276,17 +273,17 @@ def test_flags_that_are_refused(flags: list[str], said: str) -> None:
     ],
     ids=str,
 )
-def test_names_that_match_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_names_that_match_nothing_are_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
         TrainConfig.from_preset("tiny", **changes).model_config_for(40)
 
 
 @pytest.mark.parametrize("table", [{"lr": 1e-3}, {"pattern": "*", "lr": 0.0}, {"pattern": "*", "rate": 1.0}], ids=str)
-def test_tables_that_are_refused(table: dict[str, Any]) -> None:
+def test_tables_that_are_refused(table):
     with pytest.raises(ConfigError, match="groups"):
         TrainConfig.from_preset("tiny", groups=[table])
 
 
-def test_all_that_is_frozen_is_refused() -> None:
+def test_all_that_is_frozen_is_refused():
     with pytest.raises(ConfigError, match="and a tensor to train"):
         layouts.train(Layout(), CpuDevice, 2, False, 1, freeze=("*",))

@@ -1,7 +1,5 @@
 """Adapters on GPUs, by the command line: in a graph and not, in 8 bits, and two ranks beside one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -42,18 +40,18 @@ def run(out: Path, ranks: int, *flags: str) -> tuple[np.ndarray, dict[str, np.nd
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base(tmp_path_factory):
     out = tmp_path_factory.mktemp("base")
     run(out, 1, *SHAPE, "--dtype", "float32")
     return str(checkpoint.find(out).path)
 
 
 @pytest.fixture(scope="module")
-def alone(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def alone(base, tmp_path_factory):
     return run(tmp_path_factory.mktemp("alone"), 1, "--init-from", base, "--lora", "16", "--dtype", "float32")
 
 
-def test_a_graph_and_recomputation_change_nothing(base: str, tmp_path: Path) -> None:
+def test_a_graph_and_recomputation_change_nothing(base, tmp_path):
     how = ["--init-from", base, "--lora", "16", "--dtype", "bfloat16"]
     rows, tensors = run(tmp_path / "graph", 1, *how)
     for name, flags in {"eager": ["--no-graph"], "block": ["--recompute", "block"]}.items():
@@ -62,7 +60,7 @@ def test_a_graph_and_recomputation_change_nothing(base: str, tmp_path: Path) -> 
         assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
 
 
-def test_products_in_8_bits(base: str, alone: tuple[np.ndarray, dict[str, np.ndarray]], tmp_path: Path) -> None:
+def test_products_in_8_bits(base, alone, tmp_path):
     rows, _ = run(tmp_path, 1, "--init-from", base, "--lora", "16", "--dtype", "fp8")
     np.testing.assert_allclose(rows[:, 0], alone[0][:, 0], rtol=2e-2)
 
@@ -70,9 +68,7 @@ def test_products_in_8_bits(base: str, alone: tuple[np.ndarray, dict[str, np.nda
 @pytest.mark.skipif(not MPIRUN, reason="needs mpirun")
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", ["--dp 2 --zero 1", "--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
-def test_two_ranks(
-    flags: str, backend: str, base: str, alone: tuple[np.ndarray, dict[str, np.ndarray]], tmp_path: Path
-) -> None:
+def test_two_ranks(flags, backend, base, alone, tmp_path):
     if backend != "peer" and nccl_ranks() < 2:
         pytest.skip(f"nccl needs 2 GPUs, can have {nccl_ranks()} ranks")
     how = ["--init-from", base, "--lora", "16", "--dtype", "float32", "--backend", backend]
@@ -83,7 +79,7 @@ def test_two_ranks(
             np.testing.assert_allclose(tensor, alone[1][name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_merged_adapters_are_published(base: str, tmp_path: Path) -> None:
+def test_merged_adapters_are_published(base, tmp_path):
     """As ``kos export --merge`` writes them, but for the rounding to bfloat16."""
     server = Server(f"127.0.0.1:{free_port()}")
     how = ["--init-from", base, "--lora", "16", "--dtype", "bfloat16", "--publish", server.address, "--publish-merged"]

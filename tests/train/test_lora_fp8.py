@@ -1,7 +1,5 @@
 """Adapters with ``--dtype fp8``: the matrices of the base are held in 8 bits alone."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from kos.train.data.batch import Batch
 from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.fp8 import MULTIPLE, Quantized, linears, weight_store
+from kos.train.ops.fp8 import MULTIPLE, linears, weight_store
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train import layouts, layouts_on_host
 from tests.train.host_kernels.engine import on_host
@@ -34,7 +32,7 @@ LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)]
 
 
 @pytest.fixture
-def sixteens(monkeypatch: pytest.MonkeyPatch) -> None:
+def sixteens(monkeypatch):
     """Sizes that cuBLASLt takes; gate and up share a block of scales."""
     monkeypatch.setitem(layouts.SHAPE, "intermediate_size", 160)
 
@@ -53,23 +51,23 @@ def cpu_device(comm: Any, layout: Layout, layers: int) -> CpuDevice:
 @pytest.mark.usefixtures("emulated", "sixteens")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=named)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_the_copies_are_those_that_a_step_makes_of_weights_in_16_bits(kind: str, layout: Layout) -> None:
+def test_the_copies_are_those_that_a_step_makes_of_weights_in_16_bits(kind, layout):
     """So are the losses. Nothing holds these matrices in 16 bits."""
 
-    def bytes_of(made: Quantized) -> list[bytes]:
+    def bytes_of(made):
         arrays = [x for copy in (made.rows, made.columns) if copy for x in copy]
         return [(x if isinstance(x, np.ndarray) else on_host(x)).tobytes() for x in arrays]
 
-    def check(comm: Any) -> set[str]:
+    def check(comm):
         layers = layouts_on_host.layers_of(layout)
-        of_kind: Any = cpu_device if kind == "cpu" else lambda comm, *how: make_device(comm, *how, **FP8)
+        of_kind = cpu_device if kind == "cpu" else lambda comm, *how: make_device(comm, *how, **FP8)
         device = of_kind(comm, layout, layers)
         step, tp, model = device.step, device.mesh.tp, device.step.models[0].config
         whole, members = initial(model), set[str]()
         for name, made in step.quantized.items():
             mine = np.concatenate([part_of(x, whole[x], model, tp.size, tp.rank) for x in made.members])
             shapes = {name: mine.shape}
-            expected = weight_store([name], shapes, {}, numpy_ops)[name]  # type: ignore[arg-type]
+            expected = weight_store([name], shapes, {}, numpy_ops)[name]
             numpy_ops.quantize(mine.astype(ml_dtypes.bfloat16), expected.rows, expected.columns, Arena())
             assert bytes_of(made) == bytes_of(expected), name
             members |= {*made.members}
@@ -89,7 +87,7 @@ CHANGES: list[dict[str, Any]] = [{}, {"recompute": "norms"}, {"pp_schedule": "ze
 
 @pytest.mark.usefixtures("emulated", "sixteens")
 @pytest.mark.parametrize(("layout", "changes"), [*zip(LAYOUTS, CHANGES, strict=True)], ids=str)
-def test_layouts(layout: Layout, changes: dict[str, Any]) -> None:
+def test_layouts(layout, changes):
     """Losses, validation and text on an emulated GPU.  Ranks of tp have scales of their own."""
     layers = layouts_on_host.layers_of(layout)
     (alone,) = layouts_on_host.train(Layout(), layers, **FP8)
@@ -99,11 +97,11 @@ def test_layouts(layout: Layout, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("emulated", "sixteens")
-def test_the_sampler_computes_as_validation_does() -> None:
+def test_the_sampler_computes_as_validation_does():
     """The same logits, to the bit."""
     tokens = np.arange(64, dtype=np.int32)[None] % 40
 
-    def check(comm: Any) -> None:
+    def check(comm):
         device = make_device(comm, Layout(), 2, **FP8)
         weights, next_logits = device.step.as_read(device.whole_weights()), device.sampler()
         assert next_logits is not None
@@ -118,15 +116,15 @@ def test_the_sampler_computes_as_validation_does() -> None:
 
 @pytest.mark.usefixtures("emulated", "sixteens")
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=named)
-def test_a_sample_has_sizes_that_cublaslt_takes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_has_sizes_that_cublaslt_takes(layout, monkeypatch):
     """A sequence is padded."""
     rows, product = list[int](), numpy_ops.scaled_product
 
-    def counted(a: Any, *more: Any) -> None:
+    def counted(a, *more):
         rows.append(len(a.values))
         product(a, *more)
 
-    def sample(comm: Any) -> None:
+    def sample(comm):
         device = make_device(comm, layout, 2, **FP8)
         next_logits = device.sampler()
         assert next_logits is not None and np.isfinite(next_logits(np.arange(21, dtype=np.int32)[None])).all()
@@ -138,26 +136,26 @@ def test_a_sample_has_sizes_that_cublaslt_takes(layout: Layout, monkeypatch: pyt
     assert len(rows) >= 8 * layout.tp and not any(count % MULTIPLE for count in rows)
 
 
-def test_the_plan_counts_the_matrices_once() -> None:
+def test_the_plan_counts_the_matrices_once():
     """Both copies in 8 bits, and of the other frozen weights, those in full."""
-    settings: dict[str, Any] = {**layouts.RUN, **FP8, "device": "cpu", "model": layouts.SHAPE}
+    settings = {**layouts.RUN, **FP8, "device": "cpu", "model": layouts.SHAPE}
     config = TrainConfig.from_preset("tiny", **settings).for_world(1)
     model = config.model_config_for(40)
     shapes = {name: shape for name, shape in model.parameter_shapes().items() if not is_adapter(name)}
     matrices = {name: shape for name, shape in shapes.items() if "_proj." in name}
     names = [linear.name for linear in linears(model.layers(range(model.num_hidden_layers)))]
-    in_8 = weight_store(names, shapes, model.fused_groups(), numpy_ops)  # type: ignore[arg-type]
+    in_8 = weight_store(names, shapes, model.fused_groups(), numpy_ops)
     uses = plan_of(config, Layout()).uses
     found = uses["weights of layers, fp8, and transposed"], uses["frozen weights, float32"]
     both, rest = (sum(map(math.prod, x)) for x in (matrices.values(), (shapes[y] for y in shapes.keys() - matrices)))
     assert found == (sum(each.nbytes for each in in_8.values()), 4 * rest) and 2 * both < found[0] < 2.1 * both
 
 
-def test_allocated_memory_is_within_the_plan(emulated: None, sixteens: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocated_memory_is_within_the_plan(emulated, sixteens, monkeypatch):
     layouts_on_host.check_memory(Layout(), {"dtype": "fp8", "lora": 4}, monkeypatch)
 
 
-def test_a_matrix_larger_than_the_activations_is_loaded(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_larger_than_the_activations_is_loaded(emulated, monkeypatch):
     """The plan has memory for the largest matrix in 16 bits, which it takes to quantize it."""
     for name, value in {"hidden_size": 256, "intermediate_size": 512}.items():
         monkeypatch.setitem(layouts.SHAPE, name, value)

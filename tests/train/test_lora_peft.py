@@ -1,7 +1,5 @@
 """Adapters beside the library peft, in float32 on CPUs: logits, the gradients of a step, and folders both ways."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ LLAMAS = (["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / request.param
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param])
@@ -66,7 +64,7 @@ def adapted(base: Path, targets: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("every", [0, 1], ids=["all-matrices", "some-matrices"])
-def test_logits_and_gradients_of_a_folder_of_peft(base: Path, every: int, tmp_path: Path) -> None:
+def test_logits_and_gradients_of_a_folder_of_peft(base, every, tmp_path):
     theirs = adapted(base, TARGETS.get(base.name, LLAMAS)[every])
     theirs.save_pretrained(tmp_path)
     tokens, targets = np.random.default_rng(2).integers(0, 97, (2, 3, 40), dtype=np.int32)
@@ -93,7 +91,7 @@ def test_logits_and_gradients_of_a_folder_of_peft(base: Path, every: int, tmp_pa
         np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
 
 
-def test_peft_loads_what_a_run_has_saved(base: Path, tmp_path: Path) -> None:
+def test_peft_loads_what_a_run_has_saved(base, tmp_path):
     """The checkpoint is a folder of peft, and the logits are those of kos, merged or not; a run goes on from it."""
     data, numbers = tmp_path / "numbers.bin", np.random.default_rng(3).integers(0, 97, 4000).astype("<u2")
     np.append(np.array([20240520, 1, len(numbers)] + [0] * 253, "<i4").view("<u2"), numbers).tofile(data)  # llm.c's

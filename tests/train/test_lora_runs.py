@@ -1,7 +1,5 @@
 """Runs with adapters: checkpoints in other layouts, the base, elastic runs, and folders of peft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -36,7 +34,7 @@ ADAPT = ["--lora=3", "--lora-alpha=5", "--save-every=3", "--steps=6"]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "letters.txt"
     path.write_bytes(np.random.default_rng(7).integers(97, 110, 4000, np.uint8).tobytes())
     return path
@@ -49,7 +47,7 @@ def run(text: Path, out: Path, *flags: str, ranks: int = 1) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(text, tmp_path_factory):
     """A checkpoint of a run that trains all weights, whose folder transformers reads."""
     out = tmp_path_factory.mktemp("base")
     run(text, out, *SHAPE, "--steps=3", "--seed=5")
@@ -57,7 +55,7 @@ def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(text: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+def whole(text, base, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     return out, run(text, out, f"--init-from={base}", *ADAPT)
 
@@ -68,9 +66,7 @@ def whole(text: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> t
      ((1,), (2, "--cp=2")), ((2, "--pp=2", "--pp-schedule=zero-bubble-v"), (2, "--zero=1"))],
     ids=str,
 )  # fmt: skip
-def test_a_run_resumes_in_another_layout(
-    before: tuple[Any, ...], after: tuple[Any, ...], text: Path, base: Path, whole: Any, tmp_path: Path
-) -> None:
+def test_a_run_resumes_in_another_layout(before, after, text, base, whole, tmp_path):
     (ranks, *layout), (others, *another) = before, after
     flags = [f"--init-from={base}", *ADAPT]
     run(text, tmp_path / "first", *flags, *layout, "--steps=3", "--schedule=constant", ranks=ranks)
@@ -80,7 +76,7 @@ def test_a_run_resumes_in_another_layout(
     np.testing.assert_allclose(got, straight[-3:], rtol=1e-4)
 
 
-def test_a_checkpoint_holds_adapters_alone(whole: tuple[Path, np.ndarray], base: Path) -> None:
+def test_a_checkpoint_holds_adapters_alone(whole, base):
     """Their optimizer state, and the path and hash of the base."""
     found = checkpoint.find(whole[0])
     assert found.config["base"] == {"path": str(base), "sha256": adapter.fingerprint(base)}
@@ -102,7 +98,7 @@ def changed(base: Path, folder: Path) -> Path:
     return folder
 
 
-def test_another_base_is_refused(text: Path, base: Path, whole: Any, tmp_path: Path) -> None:
+def test_another_base_is_refused(text, base, whole, tmp_path):
     """To resume from, to load and to merge. The same base at another place is taken."""
     other, moved, resume = changed(base, tmp_path / "other"), tmp_path / "moved", f"--resume={whole[0]}"
     with pytest.raises(CheckpointError, match=r"expected the base of its run, .*, got .*other \("):
@@ -126,21 +122,19 @@ def test_another_base_is_refused(text: Path, base: Path, whole: Any, tmp_path: P
     ],
     ids=str,
 )
-def test_a_run_with_other_adapters_does_not_resume(
-    flags: list[str], said: str, text: Path, base: Path, whole: Any, tmp_path: Path
-) -> None:
+def test_a_run_with_other_adapters_does_not_resume(flags, said, text, base, whole, tmp_path):
     with pytest.raises(CheckpointError, match=said):
         run(text, tmp_path / "a", f"--init-from={base}", *flags, "--steps=7", f"--resume={whole[0]}")
 
 
-def test_adapters_and_a_run_without_them_or_without_a_base(text: Path, base: Path, tmp_path: Path) -> None:
+def test_adapters_and_a_run_without_them_or_without_a_base(text, base, tmp_path):
     with pytest.raises(CheckpointError, match="expected a run that trains --lora 3 .*, got one with all weights"):
         run(text, tmp_path / "a", f"--init-from={base}", *ADAPT, f"--resume={base}")
     with pytest.raises(ConfigError, match="--lora: expected --init-from with the folder of the model to adapt"):
         run(text, tmp_path / "a", *SHAPE, *ADAPT)
 
 
-def test_merged_and_loaded(whole: tuple[Path, np.ndarray], base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_merged_and_loaded(whole, base, tmp_path, capsys):
     """W + alpha / rank B A, in the files of the base; without --merge a folder of peft."""
     out, tokens = whole[0], np.arange(16)[None] + 97
     assert export([str(out), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
@@ -159,13 +153,13 @@ def test_merged_and_loaded(whole: tuple[Path, np.ndarray], base: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
-def test_evaluated(ranks: int, layout: dict[str, int], whole: Any, base: Path, text: Path) -> None:
+def test_evaluated(ranks, layout, whole, base, text):
     """A folder of adapters is evaluated with its base."""
     ids = np.frombuffer(text.read_bytes()[:401], np.uint8).astype(np.int32)
     (text.parent / "some.txt").write_bytes(ids.astype(np.uint8).tobytes())
     flags = {"seq_len": 16, **layout}
 
-    def evaluated(folder: Path) -> Any:
+    def evaluated(folder):
         some = [str(text.parent / "some.txt")]
         return spawn(lambda comm: evaluate(folder, some, [], flags, comm), ranks, timeout=100)[0][0]["loss"]
 
@@ -175,9 +169,7 @@ def test_evaluated(ranks: int, layout: dict[str, int], whole: Any, base: Path, t
     assert evaluated(whole[0]) != pytest.approx(evaluated(base), rel=1e-3)
 
 
-def test_training_goes_on_from_a_folder_of_peft(
-    whole: Any, text: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_from_a_folder_of_peft(whole, text, base, tmp_path, monkeypatch):
     """Rank, alpha and targets are the folder's, and the base is the one that it names."""
     export([str(whole[0]), str(tmp_path / "peft"), "--dtype", "float32"])
     for name in ("tokenizer.json", "kos_tokenizer.json", "tokenizer_config.json"):  # which peft does not write
@@ -204,7 +196,7 @@ def test_training_goes_on_from_a_folder_of_peft(
     assert parse([folder, "--lora=3", "--lora-alpha=5"]).lora == 3
 
 
-def test_ends_are_those_of_the_base(whole: Any, base: Path, tmp_path: Path) -> None:
+def test_ends_are_those_of_the_base(whole, base, tmp_path):
     """A folder of peft has no generation_config.json."""
     settings = json.loads((checkpoint.find(whole[0]).path / adapter.CONFIG).read_text())
     export([str(whole[0]), str(tmp_path / "peft")])
@@ -215,7 +207,7 @@ def test_ends_are_those_of_the_base(whole: Any, base: Path, tmp_path: Path) -> N
     assert load(tmp_path / "peft").ends == (7, 9)
 
 
-def test_a_run_whose_base_has_moved_resumes(text: Path, base: Path, tmp_path: Path) -> None:
+def test_a_run_whose_base_has_moved_resumes(text, base, tmp_path):
     before = shutil.copytree(base, tmp_path / "before")
     run(text, tmp_path / "run", f"--init-from={before}", *ADAPT, "--steps=3")
     after = before.rename(tmp_path / "after")
@@ -255,7 +247,7 @@ def test_a_run_whose_base_has_moved_resumes(text: Path, base: Path, tmp_path: Pa
     ],
     ids=str,
 )  # fmt: skip
-def test_adapters_that_are_refused_by_name(changes: dict[str, Any], said: str, whole: Any, tmp_path: Path) -> None:
+def test_adapters_that_are_refused_by_name(changes, said, whole, tmp_path):
     folder = tmp_path / "peft"
     shutil.copytree(checkpoint.find(whole[0]).path, folder)
     path = folder / "adapter_config.json"
@@ -264,7 +256,7 @@ def test_adapters_that_are_refused_by_name(changes: dict[str, Any], said: str, w
         parse([f"--init-from={folder}"])
 
 
-def test_an_edited_alpha_of_a_checkpoint_is_refused(text: Path, base: Path, whole: Any, tmp_path: Path) -> None:
+def test_an_edited_alpha_of_a_checkpoint_is_refused(text, base, whole, tmp_path):
     """To resume from, to load and to merge.  An exported folder may be edited."""
     out = tmp_path / "run"
     shutil.copytree(whole[0], out)
@@ -284,7 +276,7 @@ def test_an_edited_alpha_of_a_checkpoint_is_refused(text: Path, base: Path, whol
     np.testing.assert_allclose(twice - plain, 2 * (once - plain), rtol=1e-3, atol=1e-6)
 
 
-def test_a_base_in_8_bits(text: Path, base: Path, tmp_path: Path) -> None:
+def test_a_base_in_8_bits(text, base, tmp_path):
     """A run resumes with the same bits; the whole model is made of the base in its file."""
     flags = [f"--init-from={base}", *ADAPT, "--dtype=fp8", "--schedule=constant"]
     straight = run(text, tmp_path / "straight", *flags, "--sample-tokens=4")
@@ -298,7 +290,7 @@ def test_a_base_in_8_bits(text: Path, base: Path, tmp_path: Path) -> None:
         assert all(np.array_equal(now[name], weight) for name, weight in plain.items())
 
 
-def test_adapters_of_another_shape_are_refused(whole: Any, tmp_path: Path) -> None:
+def test_adapters_of_another_shape_are_refused(whole, tmp_path):
     folder = tmp_path / "peft"
     export([str(whole[0]), str(folder), "--dtype", "float32"])
     path = folder / "adapter_config.json"
@@ -307,7 +299,7 @@ def test_adapters_of_another_shape_are_refused(whole: Any, tmp_path: Path) -> No
         load(folder)
 
 
-def test_adapters_of_some_layers_are_frozen(text: Path, base: Path, tmp_path: Path) -> None:
+def test_adapters_of_some_layers_are_frozen(text, base, tmp_path):
     """They are in checkpoints as the others."""
     flags = [f"--init-from={base}", *ADAPT, "--freeze=model.layers.0.*", "--schedule=constant"]
     straight = run(text, tmp_path / "straight", *flags)
@@ -326,7 +318,7 @@ OF_ELASTIC: dict[str, Any] = {"lora": 2, "lr": 1e-2}
 
 
 @pytest.fixture(scope="module")
-def small(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def small(text, tmp_path_factory):
     """The base of elastic runs."""
     out = tmp_path_factory.mktemp("small")
     elastic_runs.train(text, out / "run", elastic=None, ranks=1, steps=1, lr=1e-9)
@@ -337,19 +329,16 @@ def small(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     ("zero", "freeze", "dtype"),
     [(0, (), "float32"), (1, (), "float32"), (1, ("*.layers.0.*",), "float32"), (1, ("*.layers.0.*",), "fp8")],
 )
-def test_a_rank_is_lost_or_two_join(
-    zero: int, freeze: tuple[str, ...], dtype: str, text: Path, small: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_rank_is_lost_or_two_join(zero, freeze, dtype, text, small, tmp_path, monkeypatch):
     """With the bits of a run in which nothing happened; a newcomer reads the base from its files."""
-    how: dict[str, Any] = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze, "dtype": dtype}
+    how = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze, "dtype": dtype}
     plain = elastic_runs.train(text, tmp_path / "plain", **{**how, "elastic": None, "zero": 0})
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, **how) == plain
     assert ranks_of(tmp_path / "hurt")[-1] == (3, 1)
     threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
 
-    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
+    def start_step(self, step, wish):
         comm = self.run.comm
         if step == 2 and not threads:
             threads.extend([test_elastic_joins.join(text, tmp_path / "joined", comm.address, **how) for _ in range(2)])
@@ -365,11 +354,9 @@ def test_a_rank_is_lost_or_two_join(
     assert ranks_of(tmp_path / "joined") == [(1, 0)] * 3 + [(3, 1)] * 3
 
 
-def test_a_newcomer_with_another_base_is_refused(
-    text: Path, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_with_another_base_is_refused(text, small, tmp_path, monkeypatch):
     other = changed(Path(small), tmp_path / "other")
-    how: dict[str, Any] = {**OF_ELASTIC, "init_from": str(other)}
+    how = {**OF_ELASTIC, "init_from": str(other)}
     threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "init_from": small, "elastic": "1:3"})
     for thread, errors in threads:

@@ -1,7 +1,5 @@
 """Data of which the loss counts some tokens: prompts and completions, chats, token files with a mask."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -54,11 +52,11 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory):
     """Prompts and completions of many lengths, and some lines of text."""
     rng, words = np.random.default_rng(0), ["ring ", "tree ", "barrier ", "rank\n"]
 
-    def some(most: int) -> str:
+    def some(most):
         return "".join(rng.choice(words, rng.integers(1, most)))
 
     lines = [{"prompt": some(20), "completion": some([2, 30][n % 2])} for n in range(250)]
@@ -67,7 +65,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A tokenizer with a chat template."""
     path = tmp_path_factory.mktemp("tokenizer")
     byte_level_bpe([json.dumps(CHAT) * 9], 330, ["<|begin|>"]).save(str(path / "tokenizer.json"))
@@ -87,7 +85,7 @@ def read(path: Path, *flags: str) -> tuple[list[int], list[bool], Dataset]:
     return tokens.tolist(), counted.tolist(), data
 
 
-def test_only_completions_count(tmp_path: Path, folder: Path) -> None:
+def test_only_completions_count(tmp_path, folder):
     lines = [{"prompt": "ab", "completion": "c", "id": 5}, {"text": "de"}, {"prompt": "", "completion": "f"}]
     path = write_lines(tmp_path / "a.jsonl", [*lines, {"prompt": "g", "completion": ""}, {"text": "val"}])
     tokens, counted, data = read(path)
@@ -105,7 +103,7 @@ def data_text(folder: Path, tokens: list[int]) -> str:
     return str(library.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens, skip_special_tokens=False))
 
 
-def test_all_tokens_count_if_asked(tmp_path: Path, pairs: Path) -> None:
+def test_all_tokens_count_if_asked(tmp_path, pairs):
     """Then the data are those of the same text, bit by bit."""
     lines = [json.loads(line) for line in pairs.read_text().splitlines()]
     plain = write_lines(
@@ -118,7 +116,7 @@ def test_all_tokens_count_if_asked(tmp_path: Path, pairs: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING], ids=["chatml", "thinking"])
-def test_chats_are_those_of_transformers(tmp_path: Path, folder: Path, template: str) -> None:
+def test_chats_are_those_of_transformers(tmp_path, folder, template):
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     beside = tmp_path / "tokenizer"
@@ -143,7 +141,7 @@ def test_chats_are_those_of_transformers(tmp_path: Path, folder: Path, template:
     assert np.asarray(data.train.documents).tolist() == [0, len(got[0]["input_ids"])]
 
 
-def test_what_a_template_gets_beside_the_messages(tmp_path: Path, folder: Path) -> None:
+def test_what_a_template_gets_beside_the_messages(tmp_path, folder):
     """As from transformers: tools and documents are none, not undefined. From a line: tools, and settings by name."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     template = (
@@ -155,7 +153,7 @@ def test_what_a_template_gets_beside_the_messages(tmp_path: Path, folder: Path) 
     shutil.copytree(folder, beside)
     (beside / "chat_template.jinja").write_text(template)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    given: list[dict[str, Any]] = [
+    given = [
         {}, {"tools": None, "chat_template_kwargs": None}, {"tools": tools}, {"tools": json.dumps(tools)},
         {"chat_template_kwargs": {"brief": True}},
     ]  # fmt: skip
@@ -168,12 +166,12 @@ def test_what_a_template_gets_beside_the_messages(tmp_path: Path, folder: Path) 
 
 
 @pytest.mark.parametrize("template", [CHATML, "{{ bos_token }}" + CHATML], ids=["chatml", "begins"])
-def test_an_answer_that_nothing_precedes_and_one_of_no_weight(tmp_path: Path, folder: Path, template: str) -> None:
+def test_an_answer_that_nothing_precedes_and_one_of_no_weight(tmp_path, folder, template):
     """The header of a turn never counts; nor does an answer of weight 0, as in OpenAI's format."""
     beside = tmp_path / "tokenizer"
     shutil.copytree(folder, beside)
     (beside / "chat_template.jinja").write_text(template)
-    weights: list[Any] = [0, 1, None]
+    weights = [0, 1, None]
     later = [{"role": "assistant", "content": f"weight {each}", "weight": each} for each in weights]
     chat = [{"role": "assistant", "content": " Hello"}, *(each for one in later for each in (CHAT[1], one))]
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}, {"text": "val"}])
@@ -206,7 +204,7 @@ def spaced(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
-def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, monkeypatch):
     """No part has a space that the text has not; a token of two parts is in the second."""
     folder = spaced(tmp_path / "tokenizer", kind)
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
@@ -251,7 +249,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
-def test_a_wrong_line_is_named(tmp_path: Path, folder: Path, line: dict[str, Any], message: str) -> None:
+def test_a_wrong_line_is_named(tmp_path, folder, line, message):
     """On one rank and on four, which share a machine."""
     path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, {"messages": CHAT}, line, {"text": "x"}])
     config = _config(path, tmp_path / "out", tokenizer=str(folder), steps=1)
@@ -260,7 +258,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, folder: Path, line: dict[str, Any
             spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
 
 
-def test_a_chat_needs_a_template(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_needs_a_template(tmp_path, folder, monkeypatch):
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 9)
     with refused(DataError, f"--data {path}, line 1: expected a tokenizer with a chat template", "got none; add "):
         read(path)
@@ -283,7 +281,7 @@ def test_a_chat_needs_a_template(tmp_path: Path, folder: Path, monkeypatch: pyte
         read(path, "--tokenizer", str(folder))
 
 
-def test_lines_without_anything_to_train_on_or_to_hold_out(tmp_path: Path, folder: Path) -> None:
+def test_lines_without_anything_to_train_on_or_to_hold_out(tmp_path, folder):
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT[:2]}] * 9)
     with refused(DataError, f"--data {path}: expected completions or answers to train on, got none"):
         read(path, "--tokenizer", str(folder))
@@ -294,7 +292,7 @@ def test_lines_without_anything_to_train_on_or_to_hold_out(tmp_path: Path, folde
     assert len(data.train) > 2 and not len(data.val) and not data.val_starts().size
 
 
-def test_token_files_with_masks(tmp_path: Path) -> None:
+def test_token_files_with_masks(tmp_path):
     """The mask is cut, fingerprinted and read with its tokens; a file without a mask counts."""
     tokens, rng = [*range(200)], np.random.default_rng(3)
     marks = rng.integers(0, 2, 200).astype(np.uint8)
@@ -313,7 +311,7 @@ def test_token_files_with_masks(tmp_path: Path) -> None:
     assert (data.windows(data.val, [0, 5]).targets == [[1], [6]]).all()
 
 
-def test_validation_windows_in_which_nothing_counts_are_refused(tmp_path: Path) -> None:
+def test_validation_windows_in_which_nothing_counts_are_refused(tmp_path):
     """Else the loss of validation is 0 all the way. One target that counts is enough."""
     path = tmp_path / "a.bin"
     path.write_bytes(token_bytes([*range(200)]))
@@ -338,7 +336,7 @@ def test_validation_windows_in_which_nothing_counts_are_refused(tmp_path: Path) 
         read(pairs)
 
 
-def test_a_separator_that_does_not_count_still_separates(tmp_path: Path) -> None:
+def test_a_separator_that_does_not_count_still_separates(tmp_path):
     tokens = ([50256, 1, 2, 3] * 50)[2:]
     for name in ("train", "val"):
         (tmp_path / f"{name}.bin").write_bytes(token_bytes(tokens))
@@ -351,7 +349,7 @@ def test_a_separator_that_does_not_count_still_separates(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("size", [199, 201])
-def test_a_mask_of_another_length_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_mask_of_another_length_is_refused(tmp_path, size):
     (tmp_path / "a.bin").write_bytes(token_bytes([*range(200)]))
     (tmp_path / "a.mask").write_bytes(bytes(size))
     config = _config(tmp_path / "a.bin", tmp_path / "out", steps=1)
@@ -361,7 +359,7 @@ def test_a_mask_of_another_length_is_refused(tmp_path: Path, size: int) -> None:
             spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
 
 
-def test_a_mask_written_as_text_is_refused(tmp_path: Path) -> None:
+def test_a_mask_written_as_text_is_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(token_bytes([7] * 200))
     (tmp_path / "a.mask").write_text("0" * 99 + "1" + "0" * 100)
     with refused(DataError, f"--data {tmp_path / 'a.mask'}: expected bytes of 0 and 1, got 49"):
@@ -372,14 +370,14 @@ def test_a_mask_written_as_text_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "b.bin", "--val-data", str(tmp_path / "a.bin"))
 
 
-def test_one_masked_token_is_too_few(tmp_path: Path) -> None:
+def test_one_masked_token_is_too_few(tmp_path):
     (tmp_path / "a.bin").write_bytes(token_bytes([7]))
     (tmp_path / "a.mask").write_bytes(b"\1")
     with pytest.raises(DataError, match="to train on, got none"):
         read(tmp_path / "a.bin")
 
 
-def test_training_and_validation_are_means_over_what_counts(pairs: Path, tmp_path: Path) -> None:
+def test_training_and_validation_are_means_over_what_counts(pairs, tmp_path):
     """Of the whole batch, and of all validation windows, however many count in each."""
     config = _config(pairs, None, documents="cross")
     data = run.load_data(config)
@@ -397,8 +395,8 @@ LAYOUTS = [(2, {}), (2, {"zero": 1}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp":
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=str)
-def test_layouts_have_the_bits_of_one_rank(pairs: Path, tmp_path: Path, ranks: int, layout: dict[str, int]) -> None:
-    how: dict[str, Any] = {"steps": 3, "eval_every": 2, "micro_batch_size": 1, "sample_tokens": 0}
+def test_layouts_have_the_bits_of_one_rank(pairs, tmp_path, ranks, layout):
+    how = {"steps": 3, "eval_every": 2, "micro_batch_size": 1, "sample_tokens": 0}
     how["seq_len"] = 256 if "cp" in layout else 64
     one = _train(pairs, tmp_path / "one", deterministic=True, **how)
     some = _train(pairs, tmp_path / "some", ranks, deterministic=True, **layout, **how)
@@ -416,8 +414,8 @@ ON_GPUS: list[tuple[str, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_gpus_have_the_losses_of_cpus(emulated: None, pairs: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"documents": "cross", "model": {**ON_HOST["model"], "intermediate_size": 30}}
+def test_gpus_have_the_losses_of_cpus(emulated, pairs, tmp_path):
+    how = {"documents": "cross", "model": {**ON_HOST["model"], "intermediate_size": 30}}
     cpu, *others = (
         train_on_host(pairs, tmp_path / str(number), device, ranks, **layout, **how)
         for number, (device, ranks, layout) in enumerate([("cpu", 1, {}), ("cuda", 1, {}), *ON_GPUS])
@@ -427,10 +425,10 @@ def test_gpus_have_the_losses_of_cpus(emulated: None, pairs: Path, tmp_path: Pat
         assert [row.get("val_loss", 0) for row in other] == pytest.approx([x.get("val_loss", 0) for x in cpu], rel=1e-5)
 
 
-def test_a_rank_reads_only_its_own_rows(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_its_own_rows(pairs, tmp_path, monkeypatch):
     read, rows = set(), Dataset.rows
 
-    def watched(self: Dataset, step: int, indices: Iterable[int]) -> Batch:
+    def watched(self, step, indices):
         indices = list(indices)
         read.add(tuple(indices))
         return rows(self, step, indices)
@@ -441,19 +439,19 @@ def test_a_rank_reads_only_its_own_rows(pairs: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_in_which_nothing_counts(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_which_nothing_counts(tmp_path, ranks, monkeypatch):
     """Its loss and gradients are 0, and the weights stay as they are."""
     lines = [{"prompt": "x" * 4000, "completion": "yes"}] * 2
     path = write_lines(tmp_path / "long.jsonl", lines)
-    seen: list[np.ndarray] = []
+    seen = []
     finish = CpuDevice.finish_step
 
-    def look(self: CpuDevice, step: int) -> Any:
+    def look(self, step):
         seen.append(self.step.gradients.flat.copy())
         return finish(self, step)
 
     monkeypatch.setattr(CpuDevice, "finish_step", look)
-    settings: dict[str, Any] = {"weight_decay": 0.5, "batch_size": 2, "seq_len": 16, "save_every": 1, "keep": 9}
+    settings = {"weight_decay": 0.5, "batch_size": 2, "seq_len": 16, "save_every": 1, "keep": 9}
     settings |= {"eval_batches": 0, "fit": "cut"}
     rows = _train(path, tmp_path / "out", ranks, steps=2, **settings)
     assert [row["loss"] for row in rows] == [0, 0] == [row["grad_norm"] for row in rows]
@@ -462,9 +460,7 @@ def test_a_batch_in_which_nothing_counts(tmp_path: Path, ranks: int, monkeypatch
     assert weights[0] == weights[1]
 
 
-def test_what_is_kept_is_made_again_when_it_is_another(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, monkeypatch):
     """For another --loss-on, another template or another mask."""
     monkeypatch.setattr(prepared, "LEAST", 0)
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT}, {"text": "val"}])
@@ -486,7 +482,7 @@ def test_what_is_kept_is_made_again_when_it_is_another(
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_checkpoint_has_the_template_for_the_next_run(tmp_path: Path, folder: Path, alone: bool) -> None:
+def test_a_checkpoint_has_the_template_for_the_next_run(tmp_path, folder, alone):
     """Which begins from its weights, or resumes where the folder of these is gone."""
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 30)
     beside = tmp_path / "tokenizer"

@@ -1,7 +1,5 @@
 """A rank on a GPU is killed or stopped amid replayed graphs: nothing false is logged or saved, resume goes on."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -9,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,10 +29,7 @@ FLAGS = f"""
 """.split()
 two = pytest.mark.skipif(nccl_ranks() < 2, reason="nccl needs 2 GPUs")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not MPIRUN, reason="needs mpirun"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not MPIRUN, reason="needs mpirun")]
 
 
 def command(text: Path, out: Path, backend: str, *flags: str, timeout: float = TIMEOUT) -> list[str]:
@@ -43,7 +38,7 @@ def command(text: Path, out: Path, backend: str, *flags: str, timeout: float = T
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache(tmp_path_factory):
     """Kernels are chosen by measuring: tests that run beside these would change the choice, and with it the bits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OUTSIDE, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -65,14 +60,14 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+def undisturbed(text, tmp_path_factory):
     """What both backends sum alike: of two ranks there is one order.
 
     This run may compile kernels, for longer than ``TIMEOUT``.
     """
 
     @functools.cache
-    def run(layout: str) -> list[float]:
+    def run(layout):
         return finish(text, tmp_path_factory.mktemp("undisturbed"), "peer", *layout.split(), timeout=SECONDS)
 
     return run
@@ -82,10 +77,7 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("backend", ["peer", pytest.param("nccl", marks=two), pytest.param("auto", marks=two)])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_is_lost_in_a_step(
-    text: Path, undisturbed: Callable[[str], list[float]], tmp_path: Path, backend: str, number: signal.Signals,
-    victim: int,
-) -> None:  # fmt: skip
+def test_a_rank_is_lost_in_a_step(text, undisturbed, tmp_path, backend, number, victim):
     lose(text, undisturbed, tmp_path, backend, number, victim, "--zero 1")
 
 
@@ -104,10 +96,7 @@ def test_a_rank_is_lost_in_a_step(
         pytest.param("--pp 2 --pp-schedule 1f1b --no-graph", "nccl", signal.SIGSTOP, 1, marks=two),
     ],
 )
-def test_a_rank_of_a_layout_is_lost(
-    text: Path, undisturbed: Callable[[str], list[float]], tmp_path: Path, layout: str, backend: str,
-    number: signal.Signals, victim: int,
-) -> None:  # fmt: skip
+def test_a_rank_of_a_layout_is_lost(text, undisturbed, tmp_path, layout, backend, number, victim):
     lose(text, undisturbed, tmp_path, backend, number, victim, layout)
 
 

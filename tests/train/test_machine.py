@@ -1,12 +1,9 @@
 """What a run decides by looking at the machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,7 +12,7 @@ from kos.testing import spawn
 from kos.train.machine import free_memory, git_commit, limit_threads
 
 
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr("kos.train.machine.thread_pools", MagicMock())
     assert spawn(limit_threads, 1) == [8]
@@ -24,7 +21,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spawn(lambda comm: limit_threads(comm, 1), 2) == [1, 1]
 
 
-def test_the_commit_says_where_files_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_says_where_files_differ(tmp_path, monkeypatch):
     """Files that are only newer do not, and the index is the user's."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
@@ -33,7 +30,7 @@ def test_the_commit_says_where_files_differ(tmp_path: Path, monkeypatch: pytest.
     file, index = tmp_path / "kos" / "train" / "machine.py", tmp_path / ".git" / "index"
     monkeypatch.setattr("kos.train.machine.__file__", str(file))
 
-    def git(*words: str) -> str:
+    def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         return subprocess.run(("git", *who, *words), cwd=tmp_path, capture_output=True, check=True, text=True).stdout
 
@@ -84,7 +81,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize(("files", "expected"), GROUPS.values(), ids=list(GROUPS))
-def test_free_memory_is_what_is_left_of_every_limit(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+def test_free_memory_is_what_is_left_of_every_limit(tmp_path, files, expected):
     for name, content in {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 900 kB\n", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         digits = re.sub(r"\b(\d+)$", r"\g<1>000", content, flags=re.MULTILINE) if "cgroup/" in name else content

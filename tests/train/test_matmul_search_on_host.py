@@ -1,7 +1,5 @@
 """The search for algorithms of matrix products, on an emulated GPU: once, by one rank, on values like a step's."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What the plan of a GPU's memory counts, and what it advises, for GPUs that need not be there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,10 +1,7 @@
 """The grid of ranks: its numbers, its communicators, the part of a model that each rank holds."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.device.choose import layout_of
 from kos.train.model.families import FAMILIES
-from kos.train.model.llama import LlamaConfig, Stages, split_layers
+from kos.train.model.llama import Stages, split_layers
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from kos.train.parallel.schedules import Schedule
 from kos.train.run import Trainer
@@ -31,7 +28,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_rank_has_one_place(layout: Layout) -> None:
+def test_every_rank_has_one_place(layout):
     places = [layout.coordinates(rank) for rank in range(layout.ranks)]
     assert [layout.rank(place) for place in places] == list(range(layout.ranks))
     assert all(0 <= place[axis] < getattr(layout, axis) for place in places for axis in AXES)
@@ -39,7 +36,7 @@ def test_every_rank_has_one_place(layout: Layout) -> None:
         assert rank - place["tp"] == layout.rank({**place, "tp": 0})
 
 
-def test_what_is_not_named_is_one_and_dp_takes_the_rest() -> None:
+def test_what_is_not_named_is_one_and_dp_takes_the_rest():
     assert Layout.of(8) == Layout(dp=8)
     assert Layout.of(8, tp=2, pp=2) == Layout(pp=2, dp=2, tp=2)
     assert Layout.of(6, cp=3, dp=2) == Layout(dp=2, cp=3)
@@ -53,7 +50,7 @@ def test_what_is_not_named_is_one_and_dp_takes_the_rest() -> None:
         (2, {"tp": 2, "pp": 2}, "--tp 2 --pp 2: expected a divisor of 2 (ranks), got 2 × 2 = 4; 4 ranks would do"),
     ],
 )
-def test_sizes_that_do_not_multiply_are_refused(ranks: int, asked: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_multiply_are_refused(ranks, asked, message):
     with pytest.raises(ConfigError) as caught:
         Layout.of(ranks, **asked)
     assert str(caught.value) == message
@@ -73,7 +70,7 @@ def _members(comm: Communicator, layout: Layout) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.ranks in (6, 8)][::3], ids=str)
-def test_groups_are_the_ranks_that_differ_on_one_axis(layout: Layout) -> None:
+def test_groups_are_the_ranks_that_differ_on_one_axis(layout):
     for rank, found in enumerate(spawn(lambda comm: _members(comm, layout), layout.ranks)):
         here = layout.coordinates(rank)
         for name, along in [*((axis, (axis,)) for axis in AXES), ("replicas", ("dp", "cp"))]:
@@ -81,10 +78,10 @@ def test_groups_are_the_ranks_that_differ_on_one_axis(layout: Layout) -> None:
             assert found[name] == [layout.rank(here | dict(zip(along, place, strict=True))) for place in places]
 
 
-def test_an_axis_of_one_rank_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_axis_of_one_rank_costs_nothing(monkeypatch):
     monkeypatch.setattr(Communicator, "split", None)
 
-    def look(comm: Communicator) -> None:
+    def look(comm):
         mesh = Mesh(comm)
         assert mesh.dp.comm is mesh.replicas.comm is comm
         assert mesh.tp == mesh.pp == mesh.cp == (0, 1, None)
@@ -94,19 +91,19 @@ def test_an_axis_of_one_rank_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     spawn(look, 3)
 
 
-def test_a_mesh_of_another_number_of_ranks_is_refused() -> None:
+def test_a_mesh_of_another_number_of_ranks_is_refused():
     with pytest.raises(InvalidArgument, match=r"expected a layout of 2 ranks, got Layout\(pp=1, dp=3, cp=1, tp=1\)"):
         spawn(lambda comm: Mesh(comm, Layout(dp=3)), 2)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1), (4, 2)])
-def test_the_parts_of_a_model_make_it_whole(tp: int, pp: int, tied: bool) -> None:
+def test_the_parts_of_a_model_make_it_whole(tp, pp, tied):
     model = small(
         vocab_size=32, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, intermediate_size=28,
         tie_word_embeddings=tied,
     )  # fmt: skip
-    whole: dict[str, int] = dict.fromkeys(model.parameter_shapes(), 0)
+    whole = dict.fromkeys(model.parameter_shapes(), 0)
     for stage in range(pp):
         for rank in range(tp):
             local = model.local(rank, tp, stage, row(pp))
@@ -128,7 +125,7 @@ def row(ranks: int, chunks: int = 1, v_shape: bool = False) -> Stages:
     return Schedule("", 1, ((),) * ranks, chunks, v_shape).stages_of_ranks
 
 
-def test_layers_are_split_in_order_and_the_busiest_rank_has_little() -> None:
+def test_layers_are_split_in_order_and_the_busiest_rank_has_little():
     assert split_layers(7, row(3)) == (range(2), range(2, 4), range(4, 7))
     assert split_layers(32, row(4), 2.4) == (range(9), range(9, 18), range(18, 26), range(26, 32))
     v = split_layers(16, row(4, 2, v_shape=True), 4.3)  # rank 0 has the head, and so one layer
@@ -141,7 +138,7 @@ def test_layers_are_split_in_order_and_the_busiest_rank_has_little() -> None:
         got = split_layers(layers, stages, head)
         assert [layer for stage in got for layer in stage] == [*range(layers)] and all(got[:-1])
 
-        def busiest(sizes: tuple[int, ...], stages: Stages = stages, head: float = head) -> float:
+        def busiest(sizes, stages=stages, head=head):
             costs = [*sizes[:-1], sizes[-1] + head]
             return max(sum(costs[stage] for stage in held) for held in stages)
 
@@ -158,7 +155,7 @@ def test_layers_are_split_in_order_and_the_busiest_rank_has_little() -> None:
         ({"tp": 5}, "--tp 5: expected num_attention_heads to be a multiple of 5, got 12"),
     ],
 )
-def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) -> None:
+def test_what_does_not_divide_is_refused(parts, message):
     with pytest.raises(ConfigError) as caught:
         small(num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=3).local(**parts)
     assert str(caught.value) == message
@@ -166,7 +163,7 @@ def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
-def test_a_family_supports_the_axes_that_it_states(family: type[LlamaConfig], axis: str) -> None:
+def test_a_family_supports_the_axes_that_it_states(family, axis):
     """What refuses a layout knows no family by name."""
     config = TrainConfig.from_preset("tiny", model={"model_type": family.model_type}, **{axis: 2})
     if axis in family.axes:
@@ -203,8 +200,8 @@ def test_a_family_supports_the_axes_that_it_states(family: type[LlamaConfig], ax
         (["--tp", "3"], "--tp 3: expected a divisor of 2 (ranks), got 3"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_on_all_ranks(flags: list[str], message: str, tmp_path: Path) -> None:
-    def refused(comm: Communicator) -> str:
+def test_a_layout_that_cannot_be_is_refused_on_all_ranks(flags, message, tmp_path):
+    def refused(comm):
         with pytest.raises(ConfigError) as caught:
             Trainer(parse([*flags, "--out", str(tmp_path / "run")]), comm)
         assert caught.value.on_every_rank, "so that one rank prints it"

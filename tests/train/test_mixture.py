@@ -1,7 +1,5 @@
 """``--data PATH:WEIGHT``, repeated: the share of each source, the order of its sequences, and runs on mixtures."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -32,7 +30,7 @@ from tests.train.test_loss_masks import write_lines
 
 
 @pytest.mark.parametrize("limit", [0.0, 2**-60, 0.1, 0.25, 1 / 3, 0.5, 0.7, 1 - 2**-50, 1.0])
-def test_terms_are_counted_as_they_come(limit: float) -> None:
+def test_terms_are_counted_as_they_come(limit):
     """The n-th term has the binary digits of n after the point, in reverse order."""
     terms = [int(bin(n)[:1:-1], 2) / 2 ** (len(bin(n)) - 2) for n in range(300)]
     counts = np.cumsum([0, *(term < limit for term in terms)])
@@ -45,7 +43,7 @@ def test_terms_are_counted_as_they_come(limit: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Prompts with completions, which padding follows, and two texts; one name has colons."""
     rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("data")
     words = ["ring ", "tree ", "barrier ", "rank\n"]
@@ -72,7 +70,7 @@ def seen(data: Dataset, steps: int) -> tuple[list[int], list[bytes]]:
     return [*map(source_of, rows)], [row.tobytes() for row in rows]
 
 
-def test_each_source_has_its_share_of_the_tokens(folder: Path) -> None:
+def test_each_source_has_its_share_of_the_tokens(folder):
     """Padding is no token. In a part of the run a source has its share too, and the metrics count what batches have."""
     data, steps = load_data(parse(flags(folder))), 400
     assert data.mixture is not None
@@ -89,7 +87,7 @@ def test_each_source_has_its_share_of_the_tokens(folder: Path) -> None:
     assert starts is not None and (starts[np.array(sources[24:32]) > 0] == 0).all(), "a text is one document"
 
 
-def test_a_source_has_each_sequence_once_before_any_again(folder: Path) -> None:
+def test_a_source_has_each_sequence_once_before_any_again(folder):
     data = load_data(parse(flags(folder)))
     assert data.mixture is not None
     sources, rows = seen(data, 300)
@@ -104,7 +102,7 @@ def test_a_source_has_each_sequence_once_before_any_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [("0.5", "1", "0.25"), ("1", "0.000001"), ("0.003", "1", "1")], ids=str)
-def test_epochs_are_those_of_the_first_source(folder: Path, weights: tuple[str, ...]) -> None:
+def test_epochs_are_those_of_the_first_source(folder, weights):
     """The last step may have sequences of the next epoch."""
     data = load_data(parse(flags(folder, "--epochs=3", weights=weights)))
     steps, count = data.steps_of(3), 3 * data.parts[0].sequences_in(data.parts[0].train)
@@ -113,7 +111,7 @@ def test_epochs_are_those_of_the_first_source(folder: Path, weights: tuple[str, 
     assert before < count <= after
 
 
-def test_any_number_of_ranks_sees_the_same_batches(folder: Path) -> None:
+def test_any_number_of_ranks_sees_the_same_batches(folder):
     data = load_data(parse(flags(folder)))
     for step in (0, 1, 7, 1000):
         whole = data.batch(step)
@@ -131,7 +129,7 @@ def test_any_number_of_ranks_sees_the_same_batches(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("b.txt", "pairs.jsonl"), ("pairs.jsonl", "b.txt")], ids=str)
-def test_text_and_masked_pairs_may_come_in_any_order(folder: Path, names: tuple[str, str]) -> None:
+def test_text_and_masked_pairs_may_come_in_any_order(folder, names):
     """Text has no mask, and its numbers no sign."""
     of_names = [word for name in names for word in ("--data", f"{folder / name}:1")]
     data = load_data(parse([*of_names, "--seq-len=48", "--batch-size=1", "--steps=20"]))
@@ -139,7 +137,7 @@ def test_text_and_masked_pairs_may_come_in_any_order(folder: Path, names: tuple[
     assert counted == {False, True}
 
 
-def test_a_source_of_token_numbers_needs_the_tokenizer_of_the_others(folder: Path, tmp_path: Path) -> None:
+def test_a_source_of_token_numbers_needs_the_tokenizer_of_the_others(folder, tmp_path):
     np.arange(5000, dtype=np.uint16).tofile(path := tmp_path / "t.bin")
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 1, 5000
@@ -150,7 +148,7 @@ def test_a_source_of_token_numbers_needs_the_tokenizer_of_the_others(folder: Pat
             load_data(parse([*of_names, "--seq-len=48", "--batch-size=2", "--steps=2"]))
 
 
-def test_a_path_may_have_colons(folder: Path, tmp_path: Path) -> None:
+def test_a_path_may_have_colons(folder, tmp_path):
     """Of several the weight is after the last colon; one alone is a path as it is. Weights need not have the sum 1."""
     alone = parse(["--data", str(folder / "a:0.5.txt"), "--seq-len=9"])
     assert alone.data == str(folder / "a:0.5.txt") and load_data(alone).mixture is None
@@ -181,12 +179,12 @@ WRONG = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
         (["a:1", ""], [], ["--data: expected names or paths of at least 1 character, got ''"]),
             ],
 )  # fmt: skip
-def test_wrong_mixtures_are_refused(data: list[str], more: list[str], said: list[str]) -> None:
+def test_wrong_mixtures_are_refused(data, more, said):
     with refused(ConfigError, *said):
         parse([*(word for each in data for word in ("--data", each)), *more])
 
 
-def test_errors_name_the_source(folder: Path, tmp_path: Path) -> None:
+def test_errors_name_the_source(folder, tmp_path):
     with refused(ConfigError, "--data: expected stdlib, tinyshakespeare, or the path", f"{tmp_path / 'none'}"):
         load_data(parse(["--data=stdlib:1", f"--data={tmp_path / 'none'}:1"]))
     (tmp_path / "short.txt").write_text("short")
@@ -219,14 +217,12 @@ def train(folder: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def whole(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     return out, train(folder, out, deterministic=True, micro_batch_size=1)
 
 
-def test_ranks_and_layouts_have_the_bits_of_one_rank(
-    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]]
-) -> None:
+def test_ranks_and_layouts_have_the_bits_of_one_rank(folder, tmp_path, whole):
     out, one = whole
     for number, (ranks, layout) in enumerate([(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"zero": 1})]):
         rows = train(folder, tmp_path / str(number), ranks, deterministic=True, micro_batch_size=1, **layout)
@@ -236,9 +232,7 @@ def test_ranks_and_layouts_have_the_bits_of_one_rank(
     np.testing.assert_allclose(_losses(train(folder, tmp_path / "cp", 2, cp=2)), _losses(one), rtol=1e-5)
 
 
-def test_metrics_have_the_tokens_and_the_losses_of_sources(
-    folder: Path, whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_have_the_tokens_and_the_losses_of_sources(folder, whole, tmp_path, capsys):
     """A source's validation loss is that of a run on it alone; the mean by weights is the run's."""
     out, rows = whole
     data = load_data(config_of(folder, tmp_path))
@@ -269,10 +263,7 @@ def test_metrics_have_the_tokens_and_the_losses_of_sources(
     assert said.count(f"val_loss/{names(folder)[2]} ") == 3
 
 
-def test_resuming_gives_the_bits_of_an_uninterrupted_run(
-    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(folder, tmp_path, whole, monkeypatch, caplog):
     """After any step, on two ranks, by the plan that is kept, without a warning."""
     out, one = whole
     monkeypatch.setattr(packing, "make_plan", None)
@@ -288,18 +279,14 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(
     assert not [text for text in warned if "layout" not in text]
 
 
-def test_other_weights_are_other_data(
-    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_weights_are_other_data(folder, tmp_path, whole, caplog):
     data = [f"{name}:1" for name in names(folder)]
     train(folder, tmp_path / "out", data=data, resume=str(whole[0] / "checkpoints" / "step-11"), deterministic=True,
           micro_batch_size=1)  # fmt: skip
     assert "resuming with another data: its results will differ" in caplog.text
 
 
-def test_a_run_resumes_from_another_folder(
-    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_from_another_folder(folder, tmp_path, whole, monkeypatch):
     """Relative paths in its config.json are those of the folder where it began."""
     path = tmp_path / "config.json"
     values = json.loads((whole[0] / "config.json").read_text())
@@ -308,7 +295,7 @@ def test_a_run_resumes_from_another_folder(
     assert parse(["--config", str(path)]).data == (f"{folder}/pairs.jsonl:1", f"{folder}/a:0.5.txt:.5", "stdlib:1")
 
 
-def test_the_loss_of_a_mixture_is_that_of_the_sources_with_validation_data(folder: Path, tmp_path: Path) -> None:
+def test_the_loss_of_a_mixture_is_that_of_the_sources_with_validation_data(folder, tmp_path):
     (named := tmp_path / "named").mkdir()
     for name in ("train", "val"):
         write_lines(named / f"{name}.jsonl", [{"text": f"{name} and ring " * 20}] * 9)
@@ -319,7 +306,7 @@ def test_the_loss_of_a_mixture_is_that_of_the_sources_with_validation_data(folde
     assert last["val_loss"] == pytest.approx(last[f"val_loss/{named}"], rel=1e-12)
 
 
-def test_all_sources_may_share_validation_data(folder: Path, tmp_path: Path) -> None:
+def test_all_sources_may_share_validation_data(folder, tmp_path):
     (tmp_path / "val.txt").write_text("ring tree " * 99)
     rows = train(folder, tmp_path / "out", val_data=str(tmp_path / "val.txt"), steps=1)
     assert "val_loss" in rows[-1] and not [key for key in rows[-1] if key.startswith("val_loss/")]
@@ -329,11 +316,11 @@ def test_all_sources_may_share_validation_data(folder: Path, tmp_path: Path) -> 
     ]
 
 
-def test_shared_validation_data_is_read_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_validation_data_is_read_once(folder, tmp_path, monkeypatch):
     (tmp_path / "val.txt").write_text(text := "ring tree " * 99)
     encoded, encode = list[str](), ByteTokenizer.encode
 
-    def spy(self: ByteTokenizer, text: str) -> Any:
+    def spy(self, text):
         encoded.append(text)
         return encode(self, text)
 
@@ -342,9 +329,7 @@ def test_shared_validation_data_is_read_once(folder: Path, tmp_path: Path, monke
     assert encoded.count(text) == 1
 
 
-def test_other_sources_are_refused_when_a_run_resumes(
-    folder: Path, tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]]
-) -> None:
+def test_other_sources_are_refused_when_a_run_resumes(folder, tmp_path, whole):
     """Their order would begin in its midst."""
     (tmp_path / "other.txt").write_text("another ring, another tree\n" * 99)
     data = [*(f"{name}:1" for name in names(folder)[:2]), f"{tmp_path / 'other.txt'}:1"]
@@ -353,9 +338,9 @@ def test_other_sources_are_refused_when_a_run_resumes(
               deterministic=True, micro_batch_size=1)  # fmt: skip
 
 
-def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, folder: Path, tmp_path: Path) -> None:
+def test_a_gpu_has_the_losses_of_a_cpu(emulated, folder, tmp_path):
     data = [f"{name}:1" for name in names(folder)]
-    how: dict[str, Any] = {"model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}, "seq_len": 32}
+    how = {"model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}, "seq_len": 32}
     runs = [
         emulated_runs.train(folder, tmp_path / device / str(ranks), device, ranks, **how, data=data)
         for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
@@ -366,7 +351,7 @@ def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, folder: Path, tmp_path: P
                                        [row[key] for row in runs[0] if key in row], rtol=1e-5)  # fmt: skip
 
 
-def test_a_plan_of_layouts_and_shown_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_layouts_and_shown_data(folder, capsys):
     plan.report([*flags(folder), "--plan", "--ranks=2"])
     from kos.train.data import show
 

@@ -1,7 +1,5 @@
 """The model against an independent PyTorch implementation: logits, loss and every gradient."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from functools import partial
@@ -349,7 +347,7 @@ def test_initial_weights_are_drawn_ahead_but_not_all_at_once(threads, monkeypatc
     assert len(ahead) <= 3 + 2 * threads < len(names), "drawing stops when it is closed"
 
 
-def test_recompute_saves_memory_and_changes_no_bit() -> None:
+def test_recompute_saves_memory_and_changes_no_bit():
     config = small(num_hidden_layers=16)
     weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())
     init_weights(config, weights, 3)

@@ -1,7 +1,5 @@
 """The model and the optimizer on a GPU against those of numpy: loss, every gradient, repeats, a captured graph."""
 
-from __future__ import annotations
-
 import math
 import os
 

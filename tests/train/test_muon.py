@@ -1,10 +1,7 @@
 """Muon: against torch's and a plain one in float64, in every layout, in checkpoints and plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +58,7 @@ def groups(rule: Muon, decay: float = 0.1, lr_scale: float = 1.0) -> list[Group]
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (7, 31), (31, 7), (1, 9), (64, 48)])
-def test_singular_values_are_brought_near_one(rng: np.random.Generator, shape: tuple[int, int]) -> None:
+def test_singular_values_are_brought_near_one(rng, shape):
     x = rng.normal(size=(3, *shape)) * np.array([1e-3, 1, 1e3])[:, None, None]
     for dtype, tolerance in ((np.float64, 1e-12), (np.float32, 1e-5)):
         got = x.astype(dtype)
@@ -81,7 +78,7 @@ def plain(w: np.ndarray, g: np.ndarray, m: np.ndarray, lr: float, decay: float, 
     w[...] = (1 - lr * decay) * w - lr * 0.2 * math.sqrt(max(w.shape)) * exact((1 - mu) * g + mu * m)
 
 
-def test_an_update_is_a_plain_one(rng: np.random.Generator) -> None:
+def test_an_update_is_a_plain_one(rng):
     """Each of the stacked matrices by itself; the others are AdamW's, to the last bit."""
     rule = Muon(HIDDEN, (".c_attn",), 0.9)
     weights = Parameters(SHAPES, np.float64)
@@ -114,7 +111,7 @@ def test_an_update_is_a_plain_one(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("in_bfloat16", [False, True])
-def test_muon_is_torchs(rng: np.random.Generator, in_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_is_torchs(rng, in_bfloat16, monkeypatch):
     """Whose products are in bfloat16, unless they are kept from it."""
     torch = pytest.importorskip("torch", reason="needs torch to compare with")
     if not in_bfloat16:
@@ -141,7 +138,7 @@ def test_muon_is_torchs(rng: np.random.Generator, in_bfloat16: bool, monkeypatch
     assert not in_bfloat16 or error > 1e-6
 
 
-def test_which_matrices_are_muons() -> None:
+def test_which_matrices_are_muons():
     """All of layers, by LLaMA and GPT-2; no embedding, head, norm or bias. GPT-2's q, k and v are three."""
     config = parse(["--optimizer", "muon", "--lr", "1e-3", "--muon-lr", "4e-3", "--weight-decay", "0.2"])
     for model, left in (
@@ -178,7 +175,7 @@ LAYOUTS = [
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch):
     """Many, so that each rank of ZeRO-1 holds several."""
     for module in (optim, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
@@ -193,21 +190,21 @@ def cases(layouts: list[Any]) -> Any:
 
 
 @cases(LAYOUTS)
-def test_layout(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
+def test_layout(layout, changes, small_buckets):
     check(layout, Precise, 4, layout.dp % 2 == 0, **MUON, muon_lr=4e-3, **changes)
 
 
 @cases([(Layout(tp=4), {}), (Layout(dp=2, tp=4), {"zero": 1})])
-def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
+def test_more_ranks_than_kv_heads(layout, changes, small_buckets):
     check(layout, Precise, 3, True, **MUON, muon_lr=4e-3, kv_heads=2, **changes)
 
 
 @cases(LAYOUTS)
-def test_deterministic(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
+def test_deterministic(layout, changes, small_buckets):
     check_bits(layout, 4, layout.dp % 2 == 0, seq_len=length(layout.cp), **MUON, **changes)
 
 
-def test_whole_matrices_are_cut_off_and_shared_out(rng: np.random.Generator) -> None:
+def test_whole_matrices_are_cut_off_and_shared_out(rng):
     for _ in range(50):
         step, ranks = int(rng.integers(1, 40)), int(rng.integers(1, 9))
         sizes = rng.integers(1, 200, int(rng.integers(1, 30)))
@@ -226,7 +223,7 @@ def test_whole_matrices_are_cut_off_and_shared_out(rng: np.random.Generator) -> 
         assert max(held) - min(held) <= max(each.stop - each.start for each in cut)
 
 
-def test_parts_of_a_matrix_are_refused() -> None:
+def test_parts_of_a_matrix_are_refused():
     weights = Parameters(SHAPES)
     rule = Muon(HIDDEN, (".c_attn",))
     optimizer = Optimizer(AdamW(), weights, groups=groups(rule), parts=[slice(0, 620)])
@@ -246,9 +243,7 @@ HOW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_its_state_is_saved_by_name_and_resumed_in_other_layouts(
-    text: Path, tmp_path: Path, small_buckets: None
-) -> None:
+def test_its_state_is_saved_by_name_and_resumed_in_other_layouts(text, tmp_path, small_buckets):
     """Bit for bit: on one rank, from two of ZeRO-1 to four of tp and dp, and on to a pipeline."""
     whole = _train(text, tmp_path / "whole", steps=6, **HOW)
     _train(text, tmp_path / "on", 2, steps=2, zero=1, **HOW)
@@ -270,7 +265,7 @@ def test_its_state_is_saved_by_name_and_resumed_in_other_layouts(
     assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
 
 
-def test_an_interrupted_run_goes_on(text: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on(text, tmp_path):
     """Without --deterministic, in shards whose buckets are those of a run."""
     how = {**HOW, "deterministic": False, "zero": 1}
     whole = _train(text, tmp_path / "whole", 2, steps=4, **how)
@@ -282,11 +277,11 @@ def test_an_interrupted_run_goes_on(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
-def test_another_optimizers_state_is_refused(text: Path, tmp_path: Path, ranks: int, before: str, now: str) -> None:
+def test_another_optimizers_state_is_refused(text, tmp_path, ranks, before, now):
     _train(text, tmp_path, ranks, steps=2, **{**HOW, "optimizer": before})
-    errors: list[CheckpointError] = []
+    errors = []
 
-    def resume(comm: Any) -> None:
+    def resume(comm):
         with refused(CheckpointError, f"--optimizer {now}, got that of {before}"):
             try:
                 Trainer(_config(text, tmp_path, steps=4, resume="auto", **{**HOW, "optimizer": now}), comm)
@@ -301,15 +296,15 @@ def test_another_optimizers_state_is_refused(text: Path, tmp_path: Path, ranks: 
     assert len(_train(text, tmp_path / "new", steps=1, **weights)) == 1
 
 
-def test_a_learning_rate_of_matrices_needs_them() -> None:
+def test_a_learning_rate_of_matrices_needs_them():
     with refused(ConfigError, "--muon-lr: expected none with --optimizer adamw, got 0.02"):
         parse(["--muon-lr", "0.02"])
 
 
-def test_plans_count_its_state_and_its_work(text: Path, tmp_path: Path, small_buckets: None) -> None:
+def test_plans_count_its_state_and_its_work(text, tmp_path, small_buckets):
     """What a rank of ZeRO-1 will hold is what it does hold; a step's time has the products."""
 
-    def look(comm: Any) -> None:
+    def look(comm):
         device = Trainer(_config(text, tmp_path, **{**HOW, "zero": 1, "deterministic": False}), comm).device
         uses, held = device.plan.uses, sum(kept.flat.nbytes for kept in device.step.optimizer.state.values())
         assert uses["both Adam moments and Muon's momentum, float32, 1/2 (ZeRO-1)"] == held

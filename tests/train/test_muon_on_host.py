@@ -1,9 +1,5 @@
 """Muon on an emulated GPU: its kernels beside the host's in float64, layouts, checkpoints, and memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +31,7 @@ __all__ = ["ops"]
     ("master", "copy", "gradient"),
     [("float32", None, "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16", None, "float32")],
 )
-def test_kernels(ops: Any, rng: np.random.Generator, master: str, copy: str | None, gradient: str) -> None:
+def test_kernels(ops, rng, master, copy, gradient):
     shapes = SHAPES | {"norm": (999,)}  # weights are rounded at random: of 12 the error depends on chance
     check_optimizer(ops, rng, master, copy, gradient, shapes)
 
@@ -83,13 +79,13 @@ def check_optimizer(
 
 
 @needs_compiler
-def test_batches_are_single_matrices_together(ops: Any, rng: np.random.Generator) -> None:
+def test_batches_are_single_matrices_together(ops, rng):
     """And with --deterministic one at a time, as their number differs between layouts."""
     shapes = {f"{name}{i}": (16, 24) for i in range(5) for name in "ab"}
     rule, calls = Muon({name: Placement(shape) for name, shape in shapes.items()}), []
     gradients = Parameters(shapes, "float32", None, ops.zeros)
     gradients.flat.copy_from(rng.normal(size=gradients.flat.size).astype(np.float32))
-    real: Callable[..., None] = ops.orthogonalize
+    real = ops.orthogonalize
     ops.orthogonalize = lambda x, arena: (calls.append(len(x)), real(x, arena))
     results = []
     for exact_count in (0, gradients.flat.size):
@@ -103,7 +99,7 @@ def test_batches_are_single_matrices_together(ops: Any, rng: np.random.Generator
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch):
     on_host.host_engine(monkeypatch)
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
 
@@ -116,7 +112,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.param(Layout(tp=4), {"kv_heads": 2}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {"zero": 1}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_layout_on_a_gpu(emulated: None, layout: Layout, changes: dict[str, Any]) -> None:
+def test_layout_on_a_gpu(emulated, layout, changes):
     on_host.check(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
 
 
@@ -125,15 +121,13 @@ def test_layout_on_a_gpu(emulated: None, layout: Layout, changes: dict[str, Any]
     (Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}), (Layout(pp=2, dp=2), {"zero": 1, "master_weights": "none"}),
     pytest.param(Layout(cp=2), {"seq_len": 16}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_deterministic_on_a_gpu(
-    emulated: None, layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_on_a_gpu(emulated, layout, changes, monkeypatch):
     on_host.check_bits(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
 
 
 @needs_compiler
-def test_a_gpu_gives_the_run_of_a_cpu(emulated: None) -> None:
-    how: dict[str, Any] = {**on_host.RUN, **MUON}
+def test_a_gpu_gives_the_run_of_a_cpu(emulated):
+    how = {**on_host.RUN, **MUON}
     (gpu,) = on_host.train(Layout(), 2, **how)
     del how["dtype"]
     steps = how.pop("steps")
@@ -143,11 +137,11 @@ def test_a_gpu_gives_the_run_of_a_cpu(emulated: None) -> None:
 
 
 @needs_compiler
-def test_a_gpus_run_is_saved_and_resumed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_run_is_saved_and_resumed(text, tmp_path, monkeypatch):
     """Two ranks of ZeRO-1, bit for bit."""
     on_host.host_engine(monkeypatch)
     monkeypatch.setattr(emulated_runs.loop, "choose_device", lambda asked, comm: asked)
-    how: dict[str, Any] = {**MUON, "zero": 1, "keep": 9}
+    how = {**MUON, "zero": 1, "keep": 9}
     rows = emulated_runs.train(text, tmp_path / "whole", ranks=2, **how)
     emulated_runs.train(text, tmp_path / "on", ranks=2, **{**how, "steps": 2})
     on = emulated_runs.train(text, tmp_path / "on", ranks=2, resume="auto", **how)
@@ -155,7 +149,7 @@ def test_a_gpus_run_is_saved_and_resumed(text: Path, tmp_path: Path, monkeypatch
     assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
 
 
-def test_an_update_takes_the_memory_that_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_takes_the_memory_that_was_planned(monkeypatch):
     """A run's arena is of that size, and raises if more is asked of it."""
     emulator.host_memory(monkeypatch)
     rule = Muon({name: Placement(shape) for name, shape in (("a", (96, 160)), ("b", (96, 160)), ("c", (64, 64)))})

@@ -1,7 +1,5 @@
 """A variant of the norms reaches all of them: only ``Normalize`` and the kernels' header know how a norm scales."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -42,9 +40,7 @@ def gradients_of(config: LlamaConfig, weights: Parameters) -> tuple[np.ndarray, 
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_scale_of_1_plus_weight_has_the_bits_of_a_scale(
-    family: type[LlamaConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scale_of_1_plus_weight_has_the_bits_of_a_scale(family, monkeypatch):
     """In every family, forward and backward; new weights get the value that the variant gives them."""
     config = family(**SHAPE)
     weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
@@ -71,12 +67,10 @@ def test_a_scale_of_1_plus_weight_has_the_bits_of_a_scale(
         ("qwen3", "fp8", {"norm_forward", "norm_backward", "head_norm", "head_norm_backward", "quantize"}),
     ],
 )
-def test_macros_of_a_variant_reach_all_kernels(
-    model_type: str, dtype: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: dict[bool, set[str]] = {True: set(), False: set()}
+def test_macros_of_a_variant_reach_all_kernels(model_type, dtype, kernels, monkeypatch):
+    launched = {True: set(), False: set()}
 
-    def launch(self: Any, file: str, name: str, *operands: Any, **defines: Any) -> None:
+    def launch(self, file, name, *operands, **defines):
         if file in ("norms.cu", "head_norm.cu") or defines.get("SOURCE") == 3:
             launched["VARIANT" in defines].add(name)
 
@@ -87,6 +81,6 @@ def test_macros_of_a_variant_reach_all_kernels(
     preset = "gpt2-124m" if model_type == "gpt2" else "124m"
     config = parse(["--preset", preset, "--model-type", model_type, "--dtype", dtype]).for_world(1, "cuda")
     model = config.model_config_for(256)
-    gpu: Any = GPUS["H100"]
+    gpu = GPUS["H100"]
     memory_plan.plan_memory(config, model, gpu, Mesh.dry(Layout()), schedules.build("1f1b", 1, 2))
     assert launched == {True: kernels, False: set()}

@@ -5,8 +5,6 @@ written shows.  A gradient is checked along random directions: with a random d_o
 f(x - h u)) / 2h must be dx . u.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

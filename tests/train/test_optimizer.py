@@ -1,7 +1,5 @@
 """AdamW, the gradient norm and the schedules against PyTorch's, and against plain formulas."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -28,7 +26,7 @@ def _filled(rng: np.random.Generator) -> Parameters:
         [Group(["b.weight"], 0.1, 0.5), Group(["norm.weight", "a.weight"], lr_scale=3.0), Group(["other_norm.weight"])],
     ],
 )  # fmt: skip
-def test_adamw_is_torchs(groups: list[Group]) -> None:
+def test_adamw_is_torchs(groups):
     torch = pytest.importorskip("torch", reason="needs torch to compare with")
     rng = np.random.default_rng(1)
     weights = _filled(rng)
@@ -52,12 +50,12 @@ def test_adamw_is_torchs(groups: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("names", [["b.weight"], [*SHAPES, "b.weight"], [*SHAPES, "c.weight"]])
-def test_each_tensor_is_in_one_group(names: list[str]) -> None:
+def test_each_tensor_is_in_one_group(names):
     with pytest.raises(InvalidArgument, match=r"parameter groups: expected each of .* in one group, got"):
         Optimizer(AdamW(), Parameters(SHAPES), groups=[Group(names)])
 
 
-def test_clipping_leaves_small_gradients_alone() -> None:
+def test_clipping_leaves_small_gradients_alone():
     assert clip_coefficient(0.5, 1.0) == 1.0
     assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25, rel=1e-6)
     assert clip_coefficient(4.0, 0.0) == 1.0
@@ -87,14 +85,14 @@ def _torch_rates(kind: str, lr: float, min_lr: float, steps: int, warmup: int, d
 
 @pytest.mark.parametrize("kind", ["cosine", "constant", "wsd"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_schedules_are_torchs(kind: str) -> None:
+def test_schedules_are_torchs(kind):
     lr, min_lr, steps, warmup, decay = 3e-3, 3e-4, 60, 7, 20
     schedule = LearningRate(kind, lr, min_lr, steps, warmup, decay)
     ours = [schedule(step) for step in range(steps)]
     np.testing.assert_allclose(ours, _torch_rates(kind, lr, min_lr, steps, warmup, decay), rtol=1e-9)
 
 
-def test_schedule_ends() -> None:
+def test_schedule_ends():
     for kind in ("cosine", "wsd"):
         schedule = LearningRate(kind, 1.0, 0.1, 100, 10, 30)
         assert schedule(0) == 0.1
@@ -103,7 +101,7 @@ def test_schedule_ends() -> None:
     assert LearningRate("cosine", 1.0, 0.0, 5, 0)(0) == 1.0
 
 
-def test_parameters_are_views_of_one_array() -> None:
+def test_parameters_are_views_of_one_array():
     shapes = {"q": (4, 3), "k": (2, 3), "n": (5,)}
     parameters = Parameters(shapes, groups={"qk": ("q", "k")})
     parameters.flat[:] = np.arange(parameters.flat.size)

@@ -1,13 +1,10 @@
 """``--fit whole``: plans by best fit, what packed sequences hold, and runs on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +67,7 @@ def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 64, 1000])
-def test_best_fit_is_that_of_its_definition(capacity: int) -> None:
+def test_best_fit_is_that_of_its_definition(capacity):
     lengths = sorted(lengths_of(300, capacity), reverse=True)
     found = best_fit(lengths, capacity)
     assert sorted(number for sequence in found for number in sequence) == [*range(300)]
@@ -80,9 +77,7 @@ def test_best_fit_is_that_of_its_definition(capacity: int) -> None:
 
 @pytest.mark.parametrize("chunk", [packing.CHUNK, 7])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_sequence_has_whole_documents_and_then_padding(
-    chunk: int, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_has_whole_documents_and_then_padding(chunk, masked, monkeypatch):
     """A document lies in one place, its first token and padding are no targets, and attention stays within it."""
     monkeypatch.setattr(packing, "CHUNK", chunk)
     lengths = lengths_of(50, 20)
@@ -109,7 +104,7 @@ def test_a_sequence_has_whole_documents_and_then_padding(
     assert sorted(seen) == with_target and 30 < len(seen) < 50
 
 
-def test_a_plan_is_a_function_of_documents_length_and_seed() -> None:
+def test_a_plan_is_a_function_of_documents_length_and_seed():
     tokens = row_of(lengths_of(200, 30))
     plans = [make_plan(tokens, length, seed, False).tolist() for length, seed in ((30, 7), (30, 7), (30, 8), (40, 7))]
     assert plans[0] == plans[1] and plans[0] not in plans[2:]
@@ -118,7 +113,7 @@ def test_a_plan_is_a_function_of_documents_length_and_seed() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_long_documents_are_cut_and_no_target_is_lost(masked: bool) -> None:
+def test_long_documents_are_cut_and_no_target_is_lost(masked):
     lengths = [3, 70, 20, 21, 22, 40, 41, 5]
     tokens = row_of(lengths, masked)
     data = dataset(tokens, epochs=1)
@@ -137,7 +132,7 @@ def test_long_documents_are_cut_and_no_target_is_lost(masked: bool) -> None:
     assert ("; left out, because the loss counts none of their tokens: 1 piece" in words) == masked
 
 
-def test_long_documents_are_left_out_if_asked() -> None:
+def test_long_documents_are_left_out_if_asked():
     data = dataset(row_of([3, 70, 20, 21, 5]), epochs=1, skips=True)
     assert {x // 1000 for x in data.batch(0).targets.ravel() if x >= 0} == {1, 3, 5}
     words, full = data.fit_in_words().splitlines()[0], 28 / 40
@@ -148,7 +143,7 @@ def test_long_documents_are_left_out_if_asked() -> None:
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_what_has_no_target_is_left_out(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_target_is_left_out(skips, monkeypatch):
     """A piece of a document sees no other piece, so without a target it teaches nothing."""
     monkeypatch.setattr("kos.train.data.token_files.SCANNED", 5)
     lengths = [9, 7, 70, 4, 45]
@@ -168,7 +163,7 @@ def test_what_has_no_target_is_left_out(skips: bool, monkeypatch: pytest.MonkeyP
         dataset(Tokens([~np.abs(row)], np.array([0])), skips=skips, sources=("--data", "--data"))
 
 
-def test_counting_goes_over_shards_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_goes_over_shards_and_pieces(monkeypatch):
     monkeypatch.setattr("kos.train.data.token_files.SCANNED", 5)
     lengths = lengths_of(60, 12)
     tokens = row_of(lengths, masked=True)
@@ -183,7 +178,7 @@ def test_counting_goes_over_shards_and_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_documents_between_separators_are_packed(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_between_separators_are_packed(ends, tmp_path, monkeypatch):
     monkeypatch.setattr("kos.train.data.token_files.SCANNED", 4)
     at, flags = 1 if ends else 50_256, ["--fit", "whole", "--seq-len", "6", "--eval-batches", "0"]
     if ends:
@@ -198,7 +193,7 @@ def test_documents_between_separators_are_packed(ends: bool, tmp_path: Path, mon
     assert data.val.begins.tolist() == [0]
 
 
-def test_a_later_start_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_start_reads_no_tokens(tmp_path, monkeypatch):
     """Where documents begin is kept, and without masks all tokens count."""
     monkeypatch.setattr(prepared, "LEAST", 0)
     path = tmp_path / "tokens.bin"
@@ -213,7 +208,7 @@ def test_a_later_start_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("epochs", [None, 3])
-def test_any_number_of_ranks_sees_the_same_batches(epochs: int | None) -> None:
+def test_any_number_of_ranks_sees_the_same_batches(epochs):
     data = dataset(row_of(lengths_of(200, 30)), 30, epochs=epochs, batch_size=8)
     for step in range(9):
         whole = data.batch(step)
@@ -246,11 +241,11 @@ def of_numbers(config: TrainConfig) -> Dataset:
 
 
 @pytest.fixture
-def chats(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+def chats(monkeypatch):
     """Trains on all of ``of_numbers`` at each step."""
     monkeypatch.setattr(layouts, "make_data", of_numbers)
 
-    def train(layout: Layout, batch_size: int, **changes: Any) -> list[dict[str, Any]]:
+    def train(layout, batch_size, **changes):
         how = {"batch_size": batch_size, "documents": "pack", **changes}
         return layouts.train(layout, layouts.Precise, 2, True, 4, **how)
 
@@ -260,9 +255,7 @@ def chats(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]
 @pytest.mark.parametrize(
     "layout", [Layout(), Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2), Layout(dp=2, tp=2)], ids=str
 )
-def test_packed_chats_have_the_losses_of_each_alone(
-    chats: Callable[..., list[dict[str, Any]]], layout: Layout
-) -> None:
+def test_packed_chats_have_the_losses_of_each_alone(chats, layout):
     """Four steps with the validation after them, in float64; 20 chats lie in 16 sequences at most."""
     (alone,) = chats(Layout(), len(CHATS))
     assert alone["rows"][0, 0] > alone["rows"][-1, 0] + 0.02, "it learns"
@@ -271,7 +264,7 @@ def test_packed_chats_have_the_losses_of_each_alone(
         assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-10)
 
 
-def test_attention_across_packed_chats_gives_other_losses(chats: Callable[..., list[dict[str, Any]]]) -> None:
+def test_attention_across_packed_chats_gives_other_losses(chats):
     (alone,), (crossing,) = chats(Layout(), len(CHATS)), chats(Layout(), 16, documents="cross")
     assert abs(crossing["rows"][0, 0] / alone["rows"][0, 0] - 1) > 1e-4
 
@@ -280,7 +273,7 @@ def test_attention_across_packed_chats_gives_other_losses(chats: Callable[..., l
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory):
     """Prompts and completions of many lengths, some longer than a sequence of 64."""
     rng, words = np.random.default_rng(0), ["ring ", "tree ", "barrier ", "rank\n"]
     parts = [["".join(rng.choice(words, rng.integers(1, 7))) for _ in range(2)] for _ in range(150)]
@@ -300,7 +293,7 @@ def train(pairs: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[s
     return read_metrics(out / "metrics.jsonl")
 
 
-def test_the_default_is_whole_for_chats_and_cut_for_text(pairs: Path, tmp_path: Path) -> None:
+def test_the_default_is_whole_for_chats_and_cut_for_text(pairs, tmp_path):
     lines = pairs.read_text().splitlines()
     mixed, text = (write_lines(tmp_path / f"{name}.jsonl", [json.loads(x) for x in each] + [{"text": "word " * 99}])
                    for name, each in (("mixed", lines), ("text", [])))  # fmt: skip
@@ -315,9 +308,7 @@ def test_the_default_is_whole_for_chats_and_cut_for_text(pairs: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_lines_say_what_is_packed(
-    pairs: Path, tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_lines_say_what_is_packed(pairs, tmp_path, ranks, capsys):
     rows = train(pairs, tmp_path / "out", ranks, eval_batches=0, hold_out=0.1)
     said = capsys.readouterr().out
     data = load_data(_config(pairs, None, **EPOCHS))
@@ -333,8 +324,8 @@ def test_the_first_lines_say_what_is_packed(
     assert len(rows) == -(-sequences // 8) and f"1 epoch of {len(rows)} steps" in said
 
 
-def test_ranks_and_layouts_have_the_bits_of_one_rank(pairs: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"deterministic": True, "micro_batch_size": 1}
+def test_ranks_and_layouts_have_the_bits_of_one_rank(pairs, tmp_path):
+    how = {"deterministic": True, "micro_batch_size": 1}
     one, *others = [
         train(pairs, tmp_path / str(number), ranks, **layout, **how)
         for number, (ranks, layout) in enumerate([(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"zero": 1})])
@@ -346,8 +337,8 @@ def test_ranks_and_layouts_have_the_bits_of_one_rank(pairs: Path, tmp_path: Path
         assert (tmp_path / "0" / packing.FILE).read_bytes() == (tmp_path / str(number) / packing.FILE).read_bytes()
 
 
-def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, pairs: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"seq_len": 32, "model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}}
+def test_a_gpu_has_the_losses_of_a_cpu(emulated, pairs, tmp_path):
+    how = {"seq_len": 32, "model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}}
     cpu, *others = (
         emulated_runs.train(pairs, tmp_path / device / str(ranks), device, ranks, **how)
         for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
@@ -357,9 +348,7 @@ def test_a_gpu_has_the_losses_of_a_cpu(emulated: None, pairs: Path, tmp_path: Pa
         assert other[-1]["val_loss"] == pytest.approx(cpu[-1]["val_loss"], rel=1e-5)
 
 
-def test_resuming_gives_the_bits_of_an_uninterrupted_run(
-    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(pairs, tmp_path, monkeypatch, caplog):
     """After any step, also in the next epoch and into another folder, by the plan that is kept, without a warning."""
     whole, steps = train(pairs, tmp_path / "whole", epochs=2, save_every=1, keep=99), 0
     assert "packing" not in caplog.text
@@ -374,7 +363,7 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(
     assert steps > len(whole) // 2 and not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_a_sequence_is_at_most_full() -> None:
+def test_a_sequence_is_at_most_full():
     """The last target of a document may be beyond its sequence."""
     tokens = row_of([21, 21])
     packed = PackedTokens(tokens, 20, make_plan(tokens, 20, 0, False), False)
@@ -382,16 +371,14 @@ def test_a_sequence_is_at_most_full() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"no plan", "cut", "changed", "pickle"])
-def test_a_broken_plan_is_one_line_and_is_made_again(
-    pairs: Path, tmp_path: Path, content: bytes | str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_plan_is_one_line_and_is_made_again(pairs, tmp_path, content, caplog):
     whole = train(pairs, tmp_path / "whole", 1)
     path = tmp_path / "whole" / packing.FILE
     good = path.read_bytes()
     changed = bytes([*good[:-2], good[-2] ^ 1, good[-1]])
     np.save(tmp_path / "objects.npy", np.array([{}, print], object))
     pickle = (tmp_path / "objects.npy").read_bytes()
-    broken: dict[Any, bytes] = {"cut": good[:-8], "changed": changed, "pickle": pickle}
+    broken = {"cut": good[:-8], "changed": changed, "pickle": pickle}
     path.write_bytes(content if isinstance(content, bytes) else broken[content])
     rows = train(pairs, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoints" / "step-3"))
     assert _losses(rows).tobytes() == _losses(whole)[3:].tobytes()
@@ -401,12 +388,10 @@ def test_a_broken_plan_is_one_line_and_is_made_again(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_run_goes_on_with_its_plan_or_not_at_all(
-    pairs: Path, tmp_path: Path, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_goes_on_with_its_plan_or_not_at_all(pairs, tmp_path, known, monkeypatch, caplog):
     """A checkpoint without the folder of its run, which another version of kos packed; an older one has no digest."""
     whole, made = train(pairs, tmp_path / "whole"), packing.make_plan
-    drawn: dict[str, Any] = {"epochs": None, "steps": 5, "eval_batches": 0}
+    drawn = {"epochs": None, "steps": 5, "eval_batches": 0}
     train(pairs, tmp_path / "drawn", **drawn)
     alone = {}
     for name in ("whole", "drawn"):
@@ -430,11 +415,9 @@ def test_a_run_goes_on_with_its_plan_or_not_at_all(
     assert len(said) == 2 and "another seq_len" in said[0] and packing.FILE in said[1], said
 
 
-def test_a_run_from_before_the_setting_goes_on_with_cut(
-    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_from_before_the_setting_goes_on_with_cut(pairs, tmp_path, caplog):
     """Twice: what the first resumed run writes must not read as a run of whole documents."""
-    how: dict[str, Any] = {"steps": 9, "epochs": None, "eval_batches": 0}
+    how = {"steps": 9, "epochs": None, "eval_batches": 0}
     whole = train(pairs, tmp_path / "out", fit="cut", **how)
     manifest = tmp_path / "out" / "checkpoints" / "step-3" / "manifest.json"
     values = json.loads(manifest.read_text())
@@ -463,8 +446,8 @@ class Nothing(Dataset):
 
 
 @pytest.fixture
-def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*arguments: Any) -> Dataset:
+def nothing(monkeypatch):
+    def load(*arguments):
         data = load_data(*arguments)
         return Nothing(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
 
@@ -477,14 +460,11 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cuda", 1, {}), ("cuda", 2, {"compress": "int8"}), ("cuda", 1, {"optimizer": "muon", "dtype": "bfloat16"}),
     ("cuda", 2, {"tp": 2, "graph": False}),
 ], ids=str)  # fmt: skip
-def test_a_batch_in_which_nothing_counts_moves_nothing(
-    emulated: None, nothing: None, pairs: Path, tmp_path: Path, device: str, ranks: int, how: dict[str, Any],
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_a_batch_in_which_nothing_counts_moves_nothing(emulated, nothing, pairs, tmp_path, device, ranks, how, capfd):
     """Neither weights, by decay or momentum, nor moments; residuals of compressed sums were sent. The learning rate of
     later steps is that of their numbers."""
     model = {**emulated_runs.SMALL["model"], "intermediate_size": 32, "hidden_size": 32, "head_dim": 8}
-    values: dict[str, Any] = {"weight_decay": 0.5, "save_every": 1, "keep": 9, "eval_batches": 0, "model": model,
+    values = {"weight_decay": 0.5, "save_every": 1, "keep": 9, "eval_batches": 0, "model": model,
                               "schedule": "cosine", "batch_size": 16, "seq_len": 32, "micro_batch_size": 2}  # fmt: skip
     rows = emulated_runs.train(pairs, tmp_path / "out", device, ranks, **{**values, **how})
     steps = [tensors_of_run(tmp_path / "out" / "checkpoints" / f"step-{step}") for step in range(1, 5)]

@@ -3,8 +3,6 @@
 A group comes from an entry of ``OPTIMIZERS``, whose ``groups`` every part of the trainer asks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -55,8 +53,8 @@ def by_tensor(kind: Kind) -> Callable[[TrainConfig, LlamaConfig, Any], list[Grou
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind], None]:
-    def use_groups(kind: Kind) -> None:
+def use(monkeypatch):
+    def use_groups(kind):
         monkeypatch.setitem(OPTIMIZERS, "adamw", OPTIMIZERS["adamw"]._replace(groups=by_tensor(kind)))
 
     return use_groups
@@ -100,7 +98,7 @@ def named(x: Any) -> str:
 
 
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=str)
-def test_groups_on_different_axes(layout: Layout, changes: dict[str, Any], use: Callable[[Kind], None]) -> None:
+def test_groups_on_different_axes(layout, changes, use):
     """The same losses, norms and weights as one group on one rank, clipped by the norm of both groups."""
     layers = 5 if layout.pp > 1 else 2
     layouts.serial(Precise, layers, layout.dp == 2, layouts.STEPS)
@@ -124,9 +122,7 @@ FROZEN: list[tuple[Layout, dict[str, Any]]] = [
         for quick in [number < 4 if kind is matrices_of_attention else case[0].pp > 1]
     ],
 )
-def test_frozen_tensors(
-    layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]
-) -> None:
+def test_frozen_tensors(layout, changes, kind, use):
     """They stay as they are. The others are trained as where the frozen ones have a learning rate of 0."""
     check_frozen(layout, changes, kind, use)
 
@@ -134,9 +130,7 @@ def test_frozen_tensors(
 @pytest.mark.parametrize(
     ("layout", "changes"), [(Layout(tp=2), {}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"})], ids=str
 )
-def test_biases_of_frozen_matrices(
-    layout: Layout, changes: dict[str, Any], use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biases_of_frozen_matrices(layout, changes, use, monkeypatch):
     monkeypatch.setitem(layouts.SHAPE, "attention_bias", True)
     check_frozen(layout, changes, biases_alone, use)
 
@@ -166,13 +160,11 @@ def check_frozen(layout: Layout, changes: dict[str, Any], kind: Kind, use: Calla
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
-def test_no_product_for_the_gradient_of_a_frozen_matrix(
-    schedule: str, use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_product_for_the_gradient_of_a_frozen_matrix(schedule, use, monkeypatch):
     """Of each of 5 layers gate_up and down are trained; a pipeline's W computes these alone."""
     shapes, whole = list[tuple[int, ...]](), numpy_ops.linear_weight_gradient
 
-    def product(d_out: Any, x: Any, d_weight: Any, *more: Any) -> None:
+    def product(d_out, x, d_weight, *more):
         shapes.append(d_weight.shape)
         whole(d_out, x, d_weight, *more)
 
@@ -196,9 +188,7 @@ RESHARDS = [
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), RESHARDS, ids=named)
-def test_a_checkpoint_resumes_in_another_layout(
-    kind: Kind, before: dict[str, Any], after: dict[str, Any], text: Path, tmp_path: Path, use: Callable[[Kind], None]
-) -> None:
+def test_a_checkpoint_resumes_in_another_layout(kind, before, after, text, tmp_path, use):
     use(kind)
     whole = steps(text, tmp_path / "whole", 2, **after)
     first = {"ranks": before.get("dp", 1) * before.get("tp", 1) if "dp" in before else 2, **before}
@@ -221,9 +211,7 @@ def test_a_checkpoint_resumes_in_another_layout(
         assert end[key] == start[key]
 
 
-def test_a_checkpoint_with_other_frozen_tensors_is_refused(
-    text: Path, tmp_path: Path, use: Callable[[Kind], None]
-) -> None:
+def test_a_checkpoint_with_other_frozen_tensors_is_refused(text, tmp_path, use):
     use(matrices_of_attention)
     steps(text, tmp_path / "first", steps=3)
     use(lambda name: {})
@@ -236,9 +224,7 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_an_elastic_run_keeps_frozen_tensors(
-    zero: int, text: Path, tmp_path: Path, use: Callable[[Kind], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_elastic_run_keeps_frozen_tensors(zero, text, tmp_path, use, monkeypatch):
     """A rank is lost, or two join: they have the frozen weights too, and go on with the same bits."""
     use(matrices_of_attention)
     plain = elastic_runs.train(text, tmp_path / "plain", elastic=None)
@@ -261,9 +247,7 @@ def test_an_elastic_run_keeps_frozen_tensors(
     ],
     ids=named,
 )  # fmt: skip
-def test_groups_on_an_emulated_gpu(
-    layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]
-) -> None:
+def test_groups_on_an_emulated_gpu(layout, changes, kind, use):
     """As the CPU of one rank has it: the norm of all that is trained, the weights, and what is frozen as it was."""
     layers = changes.pop("layers", 5 if layout.pp > 1 else 2)
     alike = {name: value for name, value in changes.items() if name == "dtype"}
@@ -279,7 +263,7 @@ def plan_of(config: TrainConfig, layout: Layout) -> Any:
     return plan_memory(config, model, DryOps(), Mesh.dry(layout), schedule)
 
 
-def test_plans_count_groups(use: Callable[[Kind], None]) -> None:
+def test_plans_count_groups(use):
     """Frozen weights have no gradient and no moments. Groups on two axes send what each must over its own ranks."""
     layout = Layout(dp=2, tp=2)
     axes = {"dp": 2, "tp": 2}
@@ -318,16 +302,14 @@ BAD: dict[str, Kind] = {
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_groups_that_cannot_be_are_refused(said: str, text: Path, tmp_path: Path, use: Callable[[Kind], None]) -> None:
+def test_groups_that_cannot_be_are_refused(said, text, tmp_path, use):
     use(BAD[said])
     with pytest.raises(ConfigError, match=f"parameter groups: {said}"):
         steps(text, tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"deterministic": True}, {"compress": "int8"}, {"elastic": "1"}], ids=str)
-def test_several_axes_are_refused_by_name(
-    changes: dict[str, Any], text: Path, tmp_path: Path, use: Callable[[Kind], None]
-) -> None:
+def test_several_axes_are_refused_by_name(changes, text, tmp_path, use):
     use(norms_over_tp)
     (name,) = changes
     with pytest.raises(ConfigError, match=f"--{name}: expected parameter groups with the axes dp and cp alone"):

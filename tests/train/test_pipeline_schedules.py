@@ -1,7 +1,5 @@
 """Pipeline schedules: right, no idler than their papers say, and drawn."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -129,7 +127,7 @@ def execute(schedule: Schedule) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_right_and_gives_the_serial_bits(name: str) -> None:
+def test_every_schedule_is_right_and_gives_the_serial_bits(name):
     for ranks, micro_batches in sizes():
         schedule = build(name, ranks, micro_batches)
         verify(schedule)
@@ -140,7 +138,7 @@ def test_every_schedule_is_right_and_gives_the_serial_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_stages_have_one_place_each_and_neighbours_agree(name: str) -> None:
+def test_stages_have_one_place_each_and_neighbours_agree(name):
     for ranks in range(1, 9):
         schedule = build(name, ranks, 2 * ranks)
         places = [schedule.place(stage) for stage in range(schedule.stages)]
@@ -156,19 +154,19 @@ def test_stages_have_one_place_each_and_neighbours_agree(name: str) -> None:
             assert schedule.destination(place.rank, Action("W", 0, place.chunk)) is None
 
 
-def test_chunks_wrap_around_or_turn_back() -> None:
+def test_chunks_wrap_around_or_turn_back():
     assert [zero_bubble_v(3, 1).place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
     assert zero_bubble_v(3, 1).destination(2, Action("F", 0)) == Place(2, 1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_one_stage_takes_micro_batch_after_micro_batch(name: str) -> None:
+def test_one_stage_takes_micro_batch_after_micro_batch(name):
     schedule = build(name, 1, 3)
     assert [letters(actions) for actions in schedule.actions] == ["F0 B0 F1 B1 F2 B2"]
     assert schedule.slots == (1,) and schedule.stages == 1
 
 
-def test_the_orders_of_the_papers() -> None:
+def test_the_orders_of_the_papers():
     assert list(map(letters, one_f_one_b(2, 3).actions)) == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
     assert list(map(letters, zero_bubble_v(2, 3).actions)) == [
         "F0 F1 F2 F0b I0b W0b F1b I1b W1b I0 W0 F2b I2b W2b I1 W1 I2 W2",
@@ -176,7 +174,7 @@ def test_the_orders_of_the_papers() -> None:
     ]
 
 
-def test_activations_kept() -> None:
+def test_activations_kept():
     for ranks, m in sizes():
         if ranks == 1:
             continue
@@ -188,7 +186,7 @@ def test_activations_kept() -> None:
 
 
 @pytest.mark.parametrize("costs", [*COSTS[:1], *(pytest.param(x, marks=pytest.mark.slow) for x in COSTS[1:])], ids=str)
-def test_idle_time_is_that_of_the_papers(costs: dict[str, float]) -> None:
+def test_idle_time_is_that_of_the_papers(costs):
     f, i, w = costs.values()
     for ranks, m in sizes():
         timeline = simulate(one_f_one_b(ranks, m), costs)
@@ -196,7 +194,7 @@ def test_idle_time_is_that_of_the_papers(costs: dict[str, float]) -> None:
         assert timeline.idle == pytest.approx([(ranks - 1) / (m + ranks - 1)] * ranks)
 
 
-def test_zero_bubble_v_waits_for_the_first_forward_alone() -> None:
+def test_zero_bubble_v_waits_for_the_first_forward_alone():
     for ranks, m in sizes():
         makespan = simulate(zero_bubble_v(ranks, m)).makespan
         assert makespan <= 2 * simulate(one_f_one_b(ranks, m)).makespan
@@ -208,12 +206,12 @@ def test_zero_bubble_v_waits_for_the_first_forward_alone() -> None:
     ({"F": 1, "I": 1, "W": 1}, 3 / 35, 0.0155),
     ({"F": 1.13, "I": 1.34, "W": 1}, 3 / 35, 0.0178),  # with causal attention over 8,192 tokens of an 8B
 ])  # fmt: skip
-def test_four_stages_and_32_micro_batches(costs: dict[str, float], of_1f1b: float, of_v: float) -> None:
+def test_four_stages_and_32_micro_batches(costs, of_1f1b, of_v):
     assert simulate(one_f_one_b(4, 32), costs).idle_of_all == pytest.approx(of_1f1b)
     assert simulate(zero_bubble_v(4, 32), costs).idle_of_all <= of_v
 
 
-def test_stages_may_differ_and_messages_take_time() -> None:
+def test_stages_may_differ_and_messages_take_time():
     timeline = simulate(one_f_one_b(2, 2), {"F": (1, 2), "I": (1, 2), "W": (1, 3)}, message=0.5)
     assert [[times for _, *times in actions] for actions in timeline.passes] == [
         [[0, 1], [1, 2], [9, 11], [16, 18]],
@@ -229,7 +227,7 @@ def test_stages_may_differ_and_messages_take_time() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_lost_or_repeated_or_foreign_action_is_named(name: str) -> None:
+def test_a_lost_or_repeated_or_foreign_action_is_named(name):
     schedule = build(name, 3, 6)
     for rank, actions in enumerate(map(list, schedule.actions)):
         for at, action in enumerate(actions):
@@ -255,9 +253,7 @@ def test_a_lost_or_repeated_or_foreign_action_is_named(name: str) -> None:
     (zero_bubble_v(2, 3), 0, "F2", "I0", "rank 0 in I0 for I0 of stage 1, rank 1 in I0 of chunk 1 for I0 of stage 3"),
     (zero_bubble_v(2, 3), 1, "F0", "F0b", "rank 1 in F0 of chunk 1 for F0 of stage 1"),
 ])  # fmt: skip
-def test_two_actions_in_the_wrong_order_are_named(
-    schedule: Schedule, rank: int, first: str, second: str, message: str
-) -> None:
+def test_two_actions_in_the_wrong_order_are_named(schedule, rank, first, second, message):
     names = letters(schedule.actions[rank]).split()
     a, b = names.index(first), names.index(second)
     actions = list(schedule.actions[rank])
@@ -269,7 +265,7 @@ def test_two_actions_in_the_wrong_order_are_named(
 
 @settings(deadline=None, max_examples=300)
 @given(name=st.sampled_from(list(SCHEDULES)), ranks=st.integers(2, 4), groups=st.integers(1, 2), seed=st.integers(0))
-def test_what_verify_accepts_an_executor_can_run(name: str, ranks: int, groups: int, seed: int) -> None:
+def test_what_verify_accepts_an_executor_can_run(name, ranks, groups, seed):
     """Two actions of one rank change places: verify refuses, or queues that mix nothing up give the serial bits."""
     schedule, draws = build(name, ranks, groups * ranks), random.Random(seed)
     rank = draws.randrange(ranks)
@@ -294,13 +290,13 @@ def test_what_verify_accepts_an_executor_can_run(name: str, ranks: int, groups: 
     (("gpipe", 4, 8), f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got 'gpipe'"),
     (("zero-bubble-v", 4, 0), "zero-bubble-v: expected at least 1 stage and 1 micro-batch, got 4 and 0"),
 ])  # fmt: skip
-def test_bad_input_is_refused(arguments: tuple[str, int, int], message: str) -> None:
+def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ConfigError) as caught:
         build(*arguments)
     assert str(caught.value) == message
 
 
-def test_a_drawing_shows_who_waits_when() -> None:
+def test_a_drawing_shows_who_waits_when():
     assert draw(one_f_one_b(2, 3)).splitlines()[0] == "1f1b, 2 ranks, 3 micro-batches: 25.0% idle"
     assert draw(one_f_one_b(2, 3)).splitlines()[2:] == [
         "rank 0  25.0% |F0 F1       B0--- F2 B1---    B2---",
@@ -314,7 +310,7 @@ def test_a_drawing_shows_who_waits_when() -> None:
     assert uneven.splitlines()[2:] == ["rank 0  53.8% |F0            B0---", "rank 1  53.8% |    F0 B0---"]
 
 
-def test_the_command_draws(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws(capsys):
     assert main(["zero-bubble-v", "--stages", "2", "--micro-batches", "4"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(draw(zero_bubble_v(2, 4)))
@@ -329,6 +325,6 @@ def test_the_command_draws(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.startswith("kos: error: expected --costs above 0 and a --message of at least 0")
 
 
-def test_a_pass_of_almost_no_time_leaves_the_drawing_its_width() -> None:
+def test_a_pass_of_almost_no_time_leaves_the_drawing_its_width():
     lines = draw(one_f_one_b(2, 4), simulate(one_f_one_b(2, 4), {"F": 1e-9, "I": 1.0, "W": 1.0})).splitlines()
     assert 1_000 < max(map(len, lines)) < 100_000

@@ -1,7 +1,5 @@
 """--plan: layouts proposed and refused, memory as the device plans it, times beside those measured."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

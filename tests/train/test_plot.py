@@ -1,7 +1,5 @@
 """Pictures of runs: every value is drawn, and what cannot be drawn is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -41,7 +39,7 @@ def _drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> list[dict
     return [{str(line.get_label()): line.get_data() for line in axes.lines} for axes in figure.axes]
 
 
-def test_a_picture_has_the_values_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_has_the_values_of_each_run(tmp_path, monkeypatch):
     first = _run(tmp_path / "first", 4, val_loss=["", 3.0, "", 2.5])
     second = _run(tmp_path / "second", 3, loss=[4.0, None, 2.0])
     loss, lr, norm, speed = _drawn(monkeypatch, first, second)
@@ -54,7 +52,7 @@ def test_a_picture_has_the_values_of_each_run(tmp_path: Path, monkeypatch: pytes
         np.testing.assert_allclose([*panel.values()][1], ([1, 2, 3], expected))
 
 
-def test_many_steps_are_smoothed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_are_smoothed(tmp_path, monkeypatch):
     """By a centred moving average over a fiftieth of them; the learning rate is not."""
     noise = np.random.default_rng(0).normal(2, 0.1, 1000)
     panels = _drawn(monkeypatch, _run(tmp_path / "run", 1000, loss=[*noise]), "-o", tmp_path / "picture.svg")
@@ -66,11 +64,11 @@ def test_many_steps_are_smoothed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [len(panel) for panel in panels] == [2, 1, 2, 2]
 
 
-def test_many_runs_differ_and_the_legend_covers_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_runs_differ_and_the_legend_covers_none(tmp_path, monkeypatch):
     """Twelve runs: each looks different in the legend, which is beside the panels; no step is drawn alone."""
     from matplotlib.figure import Figure
 
-    figures: list[Any] = []
+    figures = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
     folders = [_run(tmp_path / f"run-{i}", 100, val_loss=[2.0]) for i in range(12)]
@@ -87,7 +85,7 @@ def test_many_runs_differ_and_the_legend_covers_none(tmp_path: Path, monkeypatch
     assert not any(axes.get_window_extent().overlaps(box) or axes.get_legend() for axes in figure.axes)
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_told_apart(tmp_path):
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
@@ -104,9 +102,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["run", "-o", "nowhere/a.png"], "got no such folder"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line(
-    tmp_path: Path, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_cannot_be_drawn_is_one_line(tmp_path, arguments, expected, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     _run(tmp_path / "run", 2)
@@ -115,15 +111,13 @@ def test_what_cannot_be_drawn_is_one_line(
     assert line.startswith("kos: error: ") and expected in line
 
 
-def test_without_matplotlib_it_says_what_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_without_matplotlib_it_says_what_installs_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot.main([str(_run(tmp_path / "run", 2))]) == 2
     assert "a picture needs matplotlib: " in capsys.readouterr().err
 
 
-def test_kos_plot_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_kos_plot_is_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kos"])
     monkeypatch.delitem(sys.modules, plot.__name__)
     with pytest.raises(SystemExit) as end:
@@ -133,6 +127,6 @@ def test_kos_plot_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("norm", [None, 0.0])
 @pytest.mark.filterwarnings("error")
-def test_a_run_without_a_positive_norm_is_drawn(tmp_path: Path, norm: float | None, monkeypatch: Any) -> None:
+def test_a_run_without_a_positive_norm_is_drawn(tmp_path, norm, monkeypatch):
     """Whose logarithm there would be none of."""
     _drawn(monkeypatch, _run(tmp_path / "run", 3, grad_norm=[norm] * 3))

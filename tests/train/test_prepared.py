@@ -1,7 +1,5 @@
 """Data is tokenised and fingerprinted once a machine: what that comes to is kept beside it while it is the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm.communicator import Communicator
 from kos.errors import DataError
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
@@ -25,19 +22,19 @@ TEXT = "one ring, two rings\nand a tree of é\n" * 200
 
 
 @pytest.fixture(autouse=True)
-def _all_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _all_is_kept(monkeypatch, tmp_path):
     """However small; the user's cache is in here."""
     monkeypatch.setattr(prepared, "LEAST", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def encoded(monkeypatch):
     """How many characters were encoded, a call each."""
-    seen: list[int] = []
+    seen = []
     for kind in (tokenizers.ByteTokenizer, tokenizers.CharTokenizer):
 
-        def encode(self: Any, text: str, encode: Any = kind.encode) -> Any:
+        def encode(self, text, encode=kind.encode):
             seen.extend([len(text)] * bool(text))
             return encode(self, text)
 
@@ -46,7 +43,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Two files of text."""
     data = tmp_path / "data"
     data.mkdir()
@@ -65,7 +62,7 @@ def _tokens(data: Dataset) -> tuple[bytes, bytes, str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
-def test_text_is_tokenised_once(folder: Path, encoded: list[int], tokenizer: str, monkeypatch: Any) -> None:
+def test_text_is_tokenised_once(folder, encoded, tokenizer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "LEAST", 1 << 60)
         plain = _tokens(_load(folder, tokenizer=tokenizer))
@@ -78,7 +75,7 @@ def test_text_is_tokenised_once(folder: Path, encoded: list[int], tokenizer: str
     assert _tokens(_load(moved, tokenizer=tokenizer)) == plain and encoded == []
 
 
-def test_what_changed_is_tokenised_again(folder: Path, encoded: list[int]) -> None:
+def test_what_changed_is_tokenised_again(folder, encoded):
     first = _tokens(_load(folder))
     (folder / "a.txt").write_text("A" + TEXT[1:])
     os.utime(folder / "a.txt", (1, 1))
@@ -95,7 +92,7 @@ def test_what_changed_is_tokenised_again(folder: Path, encoded: list[int]) -> No
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_what_the_path_of_data_tells_of_a_split_is_part_of_it(tmp_path: Path, tokens: bool) -> None:
+def test_what_the_path_of_data_tells_of_a_split_is_part_of_it(tmp_path, tokens):
     """Files below ``--data`` are split by their paths, and these differ between a folder and the one above it."""
     inner = tmp_path / "data" / "train_part"
     inner.mkdir(parents=True)
@@ -108,17 +105,17 @@ def test_what_the_path_of_data_tells_of_a_split_is_part_of_it(tmp_path: Path, to
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 9)])
-def test_what_is_kept_in_part_is_made_again(folder: Path, encoded: list[int], damage: Any) -> None:
+def test_what_is_kept_in_part_is_made_again(folder, encoded, damage):
     whole = _tokens(_load(folder))
     damage(next((folder / ".kos").glob("*/00000.bin")))
     encoded.clear()
     assert _tokens(_load(folder)) == whole and sum(encoded) == 2 * (5 + len(TEXT))
 
 
-def test_once_a_machine(folder: Path, tmp_path: Path, encoded: list[int]) -> None:
+def test_once_a_machine(folder, tmp_path, encoded):
     config = TrainConfig.from_preset("tiny", data=str(folder), out=tmp_path / "run", **{**SMALL, "steps": 1})
 
-    def run(comm: Communicator) -> str:
+    def run(comm):
         return Trainer(config, comm).data.fingerprint
 
     assert len(set(spawn(run, 4, timeout=100))) == 1
@@ -126,7 +123,7 @@ def test_once_a_machine(folder: Path, tmp_path: Path, encoded: list[int]) -> Non
 
 
 @pytest.mark.parametrize("where", ["cache", "nowhere"])
-def test_data_in_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, encoded: list[int], where: str) -> None:
+def test_data_in_a_folder_that_cannot_be_written(folder, tmp_path, encoded, where):
     (folder / ".kos").write_text("")  # as good as no permission, which root has anyhow
     if where == "nowhere":
         (tmp_path / "cache").write_text("")
@@ -137,12 +134,12 @@ def test_data_in_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, e
     assert _tokens(_load(other)) == first
 
 
-def test_other_settings_of_the_data_prepare_it_again(folder: Path, tmp_path: Path) -> None:
+def test_other_settings_of_the_data_prepare_it_again(folder, tmp_path):
     """With other validation data, another field, and another treatment of special tokens."""
     other = tmp_path / "other.txt"
     other.write_text("other" + TEXT)
     (folder / "c.jsonl").write_text(json.dumps({"text": 50 * "one", "body": 50 * "another"}))
-    changes: list[dict[str, Any]] = [{}, {"val_data": str(other)}, {"text_field": "body"}, {"val_data": "stdlib"}]
+    changes = [{}, {"val_data": str(other)}, {"text_field": "body"}, {"val_data": "stdlib"}]
     first = [_tokens(_load(folder, **each)) for each in changes]
     assert len({tokens[2] for tokens in first}) == 4
     assert [_tokens(_load(folder, **each)) for each in changes] == first
@@ -151,7 +148,7 @@ def test_other_settings_of_the_data_prepare_it_again(folder: Path, tmp_path: Pat
     assert _tokens(_load(folder, **changes[1]))[1] == TEXT[:99].encode()
 
 
-def test_token_files_are_fingerprinted_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_token_files_are_fingerprinted_once(tmp_path, monkeypatch):
     for name in ("train_0", "train_1", "val_0"):
         (tmp_path / f"{name}.bin").write_bytes(token_bytes([*range(400)]))
     first = _tokens(_load(tmp_path))
@@ -162,7 +159,7 @@ def test_token_files_are_fingerprinted_once(tmp_path: Path, monkeypatch: Any) ->
     assert _tokens(_load(tmp_path))[2] != first[2]
 
 
-def test_text_that_cannot_be_read_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_text_that_cannot_be_read_leaves_nothing(folder, tmp_path):
     (folder / "a.txt").write_bytes(b"\xff")
     (folder / "b.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="none of them text"):
@@ -170,8 +167,8 @@ def test_text_that_cannot_be_read_leaves_nothing(folder: Path, tmp_path: Path) -
     assert not list(folder.glob(".kos/*")) and not list(tmp_path.glob("cache/*"))
 
 
-def test_progress_is_shown(folder: Path) -> None:
-    said: list[tuple[str, float]] = []
+def test_progress_is_shown(folder):
+    said = []
     config = TrainConfig.from_preset("tiny", data=str(folder), **SMALL)
     load_data(config, lambda what, share: said.append((what, share)))
     assert list(dict(said)) == ["reading the data", "tokenizing the data"]
@@ -180,7 +177,7 @@ def test_progress_is_shown(folder: Path) -> None:
         assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
 
 
-def test_portions_are_whole_pieces(monkeypatch: Any) -> None:
+def test_portions_are_whole_pieces(monkeypatch):
     """So that a tokenizer cuts each as it would have cut the whole."""
     monkeypatch.setattr(tokenizers, "PIECE", 37)
     monkeypatch.setattr(tokenizers, "PORTION", 99)

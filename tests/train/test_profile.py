@@ -1,7 +1,5 @@
 """--profile: costs by shape, what a trace holds, on the CPU and on the emulated device, streams of collectives."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """``--publish``: servers get the weights of a run in every layout, as its checkpoints have them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +89,7 @@ def saved(folder: Path) -> dict[str, np.ndarray]:
         pytest.param(2, {"freeze": ("model.layers.0.*",)}, id="frozen tensors"),
     ],
 )
-def test_versions_are_those_of_checkpoints(ranks: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_versions_are_those_of_checkpoints(ranks, changes, tmp_path):
     seen = run(tmp_path, ranks, **changes)
     assert [*seen] == [1, 2, 3, 4]
     for step in (2, 4):
@@ -102,11 +100,11 @@ def test_versions_are_those_of_checkpoints(ranks: int, changes: dict[str, Any], 
     assert any((seen[2][name] != seen[4][name]).any() for name in seen[2])
 
 
-def test_every_k_steps_and_the_last(tmp_path: Path) -> None:
+def test_every_k_steps_and_the_last(tmp_path):
     assert [*run(tmp_path, 2, publish_every=3)] == [0, 3, 4]
 
 
-def test_adapters_are_published_alone(tmp_path: Path) -> None:
+def test_adapters_are_published_alone(tmp_path):
     run(tmp_path, 1)
     base = tmp_path / "out" / "checkpoints" / f"step-{STEPS}"
     seen = run(tmp_path, 2, out=tmp_path / "lora", init_from=str(base), lora=2, zero=1)
@@ -128,7 +126,7 @@ def test_adapters_are_published_alone(tmp_path: Path) -> None:
         pytest.param(2, {"dtype": "fp8", "zero": 1}, id="8 bits"),
     ],
 )
-def test_adapters_are_published_merged(ranks: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_are_published_merged(ranks, changes, tmp_path):
     """As ``kos export --merge`` writes them, under the names of the base."""
     model = {"model": changes.get("model", SHAPE)}
     run(tmp_path, 1, **model)
@@ -146,7 +144,7 @@ def test_adapters_are_published_merged(ranks: int, changes: dict[str, Any], tmp_
     assert {name.split(".")[-2] for name in adapted} >= ({"c_attn"} if "model" in changes else {"q_proj", "down_proj"})
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match='--publish nowhere: address: expected "HOST:PORT"'):
         run(tmp_path, 1, publish="nowhere")
     with pytest.raises(ConfigError, match=r"publish: expected none \(argument: elastic\), got"):

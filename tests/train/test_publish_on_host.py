@@ -1,8 +1,5 @@
 """``--publish`` on an emulated GPU: servers get the weights of their step, as the kernels have them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ EVEN = {**SMALL["model"], "intermediate_size": 32}
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(monkeypatch):
     with emulated_gpu():
         host_engine(monkeypatch)
         monkeypatch.setattr(emulated_runs.loop, "choose_device", lambda asked, comm: asked.replace("auto", "cpu"))
@@ -73,9 +70,7 @@ def run(out: Path, ranks: int, **changes: Any) -> Path:
         pytest.param(2, {"tp": 2, "dtype": "bfloat16", "model": EVEN}, id="tp, bfloat16"),
     ],
 )
-def test_versions_are_those_of_their_steps(
-    ranks: int, changes: dict[str, Any], emulated: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_are_those_of_their_steps(ranks, changes, emulated, text, tmp_path, monkeypatch):
     """Although a step may begin before the one before it is finished; weights in bfloat16 are those of the copy."""
     server = watched(monkeypatch)
     values = {"data": str(text), **changes}
@@ -91,9 +86,7 @@ def test_versions_are_those_of_their_steps(
 
 
 @pytest.mark.parametrize("changes", [{}, {"zero": 1, "dtype": "bfloat16"}], ids=["dp", "dp with ZeRO-1, bfloat16"])
-def test_adapters_are_merged(
-    changes: dict[str, Any], emulated: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_merged(changes, emulated, text, tmp_path, monkeypatch):
     """On the GPU, in the dtype of the weights there."""
     base = run(tmp_path / "base", 1, data=str(text), steps=1) / "step-1"
     server = watched(monkeypatch)

@@ -1,7 +1,5 @@
 """Data parallelism on one GPU: two ranks that share it, over ``peer``, held against one rank and among themselves."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess
@@ -36,7 +34,7 @@ def train(tmp_path_factory):
     """Losses and SHA-256 of the last checkpoint's weights and moments, of a run that is made once."""
     known = {}
 
-    def run(ranks: int, *flags: str) -> tuple[list[float], str]:
+    def run(ranks, *flags):
         if (ranks, *flags) not in known:
             out = tmp_path_factory.mktemp("run")
             launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []

@@ -1,7 +1,5 @@
 """Going on from a checkpoint: where it may be written, with which tokenizer, and as which command."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import importlib.util
@@ -15,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError
 from kos.testing import spawn
 from kos.train import checkpoint, report
@@ -38,7 +35,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "metrics"])
-def test_another_runs_folder_is_left_alone(text: Path, tmp_path: Path, left: str) -> None:
+def test_another_runs_folder_is_left_alone(text, tmp_path, left):
     _train(text, tmp_path / "a", steps=2, **CONSTANT)
     _train(text, tmp_path / "b", steps=6, seed=5, **CONSTANT)
     if left == "metrics":
@@ -49,7 +46,7 @@ def test_another_runs_folder_is_left_alone(text: Path, tmp_path: Path, left: str
     assert _files(tmp_path / "b") == before
 
 
-def test_a_checkpoint_of_this_folder_by_another_path(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_checkpoint_of_this_folder_by_another_path(text, tmp_path, monkeypatch):
     """Relative here and absolute there: it is the same run, and goes on."""
     _train(text, tmp_path / "run", steps=2, **CONSTANT)
     monkeypatch.chdir(tmp_path)
@@ -57,11 +54,11 @@ def test_a_checkpoint_of_this_folder_by_another_path(text: Path, tmp_path: Path,
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
-def test_metrics_that_cannot_be_written_do_not_end_a_run(text: Path, tmp_path: Path, caplog: Any) -> None:
+def test_metrics_that_cannot_be_written_do_not_end_a_run(text, tmp_path, caplog):
     """It says so once, goes on and saves; rows are written as soon as they can be."""
     config = _config(text, tmp_path, steps=6, save_every=4)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = Trainer(config, comm)
         disk = Disk(tmp_path / "metrics.jsonl")
         if trainer.metrics is not None:
@@ -94,7 +91,7 @@ class Disk(io.FileIO):
         return super().write(content)
 
 
-def test_a_resumed_run_holds_out_what_it_did(text: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_resumed_run_holds_out_what_it_did(text, tmp_path, caplog):
     """``--eval-batches 0`` alone would train on all."""
     whole = _train(text, tmp_path / "a", steps=4, **CONSTANT)
     _train(text, tmp_path / "b", steps=2, **CONSTANT)
@@ -104,10 +101,10 @@ def test_a_resumed_run_holds_out_what_it_did(text: Path, tmp_path: Path, caplog:
     assert "resuming with another data" in caplog.text
 
 
-def test_a_resumed_run_without_held_out_data_refuses_what_needs_it(text: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_resumed_run_without_held_out_data_refuses_what_needs_it(text, tmp_path, capfd):
     """And other validation data has its loss alone."""
     _train(text, tmp_path / "a", steps=2, eval_batches=0, **CONSTANT)
-    resumed: dict[str, Any] = {**CONSTANT, "steps": 4, "resume": str(tmp_path / "a"), "eval_every": 1}
+    resumed = {**CONSTANT, "steps": 4, "resume": str(tmp_path / "a"), "eval_every": 1}
     for needing in ({"keep_best": "val_loss"}, {"patience": 1}):
         with refused(ConfigError, "--hold-out: expected above 0, or --val-data, for val_loss (--", "), got 0"):
             _train(text, tmp_path / "b", 2, **resumed, **needing)
@@ -122,7 +119,7 @@ def test_a_resumed_run_without_held_out_data_refuses_what_needs_it(text: Path, t
     assert "without effect: --eval-batches (--hold-out 0)" in capfd.readouterr().out
 
 
-def test_a_schedule_that_starts_over_is_reported(text: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_schedule_that_starts_over_is_reported(text, tmp_path, caplog):
     """More steps stretch a cosine: the learning rate jumps. The advice printed at the end goes on where it stood."""
     _train(text, tmp_path, steps=8)
     _train(text, tmp_path, steps=9, resume="auto", schedule="constant", lr=3e-4, warmup_steps=0)
@@ -133,7 +130,7 @@ def test_a_schedule_that_starts_over_is_reported(text: Path, tmp_path: Path, cap
     assert said.endswith("--schedule constant --lr 0.0003 --warmup-steps 0 keeps it even")
 
 
-def test_a_learning_rate_that_falls_with_fewer_steps_is_reported(text: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_learning_rate_that_falls_with_fewer_steps_is_reported(text, tmp_path, caplog):
     """With fewer steps a cosine schedule jumps to near its end."""
     _train(text, tmp_path / "a", steps=40, save_every=8, keep=9, eval_every=0)
     _train(text, tmp_path / "b", steps=40, resume=str(tmp_path / "a/checkpoints/step-32"), eval_every=0)
@@ -145,21 +142,19 @@ def test_a_learning_rate_that_falls_with_fewer_steps_is_reported(text: Path, tmp
 
 
 @pytest.mark.parametrize(("steps", "said"), [(4, True), (5, False)])
-def test_a_warm_up_longer_than_the_run_is_reported(
-    text: Path, tmp_path: Path, steps: int, said: bool, capsys: Any
-) -> None:
+def test_a_warm_up_longer_than_the_run_is_reported(text, tmp_path, steps, said, capsys):
     _train(text, tmp_path, steps=steps, warmup_steps=5)
     line = "the warm-up of 5 steps is longer than the run: the learning rate reaches 2.40e-03 of 3.00e-03"
     assert (line in capsys.readouterr().out) == said
 
 
-def test_a_warm_up_that_is_not_over_goes_on() -> None:
+def test_a_warm_up_that_is_not_over_goes_on():
     """The advice keeps no rate below the peak."""
     config = TrainConfig.from_preset("tiny", steps=10, warmup_steps=20)
     assert report.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
 
 
-def test_a_last_rate_of_many_digits() -> None:
+def test_a_last_rate_of_many_digits():
     """The printed command rounds the rate, here to less than ``min_lr``, which a constant schedule does not use."""
     config = TrainConfig.from_preset("tiny", steps=2, warmup_steps=0, min_lr=1.23456123e-4)
     words = shlex.split(report.more_steps(Path("run"), 1, config))
@@ -167,7 +162,7 @@ def test_a_last_rate_of_many_digits() -> None:
     assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).learning_rate()(9) == 0.000123456
 
 
-def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
+def test_a_command_that_would_fail_is_not_printed(monkeypatch):
     """mpirun where srun has started the ranks, and a plot without matplotlib."""
     monkeypatch.setenv("PMIX_RANK", "0")
     assert "mpirun" in report.resume(Path("run"), 2)
@@ -179,7 +174,7 @@ def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_resume_does_not_print_mpirun_for_several_programs(hosts: int) -> None:
+def test_resume_does_not_print_mpirun_for_several_programs(hosts):
     """Each pretended host has its own environment, which the command of one program would lose."""
     code = "from pathlib import Path; from kos.train import report; print(report.resume(Path('run'), 2))"
     programs = [["-x", f"KOS_HOST={host}", "-n", str(2 // hosts), sys.executable, "-c", code] for host in range(hosts)]
@@ -190,7 +185,7 @@ def test_resume_does_not_print_mpirun_for_several_programs(hosts: int) -> None:
     assert hosts > 1 or "KOS_HOST=0 -n 2" in done.stdout
 
 
-def test_printed_commands_are_those_of_the_guides(monkeypatch: Any, tmp_path: Path) -> None:
+def test_printed_commands_are_those_of_the_guides(monkeypatch, tmp_path):
     """``kos`` if its script is beside this Python, else the module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
@@ -203,7 +198,7 @@ def test_printed_commands_are_those_of_the_guides(monkeypatch: Any, tmp_path: Pa
         assert report.plot(Path("run")) == ".venv/bin/kos plot run"
 
 
-def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_path: Path) -> None:
+def test_what_cannot_go_on_is_refused_before_the_data_is_read(text, tmp_path):
     _train(text, tmp_path / "a", steps=1)
     _train(text, tmp_path / "b", steps=1)
     missing, source = tmp_path / "missing.txt", str(tmp_path / "a")
@@ -226,9 +221,9 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
         _train(missing, tmp_path / "c", 2, init_from=str(weights))
 
 
-def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
+def test_a_gpt2_keeps_its_context(text, tmp_path):
     """Another ``--seq-len``, and so number of learned positions, is refused before the data is read."""
-    how: dict[str, Any] = {"model": {"model_type": "gpt2", "hidden_size": 16, "num_attention_heads": 2}}
+    how = {"model": {"model_type": "gpt2", "hidden_size": 16, "num_attention_heads": 2}}
     _train(text, tmp_path, steps=1, **how)
     with pytest.raises(CheckpointError, match="of this run, max_position_embeddings 16, got 32"):
         _train(tmp_path / "missing.txt", tmp_path, steps=2, seq_len=16, resume="auto", **how)
@@ -236,15 +231,15 @@ def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path, steps=2, seq_len=16, resume="auto", **how)
 
 
-def test_another_vocabulary_is_refused_before_a_dry_run(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_another_vocabulary_is_refused_before_a_dry_run(text, tmp_path, monkeypatch):
     _train(text, tmp_path / "a", steps=1)
     monkeypatch.setattr(CpuDevice, "dry_run", None)
     with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size 260, got 256"):
         _train(text, tmp_path / "b", 2, resume=str(tmp_path / "a"), model=SMALL["model"] | {"vocab_size": 260})
 
 
-def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> None:
-    how: dict[str, Any] = {"resume": "auto", "eval_every": 0, "model": SMALL["model"] | {"num_hidden_layers": 1}}
+def test_what_it_says_at_the_start(text, tmp_path, capsys):
+    how = {"resume": "auto", "eval_every": 0, "model": SMALL["model"] | {"num_hidden_layers": 1}}
     _train(text, tmp_path, 4, steps=1, tp=2, cp=2, **how)
     said = capsys.readouterr().out
     assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting a new run\n")
@@ -258,7 +253,7 @@ def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> N
     assert "in all: 1 step of " in said and ", 1 validation of " in said
 
 
-def test_a_run_resumes_in_a_moved_folder(text: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_in_a_moved_folder(text, tmp_path):
     """With the printed command and the new path in it.  A copy of config.json alone is no run."""
     _train(text, tmp_path / "a", steps=2)
     (tmp_path / "a").rename(tmp_path / "b")
@@ -270,9 +265,7 @@ def test_a_run_resumes_in_a_moved_folder(text: Path, tmp_path: Path) -> None:
     assert parse(["--config", str(tmp_path / "again.json")]).out == tmp_path / "b"
 
 
-def test_relative_paths_are_those_of_the_folder_where_the_run_began(
-    text: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_relative_paths_are_those_of_the_folder_where_the_run_began(text, tmp_path, monkeypatch):
     """The run is resumed in a folder that has another file of that name.  A run may be moved with its data."""
     for name in ("home", "other"):
         (tmp_path / name).mkdir()
@@ -289,7 +282,7 @@ def test_relative_paths_are_those_of_the_folder_where_the_run_began(
     assert parse(["--config", "run/config.json"]).data == "words.txt"
 
 
-def test_where_a_run_began_is_no_setting_of_others(text: Path, tmp_path: Path) -> None:
+def test_where_a_run_began_is_no_setting_of_others(text, tmp_path):
     """A run that began with --init-from resumes from a path.  Runs that read its config.json ignore that path."""
     _train(text, tmp_path / "a", steps=2, **CONSTANT)
     _train(text, tmp_path / "b", steps=4, init_from=str(tmp_path / "a/checkpoints/step-2"), **CONSTANT)
@@ -301,7 +294,7 @@ def test_where_a_run_began_is_no_setting_of_others(text: Path, tmp_path: Path) -
     assert parse(file).resume is None
 
 
-def test_a_run_resumes_after_its_initial_weights_were_deleted(text: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_after_its_initial_weights_were_deleted(text, tmp_path):
     """Its config.json has the model's shape, and its checkpoint has the tokenizer.  A new run needs the folder."""
     start, out, settings = tmp_path / "a/checkpoints/step-1", tmp_path / "b", {**CONSTANT, "tokenizer": "auto"}
     _train(text, tmp_path / "a", steps=1, **{**CONSTANT, "tokenizer": "chars"})
@@ -319,7 +312,7 @@ def test_a_run_resumes_after_its_initial_weights_were_deleted(text: Path, tmp_pa
         parse(["--init-from", str(start), "--resume", "auto"])
 
 
-def test_what_a_killed_run_left_of_a_checkpoint_is_removed(text: Path, tmp_path: Path) -> None:
+def test_what_a_killed_run_left_of_a_checkpoint_is_removed(text, tmp_path):
     """By the next run that goes on in the folder; one that is writing there keeps the others out."""
     _train(text, tmp_path, steps=1)
     left = tmp_path / "checkpoints" / ".saving-123"
@@ -341,7 +334,7 @@ def _pasted(said: str, what: str) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[needs_mpirun, pytest.mark.slow])])
-def test_the_commands_that_it_prints_work(text: Path, tmp_path: Path, ranks: int) -> None:
+def test_the_commands_that_it_prints_work(text, tmp_path, ranks):
     """From where they were printed, without any setting typed again."""
     command = _command(
         "--data", os.path.relpath(text, tmp_path), "--steps", "6", "--warmup-steps", "2", "--lr", "2e-3", "--seed", "7",

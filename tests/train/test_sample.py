@@ -1,7 +1,5 @@
 """Drawing tokens from known odds, and text from a checkpoint as a user asks for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,7 +14,7 @@ import pytest
 
 from kos.errors import CheckpointError, TrainingError
 from kos.train import checkpoint, sample
-from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer, Tokenizer
+from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
 from kos.train.generate import Sampling, Uncached, generate, sample_text
 from tests.forked import python
 from tests.train.runs import _train
@@ -57,7 +55,7 @@ def _odds(temperature: float, among: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5, 1e300])
 @pytest.mark.parametrize("top_k", [0, 3, pytest.param(99, marks=pytest.mark.slow)])
-def test_frequencies_are_those_of_softmax(temperature: float, top_k: int) -> None:
+def test_frequencies_are_those_of_softmax(temperature, top_k):
     """Within four standard deviations of the binomial, for each token."""
     count = 4000
     among = RANKED[:top_k] if top_k else RANKED
@@ -71,13 +69,13 @@ def test_frequencies_are_those_of_softmax(temperature: float, top_k: int) -> Non
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_not_finite(temperature: float, bad: float) -> None:
+def test_logits_that_are_not_finite(temperature, bad):
     with pytest.raises(TrainingError, match=f"expected finite logits, got {bad}"):
         _draw(1, np.full(LOGITS.size, bad, np.float32), temperature=temperature)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 50.0, "top_k": 1}])
-def test_the_likeliest(settings: dict[str, Any]) -> None:
+def test_the_likeliest(settings):
     rng = np.random.default_rng(3)
     for seed in range(20):
         logits = rng.standard_normal(50).astype(np.float32)
@@ -88,16 +86,16 @@ def test_the_likeliest(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-3])
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1e30])
-def test_a_temperature_near_zero_takes_the_likeliest(temperature: float, top_k: int, scale: float) -> None:
+def test_a_temperature_near_zero_takes_the_likeliest(temperature, top_k, scale):
     logits = np.array([1, 2, 4, 3, -5, 0], np.float32) * np.float32(scale)
     assert _draw(5, logits, temperature=temperature, top_k=top_k) == [int(np.argmax(logits))] * 5
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides():
     assert _draw(60, seed=4) == _draw(60, seed=4) != _draw(60, seed=5)
 
 
-def test_a_stop_token_ends_it() -> None:
+def test_a_stop_token_ends_it():
     endless = _draw(400, seed=2)
     for stop in RANKED[:4]:
         assert _draw(400, seed=2, stop=stop) == endless[: endless.index(stop)]
@@ -105,9 +103,9 @@ def test_a_stop_token_ends_it() -> None:
 
 
 @pytest.mark.parametrize("length", [4, 9])
-def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length: int, caplog: Any) -> None:
+def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length, caplog):
     """Which is said once, also if the prompt is too long itself."""
-    model: Any = Fixed()
+    model = Fixed()
     prompt = [7, 6, 5, 4, 3, 2, 1, 0, 7][:length]
     whole = prompt + _generated(model, prompt, 9, seed=0)
     starts = {4: [0, 0, 4, 4, 4, 4, 8, 8, 8], 9: [7, 7, 7, 7, 11, 11, 11, 11, 15]}[length]
@@ -116,13 +114,13 @@ def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length: int
     assert caplog.messages == [said]
 
 
-def test_the_sample_of_a_run_may_outgrow_the_context(caplog: Any) -> None:
+def test_the_sample_of_a_run_may_outgrow_the_context(caplog):
     text = sample_text(Fixed().next_logits, 5, NumberTokenizer(99), "7 6", 9, seed=0, temperature=0)
     assert len(text.split()) == 11 and not caplog.messages
 
 
 @pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(text, tmp_path_factory):
     """A model of two steps: what it says is noise, but its own."""
     out = tmp_path_factory.mktemp("run") / "out"
     _train(text, out, tokenizer="chars", steps=2, save_every=1)
@@ -136,7 +134,7 @@ def _say(capsys: Any, *flags: str | Path) -> str:
     return said.out
 
 
-def test_text_from_a_run(run: Path, text: Path, capsys: Any) -> None:
+def test_text_from_a_run(run, text, capsys):
     capsys.readouterr()
     flags = ["--prompt", "one ring", "--tokens", "40"]
     said = _say(capsys, run, *flags)
@@ -151,7 +149,7 @@ def test_text_from_a_run(run: Path, text: Path, capsys: Any) -> None:
     assert _say(capsys, run, "--tokens", "0", "--prompt", "rank") == "rank\n"
 
 
-def test_only_the_weights_are_needed(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_only_the_weights_are_needed(run, tmp_path, capsys):
     """A checkpoint whose optimizer's state is cut or gone gives the same text; with other weights it is refused."""
     shutil.copytree(run, tmp_path / "copy")
     capsys.readouterr()
@@ -168,7 +166,7 @@ def test_only_the_weights_are_needed(run: Path, tmp_path: Path, capsys: Any) -> 
     assert sample.main([str(newest)]) == 1 and "model.safetensors: expected bytes" in capsys.readouterr().err
 
 
-def test_as_a_command(run: Path, capsys: Any) -> None:
+def test_as_a_command(run, capsys):
     capsys.readouterr()
     command = [sys.executable, "-m", "kos.train.sample"]
     flags = [str(run), "--tokens", "20", "--seed", "3"]
@@ -195,7 +193,7 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
         (["--prompt", "Ω"], "Ω"),
     ],
 )
-def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], expected: str) -> None:
+def test_what_is_refused_in_one_line(run, capsys, flags, expected):
     capsys.readouterr()
     assert sample.main([str(run), *flags]) == 2
     said = capsys.readouterr()
@@ -203,7 +201,7 @@ def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], e
     assert said.err.startswith("kos: error:") and expected in said.err and "expected" in said.err
 
 
-def test_a_long_text_is_decoded_in_pieces() -> None:
+def test_a_long_text_is_decoded_in_pieces():
     """The decoder gets a few tokens for each new one.  Characters of several tokens come out whole."""
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "\u2581b": 258}
@@ -214,7 +212,7 @@ def test_a_long_text_is_decoded_in_pieces() -> None:
     decoded = 0
 
     class Counting(HuggingFaceTokenizer):
-        def decode(self, ids: Any) -> str:
+        def decode(self, ids):
             nonlocal decoded
             decoded += len([*ids])
             return super().decode(ids)
@@ -239,13 +237,13 @@ def _spelled(text: str) -> list[int]:
     return [token for part in re.findall(" b|a|.", text, re.DOTALL) for token in words.get(part, part.encode())]
 
 
-def test_a_sample_keeps_the_space_after_the_prompt() -> None:
+def test_a_sample_keeps_the_space_after_the_prompt():
     """For token numbers, and for a tokenizer that drops the space before a text's first word."""
 
-    def next_logits(tokens: np.ndarray) -> np.ndarray:
+    def next_logits(tokens):
         return np.eye(9)[(tokens[0, -1] + 1) % 9]
 
-    def sample(tokenizer: Tokenizer, prompt: str) -> str:
+    def sample(tokenizer, prompt):
         return sample_text(next_logits, 8, tokenizer, prompt, 2, seed=0, temperature=0)
 
     assert sample(NumberTokenizer(9), "5 6") == "5 6 7 8"

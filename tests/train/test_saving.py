@@ -1,12 +1,9 @@
 """Saving by all ranks: beside the steps that follow, after failures, kills and power cuts, in folders not all see."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +32,7 @@ SHORT: dict[str, Any] = {"steps": 6, "eval_batches": 0, "sample_tokens": 0, "sav
 
 
 @pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 0), (2, 1)])
-def test_the_checkpoints_are_the_same(text: Path, tmp_path: Path, ranks: int, zero: int) -> None:
+def test_the_checkpoints_are_the_same(text, tmp_path, ranks, zero):
     for name, beside in (("at once", False), ("beside", True)):
         _train(text, tmp_path / name, ranks, save_async=beside, zero=zero, **SHORT)
     for step in (2, 4, 6):
@@ -44,16 +41,16 @@ def test_the_checkpoints_are_the_same(text: Path, tmp_path: Path, ranks: int, ze
         assert files[0] == files[1] and tensors_of_run(folders[0]) == tensors_of_run(folders[1])
 
 
-def test_steps_go_on_while_files_are_written(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_steps_go_on_while_files_are_written(text, tmp_path, monkeypatch):
     """No file of step 2 is written before step 4 begins; the save of step 4 waits for them."""
     begun, start_step, write = threading.Event(), CpuDevice.start_step, saving.write_tensors
 
-    def start(self: CpuDevice, step: int, stop: bool) -> None:
+    def start(self, step, stop):
         if step == 3:
             begun.set()
         start_step(self, step, stop)
 
-    def late(path: Path, *arguments: Any) -> Any:
+    def late(path, *arguments):
         assert begun.wait(60), "the steps waited for the files"
         return write(path, *arguments)
 
@@ -64,17 +61,17 @@ def test_steps_go_on_while_files_are_written(text: Path, tmp_path: Path, monkeyp
     assert sorted(steps) == [2, 4, 6]
 
 
-def test_no_more_tensors_wait_than_may(tmp_path: Path) -> None:
+def test_no_more_tensors_wait_than_may(tmp_path):
     """One is written, one waits; whoever brings the next waits too."""
     gate, taken = threading.Event(), threading.Event()
 
     class Slow(np.ndarray):
-        def __getitem__(self, rows: Any) -> Any:
+        def __getitem__(self, rows):
             taken.set()
             assert gate.wait(60)
             return super().__getitem__(rows)
 
-    def run(comm: Any) -> None:
+    def run(comm):
         shapes = {f"exp_avg.{number}": (4,) for number in range(4)}
         under_way = saving.Saving(tmp_path / "step-1", tmp_path, 1, {"optimizer": shapes}, comm, lambda files: None)
         under_way.put(np.zeros(4, np.float32).view(Slow))
@@ -98,23 +95,21 @@ def test_no_more_tensors_wait_than_may(tmp_path: Path) -> None:
     ("beside", "failing"),
     [(False, 4), (True, 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 6), (True, 4)))],
 )
-def test_a_file_that_cannot_be_written_is_an_error_on_all(
-    text: Path, tmp_path: Path, failing: int, beside: bool, monkeypatch: Any
-) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_on_all(text, tmp_path, failing, beside, monkeypatch):
     """At the next save or at the end. The checkpoints before are good, and the error says so."""
     write, written = saving.write_tensors, []
 
-    def full(path: Path, *arguments: Any) -> Any:
+    def full(path, *arguments):
         written.append(path.name)
         if written.count(path.name) == failing // 2 and path.name == "optimizer-00002-of-00002.safetensors":
             raise OSError(28, "No space left on device", str(path))
         return write(path, *arguments)
 
     monkeypatch.setattr(saving, "write_tensors", full)
-    errors: list[str] = []
+    errors = []
     config = _config(text, tmp_path, **SHORT, save_async=beside)
 
-    def run(comm: Any) -> None:
+    def run(comm):
         with pytest.raises(CheckpointError) as caught:
             Trainer(config, comm).run()
         errors.append(str(caught.value))
@@ -129,17 +124,17 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all(
     assert not [path.name for path in (tmp_path / "checkpoints").iterdir() if f"step-{failing}" in path.name]
 
 
-def test_an_error_of_all_waits_for_the_checkpoint_before(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_error_of_all_waits_for_the_checkpoint_before(text, tmp_path, monkeypatch):
     """The weights break while those of the step before are on their way to the disk."""
     broken, start_step, write = threading.Event(), CpuDevice.start_step, saving.write_tensors
 
-    def poisoned(self: CpuDevice, step: int, stop: bool) -> None:
+    def poisoned(self, step, stop):
         if step == 3:
             self.step.weights.flat[0] = np.nan
             broken.set()
         start_step(self, step, stop)
 
-    def late(*arguments: Any) -> Any:
+    def late(*arguments):
         assert broken.wait(60)
         return write(*arguments)
 
@@ -151,10 +146,10 @@ def test_an_error_of_all_waits_for_the_checkpoint_before(text: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("layouts", [[{"dp": 2, "tp": 2, "zero": 1}, {}, {"pp": 2, "dp": 2}]])
-def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[dict[str, int]]) -> None:
+def test_a_run_goes_on_in_any_layout(text, tmp_path, layouts):
     """The curve of one rank, in whatever layout each part of it is computed."""
     model = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
-    how: dict[str, Any] = {**SHORT, "steps": 6, "micro_batch_size": 2, "schedule": "constant"}
+    how = {**SHORT, "steps": 6, "micro_batch_size": 2, "schedule": "constant"}
     how["model"] = {**model, "intermediate_size": 48}
     whole = _train(text, tmp_path / "whole", **{**how, "save_every": 0})
     for part, layout in enumerate(layouts, 1):
@@ -183,14 +178,12 @@ FLAGS = [
 
 @needs_mpirun
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_rank_leaves_whole_checkpoints(
-    text: Path, tmp_path: Path, killed: int, rng: np.random.Generator
-) -> None:
+def test_a_killed_rank_leaves_whole_checkpoints(text, tmp_path, killed, rng):
     flags = [*FLAGS, "--data", text, "--out", tmp_path, "--save-every=1", "--save-async", "--zero=1", "--steps=100000"]
     command = [MPIRUN, "-n", "2", sys.executable, "-c", CODE, *flags, "--keep=3"]
     pids, last = {}, int(rng.integers(4, 12))
 
-    def reached(line: str) -> bool:
+    def reached(line):
         words = line.split()
         if words[:1] == ["pid"]:
             pids[int(words[1])] = int(words[2])
@@ -212,7 +205,7 @@ def test_a_killed_rank_leaves_whole_checkpoints(
 
 
 @needs_mpirun
-def test_a_folder_that_a_rank_does_not_see(text: Path, tmp_path: Path) -> None:
+def test_a_folder_that_a_rank_does_not_see(text, tmp_path):
     """Where it writes and where it begins: named with the rank."""
     (tmp_path / "elsewhere").mkdir()
     environment = {**ENVIRONMENT, "RANK_1": str(tmp_path / "elsewhere"), "PYTHONPATH": os.getcwd()}
@@ -228,12 +221,12 @@ def test_a_folder_that_a_rank_does_not_see(text: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.count("kos: error") == 1
 
 
-def test_a_folder_that_is_renamed_once_its_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_renamed_once_its_file_is_seen(tmp_path, monkeypatch):
     """As rank 0 renames that of a checkpoint, while another rank still writes its last file to the disk."""
     folder, replace = tmp_path / "folder", os.replace
     folder.mkdir()
 
-    def seen(source: Path, target: Path) -> None:
+    def seen(source, target):
         replace(source, target)
         folder.rename(tmp_path / "complete")
 
@@ -273,15 +266,15 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def disk(monkeypatch):
     disk = Disk()
     fsync = os.fsync
 
-    def logged_fsync(handle: Any) -> None:
+    def logged_fsync(handle):
         fsync(handle)
         disk.synced(handle if isinstance(handle, int) else handle.fileno())
 
-    def logged(move: Any) -> Any:
+    def logged(move):
         return lambda *paths, **folders: (disk.about_to_rename(*paths), move(*paths, **folders))[1]
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
@@ -293,7 +286,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("there", ["nothing", "a whole one", "a damaged one"])
-def test_a_checkpoint_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk, there: str, ranks: int) -> None:
+def test_a_checkpoint_is_on_disk_before_it_shows(tmp_path, disk, there, ranks):
     folder, whole = tmp_path / "checkpoints", whole_state(MODEL)
     if there != "nothing":
         old = save_in(Layout(dp=ranks), folder, 3, MODEL, whole)
@@ -308,7 +301,7 @@ def test_a_checkpoint_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk, the
     assert checkpoint.verify(path).step == 3
 
 
-def test_a_file_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk) -> None:
+def test_a_file_is_on_disk_before_it_shows(tmp_path, disk):
     path = tmp_path / "config.json"
     for value in range(2):
         write_json(path, {"value": value})
@@ -317,7 +310,7 @@ def test_a_file_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk) -> None:
     assert disk.renamed == ["config.json"] * 2
 
 
-def test_cut_metrics_are_on_disk_before_they_show(tmp_path: Path, disk: Disk) -> None:
+def test_cut_metrics_are_on_disk_before_they_show(tmp_path, disk):
     """The rows kept on resume are not lost to the cut."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))

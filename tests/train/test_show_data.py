@@ -1,12 +1,9 @@
 """``--show-data``: sequences as text, with marks around what the loss counts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,7 @@ REPLY = "<|im_start|>user\n<tool_response>\nRESULT 12 mm\n</tool_response><|im_e
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> list[str]:
+def chats(tmp_path):
     """The flags of a run on chats with calls of tools."""
     pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     folder = folder_of(tmp_path, bare(QWEN))
@@ -38,9 +35,7 @@ def chats(tmp_path: Path) -> list[str]:
     return ["--data", str(path), "--tokenizer", str(folder), "--seq-len", "400", "--batch-size", "2"]
 
 
-def test_sequences_are_printed_and_nothing_is_trained(
-    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_are_printed_and_nothing_is_trained(chats, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*chats, "--show-data", "3", "--epochs", "1"]) == 0
     printed = capsys.readouterr().out
@@ -54,9 +49,7 @@ def test_sequences_are_printed_and_nothing_is_trained(
     assert not (tmp_path / "runs").exists()
 
 
-def test_padding_is_no_text_and_sequences_name_their_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_padding_is_no_text_and_sequences_name_their_source(tmp_path, capsys):
     """Also with --fit cut, which has no padding.  The number of documents that are cut is shown."""
     pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "x" * n, "completion": "yes."} for n in range(1, 40)])
     text = write_lines(tmp_path / "text.jsonl", [{"text": "the text, " * 9}] * 9)
@@ -83,7 +76,7 @@ def test_padding_is_no_text_and_sequences_name_their_source(
 
 
 @pytest.mark.parametrize("prompt", ["xxxxx", "xxxxxx"])
-def test_no_character_is_cut_in_half(tmp_path: Path, prompt: str) -> None:
+def test_no_character_is_cut_in_half(tmp_path, prompt):
     """Marks are between characters: the first token of a piece, which may be half of one, is no target."""
     path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": prompt, "completion": "Ä" * 30}] * 4)
     flags = ["--tokenizer", "bytes", "--seq-len", "12", "--batch-size", "1", "--steps", "30", "--hold-out", "0"]
@@ -97,12 +90,10 @@ def test_no_character_is_cut_in_half(tmp_path: Path, prompt: str) -> None:
     assert any("\ufffd" in text for text in pieces), "sequences cut characters"
 
 
-def test_a_run_that_resumes_is_shown_from_its_next_step(
-    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_resumes_is_shown_from_its_next_step(chats, tmp_path, capsys):
     """With the fit of that run."""
     out = tmp_path / "out"
-    how: dict[str, Any] = {"tokenizer": chats[3], "seq_len": 400, "steps": 2, "eval_batches": 0, "batch_size": 2}
+    how = {"tokenizer": chats[3], "seq_len": 400, "steps": 2, "eval_batches": 0, "batch_size": 2}
     config = _config(Path(chats[1]), out, **how, fit="cut").model_copy(update={"sample_tokens": 0, "epochs": None})
     spawn(lambda comm: Trainer(config, comm).run(), 1, timeout=100)
     expected = [show.sequence(load_data(config), step, row)[0] for step, row in ((2, 0), (2, 1), (3, 0))]
@@ -114,11 +105,9 @@ def test_a_run_that_resumes_is_shown_from_its_next_step(
         assert printed.startswith("--- step 3, sequence 1: ") and all(text in printed for text in expected)
 
 
-def test_a_run_on_chats_answers_a_question_at_its_end(
-    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_chats_answers_a_question_at_its_end(chats, tmp_path, capsys):
     """Of a chat that is held out, or else trained on; the last line says how to chat.  Other data has no question."""
-    how: dict[str, Any] = {"tokenizer": chats[3], "seq_len": 400, "steps": 1, "eval_batches": 0}
+    how = {"tokenizer": chats[3], "seq_len": 400, "steps": 1, "eval_batches": 0}
     for out, changes in (("a", {}), ("b", {"prompt": "rain"}), ("c", {"loss_on": "all"})):
         config = _config(Path(chats[1]), tmp_path / out, **how).model_copy(update={"sample_tokens": 3, **changes})
         spawn(lambda comm, config=config: Trainer(config, comm).run(), 2, timeout=100)
@@ -138,9 +127,7 @@ def test_a_run_on_chats_answers_a_question_at_its_end(
     assert load_data(_config(lines, tmp_path, **how)).question(400) == []
 
 
-def test_rows_that_fill_the_last_batch_of_an_epoch_are_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_fill_the_last_batch_of_an_epoch_are_not_shown(tmp_path, capsys):
     """Eight sequences are two batches of five, without two rows."""
     (tmp_path / "a.txt").write_text("x" * 81)
     flags = [f"--data={tmp_path / 'a.txt'}", "--seq-len=10", "--batch-size=5", "--epochs=2", "--hold-out=0"]
@@ -150,7 +137,7 @@ def test_rows_that_fill_the_last_batch_of_an_epoch_are_not_shown(
     assert places == [f"{step}, sequence {row}" for step, row in rows]
 
 
-def test_tokens_of_another_tokenizer_than_the_models_are_refused(chats: list[str], tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_than_the_models_are_refused(chats, tmp_path):
     """As the run refuses them."""
     (tmp_path / "a.txt").write_text("x" * 99)
     tokenize(tmp_path / "tokens", [str(tmp_path / "a.txt")])
@@ -160,9 +147,7 @@ def test_tokens_of_another_tokenizer_than_the_models_are_refused(chats: list[str
         show.report(config.model_copy(update={"init_from": chats[3]}))
 
 
-def test_only_rank_0_prints(
-    chats: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_rank_0_prints(chats, capsys, monkeypatch):
     monkeypatch.setattr("kos.comm.control.identity.launched_rank", lambda: 1)
     try:
         assert main([*chats, "--show-data", "1"]) == 0
@@ -172,9 +157,7 @@ def test_only_rank_0_prints(
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_shows_some_of_its_first_sequence(
-    chats: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_shows_some_of_its_first_sequence(chats, tmp_path, capsys):
     config = _config(Path(chats[1]), tmp_path / "out", tokenizer=chats[3], seq_len=400, steps=1, eval_batches=0)
     config = config.model_copy(update={"sample_tokens": 0, "epochs": None})
     spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)

@@ -1,7 +1,5 @@
 """One optimizer step against float64, for any cut of the batch; and when a run evaluates, prints and saves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -62,11 +60,9 @@ QUICK = [(0.1, (1, 2), False), (0.1, (2, 2), False), (0.1, (2, 2), True), (0.0, 
     ("grad_clip", "ranks", "micro_batch_size", "deterministic"),
     [pytest.param(c, *cut, d, marks=() if (c, cut, d) in QUICK else pytest.mark.slow) for c, cut, d in CUTS],
 )
-def test_the_gradient_is_the_mean_and_clipped(
-    text: Path, tmp_path: Path, ranks: int, micro_batch_size: int, grad_clip: float, deterministic: bool
-) -> None:
+def test_the_gradient_is_the_mean_and_clipped(text, tmp_path, ranks, micro_batch_size, grad_clip, deterministic):
     """AdamW hides the scale of its gradients in the weights, but its first moments show it: (1 - beta) g."""
-    changes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "grad_clip": grad_clip}
+    changes = {"micro_batch_size": micro_batch_size, "grad_clip": grad_clip}
     (row,) = _train(text, tmp_path, ranks, steps=1, deterministic=deterministic, **changes)
     config = runs._config(text, tmp_path, **changes)
     loss, gradient = _first_batch(config)
@@ -79,13 +75,11 @@ def test_the_gradient_is_the_mean_and_clipped(
     exp_avg, exp_avg_sq = _moments(tmp_path)
     exact = np.abs(gradient).max()
     np.testing.assert_allclose(exp_avg / (1 - config.beta1), gradient, rtol=2e-5, atol=2e-5 * exact)
-    np.testing.assert_allclose(
-        exp_avg_sq / (1 - config.beta2), gradient**2, rtol=4e-5, atol=4e-5 * exact**2
-    )
+    np.testing.assert_allclose(exp_avg_sq / (1 - config.beta2), gradient**2, rtol=4e-5, atol=4e-5 * exact**2)
 
 
 @pytest.mark.parametrize("documents", ["long", "short"])
-def test_steps_are_those_of_torch(documents: str, tmp_path: Path) -> None:
+def test_steps_are_those_of_torch(documents, tmp_path):
     """Few sequences have the end of a long document, each has those of short ones."""
     flags, lines = [], Path(__file__).read_text().splitlines()
     if documents == "short":
@@ -97,20 +91,20 @@ def test_steps_are_those_of_torch(documents: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])])
-def test_eval_every(text: Path, tmp_path: Path, every: int, expected: list[int]) -> None:
+def test_eval_every(text, tmp_path, every, expected):
     rows = _train(text, tmp_path, eval_every=every)
     assert [row["step"] for row in rows if "val_loss" in row] == expected
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [7]), (2, [2, 4, 6, 7]), (7, [7]), (9, [7])])
-def test_save_every(text: Path, tmp_path: Path, every: int, expected: list[int]) -> None:
+def test_save_every(text, tmp_path, every, expected):
     _train(text, tmp_path, save_every=every)
     steps = [checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()]
     assert sorted(steps) == expected
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 4, 6, 7]), (9, [4, 7])])
-def test_log_every(text: Path, tmp_path: Path, capsys: Any, every: int, expected: list[int]) -> None:
+def test_log_every(text, tmp_path, capsys, every, expected):
     """Every so many steps, the last, and those with a validation loss; the metrics have them all."""
     rows = _train(text, tmp_path, log_every=every, eval_every=4)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]

@@ -1,7 +1,5 @@
 """A stop is agreed on at any moment: nothing is lost but what is under way.  What a run will take is said before."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -9,14 +7,11 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.comm.communicator import Communicator
 from kos.errors import CollectiveTimeout, ConfigError, KosError, in_words
 from kos.testing import spawn
 from kos.train import checkpoint
@@ -44,17 +39,15 @@ from tests.train.sharded import tensors_of_run
 from tests.train.test_cli import ENVIRONMENT, SHAPE
 
 
-def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(text, tmp_path, monkeypatch):
     """Nothing is lost before the first step."""
     monkeypatch.setattr(Stop, "ignore", staticmethod(lambda: None))
     stop, seen = Stop(), []
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         trainer = Trainer(_config(text, tmp_path, save_every=0, eval_every=2), comm, stop)
 
-        def shown(what: str, share: float) -> None:
+        def shown(what, share):
             seen.append((what, share))
             stop._handle(signal.SIGINT, None)
 
@@ -80,7 +73,7 @@ STUCK = """if True:
 """
 
 
-def test_a_run_that_cannot_close_what_it_holds_ends(text: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_close_what_it_holds_ends(text, tmp_path):
     """CUDA frees no memory before the GPU is idle, which it may never be."""
     flags = ["--data", str(text), "--out", str(tmp_path), "--steps=3", "--eval-every=0", "--sample-tokens=0"]
     done = run_program(*python(), "-c", STUCK, *SHAPE, "--device=cpu", *flags, env=ENVIRONMENT)
@@ -91,16 +84,16 @@ def test_a_run_that_cannot_close_what_it_holds_ends(text: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("moment", ["step 3", "validation"])
-def test_a_stop_comes_after_the_step(text: Path, tmp_path: Path, ranks: int, moment: str, capsys: Any) -> None:
+def test_a_stop_comes_after_the_step(text, tmp_path, ranks, moment, capsys):
     """The last rank is asked within it; a validation after a step belongs to that."""
     config = _config(text, tmp_path, save_every=0, eval_every=2)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         stop, seen = Stop(), []
         trainer = Trainer(config, comm, stop)
         show = trainer.device.show
 
-        def shown(what: str, share: float) -> None:
+        def shown(what, share):
             assert 0 <= share < 1
             seen.append(what)
             stop.asked |= comm.rank == comm.size - 1 and what == moment and "step 2" in seen
@@ -115,11 +108,11 @@ def test_a_stop_comes_after_the_step(text: Path, tmp_path: Path, ranks: int, mom
     assert checkpoint.find(tmp_path).step == len(rows) == 3 and "val_loss" in rows[1]
 
 
-def test_where_one_rank_stops_at_once_all_stop(monkeypatch: Any) -> None:
-    def run(comm: Communicator) -> None:
+def test_where_one_rank_stops_at_once_all_stop(monkeypatch):
+    def run(comm):
         stop = Stop()
 
-        def action() -> None:
+        def action():
             with stop.at_once():
                 if comm.rank == 1:
                     stop._handle(signal.SIGTERM, None)
@@ -136,11 +129,11 @@ def test_where_one_rank_stops_at_once_all_stop(monkeypatch: Any) -> None:
     spawn(run, 2, timeout=100)
 
 
-def test_an_error_without_text_gets_one() -> None:
+def test_an_error_without_text_gets_one():
     """Python's MemoryError has no text."""
 
-    def run(comm: Communicator) -> None:
-        def fail() -> None:
+    def run(comm):
+        def fail():
             if comm.rank == 1:
                 raise MemoryError
 
@@ -151,11 +144,11 @@ def test_an_error_without_text_gets_one() -> None:
     assert in_words(MemoryError()) == "MemoryError: out of host memory"
 
 
-def test_a_path_that_is_no_text_reaches_all_ranks() -> None:
-    def run(comm: Communicator) -> str:
+def test_a_path_that_is_no_text_reaches_all_ranks():
+    def run(comm):
         path = alone(comm, lambda: os.fsdecode(b"runs/\xff"))
 
-        def fail() -> None:
+        def fail():
             raise ConfigError(f"--out {path}: no")
 
         with pytest.raises(ConfigError) as caught:
@@ -165,11 +158,11 @@ def test_a_path_that_is_no_text_reaches_all_ranks() -> None:
     assert spawn(run, 2, timeout=100) == ["--out runs/\udcff: no"] * 2
 
 
-def test_a_rank_that_is_stopped_at_a_save_is_missed_by_the_timeout() -> None:
+def test_a_rank_that_is_stopped_at_a_save_is_missed_by_the_timeout():
     """And the save is made."""
     over, made = threading.Event(), threading.Event()
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         if comm.rank == 1:
             assert over.wait(60), "rank 0 waits for longer than the timeout"
             return
@@ -184,15 +177,15 @@ def test_a_rank_that_is_stopped_at_a_save_is_missed_by_the_timeout() -> None:
     spawn(run, 2, timeout=100)
 
 
-def test_a_save_that_takes_long_is_waited_for_and_logged(monkeypatch: Any) -> None:
+def test_a_save_that_takes_long_is_waited_for_and_logged(monkeypatch):
     said = threading.Event()
-    lines: list[str] = []
+    lines = []
 
-    def warning(text: str, *values: object) -> None:
+    def warning(text, *values):
         lines.append(text % values)
         said.set()
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         comm.timeout = 0.2 if comm.rank else 60
         alone(comm, lambda: said.wait(60))
 
@@ -224,7 +217,7 @@ LIKE_OTHERS = ("loading", "validation")  # moments
 @pytest.mark.parametrize(
     "moment", [pytest.param(each, marks=pytest.mark.slow if each in LIKE_OTHERS else ()) for each in MOMENTS]
 )
-def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: str) -> None:
+def test_the_exit_code_is_0_at_any_moment(text, tmp_path, moment):
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
     code += "from kos.comm.control.identity import launched_rank\ndef go():\n"
     code += "    if launched_rank() == 0 and not done: os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -269,9 +262,7 @@ sys.exit(main.main(sys.argv[1:-1]))
 
 @needs_mpirun
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGUSR1)])
-def test_ctrl_c_says_within_the_step_what_it_does(
-    text: Path, tmp_path: Path, ranks: int, number: signal.Signals
-) -> None:
+def test_ctrl_c_says_within_the_step_what_it_does(text, tmp_path, ranks, number):
     os.mkfifo(tmp_path / "fifo")
     flags = [*SHAPE, "--data", text, "--out", tmp_path / "run", "--steps=100", "--eval-every=0", tmp_path / "fifo"]
     launcher = [MPIRUN, "-n", "2"] if ranks == 2 else []
@@ -297,7 +288,7 @@ def test_ctrl_c_says_within_the_step_what_it_does(
         ("SIGUSR1", "OMPI_COMM_WORLD_SIZE", "Ctrl-C again to end now"),
     ],
 )
-def test_what_comes_after_the_signal_depends_on_the_launcher(number: str, launcher: str, then: str) -> None:
+def test_what_comes_after_the_signal_depends_on_the_launcher(number, launcher, then):
     code = f"""
 import os, signal, time
 from kos.train.parallel.failures import Stop
@@ -312,13 +303,13 @@ time.sleep(0.5)
     assert done.stdout.startswith(f"kos: stopping before the first step; {then}"), done
 
 
-def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_ctrl_c_does_depends_on_the_moment(text, tmp_path, monkeypatch):
     plans = {}
 
-    def watch(module: Any, name: str) -> None:
+    def watch(module, name):
         original = getattr(module, name)
 
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments, **options):
             plans[name] = stop.plan
             return original(*arguments, **options)
 
@@ -339,7 +330,7 @@ def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monk
     }
 
 
-def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once(text, tmp_path):
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
     code += "from kos.train import checkpoint\n"
     code += "checkpoint.save = lambda *a, **k: [os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGTERM)]\n"
@@ -355,7 +346,7 @@ def _plan(config: TrainConfig, model: LlamaConfig, ranks: int) -> MemoryPlan:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("recompute", ["none", "norms", "block"])
-def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeypatch: Any) -> None:
+def test_the_memory_plan_is_what_a_pass_takes(kind, recompute, monkeypatch):
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
@@ -388,7 +379,7 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
     assert of_parameters == dict.fromkeys(("weights, float32", "gradients, float32"), 4 * weights.flat.size)
 
 
-def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_too_little_memory_is_an_error_before_any_is_taken(text, tmp_path, monkeypatch):
     free = iter([1 << 40, 1 << 20])
     monkeypatch.setattr(memory_plan, "free_memory", lambda: next(free))
     monkeypatch.setattr(cpu, "plan_buckets", None)
@@ -408,11 +399,11 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path:
             _plan(config, config.model_config_for(256), ranks).check()
 
 
-def test_the_time_of_a_run_follows_from_a_dry_run(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_time_of_a_run_follows_from_a_dry_run(text, tmp_path, monkeypatch, capsys):
     """Whatever takes it: here every part of a pass waits, which no speed of products predicts."""
     passes, pause = [0], 0.02
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments):
         time.sleep(pause)
         passes[0] += 1
         attention(*arguments)
@@ -432,13 +423,11 @@ def test_the_time_of_a_run_follows_from_a_dry_run(text: Path, tmp_path: Path, mo
     assert abs(whole - 6 * step - 3 * validation) <= digits[0] + 6 * digits[1] + 3 * digits[2] + 1e-9
 
 
-def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(
-    text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(text, tmp_path, monkeypatch, capsys):
     """The first two steps are slow, as on a processor that was idle; on a clock of which only steps take time."""
     steps, now, run = [0], [0.0], Step.run
 
-    def slow(self: Step) -> None:
+    def slow(self):
         steps[0] += 1
         now[0] += 0.6 if steps[0] <= 2 else 0.25
         run(self)
@@ -450,7 +439,7 @@ def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(
     assert re.search(r"about 1\.5 s in all: 6 steps of 0\.25 s\n", said := capsys.readouterr().out), said
 
 
-def test_no_dry_run_without_steps_to_come(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_no_dry_run_without_steps_to_come(text, tmp_path, monkeypatch, capsys):
     """With --profile, or if no steps are left, there is no dry run."""
     _train(text, tmp_path, steps=2, sample_tokens=0)
     assert " in all: " in capsys.readouterr().out
@@ -460,7 +449,7 @@ def test_no_dry_run_without_steps_to_come(text: Path, tmp_path: Path, monkeypatc
     assert " in all: " not in capsys.readouterr().out
 
 
-def test_no_validation_where_none_is_wanted(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_no_validation_where_none_is_wanted(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu.CpuDevice, "evaluate", None)
     rows = _train(text, tmp_path, 2, steps=4, eval_every=2, eval_batches=0)
     assert len(rows) == 4 and not any("val" in key for row in rows for key in row)
@@ -469,7 +458,7 @@ def test_no_validation_where_none_is_wanted(text: Path, tmp_path: Path, monkeypa
     assert re.search(r"about [\d.]+ s in all: 4 steps of [\d.]+ s\n", said)
 
 
-def test_the_time_left_of_a_long_run_is_printed(monkeypatch: Any, capsys: Any) -> None:
+def test_the_time_left_of_a_long_run_is_printed(monkeypatch, capsys):
     clock = iter(range(0, 1000, 30))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: next(clock)))
     lines = console.Console(0, 12)
@@ -482,7 +471,7 @@ def test_the_time_left_of_a_long_run_is_printed(monkeypatch: Any, capsys: Any) -
 @pytest.mark.parametrize(
     "options", [{"zero": 1}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"deterministic": True}))]
 )
-def test_a_dry_run_leaves_nothing(text: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: Any) -> None:
+def test_a_dry_run_leaves_nothing(text, tmp_path, options, monkeypatch):
     """Neither in weights that are drawn or read, nor in the optimizer's state."""
     _train(text, tmp_path / "first", steps=1)
     source = str(checkpoint.find(tmp_path / "first").path)

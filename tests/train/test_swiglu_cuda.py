@@ -1,10 +1,5 @@
 """SwiGLU's backward within a product on a Hopper GPU: ``test_swiglu_on_host``, larger shapes, the search."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import numpy as np
 import pytest
 
 from kos.memory.array import Array
@@ -15,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def ops() -> Any:
+def ops():
     made = CudaOps(0, search=True)
     if not made.swiglu_kernel:
         pytest.skip("needs a Hopper GPU")
@@ -23,11 +18,11 @@ def ops() -> Any:
 
 
 @pytest.mark.parametrize("shape", [*cases.SHAPES, (5000, 1536, 328), (4096, 4096, 2048)], ids=str)
-def test_it_has_the_bits_of_two_operations(rng: np.random.Generator, ops: Any, shape: Any) -> None:
+def test_it_has_the_bits_of_two_operations(rng, ops, shape):
     cases.check(rng, ops, shape)
 
 
-def test_a_search_chooses_for_other_ranks(rng: np.random.Generator, ops: Any) -> None:
+def test_a_search_chooses_for_other_ranks(rng, ops):
     given, _ = cases.operands(rng, ops, 4096, 2048, 768)
     fused = ops.fuses_swiglu(*given, ops.make_arena())
     other = CudaOps(0, algorithms=ops.algorithms)

@@ -1,9 +1,5 @@
 """SwiGLU's backward within a product without a GPU: tensor cores and TMA are emulated."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,7 +12,7 @@ pytestmark = needs_compiler
 
 
 @pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+def ops(monkeypatch):
     emulator.host_memory(monkeypatch)
     monkeypatch.setattr(attention, "tensor_map", emulator.HostMap.of)
     made = emulator.HostOps()
@@ -25,18 +21,16 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-def test_it_has_the_bits_of_two_operations(rng: np.random.Generator, ops: Any, shape: Any) -> None:
+def test_it_has_the_bits_of_two_operations(rng, ops, shape):
     cases.check(rng, ops, shape)
 
 
 @pytest.mark.parametrize(("times", "chosen"), [([2.0, 1.5], "fused"), ([1.0, 1.5], "apart")])
-def test_the_fastest_is_chosen_once(
-    rng: np.random.Generator, ops: Any, monkeypatch: pytest.MonkeyPatch, times: list[float], chosen: str
-) -> None:
+def test_the_fastest_is_chosen_once(rng, ops, monkeypatch, times, chosen):
     """By a search alone; then the table has it."""
     searches = []
 
-    def fastest(runs: Any, stream: Any) -> int:
+    def fastest(runs, stream):
         searches.append(len(runs))
         return int(np.argmin(times))
 
@@ -52,9 +46,7 @@ def test_the_fastest_is_chosen_once(
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((64, 72, 8), "bfloat16"), ((64, 64, 12), "bfloat16"), ((64, 64, 8), "float32")]
 )
-def test_other_operands_are_left_to_two_operations(
-    rng: np.random.Generator, ops: Any, monkeypatch: pytest.MonkeyPatch, shape: Any, dtype: str
-) -> None:
+def test_other_operands_are_left_to_two_operations(rng, ops, monkeypatch, shape, dtype):
     """Whatever a search would find."""
     monkeypatch.setattr(swiglu, "fastest", lambda runs, stream: 1)
     ops.search = True

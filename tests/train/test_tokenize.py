@@ -1,14 +1,11 @@
 """kos tokenize: a run on its folder sees what a run on the text sees; it goes on where it was stopped."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +32,7 @@ SECONDS = 120
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "a_train.txt").write_text(TEXT)
@@ -62,9 +59,7 @@ def same(got: Dataset, expected: Dataset) -> None:
 
 @pytest.mark.parametrize("name", ["", "a_train.txt", "b_train.jsonl", "c_train.json"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
-def test_a_run_sees_what_it_sees_of_the_text(
-    folder: Path, tmp_path: Path, name: str, tokenizer: str, huggingface_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_sees_what_it_sees_of_the_text(folder, tmp_path, name, tokenizer, huggingface_file, monkeypatch):
     """In shards of any size."""
     monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
     monkeypatch.setattr(tokenizers, "PORTION", 100)
@@ -77,7 +72,7 @@ def test_a_run_sees_what_it_sees_of_the_text(
     assert manifest["counted"] == sum(int((np.asarray(shard) >= 0).sum()) for shard in expected.train.shards)
 
 
-def test_several_sources_and_other_validation_data(folder: Path, tmp_path: Path) -> None:
+def test_several_sources_and_other_validation_data(folder, tmp_path):
     sources = [str(folder / name) for name in ("b_train.jsonl", "a_train.txt")]
     (tmp_path / "other.txt").write_text("other " * 20)
     tokenize(tmp_path / "out", sources, val_data=str(tmp_path / "other.txt"))
@@ -110,7 +105,7 @@ def interrupt(out: Path, folder: Path) -> None:
     assert saved == [0, 1, 2, 3]
 
 
-def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
     monkeypatch.setattr(tokenizers, "PORTION", 100)
     whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
@@ -129,10 +124,10 @@ def test_it_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path, monkeypat
     same(load(out), load(folder))
 
 
-def test_a_folder_of_an_earlier_version_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_version_is_gone_on_with(folder, tmp_path):
     """Settings that it did not have are in the key only if they are not the defaults."""
 
-    def key_of(name: str, sources: list[str], **settings: Any) -> str:
+    def key_of(name, sources, **settings):
         return str(tokenize(tmp_path / name, sources, **settings)["key"]).partition(" ")[0]
 
     source = str(folder / "a_train.txt")
@@ -145,7 +140,7 @@ def test_a_folder_of_an_earlier_version_is_gone_on_with(folder: Path, tmp_path: 
     assert key_of("several", several) != expected
 
 
-def test_other_data_or_settings_are_no_continuation(folder: Path, tmp_path: Path) -> None:
+def test_other_data_or_settings_are_no_continuation(folder, tmp_path):
     out = tmp_path / "out"
     tokenize(out, [str(folder)])
     with refused(ConfigError, f"{out}: expected a new folder, got one with tokens of other data or settings"):
@@ -159,9 +154,7 @@ def test_other_data_or_settings_are_no_continuation(folder: Path, tmp_path: Path
         tokenize(tmp_path / "again", [str(out)])
 
 
-def test_a_folder_of_a_failed_call_does_not_block_its_repair(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_of_a_failed_call_does_not_block_its_repair(folder, tmp_path, monkeypatch, caplog):
     """Nor with other settings, while no shard is complete."""
     out, broken = tmp_path / "out", folder / "d_train.jsonl"
     (val := tmp_path / "val.txt").write_text("val " * 9)
@@ -188,9 +181,7 @@ def test_a_folder_of_a_failed_call_does_not_block_its_repair(
 
 
 @pytest.mark.parametrize("change", ["added", "removed"])
-def test_it_begins_again_with_other_files(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
-) -> None:
+def test_it_begins_again_with_other_files(folder, tmp_path, monkeypatch, caplog, change):
     monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
     monkeypatch.setattr(tokenizers, "PORTION", 100)
     out = tmp_path / "out"
@@ -204,10 +195,10 @@ def test_it_begins_again_with_other_files(
     same(load(out), load(folder))
 
 
-def test_two_calls_do_not_write_to_one_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_calls_do_not_write_to_one_folder(folder, tmp_path, monkeypatch):
     out, real, refusals = tmp_path / "out", tokenized.replace_file, []
 
-    def second(path: Path, content: bytes) -> None:
+    def second(path, content):
         real(path, content)
         if not refusals:
             refusals.append(kos("tokenize", folder, out))
@@ -220,7 +211,7 @@ def test_two_calls_do_not_write_to_one_folder(folder: Path, tmp_path: Path, monk
     assert kos("tokenize", folder, out).returncode == 0
 
 
-def test_damaged_shards_are_refused_on_all_ranks(folder: Path, tmp_path: Path) -> None:
+def test_damaged_shards_are_refused_on_all_ranks(folder, tmp_path):
     out = tmp_path / "out"
     tokenize(out, [str(folder)])
     for name in ("00000.bin", "00000.mask", "00000.documents"):
@@ -242,7 +233,7 @@ def test_damaged_shards_are_refused_on_all_ranks(folder: Path, tmp_path: Path) -
             load(out)
 
 
-def test_settings_that_do_not_fit(folder: Path, tmp_path: Path, huggingface_file: Path) -> None:
+def test_settings_that_do_not_fit(folder, tmp_path, huggingface_file):
     out = tmp_path / "out"
     tokenize(out, [str(folder)])
     load(out, "--tokenizer", "bytes")
@@ -256,15 +247,13 @@ def test_settings_that_do_not_fit(folder: Path, tmp_path: Path, huggingface_file
     same(load(tmp_path / "all", "--loss-on", "all"), load(folder, "--loss-on", "all"))
 
 
-def test_a_folder_within_the_data_is_left_out(folder: Path) -> None:
+def test_a_folder_within_the_data_is_left_out(folder):
     expected = load(folder)
     tokenize(folder / "out", [str(folder)])
     same(load(folder), expected)
 
 
-def test_flags_of_text_have_no_effect_on_tokens(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_text_have_no_effect_on_tokens(folder, tmp_path, capsys):
     """In a mixture with text, they have none on one source."""
     out = str(tmp_path / "out")
     tokenize(Path(out), [str(folder)])
@@ -295,15 +284,13 @@ def test_flags_of_text_have_no_effect_on_tokens(
     assert without_effect(config, config.to_json()) == ["--hold-out (--val-data)"]
 
 
-def test_what_was_held_out_stays_as_it_was_written(folder: Path, tmp_path: Path) -> None:
+def test_what_was_held_out_stays_as_it_was_written(folder, tmp_path):
     tokenize(out := tmp_path / "out", [str(folder / "a_train.txt")], hold_out=0.0)
     with refused(DataError, "kos tokenize chose what is held out: its --hold-out counts, not that of the run"):
         load(out, "--hold-out=0.05")
 
 
-def test_a_field_that_no_record_has(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_field_that_no_record_has(folder, tmp_path, monkeypatch, capsys):
     """Pairs and chats have a form of their own, so they are read without it."""
     pairs, said = folder / "c_train.json", "--text-field (no record of c_train.json has the field mesages)"
     monkeypatch.chdir(tmp_path)
@@ -320,13 +307,13 @@ def kos(*words: object) -> subprocess.CompletedProcess[str]:
     return run_program(sys.executable, "-m", "kos", *map(str, words), env=ENVIRONMENT)
 
 
-def test_the_help_names_no_flag_that_the_command_lacks() -> None:
+def test_the_help_names_no_flag_that_the_command_lacks():
     text = kos("tokenize", "--help").stdout
     flags = {*re.findall(r"--[a-z][a-z-]+", text)} - {f"--{each}" for each in re.findall(r"--(no-[a-z-]+)", text)}
     assert flags - {"--data"} == {"--help", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
 
 
-def test_the_command(folder: Path, tmp_path: Path) -> None:
+def test_the_command(folder, tmp_path):
     out = tmp_path / "out"
     done = kos("tokenize", folder, out, "--tokenizer", "chars", "--no-split-special-tokens")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,7 +1,5 @@
 """Tokenizers that transformers makes by the rules of their class, beside ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "model_type", "legacy", "space"), CASES)
-def test_a_class_of_transformers_has_rules_of_its_own(
-    tmp_path: Path, name: str, model_type: str | None, legacy: bool | None, space: bool | None
-) -> None:
+def test_a_class_of_transformers_has_rules_of_its_own(tmp_path, name, model_type, legacy, space):
     """As of Llama 2 and TinyLlama: their tokenizer.json adds a space after each special token, and the class does not.
 
     transformers follows the file in folders of Mistral. It has other rules for a model of Qwen 2 of another class.
@@ -46,7 +42,7 @@ def test_a_class_of_transformers_has_rules_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "Qwen2TokenizerFast"])
-def test_the_class_of_qwen_splits_text_by_its_own_expression(tmp_path: Path, name: str) -> None:
+def test_the_class_of_qwen_splits_text_by_its_own_expression(tmp_path, name):
     """A tokenizer.json with another: the run's first lines say that the class is followed."""
     transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
     folder = tmp_path / "tokenizer"
@@ -77,7 +73,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_the_class_is_that_of_autotokenizer(tmp_path: Path, model_type: str | None, name: str | None) -> None:
+def test_the_class_is_that_of_autotokenizer(tmp_path, model_type, name):
     """It follows from the type of the model and from the named class.  The file of the tokenizer splits off digits."""
     reason = "needs transformers 5.24: AutoTokenizer of 5.17 has other rules for LlamaTokenizerFast"
     transformers = pytest.importorskip("transformers", minversion="5.24", reason=reason)
@@ -102,7 +98,7 @@ def test_the_class_is_that_of_autotokenizer(tmp_path: Path, model_type: str | No
 @pytest.mark.parametrize("space", [None, True, False])
 @pytest.mark.parametrize("model_type", [None, "llama", "code_llama", "mistral"])
 @pytest.mark.parametrize("name", ["CodeLlamaTokenizer", "CodeLlamaTokenizerFast"])
-def test_the_class_of_code_llama(tmp_path: Path, name: str, model_type: str | None, space: bool | None) -> None:
+def test_the_class_of_code_llama(tmp_path, name, model_type, space):
     transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
     settings = {"tokenizer_class": name, "legacy": None, "add_prefix_space": space}
     folder = sentencepiece_folder(tmp_path, settings)
@@ -121,14 +117,14 @@ def test_the_class_of_code_llama(tmp_path: Path, name: str, model_type: str | No
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("code_llama", "CodeLlamaTokenizer"), ("mistral", "")])
-def test_a_folder_that_names_no_class_has_that_of_its_model(tmp_path: Path, model_type: str, name: str) -> None:
+def test_a_folder_that_names_no_class_has_that_of_its_model(tmp_path, model_type, name):
     folder = sentencepiece_folder(tmp_path, {})
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours = make_tokenizer(str(folder))
     assert ours.rules == name and (ours.encode("</s>a").tolist() != plain(folder).encode("</s>a").ids) == bool(name)
 
 
-def test_the_class_of_gpt_neox_normalizes(tmp_path: Path) -> None:
+def test_the_class_of_gpt_neox_normalizes(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTNeoXTokenizerFast"}')
     byte_level_bpe([TEXT * 9], 400, []).save(str(tmp_path / "tokenizer.json"))
     ours = make_tokenizer(str(tmp_path))
@@ -136,7 +132,7 @@ def test_the_class_of_gpt_neox_normalizes(tmp_path: Path) -> None:
     assert ours.encode("cafe\u0301").tolist() == ours.encode("caf\u00e9").tolist()
 
 
-def test_the_file_of_gpt_2_has_the_rules_of_its_class(tmp_path: Path) -> None:
+def test_the_file_of_gpt_2_has_the_rules_of_its_class(tmp_path):
     """It lacks an option that is on by default.  Nothing is reported."""
     byte_level_bpe([TEXT * 9], 400, []).save(str(tmp_path / "tokenizer.json"))
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -173,7 +169,7 @@ def sentencepiece_folder(tmp_path: Path, settings: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
-def test_a_checkpoint_is_read_by_transformers_with_the_same_numbers(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_is_read_by_transformers_with_the_same_numbers(tmp_path, name):
     """And by kos, whatever the class was."""
     transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
     folder = sentencepiece_folder(tmp_path, {"tokenizer_class": name, "legacy": False})

@@ -1,13 +1,10 @@
 """Tokenizers: text to numbers and back, against plain Python and the tokenizers library itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 import unicodedata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +32,7 @@ from tests.train.tokenizer_files import TEXT
 
 
 @given(st.lists(st.integers(0, 0x10FFFF)).map(lambda points: "".join(map(chr, points))))  # st.text() sorts them first
-def test_bytes_are_utf8(text: str) -> None:
+def test_bytes_are_utf8(text):
     tokenizer = ByteTokenizer()
     try:
         expected = list(text.encode("utf-8"))
@@ -46,19 +43,19 @@ def test_bytes_are_utf8(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_bytes_of_half_a_character_and_beyond_the_vocabulary() -> None:
+def test_bytes_of_half_a_character_and_beyond_the_vocabulary():
     assert ByteTokenizer().decode([0x61, 0xC3]) == "a\ufffd"
     assert ByteTokenizer().decode(np.array([300, 0x62])) == "\ufffdb"
 
 
-def test_a_prompt_that_the_shell_gave_as_raw_bytes() -> None:
+def test_a_prompt_that_the_shell_gave_as_raw_bytes():
     assert ByteTokenizer().encode(b"\xff".decode("utf-8", "surrogateescape")).tolist() == [0xFF]
     with pytest.raises(DataError, match=r"tokenizer bytes: expected text, got '\\ud800' at character 1"):
         ByteTokenizer().encode("a\ud800")  # such as a prompt from JSON
 
 
 @given(st.text(min_size=1))
-def test_chars_are_those_of_nanogpt(text: str) -> None:
+def test_chars_are_those_of_nanogpt(text):
     numbers = {char: i for i, char in enumerate(sorted(set(text)))}  # shakespeare_char/prepare.py
     tokenizer = CharTokenizer(text)
     assert tokenizer.vocab_size == len(numbers)
@@ -67,26 +64,26 @@ def test_chars_are_those_of_nanogpt(text: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(256, np.uint8), (257, np.uint16), (65_537, np.uint32)])
-def test_the_smallest_dtype_that_holds_the_vocabulary(count: int, dtype: type) -> None:
+def test_the_smallest_dtype_that_holds_the_vocabulary(count, dtype):
     alphabet = "".join(chr(0x10000 + i) for i in range(count))
     ids = CharTokenizer(alphabet).encode(alphabet)
     assert ids.dtype == dtype and ids.max() == count - 1
 
 
 @pytest.mark.parametrize(("prompt", "char", "place"), [("cab!", "'!'", 3), ("aéb", "'é'", 1), ("~", "'~'", 0)])
-def test_an_unknown_character_is_named(prompt: str, char: str, place: int) -> None:
+def test_an_unknown_character_is_named(prompt, char, place):
     with refused(DataError, "3 characters", f"got {char} at character {place}"):
         CharTokenizer("abc").encode(prompt)
 
 
-def test_start_is_a_token_that_text_starts_with() -> None:
+def test_start_is_a_token_that_text_starts_with():
     assert ByteTokenizer().decode([ByteTokenizer().start]) == "\n"
     assert CharTokenizer("b\n\ta").decode([CharTokenizer("b\n\ta").start]) == "\n"
     assert CharTokenizer("ab").start == 0
     assert NumberTokenizer(9).start == 0
 
 
-def test_numbers() -> None:
+def test_numbers():
     tokenizer = NumberTokenizer(50_257)
     assert tokenizer.encode(" 0 50256\n7").tolist() == [0, 50_256, 7]
     assert tokenizer.decode(np.array([0, 50_256, 7])) == "0 50256 7"
@@ -95,7 +92,7 @@ def test_numbers() -> None:
             tokenizer.encode(f"3 {wrong}")
 
 
-def test_huggingface_is_the_library(huggingface_file: Path) -> None:
+def test_huggingface_is_the_library(huggingface_file):
     library = pytest.importorskip("tokenizers")
     theirs = library.Tokenizer.from_file(str(huggingface_file))
     tokenizer = make_tokenizer(str(huggingface_file))
@@ -109,7 +106,7 @@ def test_huggingface_is_the_library(huggingface_file: Path) -> None:
     assert make_tokenizer(str(huggingface_file.parent)).encode(TEXT).tolist() == ids.tolist()
 
 
-def test_long_text_is_encoded_in_pieces(huggingface_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_encoded_in_pieces(huggingface_file, monkeypatch):
     tokenizer = make_tokenizer(str(huggingface_file))
     text = "def f(x):\nreturn the the\n" * 40
     whole = tokenizer.encode(text).tolist()
@@ -143,10 +140,7 @@ def with_added(huggingface_file: Path, template: str | None, folder: Path) -> Pa
 
 
 @pytest.mark.parametrize(("template", "before", "after"), ADDED.values(), ids=list(ADDED))
-def test_tokens_that_a_tokenizer_adds(
-    tmp_path: Path, huggingface_file: Path, template: str | None, before: list[int], after: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_tokens_that_a_tokenizer_adds(tmp_path, huggingface_file, template, before, after, monkeypatch):
     """The tokens are added once per text of any length, and the end-of-text token once per document."""
     tokenizer = make_tokenizer(str(with_added(huggingface_file, template, tmp_path / "other")))
     plain = make_tokenizer(str(with_added(huggingface_file, None, tmp_path / "plain")))
@@ -169,7 +163,7 @@ def test_tokens_that_a_tokenizer_adds(
     assert ByteTokenizer().separators() == "nothing between documents"
 
 
-def test_special_tokens_in_a_text(huggingface_file: Path) -> None:
+def test_special_tokens_in_a_text(huggingface_file):
     """They are special tokens in a prompt, as in transformers, and text in a document by default."""
     tokenizer = make_tokenizer(str(huggingface_file))
     assert tokenizer.encode("the<|end|>").tolist()[-1] == 1
@@ -190,7 +184,7 @@ CHATML = (
 
 
 @pytest.fixture(scope="module")
-def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen_folder(tmp_path_factory):
     """A small tokenizer in the files of Qwen2's: normalizer, regular expression, added tokens, chat template."""
     library = pytest.importorskip("tokenizers")
     level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -215,7 +209,7 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, monkeypatch):
     """Of texts and documents, with special tokens and without, in pieces, and of chats; and the text back."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(str(qwen_folder)), make_tokenizer(str(qwen_folder))
@@ -244,10 +238,8 @@ def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder: Path, m
     assert ours.encode(rendered).tolist() == [*whole]
 
 
-def test_a_checkpoint_carries_the_tokenizer(huggingface_file: Path) -> None:
-    every: list[Any] = [
-        ByteTokenizer(), CharTokenizer(TEXT), NumberTokenizer(77), make_tokenizer(str(huggingface_file))
-    ]  # fmt: skip
+def test_a_checkpoint_carries_the_tokenizer(huggingface_file):
+    every = [ByteTokenizer(), CharTokenizer(TEXT), NumberTokenizer(77), make_tokenizer(str(huggingface_file))]
     for tokenizer in every:
         again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
         text = "5 76" if isinstance(tokenizer, NumberTokenizer) else TEXT
@@ -257,12 +249,12 @@ def test_a_checkpoint_carries_the_tokenizer(huggingface_file: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"kind": "words"}, {"kind": "chars"}, {"kind": "huggingface"}])
-def test_a_saved_tokenizer_of_another_kind_is_refused(values: dict[str, Any]) -> None:
+def test_a_saved_tokenizer_of_another_kind_is_refused(values):
     with refused(DataError, "tokenizer"):
         tokenizer_from_json(values)
 
 
-def test_missing_library_names_the_extra(huggingface_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_names_the_extra(huggingface_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with refused(ConfigError, "[tokenizers]'"):
         make_tokenizer(str(huggingface_file))
@@ -280,9 +272,7 @@ def test_missing_library_names_the_extra(huggingface_file: Path, monkeypatch: py
         ({"tokenizer_config.json": {"eos_token": "<|end|>"}, "config.json": {"eos_token_id": 0}}, None, 1),
     ],
 )
-def test_special_tokens_of_older_folders(
-    tmp_path: Path, huggingface_file: Path, files: dict[str, Any], bos: int | None, eos: int | None
-) -> None:
+def test_special_tokens_of_older_folders(tmp_path, huggingface_file, files, bos, eos):
     """Those that tokenizer_config.json does not mention; GPT-2's has no eos_token."""
     (tmp_path / "tokenizer.json").write_bytes(huggingface_file.read_bytes())
     for name, content in files.items():
@@ -295,7 +285,7 @@ def test_special_tokens_of_older_folders(
     assert template is not None and set(template.special) == {name for name, token in mentioned.items() if token}
 
 
-def test_added_tokens_that_the_tokenizer_lacks(tmp_path: Path, huggingface_file: Path) -> None:
+def test_added_tokens_that_the_tokenizer_lacks(tmp_path, huggingface_file):
     """transformers would add them. The command of the error does."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     (tmp_path / "tokenizer.json").write_bytes(huggingface_file.read_bytes())
@@ -314,7 +304,7 @@ def test_added_tokens_that_the_tokenizer_lacks(tmp_path: Path, huggingface_file:
     assert make_tokenizer(str(tmp_path)).encode("<|call|>").tolist() == theirs("<|call|>").input_ids
 
 
-def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
+def test_wrong_tokenizer_files(tmp_path, huggingface_file):
     with refused(ConfigError, "bytes, chars or the PATH", "'bites'", "No such file"):
         make_tokenizer("bites")
     for content in (b"{}", b"\xff\xfe", b"[1", b"[" * 100_000):
@@ -342,7 +332,7 @@ def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
     assert HuggingFaceTokenizer(json.loads(source), "x").eos is None
 
 
-def test_a_run_goes_on_with_its_tokenizer_elsewhere(text: Path, tmp_path: Path, huggingface_file: Path) -> None:
+def test_a_run_goes_on_with_its_tokenizer_elsewhere(text, tmp_path, huggingface_file):
     """Its path is none of what makes it another."""
     _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
     shutil.copytree(huggingface_file.parent, tmp_path / "copy")
@@ -350,7 +340,7 @@ def test_a_run_goes_on_with_its_tokenizer_elsewhere(text: Path, tmp_path: Path, 
     assert [row["step"] for row in rows] == [1, 2]
 
 
-def test_a_checkpoint_takes_its_own_tokenizer(text: Path, tmp_path: Path, huggingface_file: Path) -> None:
+def test_a_checkpoint_takes_its_own_tokenizer(text, tmp_path, huggingface_file):
     """With begin and end, which its tokenizer.json alone does not name; as a file, as a folder, or unnamed."""
     _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
     source = checkpoint.find(tmp_path / "run").path
@@ -366,7 +356,7 @@ def test_a_checkpoint_takes_its_own_tokenizer(text: Path, tmp_path: Path, huggin
     assert (again.eos, again.start) == (1, 0) and again.encode(TEXT).size
 
 
-def test_a_tokenizer_that_another_version_wrote(text: Path, tmp_path: Path, huggingface_file: Path) -> None:
+def test_a_tokenizer_that_another_version_wrote(text, tmp_path, huggingface_file):
     """Merges were one string each, and what a library adds has a default."""
     _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
     saved = checkpoint.find(tmp_path / "run").path / "kos_tokenizer.json"
@@ -375,7 +365,7 @@ def test_a_tokenizer_that_another_version_wrote(text: Path, tmp_path: Path, hugg
     model["merges"] = [" ".join(pair) for pair in model["merges"]]
     del model["ignore_merges"], model["byte_fallback"]
     saved.write_text(json.dumps(values))
-    settings: dict[str, Any] = {"steps": 1, "init_from": str(saved.parent), "tokenizer": str(huggingface_file)}
+    settings = {"steps": 1, "init_from": str(saved.parent), "tokenizer": str(huggingface_file)}
     assert len(_train(text, tmp_path / "new", **settings)) == 1
     model["merges"] = model["merges"][:-1]
     saved.write_text(json.dumps(values))
@@ -383,7 +373,7 @@ def test_a_tokenizer_that_another_version_wrote(text: Path, tmp_path: Path, hugg
         _train(text, tmp_path / "other", 2, **settings)
 
 
-def test_weights_bring_their_tokenizer(text: Path, tmp_path: Path, huggingface_file: Path, capsys: Any) -> None:
+def test_weights_bring_their_tokenizer(text, tmp_path, huggingface_file, capsys):
     """Text is not read as bytes where the folder of --init-from has a tokenizer, or may want one."""
     _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
     folder = tmp_path / "weights"
@@ -405,7 +395,7 @@ SPELT = [(ByteTokenizer(), TEXT), (CharTokenizer(TEXT), TEXT), (NumberTokenizer(
 
 
 @pytest.mark.parametrize(("tokenizer", "text"), SPELT)
-def test_every_tokenizer_as_a_tokenizer_json(tokenizer: Any, text: str) -> None:
+def test_every_tokenizer_as_a_tokenizer_json(tokenizer, text):
     """What transformers reads gives the numbers that the model was trained on, and the text back."""
     library = pytest.importorskip("tokenizers")
     theirs = library.Tokenizer.from_str(json.dumps(tokenizer.huggingface()))
@@ -415,7 +405,7 @@ def test_every_tokenizer_as_a_tokenizer_json(tokenizer: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "numbers", "huggingface"])
-def test_transformers_load_it_from_a_checkpoint(tmp_path: Path, huggingface_file: Path, kind: str) -> None:
+def test_transformers_load_it_from_a_checkpoint(tmp_path, huggingface_file, kind):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     spelt = {tokenizer.kind: (tokenizer, text) for tokenizer, text in SPELT}
     tokenizer, text = spelt.get(kind) or (make_tokenizer(str(huggingface_file)), TEXT)

@@ -1,7 +1,5 @@
 """Trackers get what metrics.jsonl gets, and whatever fails in one ends no run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -28,7 +26,7 @@ RUN: dict[str, Any] = {"steps": 6, "save_every": 3, "eval_every": 3, "sample_tok
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _offline(monkeypatch, tmp_path):
     """No test needs a network, or writes into the user's folders."""
     for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_"))]:
         monkeypatch.delenv(name)
@@ -59,7 +57,7 @@ def _events(folder: Path) -> Iterator[Any]:
             at += size + 16
 
 
-def test_tensorboard_has_the_values_of_metrics_jsonl(text: Path, tmp_path: Path) -> None:
+def test_tensorboard_has_the_values_of_metrics_jsonl(text, tmp_path):
     """Those of a step that is repeated replace the first: a mark in the file says so."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
     rows = _interrupted_and_resumed(text, tmp_path / "run", "tensorboard")
@@ -68,7 +66,7 @@ def test_tensorboard_has_the_values_of_metrics_jsonl(text: Path, tmp_path: Path)
     assert len(texts) == 2 and json.loads(texts[1].strip("`json\n"))["steps"] == 8
 
 
-def test_tensorboard_shows_one_run_where_it_begins_again(text: Path, tmp_path: Path) -> None:
+def test_tensorboard_shows_one_run_where_it_begins_again(text, tmp_path):
     """As one does that was killed before its first checkpoint."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
     _train(text, tmp_path, tracker=("tensorboard",), **RUN)
@@ -110,7 +108,7 @@ def _trackio_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
 
 
 @pytest.mark.slow
-def test_a_package_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
+def test_a_package_has_one_run_with_its_config(text, tmp_path):
     pytest.importorskip("trackio", reason="make test-all installs the extra trackio")
     rows = _interrupted_and_resumed(text, tmp_path / "run", "trackio")
     config, losses = _trackio_rows(tmp_path / "run")
@@ -119,9 +117,7 @@ def test_a_package_has_one_run_with_its_config(text: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_package_that_is_missing_is_refused_with_what_installs_it(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
-) -> None:
+def test_a_package_that_is_missing_is_refused_with_what_installs_it(text, tmp_path, monkeypatch, folder):
     """Also where a folder has its name, as wandb's own files have."""
     if folder:
         (tmp_path / "not_there").mkdir()
@@ -137,11 +133,11 @@ SIGNATURES = {"__init__": "self, **options", "log": "self, values, step", "finis
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+def fake(tmp_path, monkeypatch):
     """Makes a tracker's package of what it does when it is imported, and in each function; it runs in ``tmp_path``."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(package: str = "wandb", begin: str = "", **does: str) -> None:
+    def make(package="wandb", begin="", **does):
         functions = (f"    def {name}({taken}): {does.get(name, 'pass')}" for name, taken in SIGNATURES.items())
         lines = ["import json, os, signal, threading", f"os.chdir({str(tmp_path)!r})", begin, "class init:", *functions]
         (tmp_path / f"{package}.py").write_text("\n".join(lines))
@@ -163,9 +159,7 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_tracker_that_fails_is_one_warning(
-    text: Path, tmp_path: Path, fault: str, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_a_tracker_that_fails_is_one_warning(text, tmp_path, fault, fake, monkeypatch, caplog):
     how, expected, last = FAULTS[fault]
     fake(**how)
     if fault == "hangs":
@@ -183,7 +177,7 @@ def test_a_tracker_that_fails_is_one_warning(
 
 
 @pytest.fixture
-def hanging(tmp_path: Path, fake: Fake) -> Iterator[int]:
+def hanging(tmp_path, fake):
     """A pipe that a wandb writes its process id to, which does not come back from its end."""
     orphan = "import __main__; __main__.ORPHAN_SECONDS = 2.0"  # of the process of the tracker
     told = "print(os.getpid(), file=open('pid', 'w'), flush=True)"
@@ -200,7 +194,7 @@ def _tracker(pipe: int) -> int:
 
 
 @needs_mpirun
-def test_a_tracker_that_hangs_does_not_delay_an_error(text: Path, tmp_path: Path, hanging: int) -> None:
+def test_a_tracker_that_hangs_does_not_delay_an_error(text, tmp_path, hanging):
     """It is said before the other ranks, which leave that to rank 0, end the job."""
     flags = ["--data", text, "--out", tmp_path / "run", "--steps=50", "--eval-every=0", "--tracker=wandb"]
     command = [MPIRUN, "-n", "2", sys.executable, "-m", "kos.train", *SHAPE, *flags, "--lr=1e30", "--grad-clip=0"]
@@ -210,7 +204,7 @@ def test_a_tracker_that_hangs_does_not_delay_an_error(text: Path, tmp_path: Path
     assert "kos: error: step " in done.stderr and "expected a finite" in done.stderr, done.stderr
 
 
-def test_a_tracker_that_nobody_waits_for_ends(tmp_path: Path, hanging: int) -> None:
+def test_a_tracker_that_nobody_waits_for_ends(tmp_path, hanging):
     (tmp_path / METRICS).touch()
     started = trackers.start(["wandb"], tmp_path, 0, {"config": {}})
     tracker = _tracker(hanging)
@@ -233,7 +227,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_trackers_are_waited_for_together(tmp_path: Path, fake: Fake, monkeypatch: Any, caplog: Any) -> None:
+def test_trackers_are_waited_for_together(tmp_path, fake, monkeypatch, caplog):
     """One that hangs takes no time from another."""
     fake(begin="threading.Event().wait()")
     fake("trackio", finish="open('done', 'w').close()")
@@ -246,7 +240,7 @@ def test_trackers_are_waited_for_together(tmp_path: Path, fake: Fake, monkeypatc
     ]
 
 
-def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, fake: Fake) -> None:
+def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path, fake):
     """Of steps after the start, as soon as their lines are whole. A norm that is not finite is left out; a signal to
     the whole job does not end the tracker."""
     note = "os.kill(os.getpid(), signal.SIGTERM); print(step, values, file=self.file)"
@@ -265,7 +259,7 @@ def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, fake: Fake)
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_what_a_package_is_told(tmp_path: Path, fake: Fake, package: str) -> None:
+def test_what_a_package_is_told(tmp_path, fake, package):
     """A run that goes on has its id and name again; a new one in its folder has others."""
     fake(package, __init__="print(json.dumps(options), file=open('told', 'a'))")
     (tmp_path / METRICS).touch()
@@ -282,7 +276,7 @@ def test_what_a_package_is_told(tmp_path: Path, fake: Fake, package: str) -> Non
         assert first.keys() == {"project", "config", "name", "resume"}
 
 
-def test_without_a_tracker_there_is_no_process(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_tracker_there_is_no_process(text, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "Tracker", None)
     _train(text, tmp_path / "run", **RUN)
     names = {path.name for path in (tmp_path / "run").iterdir()}

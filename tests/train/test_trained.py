@@ -1,11 +1,8 @@
 """A trained model in Python: what ``kos.train.load`` takes, and what it computes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +22,13 @@ PROMPT = "one ring"
 
 
 @pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
     _train(text, out, steps=3, eval_batches=1, tokenizer="chars")
     return out
 
 
-def test_loss_logits_and_text_of_a_run(run: Path, text: Path) -> None:
+def test_loss_logits_and_text_of_a_run(run, text):
     model = kos.train.load(run)
     assert model.config.hidden_size == SMALL["model"]["hidden_size"] and model.tokenizer.kind == "chars"
     assert f"hidden_size={model.config.hidden_size}, " in repr(model) and " parameters, " in repr(model)
@@ -63,7 +60,7 @@ def _likeliest(model: Any, count: int) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-def test_what_it_is_loaded_from(run: Path, tmp_path: Path) -> None:
+def test_what_it_is_loaded_from(run, tmp_path):
     newest = checkpoint.find(run).path
     expected = kos.train.load(run).logits(PROMPT)
     folder = shutil.copytree(newest, tmp_path / "hugging face")
@@ -78,7 +75,7 @@ def test_what_it_is_loaded_from(run: Path, tmp_path: Path) -> None:
             kos.train.load(nothing)
 
 
-def test_what_several_ranks_have_saved(tmp_path: Path) -> None:
+def test_what_several_ranks_have_saved(tmp_path):
     """Weights alone are read, and what is damaged of them is found."""
     shape = small(tie_word_embeddings=True)
     whole = whole_state(shape)
@@ -96,12 +93,12 @@ def test_what_several_ranks_have_saved(tmp_path: Path) -> None:
     [("", r"T from 1 to 32, got \w+ \(0,\)"), ([1.5], r"float64 \(1,\)"), ([[[1]]], r"\(1, 1, 1\)"),
      ([0] * 33, r"\(33,\)"), ([1, -1], "got -1 to 1"), ([99], "got 99 to 99"), ([1 << 32], "got 4294967296 to")],
 )  # fmt: skip
-def test_wrong_tokens_are_named(run: Path, tokens: Any, got: str) -> None:
+def test_wrong_tokens_are_named(run, tokens, got):
     with pytest.raises(InvalidArgument, match=f"expected .*{got}"):
         kos.train.load(run).logits(tokens)
 
 
-def test_wrong_targets_are_named(run: Path) -> None:
+def test_wrong_targets_are_named(run):
     model = kos.train.load(run)
     with pytest.raises(InvalidArgument, match="expected at least two tokens, got one"):
         model.loss([1])
@@ -114,7 +111,7 @@ def test_wrong_targets_are_named(run: Path) -> None:
         kos.train.lode  # noqa: B018
 
 
-def test_metrics_are_read_from_what_open_takes(run: Path) -> None:
+def test_metrics_are_read_from_what_open_takes(run):
     path = run / "metrics.jsonl"
     rows = read_metrics(path)
     assert len(rows) == 3

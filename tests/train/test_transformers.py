@@ -4,8 +4,6 @@ Theirs runs in float64 on the CPU (with the fp32 islands that its norms and rota
 numpy, and in fp32 on a GPU where there is one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

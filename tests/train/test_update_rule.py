@@ -3,10 +3,7 @@
 Each optimizer of the settings has a rule whose kernel does what it does on a host, a cost, and options of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -62,7 +59,7 @@ HOW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_its_state_is_saved_sharded_and_resumed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_state_is_saved_sharded_and_resumed(text, tmp_path, monkeypatch):
     adamw = TrainConfig.update_rule
     monkeypatch.setitem(DataParallel.__init__.__kwdefaults__, "bucket_bytes", 1 << 18)
     monkeypatch.setattr(TrainConfig, "update_rule", lambda self: Momentum())
@@ -83,12 +80,12 @@ def test_its_state_is_saved_sharded_and_resumed(text: Path, tmp_path: Path, monk
         _train(text, tmp_path / "sharded", steps=6, resume="auto", **HOW)
 
 
-def test_the_memory_plan_counts_it(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_plan_counts_it(text, tmp_path, monkeypatch):
     uses = []
     for rule in (TrainConfig.update_rule, lambda self: Momentum()):
         monkeypatch.setattr(TrainConfig, "update_rule", rule)
 
-        def look(comm: Any) -> None:
+        def look(comm):
             uses.append(Trainer(_config(text, tmp_path / str(len(uses)), **HOW), comm).device.plan.uses)
 
         spawn(look, 1)
@@ -97,7 +94,7 @@ def test_the_memory_plan_counts_it(text: Path, tmp_path: Path, monkeypatch: pyte
     assert Momentum().state_bytes() == 4
 
 
-def test_a_rule_has_weights_and_their_decay(rng: np.random.Generator) -> None:
+def test_a_rule_has_weights_and_their_decay(rng):
     shapes, decay_of = {"a": (3, BLOCK // 2 + 3), "b": (5,)}, {"a": 0.1, "b": 0.0}
     weights, gradients = Parameters(shapes, np.float64), Parameters(shapes, np.float64)
     optimizer = Optimizer(Momentum(), weights, groups=[Group(["a"], 0.1), Group(["b"])])
@@ -124,14 +121,14 @@ def rule_of(name: str) -> UpdateRule:
     return TrainConfig.from_preset(optimizer=name).update_rule()
 
 
-def test_every_optimizer_can_be_asked_for() -> None:
+def test_every_optimizer_can_be_asked_for():
     assert get_args(TrainConfig.model_fields["optimizer"].annotation) == tuple(OPTIMIZERS)
     with refused(ConfigError, "--optimizer: expected", "got 'sign'"):
         parse(["--optimizer", "sign", "--momentum", "0.5"])
 
 
 @each_optimizer
-def test_its_options(name: str) -> None:
+def test_its_options(name):
     """Those of its rules are taken, those of other optimizers refused by name."""
     groups = TrainConfig.from_preset(optimizer=name).trained_groups(small())
     rules = [rule_of(name), *(group.rule for group in groups if group.rule)]
@@ -147,7 +144,7 @@ def test_its_options(name: str) -> None:
 
 
 @each_optimizer
-def test_its_groups_have_all_tensors(name: str) -> None:
+def test_its_groups_have_all_tensors(name):
     model = small()
     groups = TrainConfig.from_preset(optimizer=name).trained_groups(model)
     assert sorted(tensor for group in groups for tensor in group.names) == sorted(model.parameter_shapes())
@@ -162,15 +159,13 @@ def test_its_groups_have_all_tensors(name: str) -> None:
     ("master", "copy", "gradient"),
     [("float32", "bfloat16", "bfloat16"), ("float32", None, "float32"), ("bfloat16", None, "float32")],
 )
-def test_its_kernel_is_the_hosts_update(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, name: str, master: str, copy: str | None, gradient: str
-) -> None:
+def test_its_kernel_is_the_hosts_update(monkeypatch, rng, name, master, copy, gradient):
     """Beside float64: warm-up, clipping, each group's options, ``--profile``'s bytes. A NaN changes nothing."""
     emulator.host_memory(monkeypatch)
     costs = []
 
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
+    def timed(name, function):
+        def run(*arguments, **options):
             if name == "update":
                 costs.append(cost(name, arguments))
             return function(*arguments, **options)
@@ -211,10 +206,10 @@ def test_its_kernel_is_the_hosts_update(
 
 
 @each_optimizer
-def test_plans_count_its_state_and_its_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_count_its_state_and_its_work(name, monkeypatch):
     moved, operate = [], Clock.operate
 
-    def note(clock: Clock, name: str, nbytes: int, flops: float) -> None:
+    def note(clock, name, nbytes, flops):
         if name == "update":
             moved.append(nbytes)
         operate(clock, name, nbytes, flops)

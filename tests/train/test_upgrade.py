@@ -5,8 +5,6 @@ The run: --data text.txt --hidden-size 8 --num-hidden-layers 1 --num-attention-h
 --sample-tokens 0 --log-every 1 --save-every 3 --steps 6 --out run.  Of its checkpoints, that of step 3 is kept.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -23,7 +21,7 @@ RUN = Path(__file__).with_name("run_of_0_2")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     """A copy of the run in the current folder, beside its data."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(chr(97 + (i * i + i // 7) % 26) for i in range(6000)))
@@ -31,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, []), (1, ["--eval-batches=0"])], ids=str)
-def test_a_run_resumes_with_the_same_losses(run: Path, ranks: int, more: list[str]) -> None:
+def test_a_run_resumes_with_the_same_losses(run, ranks, more):
     """By the run's own settings; two ranks add in another order.  Without validation, it holds out what it did."""
     losses = [row["loss"] for row in read_metrics(run)]
     config = parse(["--config", "run/config.json", "--resume", "auto", *more])
@@ -42,11 +40,11 @@ def test_a_run_resumes_with_the_same_losses(run: Path, ranks: int, more: list[st
     assert (run / "checkpoints" / "step-6").is_dir()
 
 
-def test_a_checkpoint_generates(run: Path) -> None:
+def test_a_checkpoint_generates(run):
     assert load(run).generate("abc", tokens=4, temperature=0).startswith("abc")
 
 
-def test_the_error_about_another_model_names_the_file_with_its_settings(run: Path) -> None:
+def test_the_error_about_another_model_names_the_file_with_its_settings(run):
     config = parse(["--data", "text.txt", "--resume", "run/checkpoints/step-3", "--out", "other"])
     with pytest.raises(CheckpointError, match="model of this run, .*; to resume it as it was begun: --config run/c"):
         spawn(lambda comm: Trainer(config, comm).run(), 1)

@@ -1,9 +1,6 @@
 """Tokenizers of Hugging Face that tests train, and their files."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +28,7 @@ def byte_level_bpe(texts: list[str], vocab_size: int, added: list[str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def huggingface_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def huggingface_file(tmp_path_factory):
     """A byte-level BPE trained here, with bos and eos in both spellings of tokenizer_config.json."""
     bpe = byte_level_bpe([TEXT, "return return def def the the\n" * 20], 330, ["<|begin|>"])
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"

@@ -3,8 +3,6 @@
 Its kernels are the real ones, compiled by the host's compiler.  Copies have ended when they return.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

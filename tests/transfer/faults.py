@@ -7,8 +7,6 @@ longer than its limit (hung); a version that is not whole (torn); an error that 
 side that does not go on.  With ``--gpus N`` the arrays of each process are on one of N GPUs, in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -103,7 +101,7 @@ def run_subscriber(address: str, report: str, seed: int, transport: str, device:
     halves = {"a.weight": Placement.shard(SHAPES["a.weight"], seed % 2, 0, 2), "norm": Placement.whole((7,))}
     arrays = {name: (np.zeros(placed.shape, np.float32), placed) for name, placed in halves.items()}
     held = on_gpu(arrays, device)
-    subscriber = Subscriber(address, held, transport=transport, staged=seed % 3 > 0)  # type: ignore[arg-type]
+    subscriber = Subscriber(address, held, transport=transport, staged=seed % 3 > 0)
     while True:
         began = time.monotonic()
         try:

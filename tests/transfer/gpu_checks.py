@@ -1,7 +1,5 @@
 """What ``test_transfer_gpu.py`` checks on GPUs, and ``test_transfer_emulated.py`` on an emulated one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@
 publishes each version whose number is a line of its input, and prints how many subscribers were late.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

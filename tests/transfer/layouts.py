@@ -1,7 +1,5 @@
 """Layouts of publishers and subscribers for the tensors of ``publishing.SHAPES``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from kos.transfer import Placement

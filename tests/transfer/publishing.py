@@ -1,7 +1,5 @@
 """Publishers whose ranks are threads of the test's process, with known contents."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

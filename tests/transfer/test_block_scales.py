@@ -1,8 +1,6 @@
 """Matrices in 8 bits with scales for blocks or rows, on the host and on an emulated GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,18 +85,18 @@ def check(
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("block", [(128, 128), (1, 1000)], ids=["blocks", "rows"])
 @pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
-def test_on_the_host(placed: Placement, block: tuple[int, int], transport: Any, staged: bool) -> None:
+def test_on_the_host(placed, block, transport, staged):
     check(placed, block, np.float32, transport, staged)
 
 
-def test_many_rows_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_on_the_host(monkeypatch):
     """They are quantized in several parts."""
     monkeypatch.setattr("kos.transfer.scales.AT_ONCE", 1000)
     check(PLACED["whole"], (7, 64), ml_dtypes.bfloat16, "shared", True)
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(monkeypatch):
     with emulated_gpu():
         yield
 
@@ -107,12 +105,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("block", [(128, 128), (1, 1000), (70, 33)], ids=["blocks", "rows", "odd"])
 @pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
-def test_on_a_gpu(emulated: None, placed: Placement, block: tuple[int, int], transport: Any) -> None:
+def test_on_a_gpu(emulated, placed, block, transport):
     check(placed, block, np.float32, transport, True, lambda x: Array.from_numpy(x, 0))
 
 
 @needs_compiler
-def test_a_gpu_without_8_bits_is_refused(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_8_bits_is_refused(emulated, monkeypatch):
     """Before anything is read."""
     old = SimpleNamespace(compute_capability=(8, 0), name="an old GPU")
     monkeypatch.setattr(devices, "device_info", lambda device: old)
@@ -122,7 +120,7 @@ def test_a_gpu_without_8_bits_is_refused(emulated: None, monkeypatch: pytest.Mon
         Subscriber("127.0.0.1:1", arrays)
 
 
-def test_the_names_of_a_model() -> None:
+def test_the_names_of_a_model():
     """``X_scale_inv`` beside X, unless the publisher has it: of blocks, or of rows if that is its shape."""
     shapes = {
         "l.qkv_proj.weight": (384, 256), "l.qkv_proj.weight_scale_inv": (3, 2), "l.o_proj.weight": (256, 128),
@@ -137,7 +135,7 @@ def test_the_names_of_a_model() -> None:
     assert found["l.down_proj.weight_scale_inv"] == Placement.whole((1, 1), "l.down_proj.weight_scale_inv")
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     placed, x = Placement.whole((4, 6)), np.zeros((4, 6), FP8)
     right = {"q": (x, placed)}
     for arrays, expected in (

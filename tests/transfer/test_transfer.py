@@ -1,33 +1,19 @@
 """Weights from M ranks to N: every layout against NumPy, versions, leases, checksums, refusals."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from kos.comm import Communicator
 from kos.comm.control.wire import MAX_MESSAGE
 from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer import subscriber as module
 from kos.transfer.exchange import PROTOCOL, PURPOSE, answered, network, receive
-from tests.transfer.layouts import (
-    FUSED,
-    WHOLE,
-    Layout,
-    last_alone,
-    one_array,
-    stages,
-    tensor,
-    zero,
-    zero_of_tensor,
-)
+from tests.transfer.layouts import FUSED, WHOLE, last_alone, one_array, stages, tensor, zero, zero_of_tensor
 from tests.transfer.publishing import (
     SHAPES,
     arrays_of,
@@ -56,9 +42,9 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shared", "tcp"])
         pytest.param([WHOLE], [tensor(r, 2) for r in range(2)], id="1 to tp2"),
     ],
 )
-def test_layouts(publishers: list[Layout], subscribers: list[Layout], transport: Any) -> None:
+def test_layouts(publishers, subscribers, transport):
     """Each rank gets its elements, and reads as many bytes as planned."""
-    def subscribe(comm: Communicator) -> None:
+    def subscribe(comm):
         arrays = arrays_of(subscribers[comm.rank])
         with Subscriber(address, arrays, comm=comm, transport=transport) as subscriber:
             for version in (1, 2, 3):
@@ -75,7 +61,7 @@ def test_layouts(publishers: list[Layout], subscribers: list[Layout], transport:
         address = ranks.address
         done, published = (threading.Barrier(len(subscribers) + 1, timeout=60) for _ in range(2))
 
-        def drive() -> None:
+        def drive():
             for version in (2, 3):
                 done.wait()
                 assert ranks.publish(version) == [0] * len(publishers)
@@ -90,7 +76,7 @@ def test_layouts(publishers: list[Layout], subscribers: list[Layout], transport:
 
 
 @TRANSPORTS
-def test_conversions(transport: Any) -> None:
+def test_conversions(transport):
     """fp32 to bf16 and fp8, and bf16 to fp32; over TCP the smaller of both types travels."""
     with publishing([WHOLE]) as ranks:
         ranks.publish(0)
@@ -104,7 +90,7 @@ def test_conversions(transport: Any) -> None:
 
 
 @TRANSPORTS
-def test_large_tensors_are_split(transport: Any) -> None:
+def test_large_tensors_are_split(transport):
     """Requests are of at most a few MiB, over several connections."""
     shape, rng = (3000, 2000), np.random.default_rng(0)
     x = rng.random(shape, dtype=np.float32)
@@ -120,7 +106,7 @@ def test_large_tensors_are_split(transport: Any) -> None:
                 assert (y == right).all()
 
 
-def test_no_version_yet_and_no_publisher_yet() -> None:
+def test_no_version_yet_and_no_publisher_yet():
     """Both are waited for until the deadline, and named."""
     with publishing([WHOLE]) as ranks:
         arrays = arrays_of(WHOLE)
@@ -146,7 +132,7 @@ def test_no_version_yet_and_no_publisher_yet() -> None:
 
 
 @TRANSPORTS
-def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport, monkeypatch):
     """The publisher waits no longer than its patience; the reader begins again with the newest version."""
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     with (
@@ -156,7 +142,7 @@ def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport: Any, mo
         set_version(mine, 1)
         publisher.publish(1)
         late = list[int]()
-        def slow(*arguments: Any) -> Plan:  # between the lease and the first byte, the publisher goes on twice
+        def slow(*arguments):  # between the lease and the first byte, the publisher goes on twice
             for version in (2, 3):
                 set_version(mine, version)
                 late.append(publisher.publish(version))
@@ -169,7 +155,7 @@ def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport: Any, mo
 
 
 @TRANSPORTS
-def test_a_publisher_waits_for_a_reader_within_its_patience(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_waits_for_a_reader_within_its_patience(transport, monkeypatch):
     """The buffer that is read is written again when the reader has its version."""
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     late = list[int]()
@@ -177,14 +163,14 @@ def test_a_publisher_waits_for_a_reader_within_its_patience(transport: Any, monk
         Publisher(None, mine, patience=60) as publisher,
         Subscriber(publisher.address, arrays, transport=transport) as reader,
     ):
-        def publish() -> None:
+        def publish():
             for version in (2, 3):
                 set_version(mine, version)
                 late.append(publisher.publish(version))
 
         thread = threading.Thread(target=publish, daemon=True)
 
-        def slow(*arguments: Any) -> Plan:
+        def slow(*arguments):
             thread.start()
             thread.join(1.0)  # it does not end
             return Plan(*arguments)
@@ -199,11 +185,11 @@ def test_a_publisher_waits_for_a_reader_within_its_patience(transport: Any, monk
         assert reader.update(50).version == 3
 
 
-def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch):
     with publishing([WHOLE], patience=0.0) as ranks:
         ranks.publish(1)
 
-        def subscribe(comm: Communicator) -> int:
+        def subscribe(comm):
             arrays = arrays_of({[*SHAPES][comm.rank]: WHOLE[[*SHAPES][comm.rank]]})
             with Subscriber(ranks.address, arrays, comm=comm) as subscriber:
                 comm.barrier()
@@ -211,7 +197,7 @@ def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch: pytest.M
                 expect_version(arrays, version)
                 return version
 
-        def slow(offers: Any, wants: Any, first: int) -> Plan:
+        def slow(offers, wants, first):
             if first == 1:
                 ranks.publish(2)
                 ranks.publish(3)
@@ -222,14 +208,14 @@ def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_no_torn_version_is_seen(buffers: int) -> None:
+def test_no_torn_version_is_seen(buffers):
     """A publisher that never waits, and readers that read all the time: each version is whole."""
     shape = (400, 250)
     x = np.zeros(shape, np.float32)
     stop, errors, seen = threading.Event(), list[BaseException](), list[int]()
     placed = {"w": (x, Placement.whole(shape))}
     with Publisher(None, placed, buffers=buffers, patience=0.0) as publisher:
-        def read(transport: Any) -> None:
+        def read(transport):
             y = np.zeros(shape, np.float32)
             with Subscriber(publisher.address, {"w": (y, Placement.whole(shape))}, transport=transport) as reader:
                 while not stop.is_set():
@@ -258,9 +244,7 @@ def test_no_torn_version_is_seen(buffers: int) -> None:
 
 @TRANSPORTS
 @pytest.mark.parametrize("when", ["published", "read"])
-def test_wrong_bytes_are_found_and_the_culprit_is_named(
-    transport: Any, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_bytes_are_found_and_the_culprit_is_named(transport, when, monkeypatch):
     layouts = [stages(rank, 2) for rank in range(2)]  # rank 1 has b.weight and scale
     with publishing(layouts, checksums=True) as ranks:
         ranks.publish(1)
@@ -274,7 +258,7 @@ def test_wrong_bytes_are_found_and_the_culprit_is_named(
             else:
                 right = exchange.checksum
 
-                def wrong(arrays: Any) -> int:  # as if other bytes had arrived
+                def wrong(arrays):  # as if other bytes had arrived
                     of_reader = threading.current_thread().name.startswith("kos-subscriber")
                     return right([a + of_reader * (a.shape == (6, 6)) for a in arrays])
 
@@ -287,7 +271,7 @@ def test_wrong_bytes_are_found_and_the_culprit_is_named(
             assert subscriber.version == 1
 
 
-def test_an_unstaged_update_that_fails_says_that_the_arrays_are_undefined() -> None:
+def test_an_unstaged_update_that_fails_says_that_the_arrays_are_undefined():
     with publishing([WHOLE], checksums=True) as ranks:
         ranks.publish(1)
         arrays = arrays_of(WHOLE)
@@ -303,12 +287,12 @@ def test_an_unstaged_update_that_fails_says_that_the_arrays_are_undefined() -> N
             expect_version(arrays, 3)
 
 
-def test_all_ranks_get_the_same_version_or_none() -> None:
+def test_all_ranks_get_the_same_version_or_none():
     """The error of one subscriber rank is raised on all, and all keep the version from before."""
     with publishing([WHOLE], checksums=True) as ranks:
         ranks.publish(1)
 
-        def subscribe(comm: Communicator) -> str:
+        def subscribe(comm):
             arrays = arrays_of({[*SHAPES][comm.rank]: WHOLE[[*SHAPES][comm.rank]]})
             with Subscriber(ranks.address, arrays, comm=comm) as subscriber:
                 subscriber.update(30)
@@ -328,7 +312,7 @@ def test_all_ranks_get_the_same_version_or_none() -> None:
     assert "publisher rank 0" in texts[1] and "b.weight: the published bytes have changed" in texts[1]
 
 
-def test_a_restarted_publisher_is_noticed() -> None:
+def test_a_restarted_publisher_is_noticed():
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     with Publisher(None, mine) as first:
         set_version(mine, 5)
@@ -348,7 +332,7 @@ def test_a_restarted_publisher_is_noticed() -> None:
     subscriber.close()
 
 
-def test_a_publisher_with_other_ranks_and_other_layouts() -> None:
+def test_a_publisher_with_other_ranks_and_other_layouts():
     """It shrinks and grows under the same address; the subscriber plans again."""
     arrays = arrays_of(tensor(0, 2))
     address = "127.0.0.1:0"
@@ -365,14 +349,14 @@ def test_a_publisher_with_other_ranks_and_other_layouts() -> None:
     subscriber.close()
 
 
-def test_one_rank_that_publishes_another_version() -> None:
+def test_one_rank_that_publishes_another_version():
     with publishing([zero(r, 2) for r in range(2)]) as ranks:
         errors = ranks.on_all(lambda rank: ranks.publishers[rank].publish(rank + 1))
         assert all("expected version 1 on all ranks, got 2 on rank 1" in str(error) for error in errors)
         assert ranks.publish(9) == [0, 0]
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     x = np.zeros((2, 3), np.float32)
     right = {"w": (x, Placement.whole((2, 3)))}
     with Publisher(None, right) as publisher:
@@ -386,7 +370,7 @@ def test_wrong_arguments() -> None:
             (lambda: Subscriber("[::]:29600", right), "expected the name or address of rank 0's host, got ::"),
             (lambda: Publisher(None, right, buffers=0), "buffers, patience: expected at least 1"),
             (lambda: Publisher(None, right, patience=float("inf")), "patience below the communicator's timeout"),
-            (lambda: publisher.publish(1.5), "version: expected a whole number"),  # type: ignore[arg-type]
+            (lambda: publisher.publish(1.5), "version: expected a whole number"),
             (lambda: Subscriber(publisher.address, right, transport="rdma"), "at least 1 and auto"),  # type: ignore
             (lambda: Subscriber(publisher.address, right).update(-1), "timeout: expected a positive number"),
         ):
@@ -402,8 +386,8 @@ def test_wrong_arguments() -> None:
             subscriber.update(5)
 
 
-def test_the_error_of_one_rank_is_raised_on_all() -> None:
-    def make(comm: Communicator) -> str:
+def test_the_error_of_one_rank_is_raised_on_all():
+    def make(comm):
         shape = (2, 3) if comm.rank == 0 else (3, 2)
         with pytest.raises(KosError) as raised:
             Publisher(comm, {"w": (np.zeros((2, 3), np.float32), Placement.whole(shape))})
@@ -414,7 +398,7 @@ def test_the_error_of_one_rank_is_raised_on_all() -> None:
     assert texts[1] == "w: expected an array of shape (3, 2), got (2, 3)"
 
 
-def test_another_protocol_is_refused() -> None:
+def test_another_protocol_is_refused():
     """Each side names both versions."""
     with publishing([WHOLE]) as ranks:
         host, port = ranks.address.split(":")
@@ -428,14 +412,14 @@ def test_another_protocol_is_refused() -> None:
             answered({**answer, "protocol": PROTOCOL + 1}, "")
 
 
-def test_catalogue() -> None:
+def test_catalogue():
     """What a subscriber can learn before it makes its arrays."""
     with publishing([zero(r, 2) for r in range(2)], name="policy") as ranks:
         found = read_catalogue(ranks.address)
         assert found.offers.shapes == SHAPES and found.name == "policy" and len(found.ranks) == 2
 
 
-def test_a_catalogue_that_is_longer_than_a_message() -> None:
+def test_a_catalogue_that_is_longer_than_a_message():
     """As that of thousands of ranks: here, of a name."""
     name = "w" * (MAX_MESSAGE + 1)
     x, y = (np.full(3, value, np.float32) for value in (1, 0))
@@ -446,7 +430,7 @@ def test_a_catalogue_that_is_longer_than_a_message() -> None:
     assert (y == 1).all()
 
 
-def test_contents_differ() -> None:
+def test_contents_differ():
     """The tests could not see a mix of versions otherwise."""
     one, two = contents(1), contents(2)
     assert all((one[name] != two[name]).all() for name in SHAPES)

@@ -1,7 +1,5 @@
 """Transfer with an emulated GPU that is late: copies that are still queued at a deadline, and streams that hang."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm import Communicator
 from kos.cuda import driver
 from kos.errors import CudaError, InvalidArgument, TransferError, TransferTimeout
 from kos.memory import Array
@@ -24,7 +21,7 @@ from kos.transfer.reader import Target
 from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
-from tests.transfer.emulated_gpu import EmulatedMemory, emulated_gpu
+from tests.transfer.emulated_gpu import emulated_gpu
 from tests.transfer.gpu_process import OtherPublisher
 
 pytestmark = needs_compiler
@@ -35,7 +32,7 @@ LATE = "cuda:0: expected the end of the queued work"
 
 
 @pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMemory]:
+def memory(monkeypatch):
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     gc.collect()
     with emulated_gpu() as memory:
@@ -76,7 +73,7 @@ class Queues:
 
 
 @pytest.fixture
-def queues(monkeypatch: pytest.MonkeyPatch) -> Queues:
+def queues(monkeypatch):
     found = Queues()
     monkeypatch.setattr(Copier, "queue", lambda copier, copies: found.queue(copier, copies))
     monkeypatch.setattr(driver.cu, "cuStreamQuery", found.query)
@@ -84,7 +81,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> Queues:
 
 
 @pytest.fixture
-def hung(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def hung(monkeypatch):
     """The threads to which all streams look busy."""
     found = set[int]()
     monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda _: (NOT_READY * (threading.get_ident() in found),))
@@ -103,7 +100,7 @@ def reads_the_next_version(publisher: Publisher, subscriber: Subscriber, source:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged: bool, queues: Queues) -> None:
+def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged, queues):
     """They are still queued on the GPU when it begins."""
     source, into = of(1), of(0)
     with (
@@ -121,11 +118,11 @@ def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged: bool, q
 
 
 @pytest.mark.timeout(60)
-def test_a_copy_from_staging_memory_that_is_late(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_from_staging_memory_that_is_late(queues, monkeypatch):
     """``update`` ends, and the copy is over when the next one begins."""
     source, into, commit = of(1), of(0), Target.commit
 
-    def late(target: Target, *limit: float) -> None:
+    def late(target, *limit):
         queues.late = True
         commit(target, *limit)
 
@@ -141,11 +138,11 @@ def test_a_copy_from_staging_memory_that_is_late(queues: Queues, monkeypatch: py
     assert (into.numpy() == 2).all()
 
 
-def test_a_rank_whose_copy_from_staging_memory_fails_gets_the_version_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_copy_from_staging_memory_fails_gets_the_version_again(monkeypatch):
     """The other ranks have it, and read it again with this one."""
     fails, commit, found = set[int](), Target.commit, dict[int, list[Any]]()
 
-    def bad(target: Target, *limit: float) -> None:
+    def bad(target, *limit):
         if threading.get_ident() in fails:
             fails.clear()
             raise CudaError("cuMemcpyAsync failed")
@@ -153,7 +150,7 @@ def test_a_rank_whose_copy_from_staging_memory_fails_gets_the_version_again(monk
 
     monkeypatch.setattr(Target, "commit", bad)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         into = of(0)
         with Subscriber(publisher.address, {"w": (into, WHOLE)}, comm=comm) as subscriber:
             if comm.rank == 1:
@@ -170,8 +167,8 @@ def test_a_rank_whose_copy_from_staging_memory_fails_gets_the_version_again(monk
     assert found[0] == found[1] == [(1, True, False), (1, False, False), [1.0] * 4]
 
 
-def test_an_error_of_the_driver_names_no_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(copier: Copier, copies: Sequence[Launch]) -> None:
+def test_an_error_of_the_driver_names_no_publisher(monkeypatch):
+    def fail(copier, copies):
         raise CudaError("cuMemcpyAsync failed")
 
     with Publisher(None, {"w": (of(1), WHOLE)}) as publisher, Subscriber(publisher.address, {"w": (of(0), WHOLE)}) as s:
@@ -181,10 +178,10 @@ def test_an_error_of_the_driver_names_no_publisher(monkeypatch: pytest.MonkeyPat
             s.update(30)
 
 
-def test_memory_is_mapped_while_copies_from_it_are_queued(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_mapped_while_copies_from_it_are_queued(queues, monkeypatch):
     right, found = driver.cu.cuIpcCloseMemHandle, list[bool]()
 
-    def close(base: int) -> Any:
+    def close(base):
         found.append(bool(queues.pending))
         return right(base)
 
@@ -205,11 +202,11 @@ def test_memory_is_mapped_while_copies_from_it_are_queued(queues: Queues, monkey
     assert found and not any(found)
 
 
-def test_a_rank_of_a_publisher_whose_gpu_hangs_is_named_by_all(hung: set[int]) -> None:
+def test_a_rank_of_a_publisher_whose_gpu_hangs_is_named_by_all(hung):
     """Its error comes before the others' timeout of the communicator, which is as before afterwards."""
     found = dict[int, str]()
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         placed = Placement.whole((4,), f"w{comm.rank}")
         with Publisher(comm, {"w": (of(comm.rank), placed)}, patience=0.1) as publisher:
             publisher.publish(1)
@@ -227,10 +224,10 @@ def test_a_rank_of_a_publisher_whose_gpu_hangs_is_named_by_all(hung: set[int]) -
     assert all(LATE in each for each in found.values()) and found[1].startswith("Publisher: rank 0: ")
 
 
-def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(monkeypatch):
     """Half of the communicator's timeout, from the first copy on."""
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
             publisher.publish(1)
             deadlines = list[float]()
@@ -243,11 +240,11 @@ def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(monke
     spawn(run, 1, timeout=60)
 
 
-def test_all_ranks_of_a_subscriber_unmap_a_killed_publisher(memory: EmulatedMemory) -> None:
+def test_all_ranks_of_a_subscriber_unmap_a_killed_publisher(memory):
     with start() as publisher:
         publisher.publish(1)
 
-        def run(comm: Communicator) -> None:
+        def run(comm):
             arrays = checks.on_gpu(0, {"a.weight": checks.WANTED["a.weight"]})
             with Subscriber(publisher.address, arrays, comm=comm, transport="shared") as subscriber:
                 subscriber.update(60)
@@ -264,7 +261,7 @@ def test_all_ranks_of_a_subscriber_unmap_a_killed_publisher(memory: EmulatedMemo
         spawn(run, 2, timeout=100)
 
 
-def test_a_refused_publish_hides_no_version() -> None:
+def test_a_refused_publish_hides_no_version():
     array, into = Array.zeros((4,), np.float32, 0, stream=7), np.ones(4, np.float32)
     with Publisher(None, {"w": (array, WHOLE)}, buffers=1) as publisher:
         publisher.publish(1)
@@ -275,11 +272,11 @@ def test_a_refused_publish_hides_no_version() -> None:
     assert (into == 0).all()
 
 
-def test_publish_has_a_deadline_without_a_communicator(hung: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_has_a_deadline_without_a_communicator(hung, monkeypatch):
     with Publisher(None, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
         clock = SimpleNamespace(now=0.0)
 
-        def sleep(_: float) -> None:
+        def sleep(_):
             clock.now += 50.0
             assert clock.now < 1000
 
@@ -291,20 +288,20 @@ def test_publish_has_a_deadline_without_a_communicator(hung: set[int], monkeypat
         monkeypatch.undo()
 
 
-def test_checksums_may_take_longer_than_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_may_take_longer_than_the_copies(monkeypatch):
     """A stream is not idle at the first look; the GPU is as fast as ever."""
     clock, new, queue, crc = SimpleNamespace(now=0.0), set[int](), Copier.queue, exchange.checksum
 
-    def query(stream: int) -> tuple[int]:
+    def query(stream):
         busy = stream in new
         new.discard(stream)
         return (NOT_READY * busy,)
 
-    def slow(arrays: Any) -> int:
+    def slow(arrays):
         clock.now += 30.0
         return crc(arrays)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         arrays = {f"w{i}": (of(i), WHOLE) for i in range(6)}
         with Publisher(comm, arrays, patience=0.1, checksums=True) as publisher:
             for module in ("publisher", "gpu"):
@@ -322,10 +319,10 @@ def test_checksums_may_take_longer_than_the_copies(monkeypatch: pytest.MonkeyPat
     assert clock.now == 180
 
 
-def test_memory_is_freed_after_a_publish_that_failed(memory: EmulatedMemory, hung: set[int]) -> None:
+def test_memory_is_freed_after_a_publish_that_failed(memory, hung):
     """By ``close``, not by a later collection of garbage."""
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         source = of(1)
         publisher = Publisher(comm, {"w": (source, WHOLE)}, patience=0.1)
         publisher.publish(1)
@@ -346,20 +343,18 @@ def test_memory_is_freed_after_a_publish_that_failed(memory: EmulatedMemory, hun
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_close_frees_no_memory_to_which_copies_are_queued(
-    where: Any, queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_frees_no_memory_to_which_copies_are_queued(where, queues, monkeypatch):
     """Of a publish that timed out; they run while ``close`` waits."""
     name = {"device": "cuMemFree", "host": "cuMemHostUnregister"}[where]
     right, found = getattr(driver.cu, name), list[bool]()
 
-    def free(pointer: int) -> Any:
+    def free(pointer):
         found.append(bool(queues.pending))
         return right(pointer)
 
     monkeypatch.setattr(driver.cu, name, free)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1, memory=where) as publisher:
             comm.timeout, queues.late = 0.4, True
             with pytest.raises(TransferTimeout, match=LATE):
@@ -372,7 +367,7 @@ def test_close_frees_no_memory_to_which_copies_are_queued(
     assert found and not any(found)
 
 
-def test_memory_of_a_publisher_of_this_process_that_is_read_is_not_freed(memory: EmulatedMemory) -> None:
+def test_memory_of_a_publisher_of_this_process_that_is_read_is_not_freed(memory):
     """Though the publisher is closed between the lease and the first copy."""
     with (
         Publisher(None, {"w": (of(1), WHOLE)}) as publisher,
@@ -382,7 +377,7 @@ def test_memory_of_a_publisher_of_this_process_that_is_read_is_not_freed(memory:
         held = set(memory.held)
         assert held
 
-        def close() -> None:
+        def close():
             publisher.close()
             assert held <= set(memory.held)
 

@@ -1,17 +1,12 @@
 """Transfer from and to an emulated GPU: two processes, memory that is mapped by IPC, and the real kernel."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.comm import Communicator
 from kos.cuda import driver
 from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory import Array
@@ -21,7 +16,7 @@ from kos.transfer.gpu import launches, whole
 from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
-from tests.transfer.emulated_gpu import EmulatedMemory, emulated_gpu
+from tests.transfer.emulated_gpu import emulated_gpu
 from tests.transfer.gpu_process import OtherPublisher
 
 pytestmark = needs_compiler
@@ -29,7 +24,7 @@ start = partial(OtherPublisher, 0, True)
 
 
 @pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMemory]:
+def memory(monkeypatch):
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     with emulated_gpu() as memory:
         yield memory
@@ -38,29 +33,29 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMemory]:
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(memory: EmulatedMemory, where: str, transport: Any, staged: bool) -> None:
+def test_layouts(memory, where, transport, staged):
     checks.check_layouts(start, 0, where, transport, staged)
     assert memory.opened == (where == "device" and transport == "shared")  # once for all versions
 
 
-def test_the_host_does_not_map_a_gpu() -> None:
+def test_the_host_does_not_map_a_gpu():
     checks.check_that_the_host_does_not_map_a_gpu(start)
 
 
-def test_a_version_that_is_replaced_while_it_is_read() -> None:
+def test_a_version_that_is_replaced_while_it_is_read():
     checks.check_stale(start, 0)
 
 
-def test_a_killed_publisher(memory: EmulatedMemory) -> None:
+def test_a_killed_publisher(memory):
     """Its memory is not held longer than until the next update, so that its successor has enough."""
     checks.check_killed(start, 0, lambda: not memory.held)
 
 
-def test_no_torn_version() -> None:
+def test_no_torn_version():
     checks.check_no_torn_version(start, 0, 12)
 
 
-def test_a_captured_stream_is_refused() -> None:
+def test_a_captured_stream_is_refused():
     array = Array.zeros((4,), np.float32, 0, stream=7)
     placed = {"w": (array, Placement.whole((4,)))}
     with Publisher(None, placed) as publisher:
@@ -74,20 +69,20 @@ def test_a_captured_stream_is_refused() -> None:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged, monkeypatch):
     """As a kernel that hangs: an update ends at its deadline, and a publisher of a communicator at its timeout."""
     array = Array.from_numpy(np.ones(4, np.float32), 0)
     into = Array.zeros((4,), np.float32, 0)
     busy, waiting = SimpleNamespace(now=False), set[int]()
 
-    def wait(stream: int, event: Any, flags: int) -> tuple[int]:
+    def wait(stream, event, flags):
         waiting.update([stream] * busy.now)
         return (0,)
 
     monkeypatch.setattr(driver.cu, "cuStreamWaitEvent", wait)
     monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600 * (busy.now and stream in waiting),))
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         placed = Placement.whole((4,))
         with (
             Publisher(comm, {"w": (array, placed)}, patience=0.1) as publisher,
@@ -108,7 +103,7 @@ def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged: bool, monkey
     spawn(run, 1, timeout=60)
 
 
-def test_an_array_that_was_moved_is_refused() -> None:
+def test_an_array_that_was_moved_is_refused():
     """Its former memory may be another's."""
     array, placed = Array.zeros((4,), np.float32, 0), Placement.whole((4,))
     with Publisher(None, {"w": (array, placed)}) as publisher:
@@ -119,14 +114,14 @@ def test_an_array_that_was_moved_is_refused() -> None:
             publisher.publish(2)
 
 
-def test_an_array_without_elements() -> None:
+def test_an_array_without_elements():
     """Nothing is copied from or to where it is said to be."""
     nothing, some = (Array(256, shape, "float32", 0) for shape in ((0, 3), (2, 3)))
     assert [*launches(whole(nothing), whole(nothing), 0)] == []
     assert len([*launches(whole(some), whole(some), 0)]) == 1
 
 
-def test_memory_is_freed(memory: EmulatedMemory) -> None:
+def test_memory_is_freed(memory):
     array = Array.zeros((1000,), np.float32, 0)
     with Publisher(None, {"w": (array, Placement.whole((1000,)))}) as publisher:
         publisher.publish(1)
@@ -136,13 +131,13 @@ def test_memory_is_freed(memory: EmulatedMemory) -> None:
     assert not memory.held
 
 
-def test_other_memory_than_device_or_host_is_refused() -> None:
+def test_other_memory_than_device_or_host_is_refused():
     array = np.zeros(3, np.float32)
     with pytest.raises(InvalidArgument, match="memory: expected device or host, got 'disk'"):
-        Publisher(None, {"w": (array, Placement.whole((3,)))}, memory="disk")  # type: ignore[arg-type]
+        Publisher(None, {"w": (array, Placement.whole((3,)))}, memory="disk")
 
 
 @pytest.mark.parametrize(("source", "target"), [*pairwise([*checks.NAMES, "float16", "float64"])])
-def test_conversions(source: str, target: str) -> None:
+def test_conversions(source, target):
     """From and to each type; all pairs are compared on GPUs."""
     checks.check_conversions(source, target)

@@ -1,8 +1,5 @@
 """Transfer from and to GPUs: a publisher process and a subscriber, on one GPU or on two."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["one GPU", "two GPUs"])
-def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def devices(request, monkeypatch):
     """Of the publisher and of the subscriber."""
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     if request.param == "one GPU":
@@ -35,37 +32,37 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def start(devices: tuple[int, int]) -> Callable[..., OtherPublisher]:
+def start(devices):
     return partial(OtherPublisher, devices[0], False)
 
 
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(start: Any, devices: tuple[int, int], where: str, transport: Any, staged: bool) -> None:
+def test_layouts(start, devices, where, transport, staged):
     checks.check_layouts(start, devices[1], where, transport, staged)
 
 
-def test_the_host_does_not_map_a_gpu(start: Any) -> None:
+def test_the_host_does_not_map_a_gpu(start):
     checks.check_that_the_host_does_not_map_a_gpu(start)
 
 
-def test_a_version_that_is_replaced_while_it_is_read(start: Any, devices: tuple[int, int]) -> None:
+def test_a_version_that_is_replaced_while_it_is_read(start, devices):
     checks.check_stale(start, devices[1])
 
 
-def test_a_killed_publisher(start: Any, devices: tuple[int, int]) -> None:
+def test_a_killed_publisher(start, devices):
     checks.check_killed(start, devices[1])
 
 
-def test_no_torn_version(start: Any, devices: tuple[int, int]) -> None:
+def test_no_torn_version(start, devices):
     checks.check_no_torn_version(start, devices[1], 60)
 
 
-def test_the_memory_of_a_killed_publisher(start: Any, devices: tuple[int, int]) -> None:
+def test_the_memory_of_a_killed_publisher(start, devices):
     """It is free once an update has failed, so that its successor has enough."""
     nbytes, wanted = 1 << 30, {"a.weight": checks.WANTED["a.weight"]}
-    def free() -> int:
+    def free():
         with cuda.on_device(devices[0]):
             return int(call(cu.cuMemGetInfo)[0])
 
@@ -80,7 +77,7 @@ def test_the_memory_of_a_killed_publisher(start: Any, devices: tuple[int, int]) 
             assert free() > before - nbytes // 2  # the arrays and the context of this process are less
 
 
-def test_one_process_on_two_gpus() -> None:
+def test_one_process_on_two_gpus():
     """Arrays of both sides on different GPUs, and in one process."""
     if len(cuda.visible_devices()) < 2:
         pytest.skip("there is one GPU")
@@ -102,7 +99,7 @@ def late(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("memory", ["device", "host"])
-def test_publish_comes_after_the_work_of_the_stream(memory: Any) -> None:
+def test_publish_comes_after_the_work_of_the_stream(memory):
     """And update before what is queued afterwards; on torch's current stream, which is not the default one."""
     torch = pytest.importorskip("torch")
     stream = torch.cuda.Stream()
@@ -125,7 +122,7 @@ def test_publish_comes_after_the_work_of_the_stream(memory: Any) -> None:
             assert bool((held == version - 1).all()) and bool((y == version).all())
 
 
-def test_a_captured_stream_is_refused() -> None:
+def test_a_captured_stream_is_refused():
     torch = pytest.importorskip("torch")
     x = torch.zeros(64, device="cuda")
     with Publisher(None, {"w": (x, Placement.whole((64,)))}) as publisher:
@@ -140,17 +137,17 @@ def test_a_captured_stream_is_refused() -> None:
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("block", [(128, 128), (1, 1000)], ids=["blocks", "rows"])
 @pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
-def test_block_scales(placed: Placement, block: tuple[int, int], transport: Any) -> None:
+def test_block_scales(placed, block, transport):
     check_scales(placed, block, np.float32, transport, True, lambda x: Array.from_numpy(x, 0))
 
 
 @pytest.mark.parametrize("target", checks.NAMES)
 @pytest.mark.parametrize("source", checks.NAMES)
-def test_conversions(source: str, target: str) -> None:
+def test_conversions(source, target):
     checks.check_conversions(source, target)
 
 
 @pytest.mark.timeout(600)
-def test_random_faults() -> None:
+def test_random_faults():
     """Each kind twice; ``python -m tests.transfer.faults --gpus 2 --faults 50`` runs more."""
     assert campaign(2 * len(KINDS), 1, gpus=len(cuda.visible_devices())) == []

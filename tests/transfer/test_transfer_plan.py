@@ -1,7 +1,5 @@
 """Plans read every element exactly once: random layouts of both sides, against NumPy."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -80,7 +78,7 @@ SHAPES = st.dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_every_element_is_read_once(data: st.DataObject) -> None:
+def test_every_element_is_read_once(data):
     shapes = data.draw(SHAPES)
     tensors = {
         name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 1000 * index
@@ -93,7 +91,7 @@ def test_every_element_is_read_once(data: st.DataObject) -> None:
     plan = Plan(Offers.of(offers), wants)
     plan.check()
     carry_out(plan, offers, tensors)
-    counted: dict[tuple[int, int], int] = {}
+    counted = {}
     for rank, layout in enumerate(wants):
         for copy in plan.copies(rank):
             key = copy.source.rank, rank
@@ -103,7 +101,7 @@ def test_every_element_is_read_once(data: st.DataObject) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_boxes_without_a_hole(data: st.DataObject) -> None:
+def test_boxes_without_a_hole(data):
     """``subtract`` gives boxes that share no element with the hole or with each other, and miss none."""
     sizes = data.draw(st.lists(st.integers(1, 5), max_size=3))
     start = tuple(data.draw(st.integers(0, 3)) for _ in sizes)
@@ -117,7 +115,7 @@ def test_boxes_without_a_hole(data: st.DataObject) -> None:
     assert (whole == 1).all() and seen.sum() == math.prod(sizes)
 
 
-def test_replicas_take_turns() -> None:
+def test_replicas_take_turns():
     """Two ranks that hold the same tensors each send half of them."""
     layout = {name: Array(F32, Placement.whole((4, 4)).named(name)) for name in "abcd"}
     plan = Plan(Offers.of([layout, layout]), [layout, layout])
@@ -127,7 +125,7 @@ def test_replicas_take_turns() -> None:
     assert "a[0:4, 0:4] float32: rank 0 a+0 -> a+0" in text
 
 
-def test_dp2_of_zero_to_tp2_is_planned_to_the_byte() -> None:
+def test_dp2_of_zero_to_tp2_is_planned_to_the_byte():
     offers = [{"w": Array(F32, Placement.whole((4, 6)).flat(12 * r, 12 * r + 12).named("w"))} for r in range(2)]
     rows = [{"w": Array(F32, Placement.shard((4, 6), 0, r, 2).named("w"))} for r in range(2)]
     columns = [{"w": Array(DTYPES["bfloat16"], Placement.shard((4, 6), 1, r, 2).named("w"))} for r in range(2)]
@@ -143,19 +141,19 @@ def test_dp2_of_zero_to_tp2_is_planned_to_the_byte() -> None:
         (Placement.whole((4, 4), "w"), "w: expected every element on a publisher rank, got none for 3:4, 0:4"),
     ],
 )
-def test_what_no_rank_holds_is_named(wanted: Placement, expected: str) -> None:
+def test_what_no_rank_holds_is_named(wanted, expected):
     offers = Offers.of([{"w": Array(F32, Placement.cut((4, 4), 0, 0, 3, "w"))}])
     with pytest.raises(InvalidArgument, match=expected):
         Plan(offers, [{"x": Array(F32, wanted)}])
 
 
-def test_a_dtype_that_cannot_be_converted_is_refused() -> None:
+def test_a_dtype_that_cannot_be_converted_is_refused():
     offers = Offers.of([{"w": Array(DTYPES["int32"], Placement.whole((2,), "w"))}])
     with pytest.raises(InvalidArgument, match="w: expected int32, as published, got float32"):
         Plan(offers, [{"w": Array(F32, Placement.whole((2,), "w"))}]).check()
 
 
-def test_a_wrong_plan_is_found() -> None:
+def test_a_wrong_plan_is_found():
     """``check`` does not trust the code that makes plans."""
     layout = {"w": Array(F32, Placement.whole((4,), "w"))}
     for wrong in (
@@ -172,7 +170,7 @@ def test_a_wrong_plan_is_found() -> None:
             Plan(offers, [layout]).check()
 
 
-def test_wrong_placements() -> None:
+def test_wrong_placements():
     for make, expected in (
         (lambda: Placement.cut((4, 4), 0, 3, 2), "expected a slice within shape"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "expected equal parts"),
@@ -188,7 +186,7 @@ def test_wrong_placements() -> None:
             make()
 
 
-def test_copies_of_key_value_heads() -> None:
+def test_copies_of_key_value_heads():
     """Of 2 heads on 4 ranks, neighbours hold the same."""
     starts = [Placement.shard((8, 4), 0, rank, 4, most=2).parts[0].start[0] for rank in range(4)]
     assert starts == [0, 0, 4, 4]
@@ -198,7 +196,7 @@ HF = {"l.q_proj.weight": (8, 4), "l.k_proj.weight": (4, 4), "l.v_proj.weight": (
 
 
 @pytest.mark.parametrize(("ranks", "key_rows"), [(1, 4), (2, 2), (4, 2)])
-def test_vllm_names_fuse_and_cut(ranks: int, key_rows: int) -> None:
+def test_vllm_names_fuse_and_cut(ranks, key_rows):
     """``qkv_proj`` has this rank's rows of q, k and v; with 4 ranks and 2 key/value heads, two ranks share one."""
     tensors = {name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) for name, shape in HF.items()}
     for rank in range(ranks):
@@ -214,7 +212,7 @@ def test_vllm_names_fuse_and_cut(ranks: int, key_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, [100]), (2, [64, 36]), (4, [32, 32, 32, 4]), (8, [16] * 6 + [4, 0])])
-def test_vllm_pads_the_vocabulary(ranks: int, rows: list[int]) -> None:
+def test_vllm_pads_the_vocabulary(ranks, rows):
     """To a multiple of 64 rows: those that no tensor has are not written."""
     tensors = {"embed_tokens.weight": (100, 3)}
     for rank in range(ranks):
@@ -226,7 +224,7 @@ def test_vllm_pads_the_vocabulary(ranks: int, rows: list[int]) -> None:
             placements({"embed_tokens.weight": shape}, tensors, "vllm")
 
 
-def test_rules_of_ones_own(tmp_path: Path) -> None:
+def test_rules_of_ones_own(tmp_path):
     """A file may name transposed parameters; wrong names and shapes are refused."""
     path = str(tmp_path / "mine.toml")
     Path(path).write_text("transposed = 'c_fc\\.weight'\nrows = 'c_fc\\.weight'\n")
@@ -242,23 +240,23 @@ def test_rules_of_ones_own(tmp_path: Path) -> None:
         placements({"x": (4, 3)}, whole, "llamacpp")
 
 
-def test_json_is_lossless() -> None:
+def test_json_is_lossless():
     placed = Placement.joined([Placement.shard((8, 4), 0, 1, 2, "q"), Placement.whole((2, 4), "k")])
     assert Placement.from_json(placed.to_json()) == placed
 
 
 @pytest.mark.parametrize("ranks", [1024, 4096])
-def test_thousands_of_ranks_are_planned_in_seconds(ranks: int) -> None:
+def test_thousands_of_ranks_are_planned_in_seconds(ranks):
     """An 8-billion model: half of the ranks train (tp 8, ZeRO over the rest), the others serve (tp 4)."""
     shapes = {f"{layer}.{name}": (4096, 4096) for layer in range(32) for name in "abcd"}
     tp, zero = 8, 8
-    trainer: list[Layout] = []
+    trainer = []
     for part in range(zero):
         for rank in range(tp):
             cut = {name: Placement.shard(shape, 0, rank, tp, name) for name, shape in shapes.items()}
             each = {n: p.flat(p.count * part // zero, p.count * (part + 1) // zero) for n, p in cut.items()}
             trainer.append({name: Array(F32, placed) for name, placed in each.items()})
-    servers: list[Layout] = [
+    servers = [
         {n: Array(DTYPES["bfloat16"], Placement.shard(shape, 1, rank, 4, n)) for n, shape in shapes.items()}
         for rank in range(4)
     ]
@@ -274,7 +272,7 @@ def test_thousands_of_ranks_are_planned_in_seconds(ranks: int) -> None:
     assert sent[0] == sent[1]
 
 
-def test_a_piece_and_a_copy_are_plain_data() -> None:
+def test_a_piece_and_a_copy_are_plain_data():
     layout = {"w": Array(F32, Placement.whole((4,), "w"))}
     offers = Offers.of([layout])
     (piece,) = offers.pieces(layout["w"].placement.parts[0])
@@ -283,7 +281,7 @@ def test_a_piece_and_a_copy_are_plain_data() -> None:
     assert (copy.tensor, copy.elements, copy.source.rank, copy.start, copy.size) == ("w", 4, 0, (0,), (4,))
 
 
-def test_a_box_is_no_larger_than_its_array() -> None:
+def test_a_box_is_no_larger_than_its_array():
     """Whatever a message says: strides of 0 would make the memory of an answer as large as its sender likes."""
     assert box(np.zeros(6), 1, (2, 2), (3, 1)).shape == (2, 2)
     for offset, size, strides in ((0, (1 << 40,), (0,)), (0, (7,), (1,)), (5, (2,), (1,)), (-1, (1,), (1,))):

@@ -1,7 +1,5 @@
 """Weights from M ranks to N: what lasts. Connections, memory, sockets, threads."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm import Communicator
 from kos.errors import InvalidArgument, TransferError
 from kos.testing import spawn
 from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_catalogue
@@ -30,7 +27,7 @@ def serving() -> int:
     return sum(thread.name == SERVING for thread in threading.enumerate())
 
 
-def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(monkeypatch):
     monkeypatch.setattr("kos.transfer.publisher.IDLE_SECONDS", 0.2)
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     with Publisher(None, mine) as publisher, Subscriber(publisher.address, arrays, transport="tcp") as reader:
@@ -44,11 +41,11 @@ def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(mo
                 time.sleep(0.01)
 
 
-def test_verification_reads_each_published_array_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_reads_each_published_array_once(monkeypatch):
     """And not once for each request of some MiB."""
     size, right, read = 9 << 20, exchange.checksum, list[int]()
 
-    def counting(arrays: Any) -> int:
+    def counting(arrays):
         held = [*arrays]
         if not threading.current_thread().name.startswith("kos-subscriber"):
             read.append(sum(each.nbytes for each in held))
@@ -63,12 +60,12 @@ def test_verification_reads_each_published_array_once(monkeypatch: pytest.Monkey
     assert sum(read) == 2 * 4 * size  # what is sent, and what was published
 
 
-def test_checksums_are_known_until_the_buffer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_known_until_the_buffer_is_written(monkeypatch):
     """A read with verification just before is right, and no bytes have changed."""
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     writes, may_write, write = threading.Event(), threading.Event(), Buffers.write
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments):
         writes.set()
         may_write.wait(30)
         write(*arguments)
@@ -78,7 +75,7 @@ def test_checksums_are_known_until_the_buffer_is_written(monkeypatch: pytest.Mon
         publisher.publish(1)
         thread = threading.Thread(target=publisher.publish, args=(2,), daemon=True)
 
-        def plan(*arguments: Any) -> Plan:  # between the lease and the first byte
+        def plan(*arguments):  # between the lease and the first byte
             monkeypatch.setattr(Buffers, "write", slow)
             thread.start()
             assert writes.wait(30)
@@ -92,7 +89,7 @@ def test_checksums_are_known_until_the_buffer_is_written(monkeypatch: pytest.Mon
     expect_version(arrays, 1)
 
 
-def test_the_end_of_a_lease_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_lease_is_not_waited_for(monkeypatch):
     """All bytes are there: a publisher that stops now delays nobody."""
     stopped = threading.Event()
     monkeypatch.setattr(Board, "release", lambda *_: stopped.wait(30))
@@ -112,7 +109,7 @@ def mapped(inode: int) -> int:
     return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_close_frees_the_memory() -> None:
+def test_close_frees_the_memory():
     """Although the objects are still there."""
     publisher = Publisher(None, arrays_of(WHOLE))
     publisher.publish(1)
@@ -138,7 +135,7 @@ def sockets() -> set[str]:
     return {name for name in found if name.startswith("socket:")}
 
 
-def test_what_is_refused_leaves_no_socket() -> None:
+def test_what_is_refused_leaves_no_socket():
     before = sockets()
     with pytest.raises(InvalidArgument, match="arrays: expected at least one on some rank"):
         Publisher(None, {})
@@ -147,7 +144,7 @@ def test_what_is_refused_leaves_no_socket() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", ["shorter", "pipe", "closed"])
-def test_a_descriptor_that_is_another_file_is_not_mapped(what: str, tmp_path: Path) -> None:
+def test_a_descriptor_that_is_another_file_is_not_mapped(what, tmp_path):
     """As after the publisher's process id was given to another process: neither an error nor a wait for the pipe."""
     os.mkfifo(tmp_path / "pipe")
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
@@ -166,19 +163,19 @@ def test_a_descriptor_that_is_another_file_is_not_mapped(what: str, tmp_path: Pa
         os.close(pipe)
 
 
-def test_a_publisher_of_ranks_waits_for_readers_less_than_its_ranks_for_each_other() -> None:
-    def make(comm: Communicator) -> None:
+def test_a_publisher_of_ranks_waits_for_readers_less_than_its_ranks_for_each_other():
+    def make(comm):
         with pytest.raises(InvalidArgument, match=r"patience below the communicator's timeout \(30\), got 2 and 30"):
             Publisher(comm, arrays_of(WHOLE), patience=30)
 
     spawn(make, 2, timeout=30)
 
 
-def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch):
     """The one caller is gone; the next one is served."""
     start, failed = threading.Thread.start, list[str]()
 
-    def once(thread: threading.Thread) -> None:
+    def once(thread):
         if thread.name == SERVING and not failed:
             failed.append(thread.name)
             raise RuntimeError("can't start new thread")
@@ -205,7 +202,7 @@ class Moving:
         return self.memory.__dlpack__(**options)
 
 
-def test_an_array_of_the_host_that_was_moved_is_refused() -> None:
+def test_an_array_of_the_host_that_was_moved_is_refused():
     """Else the values from before would be published, or an update would not reach the array."""
     array, placed = Moving(), Placement.whole((4,))
     with Publisher(None, {"w": (array, placed)}) as publisher:

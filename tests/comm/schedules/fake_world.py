@@ -5,8 +5,6 @@ is drawn at random; only the order of one pair's messages is kept.  Used as the 
 schedule leaves in the buffers is compared with NumPy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """Text, pictures and the command."""
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as ET
 

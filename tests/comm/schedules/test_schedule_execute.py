@@ -1,7 +1,5 @@
 """Schedules executed over an adversarial in-memory transport, against NumPy."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 
@@ -80,8 +78,7 @@ def test_any_schedule_any_size_any_order_of_delivery(segments, request):
     inner()
 
 
-@pytest.mark.parametrize(("collective", "algorithm"),
-                         [(c, a) for c, a in CASES if a in algorithms(c, ordered=True)])
+@pytest.mark.parametrize(("collective", "algorithm"), [(c, a) for c, a in CASES if a in algorithms(c, ordered=True)])
 def test_rank_order_whatever_the_size(collective, algorithm):
     """An operation that shows its order: dst = (dst, src) as a string of digits base 11."""
     for ranks in (1, 2, 5, 9):

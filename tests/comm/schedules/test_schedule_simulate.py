@@ -1,7 +1,5 @@
 """The model against a slow one that walks every step, against arithmetic, and against what was measured."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import inf
 

@@ -1,7 +1,5 @@
 """The prover accepts every schedule that is built and rejects every mutant that gives a wrong result."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 
@@ -96,8 +94,7 @@ def mutants(schedule):
         out[to][rank].append(out[t][rank].pop(i))
         return tuple(tuple(map(tuple, r)) for r in out)
 
-    other_kind = {"recv": "recv_reduce", "recv_reduce": "recv", "copy": "reduce", "reduce": "copy",
-                  "send": "recv"}
+    other_kind = {"recv": "recv_reduce", "recv_reduce": "recv", "copy": "reduce", "reduce": "copy", "send": "recv"}
     for t, row in enumerate(rounds):
         for rank, steps in enumerate(row):
             for i, step in enumerate(steps):
@@ -117,8 +114,7 @@ def mutants(schedule):
                     for peer in set(range(schedule.ranks)) - {step.peer, rank}:
                         yield f"peer {peer} in {name}", alter(step._replace(peer=peer))
                 if i + 1 < len(steps):
-                    yield f"swap with next {name}", put(t, rank,
-                                                        [*steps[:i], steps[i + 1], step, *steps[i + 2:]])
+                    yield f"swap with next {name}", put(t, rank, [*steps[:i], steps[i + 1], step, *steps[i + 2:]])
                 for to in {t - 1, t + 1} & set(range(len(rounds))):
                     yield f"to round {to} {name}", move(t, rank, i, to)
     for t in range(len(rounds) - 1):

@@ -4,8 +4,6 @@ Device memory is host memory; what CUDA's driver would do to it is done by memmo
 attention are numpy's: they are not what is tested.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -204,9 +202,7 @@ class HostOps(CudaOps):
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert shared <= self.shared_memory and block <= 1024
         assert not overlap or waits(file, name), f"{name} would not wait for the kernel before it"
-        values = [
-            a.pointer if isinstance(a, Array) else a.encode() if isinstance(a, Tokens) else a for a in arguments
-        ]
+        values = [a.pointer if isinstance(a, Array) else a.encode() if isinstance(a, Tokens) else a for a in arguments]
         assert len(values) == len(types[name]), f"{name}: expected {len(types[name])} arguments, got {len(values)}"
         converted = [x if isinstance(x, HostMap) else kind(x) for kind, x in zip(types[name], values, strict=True)]
         getattr(code, f"run_{name}")(x, y, block, *converted)
