@@ -102,7 +102,7 @@ class Relay(Backend):
 
     # Host memory.
 
-    def idle(self) -> Backoff:
+    def waiter(self) -> Backoff:
         return Backoff(crowded=True)  # the ranks are threads: one that waits lets the others run
 
     def isend(self, array: Any, peer: int, tag: int) -> Sent:
