@@ -60,7 +60,7 @@ def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
     launches = defaultdict[Any, dict[bytes, None]](dict)
 
     class Recorded(memory_plan.DryCudaOps):
-        def launch(self, file: str, name: str, *arguments: Any, overlap: bool = False, **defines: Any) -> None:
+        def launch(self, file: str, name: str, *arguments: Any, **defines: Any) -> None:
             launches[file, tuple(defines.items())][name.encode()] = None
 
     ops = Recorded(GPUS["H200"])
@@ -144,7 +144,7 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, dtype, monkeyp
     """Every kernel of a pass, with its own macros, and within what a launch may ask for."""
     launches = {}
 
-    def launch(self, file, name, grid, block, *arguments, shared=0, overlap=False, **defines):
+    def launch(self, file, name, grid, block, *arguments, shared=0, **defines):
         launches.setdefault((file, tuple(defines.items())), set()).add(name.encode())
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name

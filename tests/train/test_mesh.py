@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kos.train.model.families import FAMILIES
 from kos.train.model.llama import Stages, split_layers
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.tensor import TensorParallel
 from kos.train.run import Trainer
 from tests.train.models import small
 
@@ -210,3 +212,8 @@ def test_a_layout_that_cannot_be_is_refused_on_all_ranks(flags, message, tmp_pat
     for text in spawn(refused, 2):
         assert message in text and "expected" in text and ", got " in text
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_grid_checks_collectives_too():
+    """As a search of algorithms on a GPU does, where operations have a stream."""
+    TensorParallel(SimpleNamespace(stream=7), Mesh.dry(Layout(tp=2), 0).tp).check()

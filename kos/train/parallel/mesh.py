@@ -97,7 +97,7 @@ class DryCommunicator:
         return self
 
     all_gather = all_reduce = all_to_all = broadcast = feed_back = reduce = reduce_scatter = _nothing
-    send = recv = send_recv = split = wait = _nothing
+    send = recv = send_recv = split = synchronize = wait = _nothing
 
 
 class Axis(NamedTuple):

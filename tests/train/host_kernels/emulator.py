@@ -62,7 +62,6 @@ PTX = [
     (r"(?s)#define SHARED32.*?(?=__device__ inline void wgmma_fence)", ""),  # tensor_cores.h has these functions
     (r'asm volatile\("wgmma\.(?:fence|commit_group|wait_group)[^;]*;"[^;]*;', "warp_barrier();"),
     (r'asm volatile\("(?:fence\.proxy|prefetch|setmaxnreg|cp\.async\.bulk\.[cw])[^"]*"[^;]*;', ""),
-    (r'asm volatile\("(?:griddepcontrol|cp\.async\.bulk\.prefetch)[^"]*"[^;]*;', ""),
     (r'asm volatile\("" : [^;]*;', ";"),
     (r'asm volatile\("mbarrier\.init[^;]*;"[^;]*;', "init_arrivals(barrier, arrivals);"),
     (r'asm volatile\("mbarrier\.arrive\.expect[^;]*;"[^;]*;', "arrive(barrier, bytes);"),
@@ -174,13 +173,6 @@ def _read(array):
     return of_columns(array) if isinstance(array, Columns) else array.numpy()
 
 
-@functools.cache
-def waits(file: str, name: str) -> bool:
-    """Whether a kernel can be launched with ``overlap``."""
-    body = re.search(rf'\s{name}\([^{{]*{{(.*?)(?:extern "C"|\Z)', (KERNELS / file).read_text(), re.DOTALL)
-    return body is not None and "wait_for_former();" in body[1]
-
-
 class HostOps(CudaOps):
     """``CudaOps`` whose kernels run on the host; needs ``host_memory``."""
 
@@ -197,11 +189,10 @@ class HostOps(CudaOps):
         yield
         arena.release(0)
 
-    def launch(self, file, name, grid, block, *arguments, shared=0, overlap=False, **defines):
+    def launch(self, file, name, grid, block, *arguments, shared=0, **defines):
         code, types = library(file, tuple(sorted(defines.items())))
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert shared <= self.shared_memory and block <= 1024
-        assert not overlap or waits(file, name), f"{name} would not wait for the kernel before it"
         values = [a.pointer if isinstance(a, Array) else a.encode() if isinstance(a, Tokens) else a for a in arguments]
         assert len(values) == len(types[name]), f"{name}: expected {len(types[name])} arguments, got {len(values)}"
         converted = [x if isinstance(x, HostMap) else kind(x) for kind, x in zip(types[name], values, strict=True)]

@@ -66,7 +66,6 @@ class CudaOps(NormOps, SwigluOps):
         self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
         self.attention_kernels = attention.fastest_kernels(device)  # from which ``attention.kernel_set`` chooses
-        self.overlaps = device_info(device).compute_capability >= (9, 0)  # programmatic dependent launch
         self.swiglu_kernel = device_info(device).arch == HOPPER
         self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -74,13 +73,9 @@ class CudaOps(NormOps, SwigluOps):
         self._kernels: dict[tuple[Any, ...], Any] = {}
 
     def launch(
-        self, file: str, name: str, grid: Any, block: int, *arguments: Any, shared: int = 0, overlap: bool = False,
-        **defines: str | int,
-    ) -> None:  # fmt: skip
-        """Queue the kernel ``name`` of ``file``; arrays are passed by address.
-
-        With ``overlap``, it may begin before the kernel before it has ended, and waits for that itself (vectors.cuh).
-        """
+        self, file: str, name: str, grid: Any, block: int, *arguments: Any, shared: int = 0, **defines: str | int
+    ) -> None:
+        """Queue the kernel ``name`` of ``file``; arrays are passed by address."""
         key = (file, name, *defines.items())
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -89,10 +84,7 @@ class CudaOps(NormOps, SwigluOps):
             x.pointer if isinstance(x, Array) else x.encode() if isinstance(x, attention.Tokens) else x
             for x in arguments
         )
-        if overlap and self.overlaps:
-            kernel.bind(grid, block, *values, shared=shared, overlap=True)(self.stream)
-        else:
-            kernel(self.stream, grid, block, *values, shared=shared)
+        kernel(self.stream, grid, block, *values, shared=shared)
 
     def update(
         self, rule: Any, weights: Array, gradients: Array, state: Sequence[Array], copy: Array, count: int,
@@ -255,7 +247,7 @@ class CudaOps(NormOps, SwigluOps):
         more = (0 if each is None else each for each in (bias, residual))
         self.launch(
             "linear_few.cu", "linear_few", -(-features // 4), 128, x, weight, *more, out, columns, features,
-            overlap=True, DTYPE=x.dtype.name, WIDTH=width, ROWS=rows,
+            DTYPE=x.dtype.name, WIDTH=width, ROWS=rows,
         )  # fmt: skip
 
     def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
@@ -320,8 +312,7 @@ class CudaOps(NormOps, SwigluOps):
         if packs := rows * heads * (head_dim // 2) // width:
             self.launch(
                 "rope.cu", "rope", -(-packs // BLOCK), BLOCK, qkv, *tables, len(tables[0]), packs,
-                overlap=rows <= self.few_rows, DTYPE=qkv.dtype.name, WIDTH=width, HALF=head_dim // 2, HEADS=heads,
-                ROW=columns, SIGN=sign,
+                DTYPE=qkv.dtype.name, WIDTH=width, HALF=head_dim // 2, HEADS=heads, ROW=columns, SIGN=sign,
             )  # fmt: skip
 
     # --- attention -----------------------------------------------------------------------------------
@@ -362,7 +353,7 @@ class CudaOps(NormOps, SwigluOps):
     def _cache(self, name: str, grid: Any, block: int, attend: Attend, *arguments: Any, **defines: int) -> None:
         every: dict[str, Any] = attention.macros_of(attend)
         every |= {"WIDTH": 1, "ROW": attend.qkv.shape[1], "CHUNK": attention.CHUNK, **defines}
-        self.launch("cache.cu", name, grid, block, *arguments, overlap=True, **every)
+        self.launch("cache.cu", name, grid, block, *arguments, **every)
 
     def attention_backward(
         self, attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, d_kv: Array | None = None

@@ -377,8 +377,12 @@ class Stored:
         self.known = self._read()
 
     def keep(self, found: Mapping[str, str]) -> None:
-        """Add to ``known`` and to the file; entries that other processes have stored meanwhile are kept."""
-        self.known = {**self.known, **self._read(), **found}
+        """Add to ``known`` and to the file.
+
+        What other processes have stored meanwhile stays, and ``known`` has it too: the runs that measure at the same
+        time, and later ones, then compute the same bits.
+        """
+        self.known = {**found, **self.known, **self._read()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, json.dumps(self.known).encode())

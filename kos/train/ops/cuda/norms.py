@@ -21,7 +21,6 @@ class NormOps:
     """The norms of ``CudaOps``, which launches their kernels."""
 
     multiprocessors: int
-    few_rows: int
     launch: Any
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
@@ -47,8 +46,7 @@ class NormOps:
         self._norms(
             "norm_forward", x, -(-rows // together), threads * together,
             x, weight, bias, np.float32(norm.eps), 0 if out is None else out, statistics, rows,
-            overlap=rows <= self.few_rows, WIDTH=width, THREADS=threads, ROWS=together,
-            CENTERED=int(norm.bias is not None), **norm.macros(),
+            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(norm.bias is not None), **norm.macros(),
         )  # fmt: skip
 
     def normalize_backward(

@@ -25,7 +25,6 @@ class SwigluOps:
     """Whether this GPU has the kernel of ``linear_swiglu_backward``."""
 
     algorithms: dict[str, str]
-    few_rows: int
     multiprocessors: int
     stream: Any
     launch: Any
@@ -33,10 +32,7 @@ class SwigluOps:
     _elementwise: Any
 
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
-        rows, columns = out.shape
-        self._elementwise(
-            "swiglu", out, gate_up, out, row=columns, COLUMNS=columns, overlap=rows <= self.few_rows
-        )  # fmt: skip
+        self._elementwise("swiglu", out, gate_up, out, row=out.shape[1], COLUMNS=out.shape[1])
 
     def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
         columns = d_out.shape[1]

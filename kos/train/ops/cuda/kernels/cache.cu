@@ -17,8 +17,6 @@ constexpr int W = WIDTH, D = HEAD_DIM, EACH = (D + 31) / 32, WARPS = CHUNK / 32;
 // kv: the first key in the rows of qkv.  Token n of `length` tokens of sequence b goes to place positions[b] + n.
 extern "C" __global__ void append(const T* kv, T* cache, const int* positions, int kv_heads, int length, int capacity,
                                   long packs) {
-    launch_next();
-    wait_for_former();
     const long item = long(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= packs) return;
     const int column = item % (2 * kv_heads * D / W) * W;
@@ -43,8 +41,6 @@ struct Keys {
 // partial (B, H, chunks, D + 2).
 extern "C" __global__ void attend(const T* qkv, const T* cache, const int* positions, float* partial, int heads,
                                   int kv_heads, int capacity, int window) {
-    launch_next();
-    wait_for_former();
     __shared__ float scores[CHUNK], sums[WARPS][EACH * 32];
     const int b = blockIdx.y / heads, head = blockIdx.y % heads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Keys keys(positions[b], window, blockIdx.x);
@@ -93,8 +89,6 @@ extern "C" __global__ void attend(const T* qkv, const T* cache, const int* posit
 
 // A block for each query head of each sequence; out (B, H D).
 extern "C" __global__ void merge(const float* partial, const int* positions, T* out, int heads, int chunks, int window) {
-    launch_next();
-    wait_for_former();
     const int position = positions[blockIdx.x / heads];
     const int first = Keys(position, window, 0).first / CHUNK, last = position / CHUNK;
     const float* parts = partial + long(blockIdx.x) * chunks * (D + 2);

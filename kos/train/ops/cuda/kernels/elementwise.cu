@@ -54,8 +54,6 @@ extern "C" __global__ void add_to_last_columns(T* x, const T* y, int width, long
 
 // gate_up (rows, 2 F) holds gate, then up; out (rows, F) = gate sigmoid(gate) up.
 extern "C" __global__ void swiglu(const T* gate_up, T* out, long packs) {
-    launch_next();
-    wait_for_former();
     const long i = pack_index();
     if (i >= packs) return;
     const long row = i / (COLUMNS / W);

@@ -4,15 +4,11 @@
 // all rows of x, which lie in the L1 cache.  Each element of out is added up in the same order whatever ROWS is, so the
 // bits of a row do not depend on the others.
 //
-// It is launched while the kernel before it still runs (programmatic dependent launch): meanwhile each warp has the first
-// FETCHED bytes of its row brought into the L2 cache, so that the memory is busy between the products too.  They are few
-// enough for the L2 cache to hold those of all blocks that fit the GPU.
-//
 // -DDTYPE -DWIDTH -DROWS
 #include "vectors.cuh"
 
 using T = DTYPE;
-constexpr int W = WIDTH, FETCHED = 4096;
+constexpr int W = WIDTH;
 
 extern "C" __global__ void linear_few(const T* x, const T* weight, const T* bias, const T* residual, T* out, int columns,
                                       int features) {
@@ -20,10 +16,6 @@ extern "C" __global__ void linear_few(const T* x, const T* weight, const T* bias
     const long feature = long(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (feature >= features) return;
     const T* row = weight + feature * columns;
-    const int bytes = columns * int(sizeof(T));
-    if (W > 1 && lane == 0) fetch_to_l2(row, bytes < FETCHED ? bytes : FETCHED);
-    launch_next();
-    wait_for_former();
     float sums[ROWS] = {};
 #pragma unroll 4
     for (int i = lane * W; i < columns; i += 32 * W) {

@@ -50,8 +50,6 @@ __device__ __forceinline__ float row_sum(float x, int turn) {
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS, 1024 / (THREADS * ROWS))
 norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias, float eps,
      T* __restrict__ out, float* __restrict__ statistics, long rows) {
-    launch_next();
-    wait_for_former();
     const long row = long(blockIdx.x) * ROWS + threadIdx.x / THREADS;
     if (row >= rows) return;
     Row raw;

@@ -10,8 +10,6 @@ using T = DTYPE;
 constexpr int W = WIDTH;
 
 extern "C" __global__ void rope(T* qkv, const float* cosines, const float* sines, int length, long packs) {
-    launch_next();
-    wait_for_former();
     const long item = long(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= packs) return;
     const int i = item % (HALF / W) * W, head = item / (HALF / W) % HEADS;

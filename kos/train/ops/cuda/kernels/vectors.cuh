@@ -129,27 +129,6 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Programmatic dependent launch, from compute capability 9 on: a kernel that is launched with `overlap` (CudaOps.launch)
-// begins as soon as all blocks of the kernel before it have called `launch_next` or ended.  Before it touches what other
-// kernels write or read, it waits until those have ended.  Steps that generate use this: most of their kernels are short.
-__device__ __forceinline__ void launch_next() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_former() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Begins to bring memory into the L2 cache; the address and `bytes` are multiples of 16.
-__device__ __forceinline__ void fetch_to_l2(const void* p, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-#endif
-}
-
 template <class V>
 __device__ __forceinline__ V warp_sum(V x) {
 #pragma unroll
