@@ -144,10 +144,9 @@ def cpu_of_calls() -> str:
         for backend in ("peer", "nccl"):
             found = {row["arrays"]: row for row in rows if row["op"] == op and row["backend"] == backend}
             for kind in kinds:
-                row = found[kind]
-                line.append(
-                    f"{row['core_us']:.1f}/{row['c_us']:.1f}" if "core_us" in row else f"{row['python_us']:.1f}"
-                )
+                row = found.get(kind, {})
+                by_core = f"{row['core_us']:.1f}/{row['c_us']:.1f}" if "core_us" in row else ""
+                line.append(by_core or (f"{row['python_us']:.1f}" if row else ""))
         lines.append(line)
     head = (f"{backend}, {kind} arrays" for backend in ("peer", "nccl") for kind in kinds)
     return table(["kos/C, µs", *head], lines)
