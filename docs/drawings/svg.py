@@ -92,9 +92,11 @@ def timeline(title: str, note: str, rows: Sequence[str], boxes: Sequence[Box], l
 
 
 def exchange(title: str, note: str, actors: Sequence[str], events: Sequence[tuple[int, int, str]]) -> str:
-    """Time runs down; an event is a message from one actor to another, or of one actor alone.
+    """A sequence diagram, in which time runs downwards.
 
-    The words of a message are between the lifeline of its sender and the next one.  ValueError if they do not fit.
+    An event (source, target, text) is a message from one actor to another, or a note if both are the same actor.  The
+    text of a message is drawn between the lifeline of its sender and the next lifeline.  Raises ValueError if a text is
+    too long for this space.
     """
     picture = Picture(title, note)
     pitch = WIDTH / len(actors)
