@@ -302,8 +302,8 @@ typedef struct {
 } kos_group;
 
 // --- Launches on a GPU ---------------------------------------------------------------------------------------------
-// What one start queues: kernels, by the driver's cuLaunchKernelEx, copies, and calls of NCCL, by their functions.  Both
-// libraries are loaded by Python, which gives the addresses of their functions and makes all of this.
+// The launches that one start of a call queues: kernels (by the driver's cuLaunchKernelEx), copies, and functions of
+// NCCL.  Python loads both libraries, passes the addresses of their functions, and packs these structures.
 
 // As CUDA's CUlaunchConfig.
 typedef struct {
@@ -312,15 +312,15 @@ typedef struct {
 } kos_config;
 
 enum kos_source { KOS_SEND_ADDRESS, KOS_RECV_ADDRESS, KOS_STREAM, KOS_SOURCES };
-enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 80 };  // PLAN_AT: bytes of objects before the words of a queued call
+enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 80 };  // PLAN_AT: bytes of objects before the numbers of a queued_call
 
-// The words are the parameters of a kernel, or the arguments of the function.  Patches follow them, which say what
-// differs between two starts: a word is a source plus an offset.
+// The words are the parameters of a kernel, or the arguments of a function.  Patches follow them.  They say which words
+// differ between two starts: such a word is a source plus an offset.
 typedef struct {
     uint64_t function;  // an address
     uint64_t kernel;    // a CUfunction, or 0
     uint64_t words, patches;
-    uint64_t closes;    // ncclGroupEnd is called even if one of so many launches right before it has failed
+    uint64_t closes;    // ncclGroupEnd is called even if one of the `closes` launches before it has failed
     kos_config config;  // of a kernel
     uint64_t data[];
 } kos_launch;
@@ -368,7 +368,7 @@ static inline int kos_is_in(int who, int rank, int root) {
 }
 
 // Writes to each cache line of data that only this rank has read.  The sender always writes to this memory next.  On
-// EPYC, a core writes to lines that another core wrote last in a third of the time of lines that it only read.
+// EPYC, a core writes to a line three times as fast if another core wrote to it last as if another core only read it.
 static inline void kos_mark(const kos_group *g, const uint8_t *data, size_t bytes) {
     volatile uint8_t *lines = (volatile uint8_t *)(uintptr_t)data;
     for (size_t at = 0; g->marks && bytes >= KOS_MARKED_BYTES && at < bytes; at += KOS_CACHE_LINE)
@@ -458,8 +458,8 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it
 void kos_rest(int64_t start, int yields);
 
 // launch.c
-// Queues one after another; returns 0, or the error of the function that `failed` then tells the number of.  It needs no
-// GIL, and may block until the GPU has run others.
+// Queues the launches one after another.  Returns 0, or the status of the first launch that failed; `failed` is then
+// its index.  Needs no GIL, and may block until the GPU has run earlier launches.
 int kos_queue_launches(const kos_launch *l, uint64_t count, const uint64_t sources[KOS_SOURCES], uint64_t *failed);
 
 #endif

@@ -39,7 +39,7 @@ uint64_t kos_started(int pid) {
     return at ? strtoull(at, NULL, 10) : UINT64_MAX;
 }
 
-// Whether the process with this PID is still the one that joined, as calls.py checks it too.
+// Whether the process with this PID is still the one that joined.  calls.py makes the same check.
 static int is_same_process(const kos_group *g, int rank, int pid) {
     kos_box *box = &g->boxes[rank];
     const int64_t now = kos_clock();

@@ -24,7 +24,7 @@ typedef struct {
     kos_group core;
     PyObject *objects[OBJECTS];
     Py_buffer memory;
-    Work *spare;               // in which the next call begins.  A call that does not complete at once keeps it
+    Work *spare;               // the next call begins in it.  A call that does not complete at once keeps it
     unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
     PyObject **active, **first, **last;  // addresses of comm._active, failures.first and status.last
@@ -46,8 +46,9 @@ typedef struct {
 
 enum { CODE = 2, NUMBER = 4, COMPLETED, FAILED };  // of an entry of the recorder
 PyObject *nanoseconds(void);  // for it
-// Writes the next entry, as kos.comm.prepared.record_start does, but COMPLETED; returns it, borrowed.  `old` gets the
-// two objects of the entry before whose end may run Python: the caller releases them when its call is on its way.
+// Writes the next entry, like kos.comm.prepared.record_start, but as COMPLETED.  Returns a borrowed reference.  `old`
+// gets two objects of the overwritten entry.  Their destructors may run Python code, so the caller releases them after
+// its call has begun.
 PyObject *note(Group *g, PyObject *description, PyObject *sequence, PyObject *frame, PyObject **old);
 
 extern PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
@@ -95,7 +96,7 @@ int has_spare(Group *g);
 kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to);
 PyObject *go_on(Group *g, PyObject *prepared, kos_result r, PyObject *send, PyObject *recv, int waits);
 int is_pending(PyObject *work);
-int spin_only(Work *work);  // spins for some microseconds if this is the only Work; whether it is complete then
+int spin_only(Work *work);  // spins for some microseconds if this is the only Work; returns whether it is complete
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
 // Of module_arrays.c.
@@ -103,14 +104,14 @@ PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_tensors(PyObject *self, PyObject *type);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
 PyObject *is_readable(PyObject *self, PyObject *x);
-// Whether calls may use an array (it is not freed) or tensor (as readable() says).  May run Python code.
+// Whether calls may use an array (which must not be freed) or a tensor (see readable()).  May run Python code.
 int is_plain(PyObject *x);
 // Fills in the words of an array or tensor for the key of a call, and its memory.  `shape` has room for DIMENSIONS.
 // Returns 0 if Python must make the call, and ASK if the caller must call is_plain.
 enum { ASK = 2 };
 int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 int read_tensor(PyObject *x, array_words *words, tensor *t);
-uint64_t key_of(const char *data);  // on which property of an address a call depends, as in kos.memory.windows.place
+uint64_t key_of(const char *data);  // the property of an address on which a call depends: kos.memory.windows.place
 // Of module_launch.c.
 int find_slots(PyObject *how);  // fills in `how` for queue_call; 0 if queue_call cannot make its calls
 // Queues the call that `how` describes, and returns `result`, or a Work for a Persistent.  Returns NULL without an
@@ -124,7 +125,7 @@ int eager_init(void);
 // Of codec.c.
 PyObject *codec_encode(PyObject *self, PyObject *args);
 PyObject *codec_decode(PyObject *self, PyObject *args);
-// Makes a tuple and a dict of the arguments of a vectorcall, which the caller owns.  Returns 0, or sets an exception.
+// Makes a tuple and a dict of the arguments of a vectorcall.  The caller owns both.  Returns 0, or sets an exception.
 int unpack(PyObject *const *args, Py_ssize_t positional, PyObject *names, PyObject **given, PyObject **options);
 
 #endif

@@ -1,33 +1,33 @@
 // Calls on GPUs that need no Python: an operation on arrays of a GPU whose signature and stream are known.
 //
-// Python has queued such a call before (kos/comm/gpu/eager.py).  It listed the state from which it concluded that the
-// call needs no event, no wait for another stream, and no turn of another library.  While this state is unchanged, the
-// core numbers, records, publishes and queues the call.  In every other case Python does.
+// Python has queued such a call before (kos/comm/gpu/eager.py), and has recorded the state under which the call needs
+// no event, no wait for another stream, and no change of the route.  While this state is unchanged, the core numbers,
+// records, publishes and queues the call.  In every other case, Python does so.
 #include "module.h"
 
 // A cached call; its launches follow.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
 typedef struct {
     PyObject *description, *works[2], **last_of_backend, **last;  // works[1]: of a Persistent; slots of the last Work
-    PyObject **current, **party;  // slots: the owner of the stream of the last call, and the route whose turn it was
+    PyObject **current, **party;  // slots: the owner of the stream of the last call, and the route of that call
     PyObject *owner, *route;      // what these must be
-    PyObject *handle;             // what the owner says of its stream unless it has closed it; None if it cannot
+    PyObject *handle;             // of the stream, while its owner has not closed it; None if the owner cannot close it
     uint64_t launches;
     uint64_t fingerprint;           // 0 of a message
     uint64_t stream;                // a handle
     uint64_t failed;                // the address of a word that is not 0 once a kernel has ended early, or 0
-    uint64_t room, blocks, blocks_per_sm;  // an address, or 0: of the most blocks and the least blocks_per_sm
-    uint64_t context, get_context;  // that must be current, and the driver's function; 0: any may be
+    uint64_t room, blocks, blocks_per_sm;  // an address of two words, or 0: the most blocks, the least blocks_per_sm
+    uint64_t context, get_context;  // the context that must be current (0: any), and the driver's function
     uint64_t is_captured;           // the driver's function, for a call that runs otherwise in a graph; or 0
     uint64_t send_bytes, recv_bytes, distance;  // from output to input if they overlap
 } queued_call;
 _Static_assert(offsetof(queued_call, launches) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
-enum { PLAN, DESCRIPTION = 2, WORK, ORDER = 9, BACKEND, SHARED };  // of what EagerCalls.remember returns
-enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES };        // of its ORDER
+enum { PLAN, DESCRIPTION = 2, WORK, ORDER = 9, BACKEND, SHARED };  // indices of what EagerCalls.remember returns
+enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES };        // indices of its ORDER
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
-// Whether the owner of the stream has not closed it, which it is asked: that may run Python.
+// Whether the stream is still open.  This asks its owner, which may run Python code.
 static int is_open(const queued_call *q) {
     if (q->handle == Py_None)
         return 1;

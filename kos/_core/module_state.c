@@ -3,7 +3,8 @@
 // State: the base of kos.comm.work.Work, one start of a call.  Its fields are here so that calls that need no Python
 // make Works, and so that wait() needs none where the core completes the call.
 //
-// The steps of a Work, a generator, are made when Python first needs them: `core_work` is what the core has begun.
+// The steps of a Work are a generator, which is made when Python first needs it.  `core_work` is the part that the core
+// has begun.
 #include "module.h"
 
 #include <time.h>

@@ -22,7 +22,8 @@ enum { BLOCK_BYTES = 4096 };  // of an accumulator
         } \
     }
 
-// As in NumPy, the result is a NaN if one of both is, and the first if both are.  Of 0 and -0 the result is the second.
+// As in NumPy, the result is NaN if one operand is NaN, and the first operand if both are.  For 0 and -0, the result is
+// the second operand.
 #define LESSER a < b || a != a ? a : b
 #define GREATER a > b || a != a ? a : b
 

@@ -337,7 +337,7 @@ class Backend(ABC):
         return None
 
     def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run | None:
-        """A launch of an all-gather, as ``collect``.  None: kos uses ``collect``."""
+        """A launch that does the same all-gather as ``collect``.  None: kos uses ``collect``."""
         recvs = [(recv + rank * nbytes, nbytes) for rank in range(self.size)]
         return self.bind_exchange([(send, nbytes)] * self.size, recvs)
 
@@ -354,9 +354,9 @@ class Backend(ABC):
         """kos calls this after it has ordered ``stream`` behind earlier launches, before the next launch on it."""
 
     def launches(self, run: Run, stream: int) -> Sequence[Launch] | None:
-        """What ``run`` queues on ``stream`` outside of a graph.  The compiled core then makes such calls.
+        """The launches that ``run`` queues on ``stream`` outside of a graph, which the compiled core can then repeat.
 
-        None if the core cannot.  kos drops the launches when it frees scratch memory or changes windows.
+        None if the core cannot make these launches.  kos drops them when it frees scratch memory or changes windows.
         """
         return None
 

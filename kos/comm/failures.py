@@ -107,7 +107,7 @@ class Late(NamedTuple):
     others: Sequence[int] = ()
     """If nothing else is known: the ranks of which some are late."""
     all_wait: bool = False
-    """Whether a rank that has begun the call waits in it.  Then a rank that does not wait is late."""
+    """Whether every rank that has begun the call waits in it, so that a rank that does not wait is late."""
     one_suffices: bool = False
     """Whether the call waits for any one of ``ranks``, and not for all of them."""
 
@@ -136,7 +136,7 @@ class FailureLog:
         self.ring: Any = None
         """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
         self.reporters: list[Any] = []
-        """They carry reports to the other ranks.  Each has ``report_failure``, ``report_end`` and ``find_failure``."""
+        """Objects that carry reports to other ranks, with ``report_failure``, ``report_end`` and ``find_failure``."""
         self._sent: int | None = None  # the earliest collective whose failure the reporters have carried
         self._lock = threading.RLock()  # the watchdog reports too; reentrant for the garbage collector
         self._alone: set[int] = set()  # lost ranks of hosts that have other ranks
@@ -198,7 +198,8 @@ class FailureLog:
     def ask(self, sequence: int | None, what: object = None, begun: bool = False) -> None:
         """Raise the reported failure, if any, that ends collective ``sequence`` (None: any message) of this group.
 
-        If all ranks have ``begun`` it, a rank whose process has ended since may have completed it.
+        ``begun``: all ranks have begun it.  Then the end of a process raises nothing, because that rank may have
+        completed it.
         """
         if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
             raise self.reported[1].copy()

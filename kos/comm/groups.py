@@ -414,7 +414,7 @@ class Groups(Operations):
             text = f"{self.name}: {error}"
             if rendezvous.failures.over is not None and rendezvous.failures.first is None:
                 rendezvous.failures.first = error.copy(text)
-            raise error.copy(text) from error  # not by a name, which would hold this frame
+            raise error.copy(text) from error  # not from a variable, which would hold this frame
         finally:
             rendezvous.call, rendezvous.timeout = usual
             rendezvous.usual = None

@@ -28,7 +28,7 @@ def _note(_: int, frame: FrameType | None) -> None:
 
 
 def hold() -> bool:
-    """Hold Ctrl-C back.  Returns whether the caller must ``release`` it: not if it is held already, or cannot be."""
+    """Hold Ctrl-C back.  True if the caller must ``release`` it; False if it is held already, or cannot be held."""
     global _handler
     if get_ident() != main_thread().ident:
         return False  # Python runs handlers on the main thread

@@ -1,6 +1,7 @@
 """Makes the communicator of a group: compares what its ranks can use, chooses a backend, and makes it.
 
-``kos.init`` so makes the communicator of a job; ``grow``, ``replace`` and ``kos.join`` that of a new membership.
+``kos.init`` makes the communicator of a job in this way; ``grow``, ``replace`` and ``kos.join`` that of a new
+membership.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def communicator(
 ) -> Any:  # fmt: skip
     """The communicator, of class ``kind``, of the group of ``rendezvous``.  Collective; ``timeout`` is its own.
 
-    An error frees the parts that were made, and the rendezvous if it is ``owned``.  With ``agreed``, it returns when
-    all ranks have made the communicator, as a group that grows needs: its members have GPUs, and newcomers take others.
+    An error frees the parts that were made, and the rendezvous if it is ``owned``.  With ``agreed``, it returns only
+    when all ranks have made the communicator.  A group that grows needs this: newcomers must not take the GPUs of its
+    members.
     """
     with ExitStack() as undo:
         if owned:

@@ -111,7 +111,7 @@ class PeerStatus:
     def post_failure(self, error: KosError) -> None:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
-            self.last = error.copy()  # it lasts until the next call, and frames hold what could not be made
+            self.last = error.copy()  # a copy, which is kept without the frames of the error
             self.failures[self._rank] = self.last, time.monotonic()
             self._send_notice("failed", to_record(self.last))
 

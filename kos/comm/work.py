@@ -26,7 +26,7 @@ _REPORT_EVERY = 0.02
 """Seconds of waiting after which a rank posts the ranks that it waits for."""
 
 LONG_WAIT, LONG_SLEEP = 10.0, 0.005
-"""After so many seconds of waiting for a rank that has not begun the operation, polls are so many seconds apart."""
+"""After ``LONG_WAIT`` seconds of waiting for a rank that has not begun, polls are ``LONG_SLEEP`` seconds apart."""
 
 _SLEEP_SECONDS = 50e-6
 """Seconds between two polls of a progress thread."""
@@ -185,11 +185,12 @@ class Work(_Base, Generic[T]):
     Its methods raise what the operation raises: InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost, or
     CollectiveError for other errors of the backend.
 
-    ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU; ``array`` is that of the result, of which ``convert``
-    makes the result.  ``sequence`` is the number of the call: of collectives, equal on all ranks; messages have numbers
-    of their own.  ``record`` is its entry in the flight recorder, and ``core_work`` the part that the compiled core has
-    begun.  ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.  ``steps``: None if it is
-    complete, queued, not started, or if the core alone has advanced it.
+    ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU.  ``array`` holds the result, and ``convert`` turns it
+    into the object that the call returns.  ``sequence`` is the number of the call.  The number of a collective is equal
+    on all ranks; messages have numbers of their own.  ``record`` is the call's entry in the flight recorder, and
+    ``core_work`` is the part that the compiled core has begun.  ``reported`` says whether ``wait`` or ``done`` has
+    returned or raised the outcome.  ``steps`` is None if the operation is complete, queued or not started, or if only
+    the core has advanced it.
     """
 
     if TYPE_CHECKING or native is None:  # else fields of the base

@@ -73,17 +73,18 @@ class Launch(NamedTuple):
     error: Callable[[int], Exception]
     """The error to raise if the function has returned this status."""
     context_up_to: int = 0
-    """The largest handle of a stream on which the GPU must be current for it; 0 if it never must be."""
+    """If the handle of the stream is at most this number, the context of its GPU must be current; 0: it need never
+    be."""
     room: tuple[int, int, int] = (0, 0, 0)
-    """The address of two words, and bounds: the core queues it while the first word is at least the first bound, and
-    the second word at most the second one.  0 if there are no such words."""
+    """The address of two words, and two bounds.  The core queues the launch only while the first word is at least the
+    first bound, and the second word is at most the second bound.  0 if there are no such words."""
 
 
 def pack(function: int, arguments: Sequence[Any], *, kernel: int = 0, config: bytes = b"", closes: int = 0) -> bytes:
     """A ``kos_launch`` of ``core.h``: a call of the function at this address.
 
-    ``arguments`` are numbers, and Addresses for what differs between two launches.  With ``closes``, the function is
-    called even if one of so many launches right before it has failed.
+    An argument is a number, or an Address if it differs between two launches.  The function is called even if one of
+    the ``closes`` launches before it has failed.
     """
     words = [0 if type(x) is Address else int(x) for x in arguments]
     words += [0] * (8 - len(words))  # the core always passes 8 words to a function

@@ -111,7 +111,7 @@ class Rendezvous(ABC):
             if not all(part.startswith(head) for part in parts):
                 raise _difference(parts, self.failures)
         except KosError as error:
-            self.failures.over = self.failures.over or error.copy()  # not ``error``: its frames hold this group
+            self.failures.over = self.failures.over or error.copy()  # ``error`` has frames that hold this group
             raise
         except BaseException as error:
             self._cut_short(error)

@@ -53,7 +53,7 @@ def default_rendezvous(
 def join_rendezvous(
     address: str, secret: str | bytes | None, hello: dict[str, Any], timeout: float
 ) -> tuple[Rendezvous, dict[str, Any]]:
-    """The group that admits this process at ``address``, and the terms that it sends.  ``hello`` is sent to it.
+    """The group that admits this process at ``address``, and the terms that its leader sends.  ``hello`` is sent first.
 
     Raises RendezvousError.
     """

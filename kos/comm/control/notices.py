@@ -63,7 +63,7 @@ class Channel:
                 arrived.append(self._inbox.notices[self._number].popleft())
         return arrived
 
-    # As a reporter of the failure log.
+    # Methods that the failure log calls, because this is one of its reporters.
 
     def notify(self, kind: str, sequence: int, *what: Any) -> None:
         """Send a notice about a collective."""

@@ -254,7 +254,7 @@ def authenticate(
 
 
 class Acceptor:
-    """Accepts callers that complete the handshake.  With ``hello``, it includes a first message of theirs, in JSON."""
+    """Accepts callers that complete the handshake.  With ``hello``, each caller adds a first message to it, in JSON."""
 
     def __init__(
         self, listener: socket.socket, key: bytes, epoch: int = 0, join: bytes = b"", hello: bool = False

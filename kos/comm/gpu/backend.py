@@ -160,7 +160,7 @@ class GPUBackend(WatchedBackend):
         run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
         if not route.sets_device and not is_copy(run):
             run = partial(run_on_device, self.device, run)
-        if not uncaptured and windows.memories:  # else it runs outside of graphs alone
+        if not uncaptured and windows.memories:  # else it runs only outside of graphs
             run = windows.in_windows(run, [x.pointer for x in (o.send, o.recv) if x])
         prepared = Prepared(o, self, self.launch, run, kernel, lasting, route)
         prepared.fixed = fixed
@@ -200,14 +200,14 @@ class GPUBackend(WatchedBackend):
         return self.shared.core_group(comm, self)
 
     def party(self, prepared: Prepared) -> Any:
-        """The route, if its calls must be ordered among those of other parties; None if not, as for a copy."""
+        """The route of a call, if the call must be ordered among those of other routes; None if not, as for a copy."""
         alone = self.order is None or (self.size == 1 and is_copy(prepared.run))
         return None if alone else prepared.route
 
     # Launching.
 
     def check_start(self, works: Sequence[Work[Any]]) -> None:
-        """Raise InvalidArgument if a call would follow one whose stream is being captured.  It is not counted then."""
+        """Raise InvalidArgument if a call would follow one whose stream is being captured.  The call gets no number."""
         for each in works if self.order is not None and self.failures.first is None else ():
             prepared, route = each.prepared, each.prepared.route
             if prepared.backend is not self or self._may_follow(prepared, each.stream):

@@ -16,7 +16,7 @@ FLOAT8 = (8, 9)
 
 
 def check_float8(what: str, dtype: DType, device: int) -> None:
-    """Raise InvalidArgument about ``what`` if the GPU has no instructions for ``dtype``, of 8 bits."""
+    """Raise InvalidArgument if the GPU has no instructions for the 8-bit ``dtype``.  ``what`` begins the text."""
     if (info := device_info(device)).compute_capability < FLOAT8:
         raise InvalidArgument(f"{what}: expected a GPU of compute capability 8.9 for {dtype}, got {info.name}")
 

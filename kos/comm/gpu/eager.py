@@ -1,8 +1,9 @@
 """Calls on GPUs that the compiled core makes: what it must know of a call (``kos/_core/module_launch.c``).
 
-The core makes a call as Python has made it before, if all that it queued was launches on the stream of its arrays, and
-nothing has changed that these depended on.  The stream and the route of the last call (``Streams.current``, ``party``)
-must be those of this one; whoever ends that, such as the watchdog, sets ``current`` to ``Streams.NONE``.
+The core can repeat a call that Python has made, under two conditions.  The call has queued only launches on the stream
+of its arrays, and nothing on which these launches depend has changed.  For example, the last call must have had the
+same stream and route (``Streams.current``, ``party``).  Code that ends this state, such as the watchdog, sets
+``current`` to ``Streams.NONE``.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from kos.memory.windows import InWindows
 
 _APART = (1 << 64) - 1
 _MOST_LAUNCHES = 1024
-"""Launches of a cached call at most: each takes some 200 bytes."""
+"""The most launches of a cached call.  Each takes some 200 bytes."""
 _MOST_STREAMS = 16
-"""Streams that cached calls keep alive at most."""
+"""The most streams that cached calls keep alive."""
 
 
 def tell_windows() -> None:
@@ -74,17 +75,17 @@ class EagerCalls:
     def remember(
         self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | bool | None:
-        """How the core makes calls like the last one of this thread; False if it never will.
+        """How the core makes calls like the last one of this thread.
 
         ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.
 
-        None if this call says nothing of others.
+        None if this call cannot serve as a template for later ones.  False if no call of this kind can.
 
-        What it queues, the Prepared, what the recorder has of the call, the Work that stands for all of them, whether
-        it returns no Work, and which arguments are input, output and result, -1 for none.  Then the objects by whose
-        identity calls are compared, which must live on, and those of ``_plan``.  Last two objects that keep the last
-        Work: the backend and what is shared.  For a Persistent, the result has the Works that its starts return in
-        turn, and addresses instead of objects.
+        Returns the packed launches, the Prepared, its description for the recorder, a Work that stands for all such
+        calls, and whether a call returns no Work.  The indices of the arguments that are input, output and result
+        follow (-1: none).  Then come the objects by whose identity calls are compared, which must be kept alive, and
+        those of ``_plan``.  The last two objects, the backend and the shared state, hold the last Work.  For a
+        Persistent, the result has the Works that its starts return in turn, and addresses instead of objects.
         """
         thread, self.asked, last, self.last = self.asked, 0, self.last, None
         if thread or last is None or last[0] != get_ident():
@@ -131,11 +132,11 @@ class EagerCalls:
         self._streams |= new
 
     def _plan(self, work: Work[Any]) -> tuple[bytearray, tuple[Any, ...]] | None:
-        """The launches of a call, packed as the core reads them, and objects.
+        """The launches of a call, packed for the core, and the objects that the core compares or keeps.
 
-        The objects are the Streams, the owner of the stream and the party that these must have, and what the owner says
-        of its stream, None unless it may close that; then the launches.  None if the core cannot make the call, or if
-        its stream is not kept alive.
+        The objects are the Streams, the owner of the stream and the party that the Streams must have, the handle of the
+        stream (None if its owner cannot close it), and the launches.  None if the core cannot make the call, or if the
+        stream is not kept alive.
         """
         prepared, stream, owner = work.prepared, work.stream, work.queue
         o, route = prepared.operation, prepared.route
@@ -168,7 +169,7 @@ class EagerCalls:
 
 
 def _launches(work: Work[Any]) -> list[Launch] | None:
-    """What calls like ``work`` queue; None if the core cannot queue that."""
+    """The launches of calls like ``work``; None if the core cannot make them."""
     prepared = work.prepared
     run = prepared.run.launch if isinstance(prepared.run, InWindows) else prepared.run
     if prepared.backend.size > 1 or not is_copy(run):

@@ -256,7 +256,7 @@ class HierarchicalBackend(Backend):
         return [flag for part in self._parts for flag in part.abort_flags]
 
     def end_waits(self) -> str:
-        """Only a kernel of ``node`` says what it waits for.  Perhaps one of NCCL is running."""
+        """Only a kernel of ``node`` reports what it waits for.  A kernel of NCCL may be running instead."""
         return self.node.end_waits() if self.node is not None and self.node.kernel_waits() else ""
 
     def kernel_waits(self) -> list[int]:

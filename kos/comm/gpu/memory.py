@@ -136,9 +136,9 @@ class ScratchPool:
         return pieces[-1].pointer
 
     def trim(self) -> bool:
-        """Free pieces that neither graphs nor the next operation on the same stream use; other work has run.
+        """Free pieces that neither graphs nor the next operation on the same stream use.
 
-        Returns whether there were any.
+        All other work that uses them must have completed.  Returns whether there were any.
         """
         freed = False
         for key, pieces in list(self._pieces.items()):
@@ -203,7 +203,7 @@ class InScratch(ABC):
                 run(stream, send, recv)
 
     def launches(self, stream: int) -> list[Launch] | None:
-        """What a call on ``stream`` queues; None if the core cannot queue one of the steps."""
+        """The launches of a call on ``stream``; None if the core cannot make one of them."""
         found = list[Launch]()
         for run in self._steps(stream):
             of_step = [run.as_launch()] if isinstance(run, BoundKernel) else self._route.launches(run, stream)

@@ -384,7 +384,8 @@ class NCCLBackend(Backend):
         if not any_order and o.options.deterministic:
             known = None
         if o.name == "reduce_scatter_v":
-            if known is not None and reduction.op in _PLAIN and (any_order or self.size == 2):  # it has one order
+            # NCCL chooses the order of additions, which does not matter for integers, nor for two ranks.
+            if known is not None and reduction.op in _PLAIN and (any_order or self.size == 2):
                 return self._reduces(o, *known), "reduces"
             known = None
         if known is None:
@@ -392,7 +393,7 @@ class NCCLBackend(Backend):
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
             return nothing, ""
-        code, op, per = known  # NCCL's dtype and op (-1: created at the call), and its elements per element
+        code, op, per = known  # NCCL's dtype, its op (-1: created at the call), its elements per element
         last = () if o.root is None else (o.root,)
         comm = self._comm
         if op < 0:
@@ -401,9 +402,9 @@ class NCCLBackend(Backend):
         return native_call(o.name, count * per, code, op, *last, comm), "native"
 
     def _reduces(self, o: Operation, code: int, op: int, per: int) -> Run:
-        """A reduce_scatter_v as one reduce for each rank, to that rank, in a group.
+        """A reduce_scatter_v as a group of reduces, one for each rank, whose root is that rank.
 
-        NCCL reduces in no registered memory, so arrays in windows need no staging memory.
+        NCCL's reduce does not use registered memory, so arrays in windows need no staging memory.
         """
         assert o.send is not None and o.send_counts is not None
         send, recv, size = o.send.pointer, 0 if o.recv is None else o.recv.pointer, o.send.dtype.itemsize

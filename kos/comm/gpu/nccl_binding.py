@@ -39,8 +39,8 @@ CODES = {"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclUint32": 3, "ncclIn
 CODE_OF: dict[DType, int] = {dtype: CODES[dtype.nccl] for dtype in DTYPES.values() if dtype.nccl in CODES}
 """ncclDataType_t of the types that NCCL can add."""
 Call = tuple[Any, ...]
-"""The name of one of NCCL's functions, and its arguments but the stream, which is the last one.  An address of an array
-may be an ``Address``."""
+"""The name of one of NCCL's functions, and its arguments except the last one, which is the stream.  The address of an
+array may be an ``Address``."""
 
 _OPS = {
     ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
@@ -113,7 +113,8 @@ def premultiplied_sum(comm: Any, factor: float, dtype: DType) -> int:
 
 @functools.cache
 def native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
-    """NCCL's dtype, NCCL's op (-1: created at the call) and elements per element; None for kos's kernel."""
+    """NCCL's dtype, its op (-1: created at the call), and how many of its elements one is; None: a kernel of kos
+    reduces."""
     if dtype.kind == "complex":
         return None if op is ReduceOp.PROD else (CODE_OF[real_type(dtype)], _OPS[op], 2)
     if dtype.kind == "bool":
@@ -154,13 +155,13 @@ def make_in_group(calls: Sequence[Call], stream: int, *arrays: int) -> None:
 
 
 def launch_of(call: Call, closes: int = 0) -> Launch:
-    """A call of NCCL for the compiled core."""
+    """The launch with which the compiled core makes a call of NCCL."""
     packed = pack(_address_of(call[0]), (*call[1:], STREAM), closes=closes)
     return Launch(packed, lambda status: library().NCCLError(status))
 
 
 def launches_in_group(calls: Sequence[Call]) -> list[Launch]:
-    """As ``make_in_group``, for the compiled core."""
+    """The launches with which the compiled core does what ``make_in_group`` does."""
     return [launch_of(("group_start",)), *map(launch_of, calls), launch_of(("group_end",), closes=len(calls))]
 
 

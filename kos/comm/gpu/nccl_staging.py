@@ -76,7 +76,7 @@ def stage(
         for other, pointer, nbytes in messages:
             if other == rank or (pointer, nbytes) in found:
                 continue
-            # An Address, of a launch on arrays that are not known yet, lies in no window.
+            # An Address stands for an array that is not known yet, so it lies in no window.
             in_window = type(pointer) is int and any(begin <= pointer < stop for begin, stop in registered)
             if in_window or (capture and binding.is_virtual(pointer)):
                 found[pointer, nbytes] = end

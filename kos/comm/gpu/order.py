@@ -29,7 +29,8 @@ class Streams:
 
     def __init__(self, device: int) -> None:
         self.current: Any = self.NONE
-        """The keeper of the last stream held: the next call on it need not hold it again, or order it for ``party``."""
+        """The keeper of the stream of the last call.  The next call on it need not hold it again, nor order it for
+        ``party``."""
         self.party: Any = None
         """The party of the last call on that stream (``Order``); None if it needed no order."""
         self.keepers: dict[int, Any] = {}
@@ -82,7 +83,7 @@ class Streams:
             self._event.hold(stream)
 
     def must_follow(self, stream: int, before: int, capture: int) -> bool:
-        """Whether work on ``stream`` has to wait for ``before`` itself.  Raises InvalidArgument if it cannot."""
+        """Whether work on ``stream`` must wait for the stream ``before``.  Raises InvalidArgument if it cannot."""
         if before == stream or before not in self.keepers or not self.is_kept(before):
             return False
         if self._waited_if_closed(before, self.keepers[before]):
@@ -127,8 +128,9 @@ class Order:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        # By capture: the last party, and its turn: its streams, those that each of them follows, and the streams of the
-        # last work of each serial party.  A party that is not serial may use several streams in its turn.
+        # For each capture, the last party and its turn.  A turn has three parts: the streams of the party, the streams
+        # that each of them follows, and the streams of the last work of each serial party.  A party that is not serial
+        # may use several streams in its turn.
         self._last: dict[int, tuple[Any, _Turn]] = {}
         self.party: Any = None
         """The last party.  It may queue more work on ``stream`` without another call of ``enter``."""
@@ -163,7 +165,7 @@ class Order:
             self.stream = next(iter(mine))
 
     def _turn_of(self, party: Any, capture: int, serial: bool) -> _Turn:
-        """The streams that are in the turn of ``party`` already, and those that its other streams have to follow."""
+        """The turn of ``party``: its streams, those that its other streams must follow, and those of serial parties."""
         held = self._streams
         former, (last, followed, own) = self._last.get(capture, (party, ((), (), {})))
         if serial or former is not party or not all(map(held.is_kept, last)):

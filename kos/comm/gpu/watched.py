@@ -138,7 +138,7 @@ class WatchedBackend(GroupBackend):
         if stream is None:
             self._in_flight.clear()
             if self._scratch.trim() and self.store.core is not None:
-                self.store.core.forget()  # launches that use what was freed
+                self.store.core.forget()  # its launches use memory that was freed
 
     def is_idle(self, stream: int, keeper: Any) -> bool:
         """Whether everything that was queued on the stream has run."""

@@ -315,7 +315,7 @@ class MPITransport(Backend):
         return None if why is None else failures.lost(peer, why, None, cause)
 
     def may_complete(self, peer: int, tag: int) -> bool:
-        """Whether a collective of that tag may complete although that rank has ended, or a later one has failed."""
+        """Whether a collective of that tag may complete although the peer has ended, or a later one has failed."""
         if tag < COLLECTIVE_TAGS:
             return False
         if (end := self.failures.ends.get(peer)) is None:

@@ -157,8 +157,8 @@ class Peer:
     def check(self, tag: int) -> None:
         """Raise if an incomplete message with that tag can no longer complete.
 
-        The abort of another rank also ends the wait.  The end of its process does not: it may have sent everything,
-        and the ranks that wait for it report it.
+        If another rank than this peer aborts, the wait ends too.  If the process of another rank ends, the wait goes
+        on: that rank may have sent all of its data, and the ranks that wait for it report its end.
         """
         failures, collective = self.transport.failures, tag >= COLLECTIVE_TAGS
         failures.ask(tag - COLLECTIVE_TAGS if collective else None)
@@ -166,7 +166,7 @@ class Peer:
         if lost is None:
             return
         if lost is not self and (failures.reported is not None or (tag if collective else sys.maxsize) < lost.ends_at):
-            return  # the lost rank may have completed this collective, or the ranks that wait for it report it
+            return  # the lost rank may have completed this collective; else the ranks that wait for it report it
         failures.ask(None)
         raise lost.loss()
 
@@ -262,7 +262,7 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        """Whether messages to a live peer are still queued, here or in the system, which has no room at the peer."""
+        """Whether data for a live peer is still queued, in this object or in the send buffer of its socket."""
         if self.gone is not None or self._outgoing:
             return self.gone is None
         return bytes(4) != fcntl.ioctl(self.sock, _SIOCOUTQNSD, bytes(4))

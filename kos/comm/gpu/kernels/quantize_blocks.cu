@@ -1,7 +1,8 @@
 // Quantizes a matrix of bfloat16 to float8_e4m3fn, with a float32 scale for each block: x = scale * quantized.
 //
 // A warp quantizes one block of height x width elements; blocks at the ends of the matrix are smaller.  The scale is
-// the largest magnitude / 448, or 1 if that is 0.  NaN is ignored in it; with an infinity, all of the block is 0 or NaN.
+// the largest magnitude / 448, or 1 if that is 0.  NaN does not count for the scale.  If a block contains an infinity,
+// all of its results are 0 or NaN.
 #include "types.cuh"
 
 extern "C" __global__ void quantize_blocks(u64 target, u64 scales, u64 source, u64 rows, u64 columns, u64 height,

@@ -7,8 +7,9 @@ there are at most multiprocessors x the least ``blocks_per_sm`` of them: a multi
 another one of any kernel.  A launch that does not fit begins a new phase, whose kernels follow all kernels of the phase
 before.
 
-A rank decides this without the others: kernels that wait for nothing on their own GPU cannot be part of a cycle.  Each
-capture of a graph has its own phases, since captured and uncaptured work cannot wait for each other.
+Each rank decides this by itself.  This is safe, because kernels that wait for nothing on their own GPU cannot be part
+of a cycle of waits.  Each capture of a graph has its own phases, because captured and uncaptured work cannot wait for
+each other.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ from kos.memory.windows import Run
 KERNELS = Path(__file__).parent.parent / "kernels"
 CHANNELS = 128
 STAGING = 32 << 20
-"""Bytes, four times: staging memory for data that kernels do not read and write in place.  ``specialized`` takes twice
-as much, for all that other ranks contribute to this one's chunk: 73 MB of 8 ranks."""
+"""Bytes of each of four staging buffers, for data that kernels do not read and write in place.  ``specialized`` takes
+twice as much.  It holds what the other ranks contribute to the chunk of this rank: 73 MB for 8 ranks."""
 
 _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
 """Bytes of one rank's pieces to all others, up to which they are sent as packets.  The second limit holds where ranks

@@ -12,7 +12,7 @@ from kos.errors import InvalidArgument
 
 PACKETS = ("one_shot", "two_shot", "ring", "tree")
 IN_RANK_ORDER = ("one_shot", "two_shot", "direct", "push", "specialized", "copies")
-"""The algorithms that a tuning table may name: ``deterministic=True`` promises that they add in rank order."""
+"""The algorithms that a tuning table may name.  They add in rank order, which ``deterministic=True`` promises."""
 T = TypeVar("T")
 _RANGES = {"blocks": (0, 128), "threads": (32, 1024), "tile": (256, 65536), "pieces": (1, 8)}
 _KINDS = ("symmetric", "ordinary")

@@ -110,7 +110,7 @@ class KernelRecord:
 
 
 def nanoseconds(seconds: float) -> int:
-    """``seconds`` as the nanoseconds of a kernel's limit; a kernel cannot wait without one."""
+    """The limit of a kernel's wait in nanoseconds.  A kernel cannot wait without a limit, so an infinite one is cut."""
     return int(min(seconds, 1e9) * 1e9)
 
 

@@ -197,7 +197,7 @@ class CallRing(Fingerprints):
         killed = self.killed()
         return None if killed is None else self.failures.ended(killed)
 
-    # As a reporter of the failure log.
+    # Methods that the failure log calls, because this is one of its reporters.
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
         """Report that this rank begins no collective from ``sequence`` on, why, and what caused that."""
