@@ -1,9 +1,9 @@
 """Generation with a KV cache: the prefill of prompts, and the time of a step: ``python -m benchmarks.generate``.
 
-A step is one token of each prompt, and on a GPU one CUDA graph.  It cannot be faster than reading the weights once; the
-table has this bound, at the rate at which a copy within the GPU's memory reads and writes.  Flags of the trainer say
-which model and device; its weights are random.  With ``--tp N`` on N ranks, each rank holds a part of the model; the
-bound is then that of its part.
+A step computes one token of each prompt.  On a GPU, it is one CUDA graph.  A step cannot be faster than reading the
+weights once.  The table has this bound, at the rate at which a copy within the GPU's memory reads and writes.  Flags of
+the trainer choose the model and the device; the weights are random.  With ``--tp N`` on N ranks, each rank holds a part
+of the model, and the bound is that of its part.
 
     python -m benchmarks.generate --json FILE --preset 1b --device cuda --peers transformers
     mpirun -n 2 python -m benchmarks.generate --json FILE --preset 8b --device cuda --tp 2
@@ -44,7 +44,7 @@ from kos.train.parallel.mesh import ALONE, Axis
 
 COPIED = 1 << 30  # bytes that are copied to measure the rate
 VOCABULARY = 256  # of the tokenizer bytes, which the model may enlarge
-DRAWN = 999_983  # elements of the weights that are drawn, over and over: a prime, so that no rows are equal
+DRAWN = 999_983  # random elements, repeated to fill the weights: their number is a prime, so that no rows are equal
 
 
 def measure(source: Decoder | Uncached, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:

@@ -7,11 +7,11 @@ Four variants of the same call are timed in turns:
 - ``c_us``: a loop in C that only makes the launches;
 - ``bare_us``: a loop in Python that calls a function in C which only makes the launches.
 
-For peer the launch is that of the same kernel with the same attributes.  For nccl it is a call of NCCL's own function,
-or a group of sends and receives, which kernels of kos may follow.  A figure is the time until a call returns, back to
-back, in microseconds: the median of all turns on the slowest rank.  The launch queue is never full: after each turn the
-ranks wait for the GPU.  ``launches`` is the number of functions that a call calls to queue its work.  It is 0 where the
-core does not make the call; there only Python is timed.
+For peer, the C variants launch the same kernel with the same attributes.  For nccl, they call NCCL's own function, or a
+group of sends and receives, which kernels of kos may follow.  A figure is the time in microseconds until a call
+returns, when calls follow each other without a pause.  It is the median of all turns on the slowest rank.  The ranks
+wait for the GPU after each turn, so the launch queue is never full.  ``launches`` is the number of functions that a
+call uses to queue its work.  It is 0 if the core does not make the call; then only Python is timed.
 
 One GPU for two ranks serves peer alone, whose kernels take turns of a millisecond there: a few calls and turns will do.
 Arrays of torch are on its current stream, those of kos on a stream of their own and on the legacy default stream.
@@ -115,7 +115,7 @@ class Timer:
         return (time.perf_counter_ns() - began) / self._calls / 1e3
 
     def _launches(self, run: Call) -> tuple[list[Launch], Any] | None:
-        """The launches of a call by Python, and its Work, which has the addresses and the stream."""
+        """The launches of a call that Python makes, and its Work, which has the addresses and the stream."""
         backend = self._comm.backend
         backend._last = None
         run()

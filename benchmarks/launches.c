@@ -18,7 +18,7 @@ static _Thread_local struct {
 } bare[MOST];
 static _Thread_local int number;  // of launches
 
-// Sets the launches that time_launches and launch_function make, MOST at most.
+// Sets the launches that time_launches and launch_function make.  There may be at most MOST.
 void prepare_launches(const kos_launch *l, int count, const uint64_t *sources) {
     number = count;
     for (int n = 0; n < count; n++) {

@@ -1,10 +1,10 @@
 """Tokens per second of training adapters: kos, and peft with torch.compile: ``python -m benchmarks.lora``.
 
-The same shape, rank and targets (all matrices of layers), sequences of the same length and AdamW; random weights. Each
-row is a process of its own, one after another on one GPU, the median of ``--steps`` steps after ``--warm-up``.
-``peft-compile`` compiles the whole model, ``peft-compile-layers`` each layer (PyTorch's regional compilation, which
-starts sooner). Peak memory is that of the device. ``--only`` chooses rows, ``--json`` writes them to a file, ``--ranks
-N`` gives kos N GPUs.
+Both train the same shape with the same rank, the same targets (all matrices of layers), sequences of the same length
+and AdamW. The weights are random. Each row runs in a process of its own, one after another on one GPU. It is the median
+of ``--steps`` steps after ``--warm-up``. ``peft-compile`` compiles the whole model, ``peft-compile-layers`` each layer
+(PyTorch's regional compilation, which starts sooner). Peak memory is that of the device. ``--only`` chooses rows,
+``--json`` writes them to a file, and ``--ranks N`` gives kos N GPUs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python -m benchmarks.transfer --out benchmarks/results/transfer-cpu.json
 
-One publisher process and one subscriber process exchange one large tensor and many small ones.  The limit is that of a
-program of its own: one process that sends the same number of bytes over the same number of TCP connections, and one
-that receives them into memory that it has touched before.  Both are measured in turn.  Their ratio is reported of the
-best of each, and as the median of the ratios of all rounds.  On an idle machine, it takes less than a minute.
+One publisher process and one subscriber process exchange one large tensor and many small ones.  A separate program
+gives the limit.  It has a process that sends the same number of bytes over the same number of TCP connections, and a
+process that receives them into memory that it has touched before.  Updates and the program are measured in turn.  Two
+ratios are reported: the ratio of the best rounds, and the median of the ratios of all rounds.  On an idle machine, the
+benchmark takes less than a minute.
 """
 
 from __future__ import annotations

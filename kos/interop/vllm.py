@@ -6,7 +6,7 @@
     llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout": 30}))
     llm.finish_weight_update()
 
-vLLM calls ``register`` in each of its processes, as kos has an entry point of the group ``vllm.general_plugins``.
+vLLM calls ``register`` in each of its processes, because kos has an entry point in the group ``vllm.general_plugins``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 class Workers:
-    """What ``Subscriber`` calls of a communicator, on a group of vLLM's workers (``GroupCoordinator``)."""
+    """The methods of a communicator that ``Subscriber`` calls, for a group of vLLM's workers (``GroupCoordinator``)."""
 
     def __init__(self, group: Any) -> None:
         self.rank, self._group = int(group.rank_in_group), group.cpu_group
@@ -90,7 +90,7 @@ def _engine() -> type:
         subscriber: Any = None
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
-            """Raises InvalidArgument for a quantized model, as vLLM rewrites its parameters after loading."""
+            """Raises InvalidArgument for a quantized model, because vLLM rewrites its parameters after loading."""
             if (method := self.model_config.quantization) is not None:
                 raise InvalidArgument(f"expected a model that vLLM does not quantize, got quantization {method!r}")
             self.shutdown()
@@ -102,12 +102,12 @@ def _engine() -> type:
             )  # fmt: skip
 
         def start_weight_update(self) -> None:
-            """Nothing: the parameters change in place."""
+            """Does nothing, because the parameters change in place."""
 
         finish_weight_update = start_weight_update
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
-            """Raises as ``Subscriber.update``."""
+            """Raises the errors of ``Subscriber.update``."""
             if self.subscriber is None:
                 raise InvalidArgument("expected init_weight_transfer_engine before update_weights, got none")
             self.subscriber.update(update_info.timeout, verify=update_info.verify)

@@ -1,9 +1,9 @@
 """``--publish``: the weights of a run for those who serve them, in any layout (``kos.transfer``).
 
-Each rank publishes what it has after an update.  With ZeRO-1 these are its slices of the buckets; otherwise, replicas
-share the weights out, so that a rank copies as little as with ZeRO-1.  Tensors have the names and shapes of Hugging
-Face.  Of a run with adapters, either these alone are published, under the names of peft, or with ``--publish-merged``
-the weights with the adapters added.
+Each rank publishes the weights that it holds after an update.  With ZeRO-1 these are its slices of the buckets;
+otherwise, replicas divide the weights among them, so that a rank copies as little as with ZeRO-1.  Tensors have the
+names and shapes of Hugging Face.  A run with adapters publishes only the adapters, under the names of peft.  With
+``--publish-merged``, it publishes all weights, with the adapters added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kos.transfer.publisher import Publisher
 class Merged:
     """This rank's rows of each adapted matrix, with the adapter added: W + alpha / rank B A.  Replicas divide the rows.
 
-    They take memory of their own beside the frozen weights, and are computed for each version.
+    The sums take memory in addition to the frozen weights, and are computed for each version.
     """
 
     def __init__(self, device: Device) -> None:
@@ -39,7 +39,7 @@ class Merged:
         self.weights = Parameters(shapes, step.frozen.flat.dtype, zeros=step.frozen.zeros)
 
     def compute(self) -> None:
-        """Add the adapters of now.  Collective."""
+        """Add the present adapters.  Collective."""
         model, weights = self._device.step.models[0], self._device.whole_weights()
         ops, lora = model.ops, model.config.lora
         assert lora is not None
@@ -51,7 +51,7 @@ class Merged:
                     ops.low_rank(b[rows], a, self.weights[name], False, lora.scale, True, arena)
 
     def arrays(self, places: Mapping[str, Place]) -> dict[str, tuple[object, Placement]]:
-        """What is published of them."""
+        """The published array: the merged rows, flattened, and their placement."""
         placed = []
         for name, rows in self.rows.items():
             columns = self.weights.shapes[name][1]
@@ -92,7 +92,7 @@ def open_publisher(run: RunContext) -> RunPublisher | None:
 def published_arrays(device: Device, adapters: bool, merged: Merged | None = None) -> Arrays:
     """The arrays that this rank publishes: slices of the weights, and of the frozen weights unless ``adapters``.
 
-    With ``merged``, it publishes these and the frozen weights without adapters.
+    With ``merged``, these are the merged matrices, and the frozen weights that have no adapters.
     """
     step, places = device.step, device.state.placements
     frozen = [_part(step.frozen.flat.size, step.parallel.replicas)]
@@ -110,7 +110,7 @@ def published_arrays(device: Device, adapters: bool, merged: Merged | None = Non
 
 
 def _part(size: int, replicas: Axis) -> slice:
-    """This rank's part of ``size`` elements, of ranks that hold the same."""
+    """The part of this rank, if ranks that hold the same ``size`` elements divide them."""
     return slice(size * replicas.rank // replicas.size, size * (replicas.rank + 1) // replicas.size)
 
 

@@ -1,7 +1,7 @@
 """Generate text with a trained model: ``python -m kos.train.sample RUN --prompt "def "``.
 
-RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. With ``mpirun -n N`` and ``--tp N``,
-N ranks hold the model together, and rank 0 prints.
+RUN is the folder of a run (its newest complete checkpoint is used) or the folder of a checkpoint. With ``--tp N`` under
+``mpirun -n N``, N ranks hold the model together, and rank 0 prints.
 """
 
 from __future__ import annotations

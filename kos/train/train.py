@@ -266,8 +266,8 @@ class Step:
         store = weight_store(linear_names(self.models) if config.dtype == "fp8" else (), shapes, stacks, ops)
         alone = config.lora is not None and not config.publish_merged
         self.store, self.quantized = ({}, store) if alone else (store, {})
-        """In 8 bits, the weights of linear layers: ``store`` is memory for those that each step quantizes. Those in
-        ``quantized``, of the base of adapters, are there alone, unless they are published merged."""
+        """The weights of linear layers in 8 bits. ``store`` is memory for weights that each step quantizes.
+        ``quantized`` has the base of adapters, which is held only in 8 bits unless it is published merged."""
         others = {*gradients}.union(*(each.members for each in self.quantized.values()))
         frozen = {name: shape for name, shape in shapes.items() if name not in others}
         stacks = {name: each for name, each in stacks.items() if each[0] in frozen}

@@ -46,9 +46,9 @@ class TrainedModel:
     Face's names.  ``ends`` are the tokens that end a text.
 
     If several ranks hold the model together (``comm`` of ``load``), ``weights`` has the parts of this rank.
-    ``logits``, ``loss``, ``generate``, ``stream`` and ``chat`` are then collective: all ranks call them with the same
-    arguments, get the same results, and read as many pieces of a ``stream``.  These methods then also raise ConfigError
-    on all ranks if the arguments differ, RankLost and CollectiveTimeout.
+    ``logits``, ``loss``, ``generate``, ``stream`` and ``chat`` are then collective: all ranks must call them with the
+    same arguments, and get the same results.  All ranks must read the same number of pieces of a ``stream``.  If the
+    arguments differ, these methods raise ConfigError on all ranks.  They can also raise RankLost and CollectiveTimeout.
     """
 
     def __init__(

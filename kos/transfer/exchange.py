@@ -90,7 +90,7 @@ def network(host: str) -> Network:
 
 
 def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], dict[str, Array]]:
-    """The memory of ``arrays``, flattened, and their layout, which numbers GPUs, without scales.
+    """The flattened memory of ``arrays``, and their layout.  It numbers the GPUs, and leaves out arrays of scales.
 
     Raises InvalidArgument.
     """

@@ -1,8 +1,8 @@
 """Placements of a model's parameters by their names, from files of rules (``rules/*.toml``).
 
-A file of rules has patterns of names: which parameters ranks of tensor parallelism cut along their rows or columns,
-which are stacked of several tensors (``fused``), which are the transpose of a tensor (``transposed``), and of which the
-rows are padded to a multiple of a number (``padded``).
+A file of rules has patterns of names.  They say which parameters ranks of tensor parallelism split along rows or
+columns, which are stacked from several tensors (``fused``), which are the transpose of a tensor (``transposed``), and
+which have their rows padded to a multiple of a number (``padded``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kos.transfer.placement import Placement
 from kos.transfer.scales import BlockScales
 
 SCALES = "_scale_inv"
-"""How the names of scales end, in DeepSeek-V3 and vLLM: ``weight_scale_inv`` of ``weight``."""
+"""How the names of scales end in DeepSeek-V3 and vLLM: ``weight_scale_inv`` has the scales of ``weight``."""
 
 
 def read_rules(name: str) -> Mapping[str, Any]:
@@ -40,9 +40,9 @@ def placements(
     """Where the parameters of rank ``rank`` of ``ranks`` (tensor parallelism) lie in the publisher's tensors.
 
     ``parameters`` are this rank's names and shapes, ``tensors`` the names and whole shapes of the publisher
-    (``read_catalogue(address).offers.shapes``).  X_scale_inv has the scales of X, if the publisher has no such tensor:
-    one for each row, if its shape is (rows, 1), and else one for each block of 128 x 128.  A placement has the shape
-    of the parameter, without rows that pad it.
+    (``read_catalogue(address).offers.shapes``).  A parameter X_scale_inv that the publisher does not have holds the
+    scales of X: one for each row if its shape is (rows, 1), otherwise one for each block of 128 x 128.  A placement has
+    the shape of the parameter, without the rows that pad it.
 
     Raises InvalidArgument if a shape does not follow from the rules.
     """

@@ -52,10 +52,10 @@ class Quantized(NamedTuple):
     block: tuple[int, int]
     matrix: Any
     scales: Any
-    """Flattened: ndarrays, or Arrays on a GPU."""
+    """The matrix and its scales, flattened: ndarrays, or Arrays on a GPU."""
 
     def write(self, source: Any, copiers: dict[int, Copier]) -> None:
-        """Quantize ``source``, the matrix in bfloat16.  On a GPU, it is only queued."""
+        """Quantize ``source``, the matrix in bfloat16.  On a GPU, this only queues the kernel."""
         if 0 in self.shape:
             return
         if isinstance(source, Array):
@@ -77,16 +77,17 @@ class Quantized(NamedTuple):
             largest = np.fmax.reduceat(np.fmax.reduceat(np.abs(part), left, axis=1), top, axis=0)
             scale = scales[first // height :][: len(top)]
             scale[...] = np.where(largest > 0, largest / _LARGEST, 1)
-            with np.errstate(invalid="ignore"):  # of infinities
+            with np.errstate(invalid="ignore"):  # infinity / infinity
                 part /= np.repeat(np.repeat(scale, height, axis=0)[: len(part)], width, axis=1)[:, :columns]
             target[first : first + step] = part
 
 
 def quantized(arrays: Arrays, flat: dict[str, Flat], layout: dict[str, Described]) -> dict[str, Quantized]:
-    """The matrices of ``arrays`` that have scales, by name.  Their dtype in ``layout`` becomes the one that is read.
+    """The matrices of ``arrays`` that have scales, by name.  ``layout`` gets the dtype in which they are read
+    (bfloat16).
 
-    Raises InvalidArgument for scales of no such matrix, or of another shape, dtype or device, and for a GPU that cannot
-    compute them.
+    Raises InvalidArgument if scales belong to no 8-bit matrix, if their shape, dtype or device is wrong, or if the GPU
+    has no 8-bit floats.
     """
     found = dict[str, Quantized]()
     for name, (array, placed) in arrays.items():

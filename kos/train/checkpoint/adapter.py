@@ -31,7 +31,7 @@ IGNORED = """
     megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size runtime_config
     ensure_weight_tying r lora_alpha target_modules lora_dropout base_model_name_or_path
 """.split()  # noqa: SIM905
-"""Settings of peft that change no result, or are checked otherwise.  Any other that kos does not know must be off."""
+"""Settings of peft that change no result, or that other code checks.  Any other unknown setting must be off."""
 
 
 class Found(NamedTuple):

@@ -266,7 +266,8 @@ class ShardedState:
             self._quantize(weights, each)
 
     def _quantize(self, weights: Tensors, made: Quantized) -> None:
-        """Fill a matrix of which only copies in 8 bits are held: it is in ``arena`` meanwhile."""
+        """Fill a matrix of which a rank holds only 8-bit copies.  The matrix itself is in ``arena`` until it is
+        quantized."""
         shapes = {name: self.placements[name].local for name in made.members}
         with self.ops.step(self.arena):
             zeros = lambda size, dtype: self.arena.take((size,), dtype)  # noqa: E731

@@ -227,8 +227,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Steps between published versions. The initial weights and those after --steps are published too."""
     publish_merged: bool = option(False)
     """With --lora, publish all weights, with the adapters added, under the names of the base. This takes memory for
-    three more copies of the rank's shard of the adapted weights, and two of the others. Else the adapters alone are
-    published."""
+    three more copies of the rank's shard of the adapted weights, and two of the others. Otherwise, only the adapters
+    are published."""
 
     log_every: int = option(1, ge=1)
     """Steps between printed lines."""

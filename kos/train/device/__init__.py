@@ -264,7 +264,7 @@ class Device(Runner):
         arena, multiple, wrapped = ops.make_arena(), mesh.tp.size, ops
         if self.step.quantized:
             wrapped = Fp8Ops(LinearOps(ops), arena, mesh.tp.size == 1)
-            multiple *= MULTIPLE * min(2, mesh.tp.size)  # halves are multiplied apart
+            multiple *= MULTIPLE * min(2, mesh.tp.size)  # each half has its own matmul
         models = [
             Model(each.config, wrapped, local=each.local, arena=arena,
                   tensor=TensorParallel(ops, mesh.tp, each.local.vocabulary.start))
@@ -275,7 +275,7 @@ class Device(Runner):
 
         def next_logits(tokens: np.ndarray) -> np.ndarray:
             length = tokens.shape[1]
-            batch = Batch(np.pad(tokens, ((0, 0), (0, -length % multiple))))  # what comes later is not seen
+            batch = Batch(np.pad(tokens, ((0, 0), (0, -length % multiple))))  # which earlier tokens do not see
             shape = models[0].tensor.rows(batch.tokens.size), hidden
             last = partial(Model.logits_of, rows=slice(length - 1, length))
             for chunk, model in enumerate(models):

@@ -74,7 +74,8 @@ class Attention(Sublayer):
         self.heads, self.kv_heads, self.head_dim, self.rope = heads, kv_heads, head_dim, rope
 
     def heads_of(self, shards: int) -> tuple[int, int]:
-        """Those of a rank of ``shards``; of fewer kv heads than ranks it holds one, and so do its neighbours."""
+        """The heads and kv heads of one of ``shards`` ranks.  Neighbouring ranks hold the same kv head if there are too
+        few."""
         return self.heads // shards, max(1, self.kv_heads // shards)
 
     def _heads(self, ctx: PassContext) -> tuple[int, int]:

@@ -107,10 +107,11 @@ class Sublayer:
         return self.quantized_gradient(ctx, d_columns)
 
     def fused_gradient(self, ctx: PassContext, saved: Saved, d_out: Any) -> Any:
-        """``column_gradient`` within the second product's backward, where one kernel is faster; None: it is not."""
+        """``column_gradient``, computed in the same kernel as the second matmul's backward; None where this is not
+        faster."""
 
     def empty_gradient(self, ctx: PassContext, saved: Saved) -> Array:
-        """Memory for the gradient of the first product's output."""
+        """Memory for the gradient of the first matmul's output."""
         arena = ctx.keep_for(self.column) if ctx.ops.reads_16(self.column.bias) else ctx.arena
         return self._empty_columns(ctx, len(saved.columns_NW), saved.columns_NW.dtype, arena)
 

@@ -245,7 +245,7 @@ class LlamaConfig:
         """The part of rank ``tp_rank`` of ``tp`` in stage ``stage`` of the pipeline; by default the whole model.
 
         ConfigError if the family has no tensor parallelism, or ``tp`` does not divide the heads, the intermediate size
-        or the vocabulary. Of fewer kv heads than ranks, several hold a copy each.
+        or the vocabulary. If there are fewer kv heads than ranks, several ranks hold a copy of the same head.
         """
         if tp > 1 and "tp" not in self.axes:
             expected = f"1 in a model of type {self.model_type}, which supports {', '.join(self.axes)} only"

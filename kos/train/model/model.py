@@ -218,8 +218,8 @@ class Model:
     def queue_next_logits(self, weights: Weights, tokens: Array, cache: Cache, out: Array) -> None:
         """out (parts, B, V / parts), float32, = the logits that follow ``tokens`` (B, 1), as in ``gather_logits``.
 
-        ``tokens`` are the next ones of the sequences of ``cache``.  All arrays are the dialect's own, so that a GPU can
-        capture it in a graph.
+        ``tokens`` are the next tokens of the sequences of ``cache``.  All arrays are in the device's memory, so that a
+        GPU can capture this step in a graph.
         """
         with self.ops.step(self.arena):
             self.forward(weights, flight := InFlight(self.arena), Batch(tokens), saves=False, cache=cache)
@@ -442,7 +442,8 @@ def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequen
 
 
 def make_whole(config: LlamaConfig, ops: Any, tp: Axis = ALONE) -> Model:
-    """The model for forwards alone.  With ranks of ``tp``, each has a part of the tensors, and all rows.
+    """The model for forward passes only.  With several ranks of ``tp``, each rank has a part of the tensors, and all
+    rows.
 
     Raises SettingError as ``LlamaConfig.local`` does.
     """

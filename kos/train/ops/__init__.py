@@ -385,15 +385,15 @@ class Ops(Protocol):
     def fuses_swiglu(self, d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
         """Whether ``linear_swiglu_backward`` takes these operands, and is faster than the two operations.
 
-        What is not known yet may be measured, with memory of ``arena``.
+        If this is not known yet, it may be measured, with memory of ``arena``.
         """
 
     def linear_swiglu_backward(
         self, d_out: Array, weight: Array, gate_up: Array, d_gate_up: Array, arena: Arena
     ) -> None:
-        """``swiglu_backward`` of what ``linear_input_gradient`` computes, which a GPU does not write.
+        """``swiglu_backward`` of the result of ``linear_input_gradient``, which a GPU does not write to memory.
 
-        A GPU has it for operands that ``fuses_swiglu`` takes.
+        A GPU supports only operands for which ``fuses_swiglu`` is true.
         """
 
     def gelu(self, x: Array, out: Array, arena: Arena) -> None:

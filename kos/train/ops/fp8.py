@@ -77,7 +77,7 @@ class Quantized:
     """Of a weight."""
 
     members: Sequence[str] = ()
-    """The tensors that are stacked in a weight, or its own name."""
+    """The names of the tensors that are stacked in a weight; its own name if none are."""
 
     @classmethod
     def empty(

@@ -44,7 +44,7 @@ class TensorParallel:
     """
 
     splits_rows: ClassVar[bool] = True
-    """Whether a rank has only a part of the rows between the products."""
+    """Whether a rank has only a part of the rows between the matmuls."""
 
     def __init__(self, ops: Ops, axis: Axis = ALONE, first: int = 0, copies: Axis = ALONE) -> None:
         self.ops, self.axis, self.size, self.first, self.copies = ops, axis, axis.size, first, copies
@@ -101,9 +101,9 @@ class TensorParallel:
         return logits_Nv.reshape(1, *logits_Nv.shape)
 
     def check(self) -> None:
-        """Raise the error of a collective that was ended early: a GPU continues without its data.
+        """Raise the error of a collective that ended early.  Call this when the results are on the host.
 
-        To be called when the results are on the host.
+        After such a collective, a GPU continues without its data.
         """
         if self.size > 1 and (stream := getattr(self.ops, "stream", None)) is not None:
             self.axis.comm.synchronize(stream=stream)

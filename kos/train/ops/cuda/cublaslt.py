@@ -270,7 +270,7 @@ class Matmul:
         def runs(algorithm: np.ndarray[Any, Any]) -> bool:
             try:
                 streams.milliseconds(functools.partial(run, algorithm), self.stream)
-            except self.lt.cuBLASLtError:  # others will
+            except self.lt.cuBLASLtError:  # other algorithms will run
                 if driver.broken():
                     raise
                 return False
@@ -281,13 +281,13 @@ class Matmul:
 
 
 def fastest(runs: Sequence[Callable[[], None]], stream: Any) -> int:
-    """Which of ``runs`` is the fastest in a long test, of those that are nearly the fastest in a short one.
+    """The index of the fastest of ``runs``: a long test compares those that are nearly the fastest in a short test.
 
-    Brief runs are taken in turns, so that none has a cooler GPU than others.
+    The runs of the short test take turns, so that none of them has a cooler GPU than the others.
     """
 
     def each(run: Callable[[], None], count: int = 1) -> float:
-        """Milliseconds of one of ``count`` that are queued behind each other."""
+        """Milliseconds of one run, if ``count`` of them are queued one after another."""
 
         def all_of_them() -> None:
             for _ in range(count):
@@ -379,8 +379,8 @@ class Stored:
     def keep(self, found: Mapping[str, str]) -> None:
         """Add to ``known`` and to the file.
 
-        What other processes have stored meanwhile stays, and ``known`` has it too: the runs that measure at the same
-        time, and later ones, then compute the same bits.
+        Entries that other processes have stored meanwhile are kept, and are added to ``known``.  So runs that measure
+        at the same time, and later runs, compute the same bits.
         """
         self.known = {**found, **self.known, **self._read()}
         try:

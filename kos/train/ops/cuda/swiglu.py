@@ -12,14 +12,14 @@ from kos.train.ops.cuda.cublaslt import fastest
 HOPPER = "sm_90a"
 ROWS, COLUMNS, THREADS = 128, 256, 384  # of a tile, of a block
 SHARED = 2048 + 4 * 2 * 64 * (ROWS + COLUMNS)  # bytes: four stages, and what aligns them
-APART, FUSED = "apart", "fused"  # what ``algorithms`` has for shapes
+APART, FUSED = "apart", "fused"  # the values of ``algorithms``: two kernels, or one
 
 
 class SwigluOps:
     """SwiGLU of ``CudaOps``, which launches its kernels."""
 
     search = False
-    """Whether what is missing in ``algorithms`` is measured."""
+    """Whether shapes that ``algorithms`` lacks are measured."""
 
     swiglu_kernel = False
     """Whether this GPU has the kernel of ``linear_swiglu_backward``."""

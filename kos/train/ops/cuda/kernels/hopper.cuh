@@ -79,7 +79,7 @@ __device__ inline void store_box(const TensorMap& map, const void* source, int c
                  : "memory");
 }
 __device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all committed stores of this thread have read their source.
+// Waits until all committed stores of this thread have read their source.
 __device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -101,7 +101,7 @@ __device__ inline void store_four(const void* at, const u32 (&x)[4]) {
 
 // The lower half of an operand's descriptor; the upper half says: 128-byte swizzle, 1024 bytes from one group of 8 rows
 // to the next.  `leading` is the distance in bytes between the panels of an MN-major operand wider than one.
-// The compiler is kept from computing all descriptors of a loop ahead of it: they would take the registers.
+// The empty asm keeps the compiler from computing all descriptors before a loop, where they would use up the registers.
 #define UPPER "0x40000040"
 __device__ inline u32 operand(const void* tile, int leading = 16) {
     u32 lower = (shared_address(tile) >> 4 & 0x3fff) | (leading >> 4) << 16;
@@ -123,7 +123,7 @@ __device__ inline u32 operand(const void* tile, int leading = 16) {
 #define EACH4(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
 #define EACH16(how, i) EACH4(how, i), EACH4(how, i + 4), EACH4(how, i + 8), EACH4(how, i + 12)
 #define ADDED(x) "+f"(x)
-#define WRITTEN(x) "=f"(x)  // what was there before is dead: it costs no registers
+#define WRITTEN(x) "=f"(x)  // the old value is not read, so it needs no registers
 
 // A and B from shared memory, both K-major.
 #define SHARED32(how, add)                                                                                  \
@@ -166,7 +166,7 @@ __device__ inline void wgmma(float (&d)[64], const u32* a, u32 b) {
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define EACH32(how, i) EACH16(how, i), EACH16(how, i + 16)
 #define EACH64(how, i) EACH32(how, i), EACH32(how, i + 32)
-// A and B from shared memory, A K-major and B MN-major; what is in d counts if `add`.
+// A and B from shared memory, A K-major and B MN-major.  Adds to d if `add`, else overwrites it.
 __device__ inline void wgmma(float (&d)[128], u32 a, u32 b, int add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0;\n.reg .b64 a, b; mov.b64 a, {%128, " UPPER "}; mov.b64 b, {%129, " UPPER
                  "};\n" WGMMA(256) "{" D128 "}, a, b, p, 1, 1, 0, 1;}"
@@ -176,12 +176,12 @@ __device__ inline void wgmma(float (&d)[128], u32 a, u32 b, int add) {
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most PENDING groups are in flight.
+// Waits until at most PENDING groups are in flight.
 template <int PENDING>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Registers that a wgmma in flight reads or writes: nothing that touches them may move across this.
+// Pins registers that a wgmma in flight reads or writes: the compiler may not move accesses to them across this.
 template <int N>
 __device__ inline void hold(float (&d)[N]) {
 #pragma unroll

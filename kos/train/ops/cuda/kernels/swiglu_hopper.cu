@@ -1,22 +1,23 @@
-// SwiGLU's backward within the product before it, on tensor cores of Hopper (sm_90a), in bfloat16 with sums in fp32.
+// SwiGLU's backward within the matmul before it, on Hopper's tensor cores (sm_90a), in bfloat16 with sums in fp32.
 //
-// d_gate_up (M, 2N) from gate_up (M, 2N) and d_inner = a (M, K) b (K, N), which is never written.  All is rounded as by a
-// product and SwiGLU apart: of the same sums the results have the same bits.
+// Computes d_gate_up (M, 2N) from gate_up (M, 2N) and d_inner = a (M, K) b (K, N).  d_inner is never written to memory.
+// Values are rounded as by a separate matmul and SwiGLU, so equal sums give bitwise equal results.
 //
-// Thread blocks stay: each computes tiles of BM x BN of d_inner one after another.  A warp of the third warpgroup, the
-// producer, brings tiles of a and b, BK deep, by TMA into a ring of STAGES in shared memory.  Two warpgroups, the consumers,
-// have 64 rows of the tile each, and multiply what is in the ring (wgmma).  One multiplication is in flight while the next
-// begins, so a stage is free for the producer one step later.
+// The kernel is persistent: each thread block computes tiles of BM x BN of d_inner one after another.  A warp of the
+// third warpgroup is the producer.  It loads tiles of a and b, BK deep, by TMA into a ring of STAGES in shared memory.
+// Two warpgroups are the consumers.  Each has 64 rows of the tile, and multiplies the tiles in the ring (wgmma).  One
+// multiplication is in flight while the next begins, so a stage becomes free for the producer one step later.
 //
-// After a tile's last product the ring goes on with stages for 64 of its columns each: they bring gate and up, while tensor
-// cores are still busy.  Consumers replace these by their gradients, and TMA writes them from there.  Such a stage is free
-// when the next one is written; the last one of a tile in its next tile.
+// After the last multiplication of a tile, each of the next stages of the ring holds gate and up of 64 of its columns.
+// They are loaded while the tensor cores are still busy.  Consumers replace gate and up by their gradients, and TMA
+// writes these from the stage to memory.  Such a stage becomes free when the next one is written.  The last one of a
+// tile becomes free during the block's next tile.
 //
-// Tiles order: GROUP rows of tiles together, column after column, so that what runs at once shares a and b in L2.  Rows
-// begin at multiples of 16 bytes, and N is a multiple of 64.
+// Order of the tiles: GROUP rows of tiles together, column after column, so that blocks that run at the same time share
+// a and b in L2.  Rows must begin at multiples of 16 bytes, and N must be a multiple of 64.
 //
-// The same design of a product as DeepGEMM (github.com/deepseek-ai/DeepGEMM), CUTLASS's cooperative kernel, and that of
-// github.com/pranjalssh, published as an example.
+// The matmul has the design of DeepGEMM (github.com/deepseek-ai/DeepGEMM), of CUTLASS's cooperative kernel, and of the
+// example that github.com/pranjalssh published.
 #include "hopper.cuh"
 #include "swiglu.cuh"
 
@@ -33,7 +34,7 @@ struct Size {
     int M, N, K;
 };
 
-// Calls what(row, column) of each tile of this block in turn.
+// Calls what(row, column) for each tile of this block in turn.
 template <typename What>
 __device__ inline void for_each_tile(const Size& size, What what) {
     const int rows = (size.M + BM - 1) / BM, columns = (size.N + BN - 1) / BN;
@@ -72,7 +73,7 @@ __device__ inline void produce(char* ring_memory, Shared& shared, const TensorMa
     });
 }
 
-// A thread's 8 elements of 16 neighbouring columns, as it has them of a product, from and to shared memory.
+// Loads and stores the 8 elements of 16 neighbouring columns that a thread has after wgmma, from and to shared memory.
 __device__ inline void load_8(float (&y)[8], const char* at) {
     u32 r[4];
     load_four(r, shared_address(at));
@@ -84,7 +85,7 @@ __device__ inline void store_8(const char* at, const float (&y)[8]) {
     store_four(at, x);
 }
 
-// Replaces gate and up of this warpgroup's rows of 64 columns by their gradients.
+// Replaces gate and up by their gradients, in 64 columns of this warpgroup's rows.
 __device__ inline void replace(const float* d, char* memory) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
@@ -104,12 +105,12 @@ __device__ inline void consume(char* ring_memory, Shared& shared, const TensorMa
     const int consumer = threadIdx.x / 128;
     const bool first = threadIdx.x % 128 == 0;
     const u32 a0 = operand(ring_memory + consumer * PANEL_BYTES), b0 = operand(ring_memory + A_BYTES, PANEL_BYTES);
-    // Each warp lets go of a stage on its own: its wait is for its own rows.
+    // Each warp frees a stage by itself, because it waits for its own rows only.
     auto release = [&](int stage) {
         if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
     };
     Ring<STAGES> ring;
-    bool writing = false;  // TMA reads the stage before
+    bool writing = false;  // whether TMA still reads the previous stage
     for_each_tile(size, [&](int m, int n) {
         float d[BN / 2];
         for (int k = 0; k < size.K; k += BK, ring.next()) {
@@ -145,7 +146,8 @@ __device__ inline void consume(char* ring_memory, Shared& shared, const TensorMa
                 store_commit();
             }
             if (column > n) release(ring.before().stage);
-            // The next columns come to the same registers: so their code is there once, and compiles in half the time.
+            // Moves the next columns to the same registers, so that the kernel has their code once.  It compiles in
+            // half the time.
 #pragma unroll
             for (int i = 32; i < BN / 2; ++i) d[i - 32] = d[i];
         }
