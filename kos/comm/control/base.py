@@ -196,8 +196,8 @@ class Rendezvous(ABC):
         """The group of the live ranks, in their order, and of ``newcomers`` after them; all live ranks call it.
 
         ``newcomers`` None: as many as were lost.  ``whole``: raise RankLost if a rank was lost.  ``terms``, of JSON's
-        types, is sent to newcomers.  ``began`` (``time.monotonic``) is when the first attempt began, if it lost
-        newcomers: the timeout counts from then.  This group is not closed.
+        types, is sent to newcomers.  If an earlier attempt lost newcomers, ``began`` (``time.monotonic``) is the time
+        at which the first attempt began, from which the timeout counts.  This group is not closed.
         """
         raise NotImplementedError
 

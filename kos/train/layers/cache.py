@@ -56,7 +56,7 @@ class Cache:
 def make_cache(
     ops: Any, attentions: list[Attention], positions: Array, capacity: int, dtype: Any, shards: int = 1
 ) -> Cache:
-    """An empty cache, for the kv heads of a rank of ``shards``."""
+    """An empty cache for the kv heads of one of ``shards`` ranks."""
     buffers = {
         each.column.name: ops.empty_cache(len(positions), each.heads_of(shards)[1], each.head_dim, capacity, dtype)
         for each in attentions

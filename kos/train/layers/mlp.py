@@ -56,7 +56,7 @@ class GeluMLP(MLP):
         ctx.ops.gelu(columns_NW, inner_NF, ctx.arena)
 
     def fused_gradient(self, ctx: PassContext, saved: Saved, d_out: Any) -> None:
-        """None: there is no such kernel."""
+        """None, because there is no such kernel."""
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
         ctx.ops.gelu_backward(d_inner, saved.columns_NW, d_columns, ctx.arena)
