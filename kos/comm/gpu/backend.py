@@ -210,7 +210,7 @@ class GPUBackend(WatchedBackend):
         """Raise InvalidArgument if a call would follow one whose stream is being captured.  The call gets no number."""
         for each in works if self.order is not None and self.failures.first is None else ():
             prepared, route = each.prepared, each.prepared.route
-            if prepared.backend is not self or self._may_follow(prepared, each.stream):
+            if prepared.backend is not self or self.party(prepared) is None or self._may_follow(each):
                 continue
             with suppress(CudaError):  # which ends the communicator when the call starts
                 stream = each.stream if prepared.waits else self.side
@@ -233,7 +233,7 @@ class GPUBackend(WatchedBackend):
                     shared.confirm()
             if not prepared.waits:
                 self._start_overlapped((work,))
-            elif work.queue is shared.streams.current and self._may_follow(prepared, work.stream):
+            elif self._may_follow(work):
                 prepared.run(work.stream, work.send, work.recv)
                 self._hold_array(work)
             else:
@@ -241,12 +241,13 @@ class GPUBackend(WatchedBackend):
         except Exception as error:
             self._raise(work, error)
 
-    def _may_follow(self, prepared: Prepared, stream: int) -> bool:
-        """Whether the call may follow the last call on ``stream`` without a new order."""
-        party = self.party(prepared)
+    def _may_follow(self, work: Work[Any]) -> bool:
+        """Whether the call is on the stream of the last call, and may follow that without a new order."""
+        held = self.shared.streams
+        if work.queue is not held.current or (party := self.party(work.prepared)) is not held.party:
+            return False
         # A kernel on a default stream goes to the current device.
-        on_device = party is None or stream > PER_THREAD or not party.serial or driver.is_current(self.device)
-        return on_device and party is self.streams.party
+        return party is None or work.stream > PER_THREAD or not party.serial or driver.is_current(self.device)
 
     def _launch_on_host(self, launch: Callable[[Work[Any]], Steps | None], work: Work[Any]) -> Steps | None:
         self.shared.announce_on_host(work)
