@@ -143,13 +143,15 @@ def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender(
 
 @pytest.fixture
 def mpi(monkeypatch):
-    """Rank 0 of three, over a stand-in for MPI.  Comparisons of calls are complete, and no message comes."""
+    """Rank 0 of three, over a stand-in for MPI.  Comparisons of calls are complete, messages and broadcasts are not."""
     request = SimpleNamespace(Test=lambda: True)
     comm = SimpleNamespace(
         Idup=lambda: (comm, request), Set_errhandler=lambda handler: None, Iallreduce=lambda *given: request,
         Improbe=lambda *given: None,
     )  # fmt: skip
-    library = SimpleNamespace(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0)
+    pending = SimpleNamespace(Test=lambda: False)
+    comm.Ibcast = lambda data, root: pending
+    library = SimpleNamespace(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0, BYTE=0)
     monkeypatch.setattr(mpi_job, "load_mpi", lambda: library)
     monkeypatch.setattr("kos.comm.host.mpi.await_request", lambda *given: None)
     place = SimpleNamespace(
@@ -204,6 +206,22 @@ def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi)
     late = mpi.agree(SimpleNamespace(sequence=5, prepared=work.prepared), None)
     with pytest.raises(RankLost, match="rank 1 is gone: its process ended"):
         assert late is not None and late()
+
+
+def test_a_collective_of_mpi_itself_fails_some_time_after_the_end_of_a_rank(mpi):
+    """Once all have begun it, MPI may complete it, or wait for the rank that was killed and not say so."""
+    options = SimpleNamespace(deterministic=False, algorithm="auto")
+    operation = SimpleNamespace(options=options, reduction=None, root=1)
+    steps = mpi.native(SimpleNamespace(sequence=4, operation=operation), {"data": np.zeros(1)}, "broadcast")
+    next(steps)
+    mpi.failures.record_end(1, 0, "its process ended")
+    for _ in range(LAST_CHECKS):
+        mpi.receive_notices()
+        for _ in range(3):
+            next(steps)
+    mpi.receive_notices()
+    with pytest.raises(RankLost, match="rank 1 is gone: its process ended"):
+        next(steps)
 
 
 class Silent:

@@ -275,8 +275,14 @@ class MPITransport(Backend):
 
     def _poll_native(self, work: Work[Any], request: Any) -> Steps:
         self._requests[work.sequence] = request
+        checked, checks_left = self.checks, LAST_CHECKS
         try:
             while not request.Test():
+                ends = self.failures.ends.copy().values() if checked != self.checks else ()
+                if any(end <= work.sequence for end, *_ in ends):
+                    checked, checks_left = self.checks, checks_left - 1
+                    if checks_left < 0:  # MPI may not report that a process has ended
+                        self.failures.ask(work.sequence, work)
                 yield
         except GeneratorExit:
             log.warning("%s: MPI may still use the arrays of this call, so they are kept", work)
