@@ -193,6 +193,15 @@ def test_a_message_of_mpi_that_never_comes_fails_after_some_time(mpi, sequence, 
         message.done()
 
 
+def test_messages_of_others_do_not_shorten_the_wait_for_last_messages_of_mpi(mpi):
+    """After each message of another rank, this rank reads notices."""
+    mpi.failures.record_end(1, 0, "its process ended")
+    message = mpi.irecv(np.zeros(1), 1, 3)
+    for _ in range(2 * LAST_CHECKS):
+        mpi.check_sender(2)
+        assert not message.done()
+
+
 def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi):
     """Once all have begun it.  The ranks that wait for the killed one report it; an abort is reported with its call."""
     work = SimpleNamespace(sequence=4, prepared=SimpleNamespace(fingerprint=1, text=b""))

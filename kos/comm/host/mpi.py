@@ -294,6 +294,9 @@ class MPITransport(Backend):
     def receive_notices(self) -> None:
         """Read the notices of other ranks; due after ``next_check``."""
         self.next_check, self.checks = time.monotonic() + CHECK_SECONDS, self.checks + 1
+        self._read_notices()
+
+    def _read_notices(self) -> None:
         if self._channel is not None:
             for peer, _, sequence, (text,) in self._channel.read_reports():
                 self._described[sequence, peer] = text.encode()
@@ -330,7 +333,7 @@ class MPITransport(Backend):
 
     def check_sender(self, peer: int) -> None:
         """Raise if the sender may have changed the message in flight: it aborted while MPI still read its memory."""
-        self.receive_notices()
+        self._read_notices()
         error = self.end_of(peer, processes=False)
         if error is not None and (not isinstance(error, RankLost) or UNSENT in str(error)):
             raise error
