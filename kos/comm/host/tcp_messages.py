@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -265,7 +266,9 @@ class Peer:
         """Whether data for a live peer is still queued, in this object or in the send buffer of its socket."""
         if self.gone is not None or self._outgoing:
             return self.gone is None
-        return bytes(4) != fcntl.ioctl(self.sock, _SIOCOUTQNSD, bytes(4))
+        with suppress(OSError):  # of a system that does not say it
+            return bytes(4) != fcntl.ioctl(self.sock, _SIOCOUTQNSD, bytes(4))
+        return False
 
     def close(self) -> None:
         if self.gone is None:
