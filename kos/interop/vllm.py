@@ -11,6 +11,7 @@ vLLM calls ``register`` in each of its processes, because kos has an entry point
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,11 +24,19 @@ from kos.interop.weights import bind
 
 
 def register() -> None:
-    """Make the engine "kos" known to vLLM's factory in this process."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Make the engine "kos" known to vLLM's factory in this process.
 
+    A vLLM that has no such engines starts without it, with a warning: an error here would end it.
+    """
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        engine = _engine()
+    except ImportError as error:
+        logging.getLogger(__name__).warning('vLLM has no weight-transfer engine "kos": %s', error)
+        return
     with suppress(ValueError):  # it is registered already
-        WeightTransferEngineFactory.register_engine("kos", _engine())
+        WeightTransferEngineFactory.register_engine("kos", engine)
 
 
 class Workers:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
+from kos.interop.vllm import register
 from kos.transfer import Placement, Publisher
 from tests.interop.vllm_stand_in import TENSORS, install, make_engine, tensor
 
@@ -104,3 +105,10 @@ def test_what_is_refused(monkeypatch):
             engine.update_weights({})
         with pytest.raises(InvalidArgument, match="that vLLM does not quantize, got quantization 'fp8'"):
             make_engine(1, "fp8").init_transfer_engine(engine.parse_init_info({"address": "127.0.0.1:1"}))
+
+
+def test_a_vllm_without_such_engines_starts(monkeypatch, caplog):
+    """vLLM catches no errors of ``register``."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    register()
+    assert 'vLLM has no weight-transfer engine "kos": ' in caplog.text
