@@ -14,7 +14,7 @@ from kos.errors import ConfigError, InvalidArgument, RendezvousError
 from kos.train.checkpoint.huggingface import name_as_saved, shape_as_saved
 from kos.train.device import Device
 from kos.train.layers import Placement as Place
-from kos.train.layers.lora import A, B
+from kos.train.layers.lora import A, B, is_adapter
 from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Axis
@@ -31,9 +31,9 @@ class Merged:
 
     def __init__(self, device: Device) -> None:
         self._device, step, shapes = device, device.step, dict[str, tuple[int, ...]]()
-        self.rows = dict[str, slice]()
+        self.rows, every = dict[str, slice](), step.with_frozen(step.weights)
         for name, matrix in step.frozen.items():
-            if name.removesuffix("weight") + A in step.weights:
+            if name.removesuffix("weight") + A in every:
                 self.rows[name] = rows = _part(matrix.shape[0], step.parallel.replicas)
                 shapes[name] = rows.stop - rows.start, matrix.shape[1]
         self.weights = Parameters(shapes, step.frozen.flat.dtype, zeros=step.frozen.zeros)
@@ -90,14 +90,17 @@ def open_publisher(run: RunContext) -> RunPublisher | None:
 
 
 def published_arrays(device: Device, adapters: bool, merged: Merged | None = None) -> Arrays:
-    """The arrays that this rank publishes: slices of the weights, and of the frozen weights unless ``adapters``.
+    """The arrays that this rank publishes: slices of the weights and of the frozen weights; with ``adapters``, these.
 
     With ``merged``, these are the merged matrices, and the frozen weights that have no adapters.
     """
-    step, places = device.step, device.state.placements
-    frozen = [_part(step.frozen.flat.size, step.parallel.replicas)]
+    step, places, merges = device.step, device.state.placements, merged is not None
+    without = {name for name in step.frozen if adapters and is_adapter(name) == merges}
+    without.update(merged.rows if merged is not None else ())
+    part = [_part(step.frozen.flat.size, step.parallel.replicas)]
+    frozen = _arrays("frozen", step.frozen, part, places, without)
     if merged is not None:
-        return merged.arrays(places) | _arrays("frozen", step.frozen, frozen, places, merged.rows)
+        return merged.arrays(places) | frozen
     parallel, weights = step.parallel, step.weights
     if parallel.sharded:
         slices = parallel.own()
@@ -105,8 +108,7 @@ def published_arrays(device: Device, adapters: bool, merged: Merged | None = Non
         slices = [slice(0, weights.flat.size)]
     else:
         slices = [_part(weights.flat.size, parallel.replicas)]
-    found = _arrays("weights", weights, slices, places)
-    return found | ({} if adapters else _arrays("frozen", step.frozen, frozen, places))
+    return _arrays("weights", weights, slices, places) | frozen
 
 
 def _part(size: int, replicas: Axis) -> slice:

@@ -137,6 +137,10 @@ def test_the_plan_has_the_merged_weights(monkeypatch):
         assert uses["versions for servers"] == pytest.approx(itemsize * (2 * count + adapted) / ranks, rel=1e-3)
         alone = plan(*flags, "--dtype", dtype, ranks=ranks).uses["versions for servers"]
         assert alone < uses["versions for servers"] / 20
+        for merged in ([], ["--publish-merged"]):  # frozen adapters are published or merged as others
+            frozen = plan(*flags, *merged, "--freeze", "*lora_A*", "--dtype", dtype, ranks=ranks).uses
+            expected = uses["versions for servers"] if merged else alone
+            assert frozen["versions for servers"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_plan_of_layouts(monkeypatch):

@@ -104,10 +104,11 @@ def test_every_k_steps_and_the_last(tmp_path):
     assert [*run(tmp_path, 2, publish_every=3)] == [0, 3, 4]
 
 
-def test_adapters_are_published_alone(tmp_path):
+@pytest.mark.parametrize("changes", [{"zero": 1}, {"freeze": ("*lora_A*",)}], ids=["ZeRO-1", "A is frozen"])
+def test_adapters_are_published_alone(changes, tmp_path):
     run(tmp_path, 1)
     base = tmp_path / "out" / "checkpoints" / f"step-{STEPS}"
-    seen = run(tmp_path, 2, out=tmp_path / "lora", init_from=str(base), lora=2, zero=1)
+    seen = run(tmp_path, 2, out=tmp_path / "lora", init_from=str(base), lora=2, **changes)
     right = saved(tmp_path / "lora" / "checkpoints" / f"step-{STEPS}")
     assert right.keys() == seen[STEPS].keys() and all("lora_" in name for name in right)
     assert all((seen[STEPS][name] == tensor).all() for name, tensor in right.items())
@@ -124,6 +125,7 @@ def test_adapters_are_published_alone(tmp_path):
         pytest.param(2, {"deterministic": True}, id="deterministic"),
         pytest.param(2, {"model": GPT2}, id="GPT-2"),
         pytest.param(2, {"dtype": "fp8", "zero": 1}, id="8 bits"),
+        pytest.param(2, {"freeze": ("*lora_A*",)}, id="A is frozen"),
     ],
 )
 def test_adapters_are_published_merged(ranks, changes, tmp_path):

@@ -19,7 +19,7 @@ from kos.memory.array import Array
 from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.layers.lora import A
+from kos.train.layers.lora import A, is_adapter
 from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model
@@ -241,11 +241,12 @@ def _published(run: DryRun, buckets: Buckets, ranks: int) -> int:
     """With ``--publish``, this rank's elements in both versions.  ``ranks`` divide what all of them hold."""
     if run.config.publish is None:
         return 0
-    frozen = sum(x.size for x in run.frozen.values()) // ranks
-    if run.config.publish_merged:
-        adapted = (x.size for name, x in run.frozen.items() if name.removesuffix("weight") + A in run.gradients)
+    merged, every = run.config.publish_merged, {*run.gradients, *run.frozen}
+    published = (x for name, x in run.frozen.items() if run.config.lora is None or is_adapter(name) != merged)
+    frozen = sum(x.size for x in published) // ranks
+    if merged:
+        adapted = (x.size for name, x in run.frozen.items() if name.removesuffix("weight") + A in every)
         return 2 * frozen + sum(adapted) // ranks  # the merged weights, and both versions
-    frozen = 0 if run.models[0].config.lora else frozen
     return 2 * (frozen + run.gradients.flat.size // (1 if run.parallel.more and not buckets.sharded else ranks))
 
 
