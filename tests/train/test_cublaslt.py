@@ -325,6 +325,13 @@ def test_what_was_found_is_kept(path, caplog):
     assert json.loads(path.read_text()) == kept().known == other.known == {"a": "1", "b": "2"} and not warnings(caplog)
 
 
+def test_what_cublaslt_no_longer_takes_is_replaced(path):
+    kept().keep({"a": "no algorithm", "b": "2"})
+    later = kept()
+    later.keep({**later.known, "a": "1"})
+    assert kept().known == later.known == {"a": "1", "b": "2"}
+
+
 @pytest.mark.parametrize("content", [b'{"a": "1"', b"[1, 2]", b"\xff"], ids=["cut", "a list", "no text"])
 def test_a_damaged_file_is_reported_once_and_replaced(path, caplog, content):
     path.parent.mkdir(parents=True)

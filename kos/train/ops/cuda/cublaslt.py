@@ -380,9 +380,10 @@ class Stored:
         """Add to ``known`` and to the file.
 
         Entries that other processes have stored meanwhile are kept, and are added to ``known``.  So runs that measure
-        at the same time, and later runs, compute the same bits.
+        at the same time, and later runs, compute the same bits.  ``found`` replaces only what was known before.
         """
-        self.known = {**found, **self.known, **self._read()}
+        meanwhile = self._read().items() - self.known.items()
+        self.known = {**self.known, **found, **dict(meanwhile)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, json.dumps(self.known).encode())
