@@ -37,10 +37,10 @@ def sixteens(monkeypatch):
     monkeypatch.setitem(layouts.SHAPE, "intermediate_size", 160)
 
 
-def cpu_device(comm: Any, layout: Layout, layers: int) -> CpuDevice:
+def cpu_device(comm: Any, layout: Layout, layers: int, **changes: Any) -> CpuDevice:
     shape = {**layouts.SHAPE, "num_hidden_layers": layers}
     axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    settings = {**layouts.RUN, **FP8, **axes, "seed": 3, "model": shape}
+    settings = {**layouts.RUN, **FP8, **axes, "seed": 3, "model": shape, **changes}
     config = TrainConfig.from_preset("tiny", **settings).for_world(layout.dp)
     device = CpuDevice(config, config.model_config_for(40), layouts.make_data(config), Mesh(comm, layout),
                        lambda what, share: None)  # fmt: skip
@@ -134,6 +134,22 @@ def test_a_sample_has_sizes_that_cublaslt_takes(layout, monkeypatch):
     monkeypatch.setattr(numpy_ops, "scaled_product", counted)
     spawn(sample, layout.ranks, timeout=100)
     assert len(rows) >= 8 * layout.tp and not any(count % MULTIPLE for count in rows)
+
+
+def test_a_sample_on_a_cpu_is_not_longer_than_the_context(monkeypatch):
+    """A CPU takes all sizes; GPT-2 has no more positions."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    for name, value in {"model_type": "gpt2", "max_position_embeddings": 8, **heads}.items():
+        monkeypatch.setitem(layouts.SHAPE, name, value)
+
+    def sample(comm):
+        device = cpu_device(comm, Layout(), 1, seq_len=8, device="cpu")
+        next_logits = device.sampler()
+        assert next_logits is not None and np.isfinite(next_logits(np.arange(5, dtype=np.int32)[None])).all()
+        device.close()
+        device.mesh.close()
+
+    spawn(sample, 1, timeout=100)
 
 
 def test_the_plan_counts_the_matrices_once():

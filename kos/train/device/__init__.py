@@ -264,7 +264,8 @@ class Device(Runner):
         arena, multiple, wrapped = ops.make_arena(), mesh.tp.size, ops
         if self.step.quantized:
             wrapped = Fp8Ops(LinearOps(ops), arena, mesh.tp.size == 1)
-            multiple *= MULTIPLE * min(2, mesh.tp.size)  # each half has its own matmul
+            if self.config.device != "cpu":  # which takes all sizes
+                multiple *= MULTIPLE * min(2, mesh.tp.size)  # each half has its own matmul
         models = [
             Model(each.config, wrapped, local=each.local, arena=arena,
                   tensor=TensorParallel(ops, mesh.tp, each.local.vocabulary.start))
