@@ -126,10 +126,10 @@ def bounds(counted: list[File]) -> list[Bound]:
     return [
         Bound(f"Python in {', '.join(LIBRARY)}", 19_776, lines("Python", *LIBRARY)),
         Bound("C in _core", 3_027, lines("C", "_core")),
-        Bound("Python in interop", 1_344, lines("Python", "interop")),
+        Bound("Python in interop", 1_350, lines("Python", "interop")),
         Bound("Python in transfer", 1_616, lines("Python", "transfer")),
         Bound("Python in train", 16_099, lines("Python", "train")),
-        Bound("Python in tests", 63_238, lines("Python", "tests")),
+        Bound("Python in tests", 63_270, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_461, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 123, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),
