@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from kos.transfer.scales import BlockScales
 
 SCALES = "_scale_inv"
 """How the names of scales end in DeepSeek-V3 and vLLM: ``weight_scale_inv`` has the scales of ``weight``."""
+_SHOWN = 3  # names of tensors in an error
 
 
 def read_rules(name: str) -> Mapping[str, Any]:
@@ -57,6 +58,17 @@ def placements(
     return found
 
 
+def only_adapters(tensors: Collection[str]) -> bool:
+    """Whether all of these are the A and B of adapters, by their names in peft's files."""
+    return bool(tensors) and all(re.search(r"(^|\.)lora_[AB]\.weight$", name) for name in tensors)
+
+
+def _offered(tensors: Mapping[str, Sequence[int]]) -> str:
+    names = ", ".join(list(tensors)[:_SHOWN]) + ", ..." * (len(tensors) > _SHOWN)
+    why = "; these are adapters only: --publish-merged publishes the merged model" * only_adapters(tensors)
+    return f"it has {len(tensors)} tensors: {names}{why}"
+
+
 def _placement(
     name: str, shape: tuple[int, ...], tensors: Mapping[str, Sequence[int]], rules: Mapping[str, Any],
     rank: int, ranks: int,
@@ -71,7 +83,9 @@ def _placement(
         if (match := re.fullmatch(pattern, name)) and name not in tensors:
             sources = [match.expand(each) for each in several]
     if missing := [source for source in sources if source not in tensors]:
-        raise InvalidArgument(f"{name}: expected the publisher to have {missing[0]}, got no such tensor")
+        who = f"{name}: " if missing[0] != name else ""
+        expected = f"expected the publisher to have {missing[0]}"
+        raise InvalidArgument(f"{who}{expected}, got no such tensor; {_offered(tensors)}")
     axis = next((at for at, key in enumerate(("rows", "columns")) if _matches(rules, key, name)), None)
     turned = _matches(rules, "transposed", name)
     rows, left = shape[0] if shape else 1, len(sources)

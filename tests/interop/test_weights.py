@@ -53,8 +53,63 @@ def test_a_module_with_fused_parameters(rank):
 
 
 def test_a_parameter_that_the_publisher_lacks():
-    with Publisher(None, arrays(0)) as publisher, pytest.raises(InvalidArgument, match="to have weight, got no such"):
+    expected = "^expected the publisher to have weight, got no such tensor; it has 5 tensors: .*, "
+    with Publisher(None, arrays(0)) as publisher, pytest.raises(InvalidArgument, match=expected):
         bind(publisher.address, torch.nn.Linear(2, 2, bias=True))
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer as peft wraps it."""
+
+    def __init__(self, *adapters):
+        super().__init__()
+        self.base_layer = torch.nn.Linear(4, 6)
+        self.lora_A = torch.nn.ModuleDict({each: torch.nn.Linear(4, 2, bias=False) for each in adapters})
+        self.lora_B = torch.nn.ModuleDict({each: torch.nn.Linear(2, 6, bias=False) for each in adapters})
+
+
+ADAPTERS = {"q_proj.lora_A.weight": (2, 4), "q_proj.lora_B.weight": (6, 2)}
+
+
+def published_adapters():
+    return {name: (np.full(shape, 3, np.float32), Placement.whole(shape)) for name, shape in ADAPTERS.items()}
+
+
+def test_adapters_of_peft():
+    """The other parameters keep their values."""
+    module = torch.nn.ModuleDict({"q_proj": Adapted("my-own"), "norm": torch.nn.LayerNorm(3)})
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with Publisher(None, published_adapters()) as publisher:
+        publisher.publish(1)
+        with bind(publisher.address, module) as subscriber:
+            assert subscriber.update(30).version == 1
+    for name, tensor in module.state_dict().items():
+        assert (tensor == 3).all() if "lora_" in name else torch.equal(tensor, before[name]), name
+
+
+def test_adapters_and_the_rest():
+    """Of a publisher that has both."""
+    held = published_adapters() | {"q_proj.base_layer.weight": (np.ones((6, 4), np.float32), Placement.whole((6, 4)))}
+    module = torch.nn.ModuleDict({"q_proj": Adapted("default")})
+    with Publisher(None, held) as publisher:
+        publisher.publish(1)
+        with pytest.raises(InvalidArgument, match="to have q_proj.base_layer.bias, got no such tensor; it has 3 "):
+            bind(publisher.address, module)
+        module.q_proj.base_layer.bias = None
+        with bind(publisher.address, module) as subscriber:
+            subscriber.update(30)
+    assert (module.q_proj.base_layer.weight == 1).all() and (module.q_proj.lora_B["default"].weight == 3).all()
+
+
+def test_adapters_that_cannot_be_followed():
+    with Publisher(None, published_adapters()) as publisher:
+        for module, expected in (
+            (torch.nn.Linear(4, 6), "^expected the publisher to have weight, got no such tensor; it has 2 tensors: "
+             "q_proj.lora_A.weight, q_proj.lora_B.weight; these are adapters only: --publish-merged publishes"),
+            (Adapted("first", "second"), "module: expected one adapter, got first, second"),
+        ):  # fmt: skip
+            with pytest.raises(InvalidArgument, match=expected):
+                bind(publisher.address, module)
 
 
 @pytest.mark.parametrize("replaced", ["data", "parameter"])
