@@ -8,17 +8,22 @@ names and shapes of Hugging Face.  A run with adapters publishes only the adapte
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument, RendezvousError
 from kos.train.checkpoint.huggingface import name_as_saved, shape_as_saved
+from kos.train.config.options import TrainConfig
 from kos.train.device import Device
 from kos.train.layers import Placement as Place
 from kos.train.layers.lora import A, B, is_adapter
 from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.parameters import Parameters
+from kos.train.parallel.failures import alone
 from kos.train.parallel.mesh import Axis
 from kos.train.run_context import RunContext
+from kos.transfer.exchange import listen, parse
 from kos.transfer.placement import Arrays, Placement
 from kos.transfer.publisher import Publisher
 
@@ -66,10 +71,8 @@ class RunPublisher:
     def __init__(self, run: RunContext, address: str) -> None:
         self._merged = Merged(run.device) if run.config.publish_merged else None
         arrays = published_arrays(run.device, run.model_config.lora is not None, self._merged)
-        try:
+        with _named(address):
             self._publisher = run.held.enter_context(Publisher(run.comm, arrays, address, name="kos.train"))
-        except (InvalidArgument, RendezvousError) as error:
-            raise ConfigError(f"--publish {address}: {error}").about("publish") from error
         self.address = self._publisher.address
 
     def publish(self, step: int) -> None:
@@ -77,6 +80,30 @@ class RunPublisher:
         if self._merged is not None:
             self._merged.compute()
         self._publisher.publish(step)
+
+
+@contextmanager
+def _named(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (InvalidArgument, RendezvousError) as error:
+        raise ConfigError(f"--publish {address}: {error}").about("publish") from error
+
+
+def check_address(comm: Communicator, config: TrainConfig) -> None:
+    """Whether rank 0 can listen at the address of ``--publish``.  Collective.  Raises ConfigError."""
+    address = config.publish
+
+    def check() -> None:
+        assert address is not None
+        with _named(address):
+            try:
+                listen(*parse(address)).close()
+            except OSError as error:
+                raise RendezvousError(f"cannot listen there: {error}") from error
+
+    if address is not None and not config.profile:
+        alone(comm, check)
 
 
 def open_publisher(run: RunContext) -> RunPublisher | None:

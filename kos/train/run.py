@@ -58,7 +58,7 @@ from kos.train.parallel.failures import (
 )
 from kos.train.parallel.mesh import Mesh
 from kos.train.program import Program
-from kos.train.publish import RunPublisher, open_publisher
+from kos.train.publish import RunPublisher, check_address, open_publisher
 from kos.train.report import NO_TARGETS, announce, conclude
 from kos.train.run_context import (
     ADDRESS,
@@ -142,6 +142,7 @@ class Trainer(RunContext):
         self.stop.announce(lambda text: self.console.warn(text))
         if config.elastic is not None:
             self.stop.leaves, self.stop.plan = True, f"{LEAVES} the first step, or the run stops before it (Ctrl-C)"
+        check_address(comm, config)
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
+from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
@@ -87,6 +89,34 @@ def parse(address: str) -> tuple[str, int]:
 def network(host: str) -> Network:
     """The connections to ``host`` and the secret of ``KOS_SECRET``, or the user's.  Raises RendezvousError."""
     return Network(load_secret(os.environ), host, "", is_loopback(host))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Rank 0's listener at an address of this host; with ``KOS_BIND``, ``host`` may be one that leads to it.
+
+    Raises InvalidArgument if this host has no such address, OSError for another problem, RendezvousError.
+    """
+    if not bound() and (problem := _elsewhere(host)):
+        expected = "expected an address of this host, or KOS_BIND with the one to which it leads"
+        raise InvalidArgument(f"address: {expected}, got {host} ({problem})")
+    return network(host).listen(port)
+
+
+def _elsewhere(host: str) -> OSError | None:
+    """Why no socket of this host can have this address; None if one can."""
+    try:
+        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error
+    problem = None
+    for family, kind, _, _, place in places:
+        try:
+            with socket.socket(family, kind) as sock:
+                sock.bind(place)
+            return None
+        except OSError as error:
+            problem = error
+    return problem
 
 
 def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], dict[str, Array]]:

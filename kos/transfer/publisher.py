@@ -102,7 +102,8 @@ class Publisher:
     Args:
         comm: the communicator; None: one process alone.
         arrays: the arrays of this rank, on the host or on GPUs, and what each holds.  ``publish`` copies them.
-        address: "HOST:PORT" by which subscribers reach rank 0.  Port 0: a free one, see ``address``.
+        address: "HOST:PORT" by which subscribers reach rank 0: an address of its host, or with ``KOS_BIND`` another
+            one that leads there.  Port 0: a free one, see ``address``.
         name: the name of the publisher in errors.
         buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
             last version can be read while the next one is written.  With 1, no version is visible meanwhile.
@@ -177,7 +178,7 @@ class Publisher:
         net = exchange.network(host)
         own = host if self.rank == 0 or net.loopback else bound() or own_address(host)
         try:
-            listener = net.listen(port if self.rank == 0 else 0)
+            listener = net.listen() if self.rank else exchange.listen(host, port)
         except OSError as error:
             raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
         self._acceptor = Acceptor(listener, net.key(exchange.PURPOSE))

@@ -1,5 +1,6 @@
 """``--publish``: servers get the weights of a run in every layout, as its checkpoints have them."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,13 @@ def test_adapters_are_published_merged(ranks, changes, tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match='--publish nowhere: address: expected "HOST:PORT"'):
         run(tmp_path, 1, publish="nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        busy = f"127.0.0.1:{other.getsockname()[1]}"
+        for address, expected in (("192.0.2.1:0", "expected an address of this host"), (busy, "cannot listen there")):
+            with pytest.raises(ConfigError, match=f"--publish {address}: (address: )?{expected}"):  # before it reads
+                run(tmp_path, 2, publish=address, data=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="publish_every: expected 1 without --publish, got 5"):
+        TrainConfig.from_preset("tiny", publish_every=5)
     with pytest.raises(ConfigError, match=r"publish: expected none \(argument: elastic\), got"):
         TrainConfig.from_preset("tiny", publish="127.0.0.1:0", elastic="1")
     with pytest.raises(ConfigError, match="publish_merged: expected false without --lora and --publish, got"):

@@ -1,5 +1,6 @@
 """Weights from M ranks to N: every layout against NumPy, versions, leases, checksums, refusals."""
 
+import socket
 import threading
 import time
 
@@ -354,6 +355,21 @@ def test_one_rank_that_publishes_another_version():
         errors = ranks.on_all(lambda rank: ranks.publishers[rank].publish(rank + 1))
         assert all("expected version 1 on all ranks, got 2 on rank 1" in str(error) for error in errors)
         assert ranks.publish(9) == [0, 0]
+
+
+def test_an_address_of_another_host_is_refused(monkeypatch):
+    """Of a network that is reserved for documentation.  One that leads here is right with KOS_BIND."""
+    def make(comm):
+        with pytest.raises(KosError) as raised:
+            Publisher(comm, arrays_of(WHOLE), "192.0.2.1:0")
+        return str(raised.value)
+
+    monkeypatch.delenv("KOS_BIND", raising=False)
+    assert all("address: expected an address of this host, or KOS_BIND" in text for text in spawn(make, 2))
+    monkeypatch.setenv("KOS_BIND", "127.0.0.1")
+    with Publisher(None, arrays_of(WHOLE), "192.0.2.1:0") as publisher:
+        port = publisher.address.removeprefix("192.0.2.1:")
+        assert len(read_catalogue(f"127.0.0.1:{port}").ranks) == 1
 
 
 def test_wrong_arguments():

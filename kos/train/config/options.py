@@ -328,6 +328,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         self._check_best()
         if self.lora is None and (given := [x for x in ("lora_alpha", "lora_targets") if getattr(self, x)]):
             raise SettingError(given[0], "none without adapters (--lora)", getattr(self, given[0]), "lora")
+        if self.publish_every != 1 and self.publish is None:
+            raise SettingError("publish_every", "1 without --publish", self.publish_every)
         if self.publish_merged and (self.lora is None or self.publish is None):
             raise SettingError("publish_merged", "false without --lora and --publish", True)
         if self.lora is not None and self.optimizer != "adamw":
