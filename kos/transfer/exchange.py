@@ -231,6 +231,8 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
 
 def late(what: str, deadline: float, error: BaseException) -> TransferError:
     """The error of a peer that failed, ``what``: it ended, or did not answer before the deadline."""
+    if isinstance(error, socket.gaierror):
+        return TransferError(f"{what}: expected the name of a host, got one without an address: {error}")
     if isinstance(error, TransferError) and not isinstance(error, TimeoutError):
         return TransferError(f"{what}: {error}")
     if isinstance(error, TimeoutError) or time.monotonic() >= deadline:

@@ -7,6 +7,7 @@ the subscriber have read the whole version.
 
 from __future__ import annotations
 
+import socket
 import time
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Self
@@ -52,7 +53,8 @@ class Version(NamedTuple):
 def read_catalogue(address: str, timeout: float = 30.0) -> Catalogue:
     """What the publisher at ``address`` offers, such as the shapes of its tensors: ``offers.shapes``.
 
-    Waits at most ``timeout`` seconds until a publisher answers.  Raises TransferError, TransferTimeout.
+    Waits at most ``timeout`` seconds until a publisher answers.  Raises TransferError, also for an unknown host, and
+    TransferTimeout.
     """
     with Subscriber(address, None) as subscriber:
         return subscriber.catalogue(timeout)
@@ -138,7 +140,7 @@ class Subscriber:
                 found = Catalogue(self._ask("catalogue", deadline, incarnation=""))
                 break
             except TransferError as error:  # it may still come
-                if not isinstance(error.__cause__, OSError):
+                if isinstance(error.__cause__, socket.gaierror) or not isinstance(error.__cause__, OSError):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
                     why = f"{self._name()}, which never answered ({error.__cause__})"

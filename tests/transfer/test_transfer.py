@@ -357,6 +357,27 @@ def test_one_rank_that_publishes_another_version():
         assert ranks.publish(9) == [0, 0]
 
 
+def test_what_listens_there_is_no_publisher():
+    """It accepts, and waits for the caller to speak, as a web server does."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(TransferTimeout, match=f"{address}, which never .* what listens there: another program"):
+            read_catalogue(address, 1)
+
+
+def test_an_unknown_host_is_an_error_at_once(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    expected = "publisher at nowhere:29600: expected the name of a host, .* not known"
+    with pytest.raises(TransferError, match=expected) as raised:
+        read_catalogue("nowhere:29600", 2)
+    assert type(raised.value) is TransferError  # and no timeout
+    with pytest.raises(InvalidArgument, match="expected an address of this host, .*, got nowhere .*not known"):
+        Publisher(None, arrays_of(WHOLE), "nowhere:0")
+
+
 def test_an_address_of_another_host_is_refused(monkeypatch):
     """Of a network that is reserved for documentation.  One that leads here is right with KOS_BIND."""
     def make(comm):

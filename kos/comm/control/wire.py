@@ -408,7 +408,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
             if look is not None:
                 look()
         else:
-            raise TimeoutError("no answer in time")
+            raise TimeoutError("no answer in time from what listens there: another program than kos, or a stopped one")
 
 
 def allow_files(size: int) -> None:
