@@ -1,7 +1,8 @@
 """Every Python block of the README and of docs/ runs, and prints what the page says.
 
 A comment before a block says how: ``<!-- on 4 ranks -->`` with ``comm`` on so many mock ranks,
-``<!-- script: mpirun -n 2 -->`` under mpirun, ``<!-- pytest -->`` as a test file, ``<!-- not run: why -->``.
+``<!-- script: mpirun -n 2 -->`` under mpirun, ``<!-- pytest -->`` as a test file, ``<!-- with torch -->`` where that is
+installed, ``<!-- not run: why -->``.
 A block without one is a script of one rank.  ``<!-- prints -->`` after the block and a ```text block after that
 hold its output.
 
@@ -15,6 +16,7 @@ In output, `…` stands for any part of a line, and a line `…` for any lines. 
 """
 
 import contextlib
+import importlib.util
 import inspect
 import io
 import os
@@ -57,7 +59,10 @@ COMMANDS = re.compile(
     r"^```console\n(?P<text>.*?)^```$",
     re.M | re.S,
 )
-HOW = re.compile(r"on (?P<ranks>\d+) ranks|script: mpirun -n (?P<mpi>\d+)|(?P<pytest>pytest)|not run: (?P<why>.+)")
+HOW = re.compile(
+    r"on (?P<ranks>\d+) ranks|script: mpirun -n (?P<mpi>\d+)|(?P<pytest>pytest)|with (?P<needs>\w+)"
+    r"|not run: (?P<why>.+)"
+)
 LIMIT = 200  # seconds
 TOGETHER: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
@@ -88,7 +93,9 @@ def test_block(block, name, line, tmp_path):
     padded = "\n" * (line - 1) + code  # so that errors name the page's own line
     if way and way["why"]:
         pytest.skip(way["why"])
-    elif way and way["ranks"]:
+    if way and way["needs"] and importlib.util.find_spec(way["needs"]) is None:
+        pytest.skip(f"needs {way['needs']}")
+    if way and way["ranks"]:
         compiled = compile(padded, name, "exec")
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
             spawn(lambda comm: exec(compiled, {"comm": comm, "kos": kos, "np": np}), int(way["ranks"]), timeout=LIMIT)
