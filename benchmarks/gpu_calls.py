@@ -37,6 +37,7 @@ from typing import Any
 
 import kos
 from kos.bench.report import provenance, to_json
+from kos.comm.gpu.eager import pack
 from kos.commands import program
 from kos.cuda import create_stream, driver
 from kos.cuda.kernels import Launch
@@ -139,7 +140,7 @@ class Timer:
             found = None
         launches, work = ([], None) if found is None else found
         sources = struct.pack("=3Q", *(getattr(work, name, 0) or 0 for name in ("send", "recv", "stream")))
-        packed = b"".join(each.packed for each in launches)
+        packed = b"".join(map(pack, launches))
         times: dict[str, list[float]] = {"python_us": [], "core_us": [], "c_us": [], "bare_us": []}
         hits = 0
         for _ in range(self._turns):

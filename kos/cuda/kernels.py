@@ -12,7 +12,6 @@ import functools
 import hashlib
 import logging
 import re
-import struct
 import sys
 import threading
 import time
@@ -62,14 +61,20 @@ def resolved(address: Any, arrays: Sequence[Any]) -> Any:
 
 
 SEND, RECV, STREAM = (Address(number, 0, 0) for number in range(3))
-"""The two arrays of a launch, and its stream, as arguments of ``pack``."""
+"""The two arrays of a launch, and its stream, as arguments of a ``Launch``."""
+
+
+_CONFIG_BYTES = 56
+"""Of a CUlaunchConfig."""
 
 
 class Launch(NamedTuple):
     """A call of a C function that queues work on a stream, for the compiled core."""
 
-    packed: bytes
-    """What ``pack`` returns."""
+    function: int
+    """Its address."""
+    arguments: Sequence[Any]
+    """Numbers; each is an ``Address`` if it differs between two launches."""
     error: Callable[[int], Exception]
     """The error to raise if the function has returned this status."""
     context_up_to: int = 0
@@ -78,25 +83,19 @@ class Launch(NamedTuple):
     room: tuple[int, int, int] = (0, 0, 0)
     """The address of two words, and two bounds.  The core queues the launch only while the first word is at least the
     first bound, and the second word is at most the second bound.  0 if there are no such words."""
-
-
-def pack(function: int, arguments: Sequence[Any], *, kernel: int = 0, config: bytes = b"", closes: int = 0) -> bytes:
-    """A ``kos_launch`` of ``core.h``: a call of the function at this address.
-
-    An argument is a number, or an Address if it differs between two launches.  The function is called even if one of
-    the ``closes`` launches before it has failed.
-    """
-    words = [0 if type(x) is Address else int(x) for x in arguments]
-    words += [0] * (8 - len(words))  # the core always passes 8 words to a function
-    patches = [n for i, x in enumerate(arguments) if type(x) is Address for n in (i, x.number, x.offset)]
-    header = struct.pack("=5Q", function, kernel, len(words), len(patches) // 3, closes)
-    return header + (config or bytes(_CONFIG_BYTES)) + struct.pack(f"={len(words)}Q{len(patches)}q", *words, *patches)
+    kernel: int = 0
+    config: bytes = bytes(_CONFIG_BYTES)
+    closes: int = 0
+    """The function is called even if one of so many launches before it has failed."""
 
 
 def copy_launch(target: Any, source: Any, nbytes: int) -> Launch:
     """The launch of a copy; each address may be an ``Address``."""
-    packed = pack(driver.address("cuMemcpyDtoDAsync_v2"), (target, source, nbytes, STREAM))
-    return Launch(packed, lambda status: driver.error_of("cuMemcpyDtoDAsync", cu.CUresult(status)), sys.maxsize)
+
+    def error(status: int) -> Exception:
+        return driver.error_of("cuMemcpyDtoDAsync", cu.CUresult(status))
+
+    return Launch(driver.address("cuMemcpyDtoDAsync_v2"), (target, source, nbytes, STREAM), error, sys.maxsize)
 
 
 class KernelCache:
@@ -348,12 +347,8 @@ class BoundKernel:
         for i, number, offset in self._addresses:
             words[i] = Address(number, offset, 0)
         config = ctypes.string_at(int(self._config.getPtr()), _CONFIG_BYTES)
-        packed = pack(driver.address("cuLaunchKernelEx"), words, kernel=int(self._kernel._function), config=config)
-        return Launch(packed, self.error, streams.PER_THREAD)
-
-
-_CONFIG_BYTES = 56
-"""Of a CUlaunchConfig."""
+        about: dict[str, Any] = {"kernel": int(self._kernel._function), "config": config}
+        return Launch(driver.address("cuLaunchKernelEx"), words, self.error, streams.PER_THREAD, **about)
 
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:

@@ -14,6 +14,7 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
+from kos.comm.gpu.eager import pack
 from kos.cuda import driver, kernels, streams
 from kos.cuda.kernels import Address, KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument
@@ -209,7 +210,7 @@ def test_a_bound_launch_as_the_core_reads_it(monkeypatch):
     kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
     bound = kernel.bind((7, 8), 128, 99, Address(1, 12, 0), np.float32(1), shared=1000, cooperative=True, overlap=True)
     launch = bound.as_launch()
-    head, config, rest = struct.unpack("=5Q", (text := launch.packed)[:40]), text[40:96], text[96:]
+    head, config, rest = struct.unpack("=5Q", (text := pack(launch))[:40]), text[40:96], text[96:]
     assert head == (0x5000, 0x4000, 8, 1, 0) and launch.context_up_to == streams.PER_THREAD
     *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", config)
     assert (sizes, stream, count) == ([7, 8, 1, 128, 1, 1, 1000], 1, 2)

@@ -20,7 +20,7 @@ from kos.comm.gpu.routes import is_copy
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.kernels import RECV, SEND, Launch, copy_launch
+from kos.cuda.kernels import RECV, SEND, Address, Launch, copy_launch
 from kos.cuda.streams import LEGACY, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
@@ -145,7 +145,7 @@ class EagerCalls:
         launches = _launches(work)
         if launches is None or len(launches) > _MOST_LAUNCHES:
             return None
-        if any(int.from_bytes(each.packed[16:24], "little") > native.MOST_WORDS for each in launches):
+        if any(len(each.arguments) > native.MOST_WORDS for each in launches):
             return None
         handle = owner.__cuda_stream__() if owner is not None and may_close(owner) else None
         sizes = [0 if end is None else end.count * end.dtype.itemsize for end in (o.send, o.recv)]
@@ -159,13 +159,23 @@ class EagerCalls:
         current = driver.address("cuCtxGetCurrent") if context else 0
         room = launches[0].room if launches else (0, 0, 0)
         numbers = len(launches), prepared.fingerprint, stream, route.failed_word, *room, context, current, captured
-        plan = struct.pack("=13Q", *numbers, *sizes, distance) + b"".join(each.packed for each in launches)
+        plan = struct.pack("=13Q", *numbers, *sizes, distance) + b"".join(map(pack, launches))
         order = self._shared.streams, owner, prepared.backend.party(prepared), handle, launches
         return bytearray(native.PLAN_AT) + plan, order
 
     def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:
         """Raise the error of a launch that the core could not make."""
         work.backend._raise(work, launch.error(status))
+
+
+def pack(launch: Launch) -> bytes:
+    """A ``kos_launch`` of ``core.h``."""
+    arguments = launch.arguments
+    words = [0 if type(x) is Address else int(x) for x in arguments]
+    words += [0] * (8 - len(words))  # the core always passes 8 words to a function
+    patches = [n for i, x in enumerate(arguments) if type(x) is Address for n in (i, x.number, x.offset)]
+    header = struct.pack("=5Q", launch.function, launch.kernel, len(words), len(patches) // 3, launch.closes)
+    return header + launch.config + struct.pack(f"={len(words)}Q{len(patches)}q", *words, *patches)
 
 
 def _launches(work: Work[Any]) -> list[Launch] | None:

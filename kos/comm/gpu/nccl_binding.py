@@ -17,7 +17,7 @@ import numpy as np
 from kos.comm.failures import EndedEarly
 from kos.comm.reduction import ReduceOp
 from kos.cuda.driver import call, cu
-from kos.cuda.kernels import STREAM, Address, Launch, pack
+from kos.cuda.kernels import STREAM, Address, Launch
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, install
 
@@ -156,8 +156,7 @@ def make_in_group(calls: Sequence[Call], stream: int, *arrays: int) -> None:
 
 def launch_of(call: Call, closes: int = 0) -> Launch:
     """The launch with which the compiled core makes a call of NCCL."""
-    packed = pack(_address_of(call[0]), (*call[1:], STREAM), closes=closes)
-    return Launch(packed, lambda status: library().NCCLError(status))
+    return Launch(_address_of(call[0]), (*call[1:], STREAM), lambda status: library().NCCLError(status), closes=closes)
 
 
 def launches_in_group(calls: Sequence[Call]) -> list[Launch]:
