@@ -196,6 +196,37 @@ def test_training_goes_on_from_a_folder_of_peft(whole, text, base, tmp_path, mon
     assert parse([folder, "--lora=3", "--lora-alpha=5"]).lora == 3
 
 
+def of_peft(whole, base, folder, **changes):
+    """The files that peft writes, and those of a base beside it that has a chat template."""
+    export([str(whole[0]), str(folder / "all"), "--dtype", "float32"])
+    shutil.copytree(base, folder / "base")
+    (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    (folder / "base" / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "peft").mkdir()
+    settings = json.loads((folder / "all" / adapter.CONFIG).read_text())
+    settings |= {"base_model_name_or_path": str(folder / "base"), **changes}
+    (folder / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
+    shutil.copy(folder / "all" / adapter.WEIGHTS, folder / "peft")
+    return folder / "peft"
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+
+
+def test_the_chat_template_of_the_base_is_saved(whole, base, tmp_path, capfd):
+    """The run trains with it; a file that the folder of adapters has without a tokenizer is not used."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    folder = of_peft(whole, base, tmp_path)
+    (folder / "chat_template.jinja").write_text("another")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 30)
+    run(tmp_path / "chats.jsonl", tmp_path / "out", f"--init-from={folder}", "--steps=1")
+    assert load(tmp_path / "out").chat_prompt(turns[:1])[0].startswith("<user>a;")
+    assert "chat:       " in capfd.readouterr().out
+    run(tmp_path / "chats.jsonl", tmp_path / "out", "--resume=auto", f"--init-from={folder}", "--steps=2")
+    assert load(tmp_path / "out").chat_prompt(turns[:1])[0].startswith("<user>a;")
+
+
 def test_ends_are_those_of_the_base(whole, base, tmp_path):
     """A folder of peft has no generation_config.json."""
     settings = json.loads((checkpoint.find(whole[0]).path / adapter.CONFIG).read_text())
