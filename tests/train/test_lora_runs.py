@@ -227,6 +227,36 @@ def test_the_chat_template_of_the_base_is_saved(whole, base, tmp_path, capfd):
     assert load(tmp_path / "out").chat_prompt(turns[:1])[0].startswith("<user>a;")
 
 
+MODULES = [f"model.layers.{number}.{name}_proj" for number in range(3)
+           for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")]  # fmt: skip
+
+
+@pytest.mark.parametrize("targets", [MODULES, [name.partition(".0.")[2] for name in MODULES[:7]]], ids=len)
+def test_targets_by_longer_names(targets, whole, base, tmp_path):
+    """As peft writes them for "all-linear": the matrices of all layers, each by its name."""
+    folder = of_peft(whole, base, tmp_path, target_modules=targets)
+    found = adapter.model_of(folder)
+    assert found.lora.targets == adapter.model_of(tmp_path / "all").lora.targets
+    assert load(folder).logits(np.arange(9)).tobytes() == load(whole[0]).logits(np.arange(9)).tobytes()
+    assert parse([f"--init-from={folder}"]).lora == 3
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (MODULES[:-1], "expected down_proj of all layers, got it without model.layers.2.mlp.down_proj"),
+        ([*MODULES, "model.layers.3.mlp.up_proj"], "expected some of q_proj, .*, got model.layers.3.mlp.up_proj"),
+        ([*MODULES, "lm_head"], "expected some of q_proj, .*, got lm_head"),
+        (["mlp.q_proj"], "expected some of q_proj, .*, got mlp.q_proj"),
+    ],
+    ids=["not-the-last", "layer-3", "head", "no-such"],
+)
+def test_targets_of_some_layers_are_refused(targets, said, whole, base, tmp_path):
+    folder = of_peft(whole, base, tmp_path, target_modules=targets)
+    with pytest.raises(ConfigError, match=f"--init-from: .*target_modules: {said}"):
+        parse([f"--init-from={folder}"])
+
+
 def test_ends_are_those_of_the_base(whole, base, tmp_path):
     """A folder of peft has no generation_config.json."""
     settings = json.loads((checkpoint.find(whole[0]).path / adapter.CONFIG).read_text())
