@@ -149,7 +149,7 @@ def test_merged_and_loaded(whole, base, tmp_path, capsys):
     assert export([str(out), str(tmp_path / "peft"), "--dtype", "float32"]) == 0
     assert load(tmp_path / "peft").logits(tokens).tobytes() == load(out).logits(tokens).tobytes()
     assert export([str(base), str(tmp_path / "none"), "--merge"]) == 2
-    assert "--merge: expected a run with adapters (--lora), got" in capsys.readouterr().err
+    assert "--merge: expected a run or a folder with adapters (--lora), got" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
@@ -255,6 +255,27 @@ def test_targets_of_some_layers_are_refused(targets, said, whole, base, tmp_path
     folder = of_peft(whole, base, tmp_path, target_modules=targets)
     with pytest.raises(ConfigError, match=f"--init-from: .*target_modules: {said}"):
         parse([f"--init-from={folder}"])
+
+
+@pytest.mark.parametrize("name", ["peft", "all"])
+def test_a_folder_of_adapters_is_merged(name, whole, base, tmp_path, capsys):
+    """One of peft with the files of its base, one that was exported with its own."""
+    folder = of_peft(whole, base, tmp_path).with_name(name)
+    assert export([str(folder), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
+    assert export([str(whole[0]), str(tmp_path / "expected"), "--merge", "--dtype", "float32"]) == 0
+    files, of_run = ({path.name for path in (tmp_path / each).iterdir()} for each in ("merged", "expected"))
+    of_base = {"generation_config.json", "chat_template.jinja"}
+    assert files == of_run | (of_base if name == "peft" else set())
+    merged, expected = load(tmp_path / "merged"), load(tmp_path / "expected")
+    assert merged.weights.flat.tobytes() == expected.weights.flat.tobytes()
+    assert merged.tokenizer.is_like(expected.tokenizer) and (7 in merged.ends) == (name == "peft")
+    capsys.readouterr()
+    assert export([str(folder), str(tmp_path / "none")]) == 2
+    assert "expected a run or a checkpoint, got a folder of adapters; --merge" in capsys.readouterr().err
+    settings = json.loads((folder / adapter.CONFIG).read_text()) | {"base_model_name_or_path": "gone"}
+    (folder / adapter.CONFIG).write_text(json.dumps(settings))
+    assert export([str(folder), str(tmp_path / "none"), "--merge"]) == 1
+    assert "base_model_name_or_path: expected a folder" in capsys.readouterr().err
 
 
 def test_ends_are_those_of_the_base(whole, base, tmp_path):
