@@ -34,7 +34,8 @@ def export(source: Path, out: Path, dtype: str, merge: bool = False) -> int:
 
     of_peft = adapter.is_folder(source) and not (source / checkpoint.MANIFEST).exists()
     if of_peft and not merge:
-        raise ConfigError(f"{source}: expected a run or a checkpoint, got a folder of adapters; --merge takes such a one")
+        how = "--merge adds them to their base"
+        raise ConfigError(f"{source}: expected a run or a checkpoint, got a folder of adapters; {how}")
     found, out = source if of_peft else checkpoint.find(source, weights_only=True).path, out.resolve()
     if merge and not adapter.is_folder(found):
         raise ConfigError(f"--merge: expected a run or a folder with adapters (--lora), got {found}")
@@ -103,9 +104,10 @@ def _other_files(found: Path) -> dict[str, Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog=program("kos.train.export"), description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of a checkpoint, or with --merge of adapters")
+    about = "the folder of a run or of a checkpoint; with --merge, also one of adapters"
+    parser.add_argument("run", type=Path, metavar="RUN", help=about)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new or an empty one")
-    about = "write the whole model of a run with --lora, or of a folder of adapters: the base, with the adapters added"
+    about = "write the whole model of a run with --lora or of a folder of adapters: the base, with the adapters added"
     parser.add_argument("--merge", action="store_true", help=about)
     about = "the dtype of the weights (default: bfloat16)"
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=about)

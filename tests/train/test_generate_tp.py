@@ -158,7 +158,7 @@ def test_arguments_that_differ(folder):
 
 
 def test_what_is_no_communicator(folder):
-    with pytest.raises(ConfigError, match=r"comm: expected a communicator of kos, such as kos.init\(\) returns, got 3$"):
+    with pytest.raises(ConfigError, match=r"comm: expected a communicator of kos, .* got 3$"):
         kos.train.load(folder, comm=3)
 
 

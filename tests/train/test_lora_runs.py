@@ -227,11 +227,11 @@ def test_the_chat_template_of_the_base_is_saved(whole, base, tmp_path, capfd):
     assert load(tmp_path / "out").chat_prompt(turns[:1])[0].startswith("<user>a;")
 
 
-MODULES = [f"model.layers.{number}.{name}_proj" for number in range(3)
-           for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")]  # fmt: skip
+OF_A_LAYER = [*(f"self_attn.{each}_proj" for each in "qkvo"), *(f"mlp.{each}_proj" for each in ("gate", "up", "down"))]
+MODULES = [f"model.layers.{number}.{name}" for number in range(3) for name in OF_A_LAYER]
 
 
-@pytest.mark.parametrize("targets", [MODULES, [name.partition(".0.")[2] for name in MODULES[:7]]], ids=len)
+@pytest.mark.parametrize("targets", [MODULES, OF_A_LAYER], ids=len)
 def test_targets_by_longer_names(targets, whole, base, tmp_path):
     """As peft writes them for "all-linear": the matrices of all layers, each by its name."""
     folder = of_peft(whole, base, tmp_path, target_modules=targets)

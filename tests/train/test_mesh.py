@@ -153,7 +153,8 @@ def test_layers_are_split_in_order_and_the_busiest_rank_has_little():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"tp": 4}, "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 3; 1, 3, 6 or 12 would do"),
+        ({"tp": 4},
+         "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 3; 1, 3, 6 or 12 would do"),
         ({"tp": 5}, "--tp 5: expected num_attention_heads to be a multiple of 5, got 12; 1, 3, 6 or 12 would do"),
     ],
 )
