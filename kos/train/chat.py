@@ -1,7 +1,8 @@
 """Chat with a trained model, by its chat template: ``python -m kos.train.chat RUN``.
 
 Each line is a message. ``/tool NAME`` enters the result of a tool: the lines after it, up to an empty line.
-``/reset`` begins a new chat. ``/exit`` or Ctrl-D ends the program. Ctrl-C ends an answer, or with ``--tp`` the program.
+``/reset`` begins a new chat. ``/exit`` ends the program, and so does Ctrl-D, except under mpirun. Ctrl-C ends an
+answer, or with ``--tp`` the program.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", type=Path, metavar="FILE", help="a JSON list of the tools that the model may call")
     parser.epilog = (
         "Each line is a message. /tool NAME enters the result of a tool: the lines after it, up to an empty line. "
-        "/reset begins a new chat. /exit or Ctrl-D ends the program. Ctrl-C ends an answer, or with --tp the program."
+        "/reset begins a new chat. /exit ends the program, and so does Ctrl-D, except under mpirun: do not press it "
+        "there. Ctrl-C ends an answer, or with --tp the program."
     )
     arguments = parser.parse_args(argv)
     with suppress(ImportError):

@@ -2,7 +2,8 @@
 
 RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. One process, no MPI. OUT gets the
 weights, config.json, the tokenizer, and the files that the run has kept of the folder of --init-from. Of a run with
---lora these are the adapters, as peft loads them, or with --merge the whole model with the adapters added.
+--lora these are the adapters, as peft loads them, or with --merge the whole model with the adapters added. --merge also
+takes a folder of adapters that peft or this command has written.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ def export(source: Path, out: Path, dtype: str, merge: bool = False) -> int:
     from kos.train import checkpoint
     from kos.train.checkpoint import adapter
 
-    found, out = checkpoint.find(source, weights_only=True).path, out.resolve()
+    of_peft = adapter.is_folder(source) and not (source / checkpoint.MANIFEST).exists()
+    if of_peft and not merge:
+        how = "--merge adds them to their base"
+        raise ConfigError(f"{source}: expected a run or a checkpoint, got a folder of adapters; {how}")
+    found, out = source if of_peft else checkpoint.find(source, weights_only=True).path, out.resolve()
     if merge and not adapter.is_folder(found):
-        raise ConfigError(f"--merge: expected a run with adapters (--lora), got {found}")
+        raise ConfigError(f"--merge: expected a run or a folder with adapters (--lora), got {found}")
     temporary = out.with_name(f"{checkpoint.TEMPORARY}{out.name}")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -58,9 +63,11 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
 
     ``merge``: write the weights of its base, to the names of the base's files, with its adapters added.
     """
-    from kos.train.checkpoint import CONFIG, MANIFEST, adapter, huggingface, saving
+    from kos.train.checkpoint import CONFIG, adapter, huggingface, saving
 
-    settings = json.loads((found / CONFIG).read_text(encoding="utf-8"))
+    path = found / CONFIG if (found / CONFIG).exists() else adapter.base_of(found) / CONFIG  # peft writes none
+    with huggingface.whole(path, "a Hugging Face config.json"):
+        settings = dict(json.loads(path.read_text(encoding="utf-8")))
     saving.write_json(folder / CONFIG, settings | dict.fromkeys(("dtype", "torch_dtype"), dtype))
     if adapter.is_folder(found) and not merge:
         shapes = adapter.shapes_of(model := adapter.model_of(found))
@@ -77,18 +84,30 @@ def _write(found: Path, folder: Path, dtype: str, merge: bool) -> int:
         index = {"metadata": {"total_size": size * parameters}, "weight_map": weight_map}
         saving.write_json(folder / huggingface.INDEX, index)
     left_out = {CONFIG, huggingface.INDEX} | ({adapter.CONFIG} if merge else set())
-    for name in json.loads((found / MANIFEST).read_text(encoding="utf-8"))["files"]:
+    for name, of in _other_files(found).items():
         if name not in left_out and not name.endswith(".safetensors"):
-            shutil.copyfile(found / name, folder / name)
+            shutil.copyfile(of / name, folder / name)
             sync(folder / name)
     return parameters
 
 
+def _other_files(found: Path) -> dict[str, Path]:
+    """The names of the files beside the weights, each with its folder: of a folder of peft, or of its base."""
+    from kos.train.checkpoint import MANIFEST, adapter, read_extra
+    from kos.train.trained import GENERATION
+
+    if (found / MANIFEST).exists():
+        return dict.fromkeys(json.loads((found / MANIFEST).read_text(encoding="utf-8"))["files"], found)
+    home, base = Path(adapter.tokenizer_folder(str(found)) or found), adapter.base_of(found)
+    return dict.fromkeys([GENERATION] * (base / GENERATION).is_file(), base) | dict.fromkeys(read_extra(home), home)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog=program("kos.train.export"), description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of a checkpoint")
+    about = "the folder of a run or of a checkpoint; with --merge, also one of adapters"
+    parser.add_argument("run", type=Path, metavar="RUN", help=about)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new or an empty one")
-    about = "write the whole model of a run with --lora: its base, with the adapters added"
+    about = "write the whole model of a run with --lora or of a folder of adapters: the base, with the adapters added"
     parser.add_argument("--merge", action="store_true", help=about)
     about = "the dtype of the weights (default: bfloat16)"
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=about)

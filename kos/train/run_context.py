@@ -24,8 +24,8 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument, SettingError
 from kos.files import replace_file
 from kos.train import checkpoint
-from kos.train.checkpoint import Extra, read_extra, read_tokenizer_settings
-from kos.train.checkpoint.adapter import shapes_of
+from kos.train.checkpoint import BESIDE_TOKENIZER, Extra, read_extra, read_tokenizer_settings
+from kos.train.checkpoint.adapter import shapes_of, tokenizer_folder
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.state import state_shapes
@@ -34,7 +34,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.own import OwnBatches, Rows
-from kos.train.data.tokenizers import HuggingFaceTokenizer
+from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
 from kos.train.device import Device
 from kos.train.device.choose import make_device
 from kos.train.machine import provenance
@@ -308,6 +308,10 @@ def read_kept_files(run: RunContext) -> None:
         run.extra = read_tokenizer_settings(run.config.tokenizer)
     if run.source is not None:
         run.extra = {**run.extra, **read_extra(Path(run.source))}
+        home, by_base = str(tokenizer_folder(run.source)), run.config.tokenizer == "auto"
+        if by_base and home != run.source and run.data.tokenizer.kind != NumberTokenizer.kind:  # adapters without one
+            others = {name: content for name, content in run.extra.items() if name not in BESIDE_TOKENIZER}
+            run.extra = {**others, **read_tokenizer_settings(home)}
 
 
 def publish_address(run: RunContext) -> None:

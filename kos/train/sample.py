@@ -60,7 +60,9 @@ def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any], An
         from kos.train import load  # of which packages may be missing
 
         if arguments.tp != ranks:
-            raise SettingError("--tp", f"{ranks}, the number of ranks", arguments.tp)
+            how = [f"start it with mpirun -n {arguments.tp}"] * (arguments.tp > 0)
+            how += [f"set --tp {ranks}"] * (ranks > 1 or not how)
+            raise SettingError("--tp", f"{ranks}, the number of ranks", arguments.tp, hint=" or ".join(how))
         with ExitStack() as stack:
             comm = None
             if ranks > 1:
@@ -73,6 +75,9 @@ def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any], An
         name, _, said = str(error).partition(": ")
         if isinstance(error, InvalidArgument) and (name in options or name == "prompt"):  # by its flag
             error = ConfigError(f"--{name.replace('_', '-')}: {said}")
+        if name == f"comm of {ranks} ranks":  # of ``load``, whose errors are raised on all ranks
+            error = ConfigError(f"--tp {ranks}: {said}")
+            error.on_every_rank = True
         report(error, rank, alone=ranks == 1)
         status = exit_status(error) if arguments.run.exists() else 2
         if ranks > 1:

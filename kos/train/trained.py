@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, ConfigError, InvalidArgument, install, raised_as
+from kos.errors import CheckpointError, ConfigError, InvalidArgument, SettingError, install, raised_as
 from kos.train import checkpoint
 from kos.train.checkpoint import adapter
 from kos.train.data.batch import Batch
@@ -212,12 +212,22 @@ def load(folder: str | os.PathLike[str], device: str = "cpu", comm: Communicator
     Raises:
         CheckpointError: the folder has no model, or the model is damaged or of an unknown type.
         ConfigError: ``device`` is none of these, or the packages for it are missing; ``comm`` has no memory of GPUs; or
-            the model cannot be split over its ranks, because of the family, the heads, or another size.
+            the model cannot be split over its ranks, because of the family, the heads, or another size; or ``comm`` is
+            no communicator.
         BackendUnavailable: no GPU can be used.
     """
     if comm is None:
         return _load(folder, device, ALONE)
-    return together(comm, lambda: _load(folder, device, Axis(comm.rank, comm.size, comm)))
+    if not isinstance(comm, Communicator):
+        raise ConfigError(f"comm: expected a communicator of kos, such as kos.init() returns, got {comm!r}")
+
+    def part() -> TrainedModel:
+        try:
+            return _load(folder, device, Axis(comm.rank, comm.size, comm))
+        except SettingError as error:  # the other ranks raise a ConfigError
+            raise ConfigError(str(error).replace(f"--tp {comm.size}:", f"comm of {comm.size} ranks:")) from None
+
+    return together(comm, part)
 
 
 def _load(folder: str | os.PathLike[str], device: str, tp: Axis) -> TrainedModel:

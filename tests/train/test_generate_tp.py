@@ -113,10 +113,11 @@ def test_what_a_loaded_model_computes(folder, caplog):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "heads": ({}, 3, "--tp 3: expected num_attention_heads to be a multiple of 3, got 4"),
-    "vocabulary": ({"vocab_size": 258}, 4, "--tp 4: expected vocab_size to be a multiple of 4, got 258"),
+    "heads": ({}, 3, "comm of 3 ranks: expected num_attention_heads to be a multiple of 3, got 4; 1, 2 or 4 would do"),
+    "vocabulary": ({"vocab_size": 258}, 4,
+                   "comm of 4 ranks: expected vocab_size to be a multiple of 4, got 258; 1 or 2 would do"),
     "family": ({"family": "olmo2"}, 2,
-               "--tp 2: expected 1 in a model of type olmo2, which supports dp, pp, cp only, got 2"),
+               "comm of 2 ranks: expected 1 in a model of type olmo2, which supports dp, pp, cp only, got 2"),
 }  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def test_models_that_cannot_be_split(case, tmp_path):
     def run(comm):
         with pytest.raises(ConfigError) as raised:
             kos.train.load(tmp_path / "model", comm=comm)
-        assert raised.value.on_every_rank
+        assert raised.value.on_every_rank and type(raised.value) is ConfigError
         return str(raised.value)
 
     assert spawn(run, ranks) == [expected] * ranks
@@ -154,6 +155,11 @@ def test_arguments_that_differ(folder):
             kos.train.load(folder, "cuda:1", comm=comm)
 
     spawn(run, 2)
+
+
+def test_what_is_no_communicator(folder):
+    with pytest.raises(ConfigError, match=r"comm: expected a communicator of kos, .* got 3$"):
+        kos.train.load(folder, comm=3)
 
 
 def test_one_rank_too_takes_the_gpu_of_its_communicator(folder):
@@ -253,11 +259,27 @@ def test_a_chat_on_two_ranks(folder, tmp_path, launcher):
     assert said.replace("> ", "").rstrip("\n") == "\n".join(expected).rstrip("\n")
 
 
-def test_more_ranks_than_there_are(folder):
-    done = subprocess.run([*python(), "-m", "kos", "chat", str(folder), "--tp=2"], capture_output=True, text=True,
-                          timeout=100, env=OUTSIDE)  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "tp", "how"),
+    [(1, 2, "got 2; start it with mpirun -n 2"), (3, 2, "got 2; start it with mpirun -n 2 or set --tp 3"),
+     (2, 1, "got 1; start it with mpirun -n 1 or set --tp 2"), (1, 0, "got 0; set --tp 1")],
+)  # fmt: skip
+def test_other_ranks_than_there_are(folder, ranks, tp, how):
+    """It is seen before the ranks connect."""
+    place = {"RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run([*python(), "-m", "kos", "chat", str(folder), f"--tp={tp}"], capture_output=True, text=True,
+                          timeout=100, env={**OUTSIDE, **(place if ranks > 1 else {})})  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kos: error: --tp: expected 1, the number of ranks, got 2\n"
+    assert done.stderr == f"kos: error: --tp: expected {ranks}, the number of ranks, {how}\n"
+
+
+def test_a_model_that_the_ranks_cannot_split(folder, tmp_path):
+    """The command names its flag, once."""
+    write_model(tmp_path / "model", vocab_size=257)
+    with by_environment("kos", "sample", str(tmp_path / "model"), "--tp=2") as ranks:
+        said = ends_of(ranks)
+    expected = "kos: error: --tp 2: expected vocab_size to be a multiple of 2, got 257; 1 would do\n"
+    assert said == [(2, expected), (2, "")]
 
 
 def test_a_reader_that_closes_the_pipe(folder):

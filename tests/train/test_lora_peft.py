@@ -1,5 +1,6 @@
 """Adapters beside the library peft, in float32 on CPUs: logits, the gradients of a step, and folders both ways."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def base(request, tmp_path_factory):
     return Path(folder)
 
 
-def adapted(base: Path, targets: list[str]) -> Any:
+def adapted(base: Path, targets: list[str] | str) -> Any:
     """The model of peft, with adapters of which none is 0."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings = peft.LoraConfig(r=5, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
@@ -89,6 +90,18 @@ def test_logits_and_gradients_of_a_folder_of_peft(base, every, tmp_path):
     for name, gradient in gradients.items():
         wanted = of_theirs[huggingface.name_as_saved(name)].numpy()
         np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def test_all_linear(base, tmp_path):
+    """peft writes the full name of each matrix."""
+    theirs = adapted(base, "all-linear")
+    theirs.save_pretrained(tmp_path)
+    targets = json.loads((tmp_path / adapter.CONFIG).read_text())["target_modules"]
+    assert all(".0." in name or ".1." in name for name in targets)
+    tokens = np.random.default_rng(2).integers(0, 97, (2, 20))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(load(tmp_path).logits(tokens), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_peft_loads_what_a_run_has_saved(base, tmp_path):

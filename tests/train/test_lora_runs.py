@@ -149,7 +149,7 @@ def test_merged_and_loaded(whole, base, tmp_path, capsys):
     assert export([str(out), str(tmp_path / "peft"), "--dtype", "float32"]) == 0
     assert load(tmp_path / "peft").logits(tokens).tobytes() == load(out).logits(tokens).tobytes()
     assert export([str(base), str(tmp_path / "none"), "--merge"]) == 2
-    assert "--merge: expected a run with adapters (--lora), got" in capsys.readouterr().err
+    assert "--merge: expected a run or a folder with adapters (--lora), got" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
@@ -194,6 +194,88 @@ def test_training_goes_on_from_a_folder_of_peft(whole, text, base, tmp_path, mon
         with pytest.raises(ConfigError, match=said):
             parse([folder, flag])
     assert parse([folder, "--lora=3", "--lora-alpha=5"]).lora == 3
+
+
+def of_peft(whole, base, folder, **changes):
+    """The files that peft writes, and those of a base beside it that has a chat template."""
+    export([str(whole[0]), str(folder / "all"), "--dtype", "float32"])
+    shutil.copytree(base, folder / "base")
+    (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    (folder / "base" / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "peft").mkdir()
+    settings = json.loads((folder / "all" / adapter.CONFIG).read_text())
+    settings |= {"base_model_name_or_path": str(folder / "base"), **changes}
+    (folder / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
+    shutil.copy(folder / "all" / adapter.WEIGHTS, folder / "peft")
+    return folder / "peft"
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+
+
+def test_the_chat_template_of_the_base_is_saved(whole, base, tmp_path, capfd):
+    """The run trains with it; a file that the folder of adapters has without a tokenizer is not used."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    folder = of_peft(whole, base, tmp_path)
+    (folder / "chat_template.jinja").write_text("another")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 30)
+    run(tmp_path / "chats.jsonl", tmp_path / "out", f"--init-from={folder}", "--steps=1")
+    assert load(tmp_path / "out").chat_prompt(turns[:1])[0].startswith("<user>a;")
+    assert "chat:       " in capfd.readouterr().out
+    run(tmp_path / "chats.jsonl", tmp_path / "out", "--resume=auto", f"--init-from={folder}", "--steps=2")
+    assert load(tmp_path / "out").chat_prompt(turns[:1])[0].startswith("<user>a;")
+
+
+OF_A_LAYER = [*(f"self_attn.{each}_proj" for each in "qkvo"), *(f"mlp.{each}_proj" for each in ("gate", "up", "down"))]
+MODULES = [f"model.layers.{number}.{name}" for number in range(3) for name in OF_A_LAYER]
+
+
+@pytest.mark.parametrize("targets", [MODULES, OF_A_LAYER], ids=len)
+def test_targets_by_longer_names(targets, whole, base, tmp_path):
+    """As peft writes them for "all-linear": the matrices of all layers, each by its name."""
+    folder = of_peft(whole, base, tmp_path, target_modules=targets)
+    found = adapter.model_of(folder)
+    assert found.lora.targets == adapter.model_of(tmp_path / "all").lora.targets
+    assert load(folder).logits(np.arange(9)).tobytes() == load(whole[0]).logits(np.arange(9)).tobytes()
+    assert parse([f"--init-from={folder}"]).lora == 3
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (MODULES[:-1], "expected down_proj of all layers, got it without model.layers.2.mlp.down_proj"),
+        ([*MODULES, "model.layers.3.mlp.up_proj"], "expected some of q_proj, .*, got model.layers.3.mlp.up_proj"),
+        ([*MODULES, "lm_head"], "expected some of q_proj, .*, got lm_head"),
+        (["mlp.q_proj"], "expected some of q_proj, .*, got mlp.q_proj"),
+    ],
+    ids=["not-the-last", "layer-3", "head", "no-such"],
+)
+def test_targets_of_some_layers_are_refused(targets, said, whole, base, tmp_path):
+    folder = of_peft(whole, base, tmp_path, target_modules=targets)
+    with pytest.raises(ConfigError, match=f"--init-from: .*target_modules: {said}"):
+        parse([f"--init-from={folder}"])
+
+
+@pytest.mark.parametrize("name", ["peft", "all"])
+def test_a_folder_of_adapters_is_merged(name, whole, base, tmp_path, capsys):
+    """One of peft with the files of its base, one that was exported with its own."""
+    folder = of_peft(whole, base, tmp_path).with_name(name)
+    assert export([str(folder), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
+    assert export([str(whole[0]), str(tmp_path / "expected"), "--merge", "--dtype", "float32"]) == 0
+    files, of_run = ({path.name for path in (tmp_path / each).iterdir()} for each in ("merged", "expected"))
+    of_base = {"generation_config.json", "chat_template.jinja"}
+    assert files == of_run | (of_base if name == "peft" else set())
+    merged, expected = load(tmp_path / "merged"), load(tmp_path / "expected")
+    assert merged.weights.flat.tobytes() == expected.weights.flat.tobytes()
+    assert merged.tokenizer.is_like(expected.tokenizer) and (7 in merged.ends) == (name == "peft")
+    capsys.readouterr()
+    assert export([str(folder), str(tmp_path / "none")]) == 2
+    assert "expected a run or a checkpoint, got a folder of adapters; --merge" in capsys.readouterr().err
+    settings = json.loads((folder / adapter.CONFIG).read_text()) | {"base_model_name_or_path": "gone"}
+    (folder / adapter.CONFIG).write_text(json.dumps(settings))
+    assert export([str(folder), str(tmp_path / "none"), "--merge"]) == 1
+    assert "base_model_name_or_path: expected a folder" in capsys.readouterr().err
 
 
 def test_ends_are_those_of_the_base(whole, base, tmp_path):

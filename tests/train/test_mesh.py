@@ -153,13 +153,15 @@ def test_layers_are_split_in_order_and_the_busiest_rank_has_little():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"tp": 4}, "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 3"),
-        ({"tp": 5}, "--tp 5: expected num_attention_heads to be a multiple of 5, got 12"),
+        ({"tp": 4},
+         "--tp 4: expected num_key_value_heads to be a multiple or a divisor of 4, got 3; 1, 3, 6 or 12 would do"),
+        ({"tp": 5}, "--tp 5: expected num_attention_heads to be a multiple of 5, got 12; 1, 3, 6 or 12 would do"),
     ],
 )
 def test_what_does_not_divide_is_refused(parts, message):
+    model = small(num_attention_heads=12, num_key_value_heads=3, intermediate_size=48, vocab_size=120)
     with pytest.raises(ConfigError) as caught:
-        small(num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=3).local(**parts)
+        model.local(**parts)
     assert str(caught.value) == message
 
 

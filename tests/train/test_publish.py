@@ -159,5 +159,7 @@ def test_what_is_refused(tmp_path):
         TrainConfig.from_preset("tiny", publish_every=5)
     with pytest.raises(ConfigError, match=r"publish: expected none \(argument: elastic\), got"):
         TrainConfig.from_preset("tiny", publish="127.0.0.1:0", elastic="1")
-    with pytest.raises(ConfigError, match="publish_merged: expected false without --lora and --publish, got"):
-        TrainConfig.from_preset("tiny", publish="127.0.0.1:0", publish_merged=True)
+    to = {"publish": "127.0.0.1:0"}
+    for given, missing in ((to, "--lora"), ({"lora": 2}, "--publish"), ({}, "--lora and --publish")):
+        with pytest.raises(ConfigError, match=f"publish_merged: expected false without {missing}, got"):
+            TrainConfig.from_preset("tiny", publish_merged=True, **given)

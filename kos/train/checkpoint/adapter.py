@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,26 @@ def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
     if not isinstance(base, str) or (has_base and not os.path.isdir(base)):
         how = "kos downloads no models; set it to the folder of the base"
         raise CheckpointError(f"{path}: base_model_name_or_path: expected a folder, got {base!r}; {how}")
+    if has_base and any("." in name for name in targets):
+        targets = _last_parts({*targets}, Path(base), path)
     return Found(Lora(int(rank), float(alpha), tuple(sorted(targets))), Path(base))
+
+
+def _last_parts(targets: set[str], base: Path, path: Path) -> set[str]:
+    """The last parts of ``targets``, which are longer ends of modules' names, as peft writes them for "all-linear".
+
+    A target that names no matrix of the layers is returned as it is.  Raises CheckpointError if an adapted matrix has
+    no adapter in another layer of the model in ``base``.
+    """
+    model, ends = huggingface.read_config(base), dict[str, set[str]]()
+    for each in chain(*model.layers(range(model.num_hidden_layers))):
+        for parts in (name.split(".")[:-1] for linear in (each.column, each.row) for name in linear.members):
+            ends[".".join(parts)] = {".".join(parts[at:]) for at in range(len(parts))}
+    found = {module.rpartition(".")[2] for module in ends if ends[module] & targets}
+    for module in ends:
+        if (last := module.rpartition(".")[2]) in found and not ends[module] & targets:
+            raise CheckpointError(f"{path}: target_modules: expected {last} of all layers, got it without {module}")
+    return found | (targets - set().union(*ends.values()))
 
 
 def model_of(folder: Path) -> LlamaConfig:

@@ -330,8 +330,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
             raise SettingError(given[0], "none without adapters (--lora)", getattr(self, given[0]), "lora")
         if self.publish_every != 1 and self.publish is None:
             raise SettingError("publish_every", "1 without --publish", self.publish_every)
-        if self.publish_merged and (self.lora is None or self.publish is None):
-            raise SettingError("publish_merged", "false without --lora and --publish", True)
+        none = [flag for flag, given in (("--lora", self.lora), ("--publish", self.publish)) if given is None]
+        if self.publish_merged and none:
+            raise SettingError("publish_merged", f"false without {' and '.join(none)}", True)
         if self.lora is not None and self.optimizer != "adamw":
             raise SettingError("optimizer", "adamw with adapters (--lora)", self.optimizer, "lora")
         longest = self.model.max_position_embeddings

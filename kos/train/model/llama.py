@@ -250,16 +250,24 @@ class LlamaConfig:
         if tp > 1 and "tp" not in self.axes:
             expected = f"1 in a model of type {self.model_type}, which supports {', '.join(self.axes)} only"
             raise SettingError(f"--tp {tp}", expected, tp, also=["model_type"])
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-            got, copied = getattr(self, name), name == "num_key_value_heads"
-            if got % tp and not (copied and tp % got == 0):
-                expected = f"a multiple {'or a divisor ' * copied}of {tp}"
-                raise SettingError(f"--tp {tp}", f"{name} to be {expected}", got, also=[name])
+        if (name := self._undivided(tp)) is not None:
+            expected = f"a multiple {'or a divisor ' * (name == 'num_key_value_heads')}of {tp}"
+            works = [str(n) for n in range(1, self.num_attention_heads + 1) if self._undivided(n) is None]
+            hint = f"{' or '.join(filter(None, [', '.join(works[:-1]), works[-1]]))} would do"
+            raise SettingError(f"--tp {tp}", f"{name} to be {expected}", getattr(self, name), hint=hint, also=[name])
         rows = self.vocab_size // tp
         return Local(
             split_layers(self.num_hidden_layers, stages, self._head_cost())[stage],
             range(tp_rank * rows, (tp_rank + 1) * rows), stage == 0, stage == sum(map(len, stages)) - 1, tp_rank, tp,
         )  # fmt: skip
+
+    def _undivided(self, tp: int) -> str | None:
+        """The first size that ``tp`` ranks cannot split; None: they can split all."""
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            got = getattr(self, name)
+            if got % tp and not (name == "num_key_value_heads" and tp % got == 0):
+                return name
+        return None
 
     def _head_cost(self) -> float:
         """The time that the head takes, in layers."""
