@@ -38,7 +38,7 @@ def free_port() -> int:
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = 20_000 + worker % 30 * 300 + random.SystemRandom().randrange(299)  # the next one is this worker's too
+        port = 20_000 + worker % 16 * 560 + random.SystemRandom().randrange(559)  # the next one is this worker's too
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port

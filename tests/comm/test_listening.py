@@ -111,7 +111,8 @@ def test_an_address_at_which_the_others_do_not_look(monkeypatch):
 def test_every_socket_is_of_the_range_and_the_address(taken_port, place):
     """One of its ports is taken; rank 0 also listens at MASTER_PORT."""
     last = min(taken_port + 40, 65535)
-    more = {"KOS_PORTS": f"{taken_port}-{last}", "KOS_BIND": place, "MASTER_ADDR": place}
+    master = next(port for port in iter(free_port, 0) if not taken_port <= port <= last)
+    more = {"KOS_PORTS": f"{taken_port}-{last}", "KOS_BIND": place, "MASTER_ADDR": place, "MASTER_PORT": str(master)}
     results = run_processes(EVERYTHING + f"assert all(host == '{place}' for host, _ in found), found\n", 2, **more)
     outside = set[int]()
     for code, output in results:
