@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 
 
+_GIVEN = deque[int](maxlen=200)
+"""The last ports that a test got: it may use them only later."""
+
+
 def free_port() -> int:
     """A port of this host that nobody uses.
 
@@ -41,7 +46,9 @@ def free_port() -> int:
         port = 20_000 + worker % 16 * 560 + random.SystemRandom().randrange(559)  # the next one is this worker's too
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
-            return port
+            if port not in _GIVEN:
+                _GIVEN.append(port)
+                return port
 
 
 def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
