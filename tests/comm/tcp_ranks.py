@@ -42,6 +42,7 @@ def free_port() -> int:
     Tests that run at the same time, in workers of pytest-xdist, have ports of their own.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    worker += int(os.environ.get("PYTEST_XDIST_TESTRUNUID", "0")[:4], 16)  # two runs, too
     while True:
         port = 20_000 + worker % 16 * 560 + random.SystemRandom().randrange(559)  # the next one is this worker's too
         with socket.socket() as sock, suppress(OSError):
