@@ -101,7 +101,7 @@ __device__ inline void store_four(const void* at, const u32 (&x)[4]) {
 
 // The lower half of an operand's descriptor; the upper half says: 128-byte swizzle, 1024 bytes from one group of 8 rows
 // to the next.  `leading` is the distance in bytes between the panels of an MN-major operand wider than one.
-// The empty asm keeps the compiler from computing all descriptors before a loop, where they would use up the registers.
+// The empty statement keeps the compiler from computing all descriptors before a loop, where they would use up the registers.
 #define UPPER "0x40000040"
 __device__ inline u32 operand(const void* tile, int leading = 16) {
     u32 lower = (shared_address(tile) >> 4 & 0x3fff) | (leading >> 4) << 16;
