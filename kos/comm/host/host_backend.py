@@ -249,7 +249,8 @@ class HostBackend(GroupBackend):
             return Late(late, timeouts.stuck(names(late)))
         if late := self.messages.awaited(self.scheduled.tag(work)):
             return Late(late, timeouts.awaited(names(late)))
-        others = [rank for rank in range(self.size) if rank != self.rank] if self.scheduled.arriving else []
+        known = self.scheduled.arriving and self.one_host  # between hosts, a rank that waits too may look late
+        others = [rank for rank in range(self.size) if rank != self.rank] if known else []
         return Late(words=timeouts.UNKNOWN, others=others, all_wait=True)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
