@@ -254,8 +254,10 @@ def test_scratch_memory_that_is_freed(fake, monkeypatch):
     FakeRanks(2).run(body)
 
 
-def test_registered_memory_that_ends_within_a_page(fake):
+def test_registered_memory_that_ends_within_a_page(fake, monkeypatch):
     """The rest of that page counts as registered too: Python looks where each array is."""
+    monkeypatch.setattr("kos.comm.gpu.nccl_binding.WINDOW_ALIGNMENT", 1)
+    monkeypatch.setattr("kos.comm.gpu.nccl_binding.is_virtual", lambda address: True)
 
     def body(gpu):
         comm, x, out = gpu.comm, on_gpu(np.ones(4, np.float32)), on_gpu(np.zeros(4, np.float32))
@@ -264,10 +266,7 @@ def test_registered_memory_that_ends_within_a_page(fake):
         with by(comm, 1):
             send_recv(comm, x, out)
         own = Array.zeros(1 << 12, np.float32, 0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kos.comm.gpu.nccl_binding.WINDOW_ALIGNMENT", 1)
-            patch.setattr("kos.comm.gpu.nccl_binding.is_virtual", lambda address: True)
-            registered = comm.register(own[:1000])
+        registered = comm.register(own[:1000])
         with by(comm, 0):
             for _ in range(4):
                 send_recv(comm, x, out)
