@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -52,6 +53,8 @@ class ScheduledCalls:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = 0  # collectives that wait for other ranks to begin them
+        self.local = transport.ranks_per_host or 1
+        """The number of ranks of each host, if several hosts have equally many; else 1."""
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
         self.peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
@@ -61,6 +64,19 @@ class ScheduledCalls:
         first = self.rank - self.rank % local
         inside = [first + (self.rank + step) % local for step in range(1, local)]
         return inside, [(self.rank + step) % self.size for step in range(local, self.size, local)]
+
+    def phases(self) -> tuple[ScheduledCalls, ScheduledCalls]:
+        """The calls among the ranks of this host, and among the ranks with this local rank, one on each host."""
+        first, place = self.rank - self.rank % self.local, self.rank % self.local
+        return self._among(range(first, first + self.local)), self._among(range(place, self.size, self.local))
+
+    def _among(self, ranks: range) -> ScheduledCalls:
+        """The calls among these ranks, which are numbered from 0 on.  They exchange messages alone."""
+        part = copy(self)
+        part.rank, part.size, part.messages = ranks.index(self.rank), len(ranks), _Renumbered(self.messages, ranks)
+        part.peers = [(part.rank + step) % part.size for step in range(1, part.size)]
+        part._inside, part._across = [], part.peers
+        return part
 
     # The operations.
 
@@ -288,6 +304,21 @@ class ScheduledCalls:
             yield from _wait_for(message)
             requests += [messages.isend(x, peer, tag) for peer in self._inside]
         yield from _wait_for(*requests)
+
+
+class _Renumbered:
+    """The messages among ``ranks``, by their numbers among them."""
+
+    def __init__(self, messages: Any, ranks: Sequence[int]) -> None:
+        self._messages, self._ranks = messages, ranks
+
+    def isend(self, x: Array, peer: int, tag: int) -> Request:
+        sent: Request = self._messages.isend(x, self._ranks[peer], tag)
+        return sent
+
+    def irecv(self, x: Array, peer: int, tag: int) -> Request:
+        received: Request = self._messages.irecv(x, self._ranks[peer], tag)
+        return received
 
 
 def _wait_for(*requests: Request) -> Steps:

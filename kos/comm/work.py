@@ -211,6 +211,8 @@ class Work(_Base, Generic[T]):
     """The object that keeps that stream alive."""
     held: Any = None
     """The array that is read, which must live until the GPU has done so."""
+    residual: Any = None
+    """The error feedback of a compressed reduction: a 1-D array, or on a GPU the array that must live as long."""
     polled_at: float | None = None
     """Monotonic time of the first ``done`` that found it in flight."""
     _report_at: float | None = None
@@ -220,6 +222,8 @@ class Work(_Base, Generic[T]):
         """A Work of the same call on the same arrays, which is not started."""
         work: Work[T] = type(self)(self.prepared, self.send, self.recv, self.array)
         work.stream, work.queue, work.convert, work.held = self.stream, self.queue, self.convert, self.held
+        if self.residual is not None:
+            work.residual = self.residual
         return work
 
     def __str__(self) -> str:
