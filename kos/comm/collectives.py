@@ -419,7 +419,7 @@ class Operations:
         x, options = o.send, o.options
         assert x is not None
         if not options.compress:
-            raise InvalidArgument("residual: expected None without compress, got an array")
+            raise InvalidArgument(f"residual: expected None without compress, got {type(residual).__name__}")
         kept = as_buffer(residual, "residual", True, stream)
         if kept.dtype is not x.dtype or kept.device != x.device or any(map(kept.overlaps, {x, o.recv or x})):
             raise InvalidArgument(f"residual: expected memory of its own, of {x.dtype} of {x.place}, got {kept}")
