@@ -90,13 +90,18 @@ def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hasha
 class DryCommunicator:
     """Stands in for a communicator and moves nothing, in a dry run."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    device = None
+
+    def __init__(self, rank: int, size: int, exact: int = 1) -> None:
+        self.rank, self.size, self._exact = rank, size, exact
+
+    def exact_group_size(self, device: int | None = None) -> int:
+        return self._exact
 
     def _nothing(self, *arrays: object, **options: object) -> DryCommunicator:
         return self
 
-    all_gather = all_reduce = all_to_all = broadcast = feed_back = reduce = reduce_scatter = _nothing
+    all_gather = all_reduce = all_to_all = broadcast = reduce = reduce_scatter = _nothing
     send = recv = send_recv = split = synchronize = wait = _nothing
 
 
@@ -122,15 +127,12 @@ class Reduction(NamedTuple):
 
     ``replicas`` hold the same weights: gradients are summed over them, and ZeRO-1 shards the state over them.
     ``batch`` are those of them that have other micro-batches. ``others`` hold the rest of the model: the squares of
-    the norm are summed over them. ``rails`` are the replicas among which gradients are compressed: all of them or, with
-    ``--compress-scope hosts``, rank i of each ``host``, within which they are summed before.
+    the norm are summed over them.
     """
 
     replicas: Axis
     batch: Axis
     others: Axis
-    host: Axis
-    rails: Axis
 
 
 class Mesh:
@@ -138,10 +140,10 @@ class Mesh:
 
     ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``replicas`` joins dp and cp, whose ranks hold the same weights,
     and ``model_parallel`` joins pp and tp, whose ranks hold one model together. ``dense`` are the axes of weights that
-    every rank of dp and cp holds. ``local`` neighbours of ``replicas`` make a ``host`` (``Reduction``).
+    every rank of dp and cp holds.
     """
 
-    def __init__(self, world: Communicator, layout: Layout | None = None, local: int = 1) -> None:
+    def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
         self.world = world
         self.layout = layout or Layout(dp=world.size)
         if self.layout.ranks != world.size:
@@ -150,22 +152,22 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Communicator] = {}
         self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in ("pp", "dp", "cp", "tp"))
         self.replicas, self.model_parallel = self._axis("dp", "cp"), self._axis("pp", "tp")
-        self.local, self.host, self.rails = local, ALONE, self.replicas
-        if local > 1:
-            at, place = divmod(self.replicas.rank, local)
-            self.host = self._split("host", self.replicas, at, place, local)
-            self.rails = self._split("rails", self.replicas, place, at, self.replicas.size // local)
 
     @property
     def dense(self) -> Reduction:
-        return Reduction(self.replicas, self.dp, self.model_parallel, self.host, self.rails)
+        return Reduction(self.replicas, self.dp, self.model_parallel)
+
+    def exact(self, device: str) -> int:
+        """How many neighbours of ``replicas`` sum gradients exactly before they compress, on ``cpu`` or ``cuda``."""
+        comm = self.replicas.group
+        return 1 if comm is None else comm.exact_group_size(comm.device if device == "cuda" else None)
 
     def reduction(self, axes: Collection[str] = DENSE) -> Reduction:
         """That of a parameter group whose weights are the same on all ranks along ``axes``."""
         if axes == DENSE:
             return self.dense
         replicas, batch = self._axis(*axes), self.dp if "dp" in axes else ALONE
-        return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)), ALONE, replicas)
+        return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)))
 
     def reductions(self, groups: Iterable[Collection[str]]) -> list[Reduction]:
         """Those of parameter groups with these axes.  Of several groups the norm is one sum over all ranks."""
@@ -204,9 +206,9 @@ class Mesh:
         return Axis(key, size, self._groups[name,])
 
     @classmethod
-    def dry(cls, layout: Layout, rank: int = 0, local: int = 1) -> Mesh:
+    def dry(cls, layout: Layout, rank: int = 0, exact: int = 1) -> Mesh:
         """The mesh as ``rank`` of a job of this layout sees it, without the other ranks."""
-        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks)), layout, local)
+        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks, exact)), layout)
 
     def communicators(self) -> list[Communicator]:
         """The world, and the communicators that were split from it."""

@@ -1,5 +1,6 @@
-"""``--compress-scope hosts``: exact sums within hosts and compressed ones between them, kept and resumed."""
+"""``--compress`` between hosts: exact sums within hosts and compressed ones between them, kept and resumed."""
 
+import json
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.comm.host_compressed import feed_back
 from kos.errors import ConfigError
 from kos.testing import spawn
-from kos.train.config.options import TrainConfig
+from kos.train.config.flags import parse
 from kos.train.device import memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import DataParallel
@@ -20,7 +21,7 @@ from tests.train.runs import _losses, _train
 from tests.train.sharded import tensors_of_run
 from tests.train.test_compress import residuals, whole_residual
 
-HOW: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9, "compress": "int8", "compress_scope": "hosts"}
+HOW: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9, "compress": "int8"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def between_hosts(form: Format, sums: list[np.ndarray], residuals: list[np.ndarr
     """The sum of what the hosts send of a rail's piece; with ZeRO-1 the parts of it are not compressed again."""
     sent = [total.copy() for total in sums]
     for x, residual in zip(sent, residuals, strict=True):
-        feed_back(x, residual, form.name)
+        feed_back(x, residual, form)
     total = decoded(form, sent[0])
     for x in sent[1:]:
         total = total + decoded(form, x)
@@ -55,8 +56,9 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
 
     def body(comm):
         gradients = Parameters({"a": (2 * bucket,), "b": (bucket,)}, multiple=bucket)
-        mesh = Mesh(comm, local=local)
-        parallel = DataParallel(mesh.dense, gradients, sharded=sharded, bucket_bytes=4 * bucket, compress=form.name)
+        mesh = Mesh(comm)
+        how = {"compress": form.name, "exact": mesh.exact("cpu")}
+        parallel = DataParallel(mesh.dense, gradients, sharded=sharded, bucket_bytes=4 * bucket, **how)
         sums = []
         for step in range(steps):
             gradients.flat[:] = terms[step, comm.rank]
@@ -85,61 +87,74 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
 
 def test_losses_are_near_those_without(text, tmp_path):
     how = {**HOW, "steps": 20, "save_every": 0, "hosts": [2, 2]}
-    exact = _losses(_train(text, tmp_path / "exact", 4, **{**how, "compress": "none", "compress_scope": "all"}))
+    exact = _losses(_train(text, tmp_path / "exact", 4, **{**how, "compress": "none"}))
     for zero in (0, 1):
         losses = _losses(_train(text, tmp_path / f"{zero}", 4, zero=zero, **how))
         assert 0 < np.abs(losses / exact - 1).max() < 1e-3 and losses[-1] < 0.7 * losses[0], "it learns"
 
 
-def test_with_a_rank_a_host_it_is_the_same_as_among_all(text, tmp_path):
-    how = {**HOW, "steps": 3, "hosts": [1, 1, 1]}
-    rows = [_train(text, tmp_path / scope, 3, **{**how, "compress_scope": scope, "batch_size": 9})
-            for scope in ("all", "hosts")]  # fmt: skip
-    assert _losses(rows[0]).tolist() == _losses(rows[1]).tolist()
-    assert tensors_of_run(tmp_path / "all") == tensors_of_run(tmp_path / "hosts")
+def test_ranks_of_one_host_compress_what_they_send(text, tmp_path):
+    """Also where a host has other ranks of a pipeline, and where each host has one rank."""
+    runs = {
+        "one host": (2, {}), "ranks on their own": (2, {"hosts": [1, 1]}), "exact": (2, {"compress": "none"}),
+        "stages": (4, {"pp": 2}), "stages on hosts": (4, {"pp": 2, "hosts": [2, 2]}),
+    }  # fmt: skip
+    model = {"hidden_size": 64}  # whole blocks
+    for name, (ranks, how) in runs.items():
+        _train(text, tmp_path / name, ranks, **{**HOW, "steps": 2, "batch_size": 16, "model": model, **how})
+    one, own, exact, stages, on_hosts = (tensors_of_run(tmp_path / name) for name in runs)
+    assert one == own != exact and stages == on_hosts != exact
 
 
-def test_on_one_host_gradients_are_exact(text, tmp_path, capsys):
-    """Also where hosts have different ranks of a pipeline: those with the same weights are on one host."""
-    line = "--compress-scope hosts: ranks with the same weights are on one host and send exact gradients\n"
-    for ranks, how in ((2, {}), (4, {"pp": 2, "hosts": [2, 2], "batch_size": 16})):
-        how, exact = {**HOW, "steps": 3, **how}, {"compress": "none", "compress_scope": "all"}
-        rows = _train(text, tmp_path / f"exact {ranks}", ranks, **{**how, **exact})
-        assert line not in capsys.readouterr().out
-        ours = _train(text, tmp_path / f"hosts {ranks}", ranks, **how)
-        assert line in capsys.readouterr().out and _losses(ours).tolist() == _losses(rows).tolist()
-        assert tensors_of_run(tmp_path / f"hosts {ranks}") == tensors_of_run(tmp_path / f"exact {ranks}")
+def test_hosts_that_are_not_alike_compress_what_every_rank_sends(text, tmp_path):
+    how = {**HOW, "steps": 3}
+    for name, hosts in {"one": [4], "unlike": [3, 1], "alike": [2, 2]}.items():
+        _train(text, tmp_path / name, 4, hosts=hosts, **how)
+    one, unlike, alike = (tensors_of_run(tmp_path / name) for name in ("one", "unlike", "alike"))
+    assert one == unlike != alike
 
 
-@pytest.mark.parametrize(("before", "after"), [("all", "hosts"), ("hosts", "all"), ("hosts", "hosts")])
-def test_what_is_lost_goes_on_in_another_scope(text, tmp_path, before, after, caplog):
-    """Or on hosts of other numbers of ranks: the sum over ranks stays."""
+@pytest.mark.parametrize(("before", "after"), [([2, 2], [4]), ([4], [2, 2]), ([2, 2], [1, 1, 1, 1])], ids=str)
+def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, after, caplog):
+    """The sum over ranks stays."""
 
-    hosts = [1, 1, 1, 1] if before == after else [2, 2]
-
-    def lost(scope):
-        changes = {**HOW, "steps": 9, "micro_batch_size": 2, "resume": step, "compress_scope": scope}
+    def lost(hosts):
+        changes = {**HOW, "steps": 9, "micro_batch_size": 2, "resume": step}
         each = residuals(text, tmp_path / "other", 4, hosts, **changes)
         return np.sum([np.concatenate([*one.values()]) for one in each], 0)
 
-    how = {**HOW, "compress_scope": before, "steps": 3, "micro_batch_size": 2}
-    _train(text, tmp_path / "run", 4, hosts=[2, 2], **how)
+    _train(text, tmp_path / "run", 4, hosts=before, **{**HOW, "steps": 3, "micro_batch_size": 2})
     step = str(tmp_path / "run/checkpoints/step-3")
-    expected = lost("all")
-    assert expected.any()
-    caplog.clear()
+    expected = lost(before)
+    assert expected.any() and not caplog.records
     np.testing.assert_allclose(lost(after), expected, rtol=1e-6, atol=1e-10)
-    changed = "ranks of a host" if before == after else "compress_scope"
-    assert any(f"resuming with another {changed}" in record.getMessage() for record in caplog.records)
+    assert any("resuming with another ranks of a host" in record.getMessage() for record in caplog.records)
 
 
-def test_refusals(text, tmp_path):
-    expected = "--compress-scope hosts: expected as many ranks of dp and cp on every host, side by side, got [3, 1]"
-    with refused(ConfigError, expected):
-        _train(text, tmp_path, 4, hosts=[3, 1], **HOW)
-    with refused(ConfigError, "--compress: expected fp8, int8 or int4 (argument: compress_scope), got none"):
-        TrainConfig.from_preset("tiny", compress_scope="hosts")
-    assert not (tmp_path / "checkpoints").exists()
+def test_a_run_of_an_earlier_version_resumes(text, tmp_path, caplog):
+    """With the bits of an unbroken run, if it compressed between hosts alone; else it is said to differ."""
+    how = {**HOW, "steps": 4, "save_every": 2, "schedule": "constant", "hosts": [2, 2]}
+    _train(text, tmp_path / "run", 4, **how)
+    step = tmp_path / "run/checkpoints/step-2"
+    manifest = json.loads((step / "manifest.json").read_text())
+    for scope, local in {"hosts": 2, "all": 1}.items():
+        manifest["config"]["config"]["compress_scope"], manifest["config"]["local_replicas"] = scope, local
+        (step / "manifest.json").write_text(json.dumps(manifest))
+        _train(text, tmp_path / scope, 4, resume=str(step), **how)
+        assert tensors_of_run(tmp_path / scope) == tensors_of_run(tmp_path / "run")
+        warned = [record.getMessage() for record in caplog.records]
+        assert [line.partition(":")[0] for line in warned] == ["resuming with another ranks of a host"] * (local == 1)
+
+
+def test_the_option_that_is_gone_is_refused_or_left_out(tmp_path, caplog):
+    with refused(ConfigError, "--compress, which compresses only between hosts if there are several", "--compress-scope"):
+        parse(["--compress", "int8", "--compress-scope", "hosts"])
+    path = tmp_path / "old.json"
+    path.write_text('{"compress": "int8", "compress_scope": "all"}')
+    assert parse(["--config", str(path)]).compress == "int8" and not caplog.records
+    path.write_text('{"compress": "int8", "compress_scope": "hosts"}')
+    assert parse(["--config", str(path)]).compress == "int8"
+    assert caplog.messages[0].startswith(f"{path}: compress_scope: hosts is left out, ")
 
 
 @pytest.mark.parametrize(
