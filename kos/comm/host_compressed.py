@@ -23,7 +23,7 @@ import numpy as np
 
 from kos.comm.compression import BLOCK, CARRIED, FORMATS, Format, shards
 from kos.comm.operation import Operation
-from kos.comm.reduction import Reduction, ReduceOp
+from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveMismatch, InvalidArgument
 
@@ -117,7 +117,8 @@ def _reduce(
     """A compressed sum: the whole of an all_reduce, or else this rank's part."""
     sums = _sums(work, calls, form, x, reduction, counts)
     if work.operation.name == "all_reduce":
-        yield from _to_all(work, calls, form, (None if each is None else form.encode(each) for each in sums), out, counts)
+        encoded = (None if each is None else form.encode(each) for each in sums)
+        yield from _to_all(work, calls, form, encoded, out, counts)
         return
     segments = iter(_segments(out))
     for total in sums:

@@ -10,8 +10,8 @@ from kos.comm import compression
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
-from kos.testing.conformance.values import near_the_bounds
 from kos.testing.conformance import results
+from kos.testing.conformance.values import near_the_bounds
 from tests.comm.compression_bounds import errors_are_within_the_bounds, largest_errors
 from tests.comm.model import NAMES
 from tests.comm.test_operations import COMPRESSED
@@ -295,15 +295,18 @@ def test_what_a_residual_may_be():
             comm.reduce_scatter(fixed, compress="int8", residual=out)
         with pytest.raises(TypeError, match="residual"):
             comm.all_gather(x, compress="int8", residual=out)
-        with pytest.raises(InvalidArgument, match="batch: expected no memory that another operation writes"), comm.batch():
-            comm.all_reduce(x, compress="int8", residual=out)
-            comm.all_reduce(x.copy(), compress="int8", residual=out)
+        batch = comm.batch()
+        batch.__enter__()
+        comm.all_reduce(x, compress="int8", residual=out)
+        comm.all_reduce(x.copy(), compress="int8", residual=out)
+        with pytest.raises(InvalidArgument, match="batch: expected no memory that another operation writes"):
+            batch.__exit__(None, None, None)
 
 
 def test_a_residual_between_hosts_has_a_shard_and_calls_of_other_ones_stay_apart(seed):
     def body(comm):
-        x, kept = np.random.default_rng((seed, comm.rank)).standard_normal(200).astype(np.float32), np.zeros(200, np.float32)
-        other = np.zeros(128, np.float32)
+        x = np.random.default_rng((seed, comm.rank)).standard_normal(200).astype(np.float32)
+        kept, other = np.zeros(200, np.float32), np.zeros(128, np.float32)
         again = comm.all_reduce_init(y := x.copy(), compress="int4", residual=other)
         comm.all_reduce(x.copy(), compress="int4", residual=kept)
         assert not other.any()

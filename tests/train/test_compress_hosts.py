@@ -147,7 +147,8 @@ def test_a_run_of_an_earlier_version_resumes(text, tmp_path, caplog):
 
 
 def test_the_option_that_is_gone_is_refused_or_left_out(tmp_path, caplog):
-    with refused(ConfigError, "--compress, which compresses only between hosts if there are several", "--compress-scope"):
+    successor = "--compress, which compresses only between hosts if there are several"
+    with refused(ConfigError, successor, "--compress-scope"):
         parse(["--compress", "int8", "--compress-scope", "hosts"])
     path = tmp_path / "old.json"
     path.write_text('{"compress": "int8", "compress_scope": "all"}')

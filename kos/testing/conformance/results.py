@@ -23,11 +23,8 @@ from kos.testing.conformance.model import COMPRESSED, REDUCING, ROOTED, Step, Tr
 from kos.testing.conformance.values import (
     SIZES,
     assert_bits,
-    assert_numbers,
     assert_same_on_all_ranks,
-    decoded,
     raises,
-    vector,
 )
 
 

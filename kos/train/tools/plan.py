@@ -180,7 +180,8 @@ def between_hosts(job: Job) -> str:
         try:
             other = make_job(job.config, job.model, job.layout, job.rates, network, compress=compress)
             found = predict(other, other.memory(0))
-            cells = [f"{found.sent['hosts'] / 1e9:.3g}", f"{1e3 * found.seconds:.4g}", f"{found.tokens_per_second:,.0f}"]
+            out = found.sent["hosts"]
+            cells = [f"{out / 1e9:.3g}", f"{1e3 * found.seconds:.4g}", f"{found.tokens_per_second:,.0f}"]
         except ConfigError as error:
             cells = [f"refused: {error}"]
         rows.append([name, *cells])
