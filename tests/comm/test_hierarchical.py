@@ -29,6 +29,7 @@ from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import PHASES
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
+from kos.comm.host_compressed import IN_PHASES
 from kos.comm.tuning import Table, key, parse, user_path
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
@@ -157,10 +158,17 @@ def test_compressed_between_hosts(ranks, seed, form, dtype):
 
     def body(comm):
         assert comm.exact_group_size() == comm.local_size
-        results.compressed(comm, seed, form, dtype)
-        results.feedback_keeps_what_is_lost(comm, seed, form, dtype)
+        for name in IN_PHASES:
+            step = Step(name, dtype=dtype, compress=form, values="hostile")
+            results.correct(comm, seed, step, (1, 65, 5011))
+            results.correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", "float32"), ("int8", "bfloat16"), ("int4", "float16")])
+def test_error_feedback_between_hosts(ranks, seed, form, dtype):
+    ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
 
 
 def test_compressed_sums_go_in_phases_and_all_else_does_not(ranks):
