@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,8 +73,12 @@ class ScheduledCalls:
 
     def _among(self, ranks: range) -> ScheduledCalls:
         """The calls among these ranks, which are numbered from 0 on.  They exchange messages alone."""
-        part = copy(self)
-        part.rank, part.size, part.messages = ranks.index(self.rank), len(ranks), _Renumbered(self.messages, ranks)
+        part, messages = copy(self), self.messages
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.messages = SimpleNamespace(
+            isend=lambda x, peer, tag: messages.isend(x, ranks[peer], tag),
+            irecv=lambda x, peer, tag: messages.irecv(x, ranks[peer], tag),
+        )
         part.peers = [(part.rank + step) % part.size for step in range(1, part.size)]
         part._inside, part._across = [], part.peers
         return part
@@ -304,21 +309,6 @@ class ScheduledCalls:
             yield from _wait_for(message)
             requests += [messages.isend(x, peer, tag) for peer in self._inside]
         yield from _wait_for(*requests)
-
-
-class _Renumbered:
-    """The messages among ``ranks``, by their numbers among them."""
-
-    def __init__(self, messages: Any, ranks: Sequence[int]) -> None:
-        self._messages, self._ranks = messages, ranks
-
-    def isend(self, x: Array, peer: int, tag: int) -> Request:
-        sent: Request = self._messages.isend(x, self._ranks[peer], tag)
-        return sent
-
-    def irecv(self, x: Array, peer: int, tag: int) -> Request:
-        received: Request = self._messages.irecv(x, self._ranks[peer], tag)
-        return received
 
 
 def _wait_for(*requests: Request) -> Steps:

@@ -1,7 +1,6 @@
 """``--compress`` between hosts: exact sums within hosts and compressed ones between them, kept and resumed."""
 
 import json
-import re
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from kos.train.config.flags import parse
 from kos.train.device import memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import DataParallel
-from kos.train.parallel.mesh import Layout, Mesh, ranks_of_a_host
+from kos.train.parallel.mesh import Mesh
 from tests.train.refusal import refused
 from tests.train.runs import _losses, _train
 from tests.train.sharded import tensors_of_run
@@ -156,26 +155,3 @@ def test_the_option_that_is_gone_is_refused_or_left_out(tmp_path, caplog):
     path.write_text('{"compress": "int8", "compress_scope": "hosts"}')
     assert parse(["--config", str(path)]).compress == "int8"
     assert caplog.messages[0].startswith(f"{path}: compress_scope: hosts is left out, ")
-
-
-@pytest.mark.parametrize(
-    ("layout", "hosts", "axes", "local"),
-    [
-        (Layout(dp=4), "aabb", ("dp", "cp"), 2),
-        (Layout(dp=4), "aaab", ("dp", "cp"), "[3, 1]"),
-        (Layout(dp=4), "abab", ("dp", "cp"), "[1, 1, 1, 1]"),
-        (Layout(dp=2, tp=2), "aabb", ("dp", "cp"), 1),
-        (Layout(dp=2, tp=2), "aabb", ("tp",), 2),
-        (Layout(pp=2, dp=2), "aabb", ("dp", "cp"), 2),
-        (Layout(pp=2, dp=2), "aaab", ("dp", "cp"), "[1, 1]"),
-        (Layout(dp=2, cp=2), "aabb", ("dp", "cp"), 2),
-        (Layout(dp=3, tp=2), "aaabbb", ("tp",), "[1, 1]"),
-    ],
-)
-def test_ranks_of_a_host(layout, hosts, axes, local):
-    if isinstance(local, int):
-        assert ranks_of_a_host(layout, axes, hosts, "--hosts 2") == local
-        return
-    expected = f"--hosts 2: expected as many ranks of {' and '.join(axes)} on every host, side by side, got {local}"
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        ranks_of_a_host(layout, axes, hosts, "--hosts 2")

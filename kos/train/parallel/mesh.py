@@ -10,8 +10,7 @@ torchtitan order alike.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -68,23 +67,6 @@ class Layout:
         for axis in AXES:
             rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
         return rank
-
-
-def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hashable], flag: str) -> int:
-    """How many ranks of a group along ``axes`` each host has, where rank r of the layout is on ``hosts[r]``.
-
-    Raises SettingError for ``flag`` unless all hosts have the same number of ranks of each group, side by side.
-    """
-    groups = dict[tuple[int, ...], list[Hashable]]()
-    for rank, host in enumerate(hosts):
-        place = layout.coordinates(rank)
-        groups.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(host)
-    runs = [[len([*run]) for _, run in itertools.groupby(group)] for group in groups.values()]
-    for counts, group in zip(runs, groups.values(), strict=True):
-        if counts != runs[0][:1] * len(set(group)):
-            expected = f"as many ranks of {' and '.join(axes)} on every host, side by side"
-            raise SettingError(flag, expected, counts)
-    return runs[0][0]
 
 
 class DryCommunicator:
@@ -195,15 +177,12 @@ class Mesh:
             return ALONE
         if count == self.tp.size:
             return self.tp
-        return self._split(f"copies {count}", self.tp, *divmod(self.tp.rank, count), count)
-
-    def _split(self, name: str, axis: Axis, color: int, key: int, size: int) -> Axis:
-        """The ``size`` ranks of an axis that have this color."""
+        name, (color, key) = f"copies {count}", divmod(self.tp.rank, count)
         if (name,) not in self._groups:
-            group = axis.comm.split(color, key)
+            group = self.tp.comm.split(color, key)
             assert group is not None  # every rank has a color
             self._groups[name,] = group
-        return Axis(key, size, self._groups[name,])
+        return Axis(key, count, self._groups[name,])
 
     @classmethod
     def dry(cls, layout: Layout, rank: int = 0, exact: int = 1) -> Mesh:

@@ -12,7 +12,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +20,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.compression import FORMATS
 from kos.comm.reduction import ReduceOp
 from kos.dtypes import DTYPES
+from kos.errors import SettingError
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
@@ -28,7 +29,7 @@ from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.optim import MatrixRule, UpdateRule, elements
-from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh, Reduction, ranks_of_a_host
+from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh, Reduction
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.costs import GPUS, Rates, TimedOps, cost, update_bytes
@@ -45,13 +46,18 @@ class Network(NamedTuple):
     phases: bool = True
     """Whether exact collectives go in phases where that is faster than a ring of all ranks."""
 
-    def places(self, ranks: int) -> list[int]:
-        """The host of each rank."""
-        return [rank * self.hosts // ranks for rank in range(ranks)]
-
     def local(self, layout: Layout, *axes: str) -> int:
         """How many ranks of a group along these axes each host has. ConfigError if hosts differ."""
-        return ranks_of_a_host(layout, axes, self.places(layout.ranks), f"--hosts {self.hosts}")
+        groups = defaultdict[tuple[int, ...], Counter[int]](Counter)
+        for rank in range(layout.ranks):
+            place = layout.coordinates(rank).items()
+            groups[tuple(at for axis, at in place if axis not in axes)][rank * self.hosts // layout.ranks] += 1
+        counts = [[*group.values()] for group in groups.values()]
+        for each in counts:
+            if {*each} != {counts[0][0]}:
+                expected = f"as many ranks of {' and '.join(axes)} on every host"
+                raise SettingError(f"--hosts {self.hosts}", expected, each)
+        return counts[0][0]
 
 
 ONE_HOST = Network(1, 0.0)
