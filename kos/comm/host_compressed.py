@@ -94,7 +94,7 @@ def _in_phases(work: Work[Any], calls: Any, form: Format, out: Array) -> Steps:
     pieces = split(x, counts)
     if o.name == "reduce_scatter":
         parts = x.reshape(rail.size, node.size, out.size)
-        pieces = [parts[:, rank].reshape(-1) for rank in range(node.size)]
+        pieces = [np.ascontiguousarray(parts[:, rank]).reshape(-1) for rank in range(node.size)]
     shard = np.empty_like(pieces[node.rank])
     received = [np.empty_like(shard) for _ in range(node.size)]
     yield from node.send_pieces(work, pieces.__getitem__, received)

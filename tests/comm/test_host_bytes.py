@@ -99,7 +99,7 @@ def _choice(comm: kos.Communicator) -> tuple[int | None, str]:
 def _sums(comm: kos.Communicator, deterministic: bool = True) -> list[bytes]:
     """Sums in rank order: compressed ones of several segments and uneven parts, and deterministic ones."""
     rng, found = np.random.default_rng(comm.rank), []
-    for count in (4 * 64 * 5, 4 * 64 * 3 - 70, 64, 4 * 64 * 40):
+    for count in (4, 4 * 64 * 5, 4 * 64 * 3 - 70, 64, 4 * 64 * 40):
         x = (rng.standard_normal(count) * np.exp(rng.uniform(-9, 9, count))).astype(np.float32)
         for form in FORMATS:
             how = {"compress": form, "deterministic": deterministic}
