@@ -43,7 +43,7 @@ FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
 DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(intact), *vars(order)}]
-WHOLE = {*vars(intact), *vars(order), "in_rank_order", "sums_of_16_bits_in_fp32", "compressed_between_groups",
+WHOLE = {*vars(intact), *vars(order), "in_rank_order", "sums_of_16_bits_in_fp32",
          "nan_wins_min_and_max_on_every_rank"}  # fmt: skip
 
 

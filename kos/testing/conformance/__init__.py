@@ -111,8 +111,6 @@ def cases(full: bool = False, seed: int = 0, gpu: bool = False) -> list[Case]:
     for form in FORMATS:
         for kind in CARRIED:
             add(results.compressed, form, np.dtype(kind))
-        for kind in (kind for kind in floats if kind.name in CARRIED):
-            add(results.compressed_between_groups, form, kind)
         add(results.feedback_keeps_what_is_lost, form, f4)
     for row in failures.SCENARIOS:
         if full or (row.program, row.fault) in failures.FEW:

@@ -12,7 +12,7 @@ from kos.memory.array import Array
 OPERATIONS = {
     "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "broadcast", "all_gather",
     "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter", "scatter_v", "send", "recv",
-    "send_recv", "feed_back",
+    "send_recv",
 }  # fmt: skip
 
 
@@ -34,6 +34,9 @@ class OnGPU:
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self.comm.timeout = seconds
+
+    def exact_group_size(self) -> int:
+        return self.comm.exact_group_size(self.device)
 
     def duplicate(self) -> OnGPU:
         return OnGPU(self.comm.duplicate())
