@@ -416,10 +416,10 @@ LATE = ("kos.comm.groups.Group", f"{BACKEND}.SharedArrays")
 """Made after the last exchange: a rank that cannot make them is alone in that."""
 
 
-@pytest.mark.parametrize(
-    "place", ["kos.comm.host.tcp.TCPTransport.__init__", f"{BACKEND}.CallRing", f"{BACKEND}.Node", *LATE]
-)
-@pytest.mark.parametrize("failing", [(1,), (0, 1)], ids=str)
+@pytest.mark.parametrize(("place", "failing"), [
+    ("kos.comm.host.tcp.TCPTransport.__init__", (1,)), (f"{BACKEND}.CallRing", (0, 1)), (f"{BACKEND}.Node", (1,)),
+    *((place, (0, 1)) for place in LATE),
+])  # fmt: skip
 def test_what_was_made_of_a_group_is_freed_at_once_if_the_rest_cannot_be(place, failing, memory):
     """On all ranks, and not when the garbage collector comes to it: the frames of an error hold it."""
     if memory == "none" and place.startswith(BACKEND):

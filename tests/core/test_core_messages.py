@@ -188,6 +188,16 @@ def test_messages_that_find_no_room_wait_for_it_and_not_for_their_receives(pair)
         assert (x == y).all()
 
 
+def test_a_message_that_was_received_gives_all_its_credit_back(pair):
+    """Also what each message counts beside its data: 20,000 of them would use up all credit."""
+    a, b = pair
+    x, y = data(100, 1), np.zeros(100, np.uint8)
+    for _ in range(20_000):
+        sent = send(a, x, 1)
+        assert sent.done(), "it waits for its receive"
+        end(recv(b, y, 0))
+
+
 def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair):
     a, b = pair
     a.timeout = b.timeout = 0.05
