@@ -481,6 +481,7 @@ def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device, follows):
 def test_a_stream_that_may_be_gone_is_not_asked_whether_it_is_captured(fake_device):
     """The program gave its handle alone."""
     kernels, member = ConcurrentKernels(), SimpleMember(Stream(fake_device, 1000))
+    member.streams = Streams(0)
     member.streams.hold(1000, 1000)
     kernels.order(member, 1000, Occupancy(1, 1), 132)
     kernels.launched(member)
