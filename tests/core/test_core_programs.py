@@ -5,6 +5,7 @@ order.  Large data goes through slots and mailboxes, or in one copy.
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -93,16 +94,19 @@ def made(request):
         yield ranks
 
 
+def check(made: Sequence[CoreGroup], call: Call) -> None:
+    arrays = [call.arrays(rank) for rank in range(call.size)]
+    together([call.prepare(group) for group in made], arrays)
+    for rank, (_, out) in enumerate(arrays):
+        expected = call.expected(rank)
+        if expected is not None and out is not None:
+            assert out.tobytes() == expected.tobytes(), f"{call}: rank {rank}"
+
+
 @pytest.mark.parametrize("operation", MOVES)
 def test_every_count(made, operation):
     for seed, count in enumerate(COUNTS):
-        call = Call(operation, len(made), (len(made) - 1) * (seed % 2), count, seed)
-        arrays = [call.arrays(rank) for rank in range(call.size)]
-        together([call.prepare(group) for group in made], arrays)
-        for rank, (_, out) in enumerate(arrays):
-            expected = call.expected(rank)
-            if expected is not None:
-                assert out.tobytes() == expected.tobytes(), f"{call}: rank {rank}"
+        check(made, Call(operation, len(made), (len(made) - 1) * (seed % 2), count, seed))
 
 
 def random_counts(operation: str, size: int, draw: random.Random) -> list[list[int]]:
@@ -115,6 +119,16 @@ def random_counts(operation: str, size: int, draw: random.Random) -> list[list[i
     if operation in ("all_gather", "gather"):
         return [[n] * size for n in alike]
     return [[one() for _ in range(size)] for _ in range(size)]
+
+
+@pytest.mark.parametrize("operation", V_FORMS)
+def test_v_forms(made, operation):
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for each in range(30):
+        counts = random_counts(operation, len(made), draw)
+        check(made, Call(operation, len(made), draw.randrange(len(made)), counts, each))
 
 
 class Program:
