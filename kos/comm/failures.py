@@ -411,6 +411,12 @@ class FailureLog:
         return "".join(f"; {self._ranks(r)} {'is' if len(r) == 1 else 'are'} on {host}" for host, r in on.items())
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
+        """The last failure of that rank if it names ranks, and is less than ``window`` seconds old."""
+        known = self._recent(rank, window)
+        return known if known is not None and known.ranks else None
+
+    def _recent(self, rank: int, window: float | None = None) -> KosError | None:
+        """As ``_failure_of``; also a timeout without ranks, after which the rank has made no other call."""
         known = self.status.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
@@ -431,7 +437,7 @@ class FailureLog:
             if not self.status.sees(rank):
                 silent = self.status.ask()
             awaited: Iterable[int] | None = self.status.awaited(rank)
-            if awaited is None and (failure := self._failure_of(rank)) is not None:
+            if awaited is None and (failure := self._recent(rank)) is not None:
                 awaited = None if rank in failure.ranks else failure.ranks  # it failed because of those
             if awaited is None and not (rank in arrived and self.status.runs(rank)):
                 culprits.append(rank)

@@ -58,9 +58,10 @@ class SharedStatus(PeerStatus):
         self._memory = memoryview(b""), memoryview(b""), None, {}
 
     def post_failure(self, error: KosError) -> None:
+        before = self.last
         super().post_failure(error)
         words, data, mine, _ = self._memory
-        if error.ranks and mine is not None:
+        if self.last is not before and mine is not None:
             record = fitting(to_record(error))
             with self._lock:  # the watchdog posts too
                 words[mine + FAILED] = 0
