@@ -254,6 +254,39 @@ def test_scratch_memory_that_is_freed(fake, monkeypatch):
     FakeRanks(2).run(body)
 
 
+def test_a_call_of_another_thread_while_scratch_memory_is_freed(fake, monkeypatch):
+    """It must not use that memory, although the core knew the call."""
+
+    class Piece(Memory):
+        def close(self):
+            super().close()
+            memory = at(self.pointer, self.nbytes, np.dtype(np.uint8))
+            memory[:] = 0x55
+            if (call := calls.get(threading.get_ident())) is not None:
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+                unused.append(bool((memory == 0x55).all()))
+
+    def body(gpu):
+        comm = gpu.comm
+        x, y = (on_gpu(np.ones(4, np.float32), Stream(handle)) for handle in (40, 41))
+        for each in (x, y, x):
+            for _ in range(3):
+                comm.scan(each)
+        comm.all_reduce(y, deterministic=True)  # by Python, which notes the stream: the memory of x may be freed
+        comm.rendezvous.barrier()
+        calls[threading.get_ident()] = lambda: comm.scan(x)
+        comm.synchronize()
+        del calls[threading.get_ident()]
+        comm.rendezvous.barrier()
+        assert unused and all(unused)
+
+    calls, unused = dict[int, Any](), list[bool]()
+    monkeypatch.setattr(gpu_memory, "Scratch", Piece)
+    FakeRanks(2).run(body)
+
+
 def test_registered_memory_that_ends_within_a_page(fake, monkeypatch):
     """The rest of that page counts as registered too: Python looks where each array is."""
     monkeypatch.setattr("kos.comm.gpu.nccl_binding.WINDOW_ALIGNMENT", 1)
