@@ -14,6 +14,7 @@ Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ran
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -236,7 +237,8 @@ class FailureLog:
             return self.status.post_wait(None)
         known, others = self.in_world(late.ranks) or late.elsewhere, self.in_world(late.others)
         # Few ranks are shown, so those that wait for no other rank come first.
-        self.status.post_wait(known or sorted(others, key=lambda rank: self.status.awaited(rank) is not None))
+        sees, awaited = self.status.sees, self.status.awaited
+        self.status.post_wait(known or sorted(others, key=lambda rank: sees(rank) and awaited(rank) is not None))
         self.status.receive_notices()
 
     # Errors and their causes.
@@ -300,7 +302,10 @@ class FailureLog:
             error = self.overdue(Late(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
-            if error.ranks and (certain or len(error.ranks) < len(late.others)):
+            # A rank that runs and has failed since this call began may have left the call at its own timeout.
+            runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
+            left = any(self.status.failed_within(rank, seconds or math.inf) for rank in runs)
+            if error.ranks and not left and (certain or len(error.ranks) < len(late.others)):
                 return error
         world = [*self.in_world(late.ranks), *late.elsewhere]
         for rank in world:

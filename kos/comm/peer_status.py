@@ -16,7 +16,7 @@ from typing import Any
 from kos.errors import CollectiveTimeout, KosError, from_record, to_record
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
-_ANSWER_SECONDS = 0.3  # in which a waiting rank answers a query
+_ANSWER_SECONDS = 1.0  # in which a waiting rank answers a query, also on a busy machine
 _FORWARD_SECONDS = 1.0  # in which the hub forwards a query
 _MOST_ASKED = 128  # ranks: each answer goes to all
 
@@ -33,7 +33,9 @@ class PeerStatus:
         self._rank = rank
         known, self._shared = self if tables is None else tables, tables is not None
         self.failures: dict[int, tuple[KosError, float]] = {} if known is self else known.failures
-        """The last failure of each rank, and when it was posted."""
+        """The last failure of each rank, and when it was posted; without those that the rank has handled."""
+        self.failed_at: dict[int, float] = {} if known is self else known.failed_at
+        """When each rank last posted a failure."""
         self.waits: dict[int, tuple[int, ...]] = {} if known is self else known.waits
         """The ranks that each rank waits for."""
         self.ends: dict[int, str] = {} if known is self else known.ends
@@ -66,6 +68,7 @@ class PeerStatus:
         Earlier failures are removed, because all ranks that it connects have handled them.
         """
         self.failures.clear()
+        self.failed_at.clear()
         self._plane = weakref.ref(plane)
 
     @property
@@ -92,6 +95,7 @@ class PeerStatus:
             self._answers[rank] = now, tuple(what)
         elif kind == "failed":
             self.failures[rank] = from_record(what), now
+            self.failed_at[rank] = now
         elif kind == "handled":
             self.failures.pop(rank, None)
 
@@ -123,7 +127,8 @@ class PeerStatus:
         """
         if error.ranks or (isinstance(error, CollectiveTimeout) and self.last is None):
             self.last = error.copy()  # a copy, which is kept without the frames of the error
-            self.failures[self._rank] = self.last, time.monotonic()
+            self.failed_at[self._rank] = now = time.monotonic()
+            self.failures[self._rank] = self.last, now
             self._send_notice("failed", to_record(self.last))
 
     def clear_failure(self) -> None:
@@ -195,6 +200,11 @@ class PeerStatus:
         self.receive_notices()
         known = self.failures.get(rank)
         return None if known is None else (known[0], time.monotonic() - known[1])
+
+    def failed_within(self, rank: int, seconds: float) -> bool:
+        """Whether that rank has posted a failure in the last ``seconds``, even if it has handled it since."""
+        at = self.failed_at.get(rank)
+        return at is not None and time.monotonic() - at < seconds
 
     def cause(self, rank: int) -> KosError | None:
         """The last failure of that rank, if it names ranks."""

@@ -118,6 +118,14 @@ class SharedStatus(PeerStatus):
             return None
         return from_record(json.loads(record)), time.monotonic() - words[line + FAILED_AT] / 1e6
 
+    def failed_within(self, rank: int, seconds: float) -> bool:
+        words, _, _, lines = self._memory
+        line = lines.get(rank)
+        if line is None:
+            return super().failed_within(rank, seconds)
+        at = words[line + FAILED_AT]
+        return at != 0 and time.monotonic() - at / 1e6 < seconds
+
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         words, _, _, lines = self._memory
         line = lines.get(rank)
