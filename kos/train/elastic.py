@@ -388,7 +388,7 @@ def facts_of(run: RunContext) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
-        "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
+        "resumes": run.resumes, "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
         "description": run.description, "batches": run.own.state(), "brings": run.brings, "watched": run.watched,
     }  # fmt: skip
@@ -422,7 +422,7 @@ def take_facts(newcomer: RunContext, facts: dict[str, Any]) -> None:
     chosen["tracker"] = tuple(chosen["tracker"])  # JSON has only lists
     newcomer.config = newcomer.config.model_copy(update={name: chosen[name] for name in CHOSEN | NO_NUMBERS})
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])
-    for name in ("source", "name", "row", "start", "last_finite", "description", "watched"):
+    for name in ("source", "resumes", "name", "row", "start", "last_finite", "description", "watched"):
         setattr(newcomer, name, facts[name])
     if newcomer.brings_batches:
         newcomer.own.load_state(["all", [facts["batches"]]], 0, 1)
