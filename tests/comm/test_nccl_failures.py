@@ -19,7 +19,7 @@ from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeRanks, of_nccl
+from tests.comm.fake_nccl import Comm, FakeRanks, Group, of_nccl
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
@@ -294,9 +294,8 @@ def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, fake, monkeyp
 def test_a_split_that_ends_too_late_is_ended(fake, monkeypatch):
     may_end, ended, alone = threading.Event(), queue.Queue(), ThreadRendezvous(ThreadGroup(1), 0, 20.0)
     monkeypatch.setattr(fake, "comm_split", lambda *arguments: may_end.wait(20) and "late")
-    backend = of_nccl(alone)
-    assert backend.routes[0]._comm is not None
     monkeypatch.setattr(fake, "comm_abort", ended.put)
+    backend = of_nccl(alone, Comm(Group(1), 0))
     backend.timeout = 0.1
     with pytest.raises(CollectiveTimeout, match="nccl: init"):
         backend.split(alone, 0)
