@@ -14,7 +14,6 @@ Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ran
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -304,7 +303,8 @@ class FailureLog:
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
             # A rank that runs and has failed since this call began may have left the call at its own timeout.
             runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
-            left = any(self.status.failed_within(rank, seconds or math.inf) for rank in runs)
+            since = (self.timeout if seconds is None else seconds) + RECENT_SECONDS
+            left = any(self.status.failed_within(rank, since) for rank in runs)
             if error.ranks and not left and (certain or len(error.ranks) < len(late.others)):
                 return error
         world = [*self.in_world(late.ranks), *late.elsewhere]
