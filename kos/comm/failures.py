@@ -297,6 +297,7 @@ class FailureLog:
         self, late: Late, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
     ) -> KosError:
         """The error of the call ``what`` at its timeout.  It names the ranks that block those that are ``late``."""
+        self.status.announce_wait()
         if late.others and not late.ranks and not late.elsewhere:
             error = self.overdue(Late(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited

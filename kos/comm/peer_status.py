@@ -99,6 +99,11 @@ class PeerStatus:
         elif kind == "handled":
             self.failures.pop(rank, None)
 
+    def announce_wait(self) -> None:
+        """Send other hosts the ranks that this rank waits for, because it will not answer queries for a while."""
+        self._queried = time.monotonic()
+        self._answer()
+
     def _answer(self) -> None:
         """Answer the last query, unless that is done or too late, or this rank does not wait."""
         now = time.monotonic()

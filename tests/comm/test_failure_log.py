@@ -143,6 +143,17 @@ def test_a_query_that_comes_before_a_wait_is_answered_in_it():
     assert sent == [("waits", (0, 2))]
 
 
+def test_a_rank_announces_its_wait_at_its_timeout():
+    """On a busy machine, other ranks may ask while it finds out which rank is late."""
+    sent = list[tuple[str, object]]()
+    status, plane = PeerStatus(1), _Plane(-1)
+    plane.send_notice = lambda kind, what=None, timeout=0.0: sent.append((kind, what))
+    status.connect(plane)
+    status.post_wait([0])
+    FailureLog(range(3), 1, status).overdue(Late([0]), "barrier #1", 1.0)
+    assert sent[0] == ("waits", (0,))
+
+
 @pytest.mark.parametrize(
     ("cause", "named"),
     [
