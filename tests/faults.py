@@ -15,7 +15,7 @@ and that rank alone, as a rank of the world, and if no result was wrong.  Each w
 which ``--trials 1 --seed S`` repeats.
 
 With ``--hosts H``, rank r pretends to be on host r modulo H (``KOS_HOST``).  Between hosts a stopped rank is found only
-by the timeout, and ``mpi`` does not name it.
+by the timeout.
 
 On GPUs, rank r of the trial with seed S takes GPU (r + S) modulo their number, so trials side by side share GPUs.  Each
 trial takes some seconds to start CUDA: ``--jobs 10`` runs ten at a time.  On two GPUs use ``--jobs 3`` for nccl: with
