@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +25,9 @@ from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, is_lo
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
-from kos.memory.array import Array as GpuArray
-from kos.memory.buffer import as_buffer
 from kos.memory.ipc import pretended_host
-from kos.transfer.placement import Arrays, Flat, Placement, current
-from kos.transfer.plan import Array, Layout
-from kos.transfer.scales import BlockScales
+from kos.transfer.placement import Placement
+from kos.transfer.plan import Array, Layout, Offers
 
 PROTOCOL = 1
 PURPOSE = b"kos transfer"
@@ -40,11 +37,7 @@ GRACE = 2.0
 
 
 class Stale(Exception):
-    """The publisher has begun to use the buffer of the requested version again."""
-
-
-class Restarted(Exception):
-    """The publisher has another incarnation."""
+    """The version is no longer there: its buffer is used again, or the publisher has another incarnation."""
 
 
 class Address(NamedTuple):
@@ -59,12 +52,21 @@ class Address(NamedTuple):
     """The descriptor of its memory."""
     nbytes: int
     """Of the arrays that it publishes."""
-    gpus: tuple[str, ...] = ()
+    gpus: Sequence[str] = ()
     """The CUDA IPC handles of its memory on GPUs."""
 
     def name(self, rank: int) -> str:
         """The rank, for errors."""
         return f"publisher rank {rank} (pid {self.pid} at {self.host}:{self.port}, {self.nbytes:,} bytes of arrays)"
+
+
+class Catalogue:
+    """What a publisher offers, and where its ranks are."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        self.incarnation, self.name, self.buffers = answer["incarnation"], answer["name"], answer["buffers"]
+        self.ranks = [Address(*each) for each in answer["ranks"]]
+        self.offers = Offers([(layout_from_json(layout), ranks) for layout, ranks in answer["groups"]])
 
 
 def place() -> str:
@@ -119,30 +121,6 @@ def _elsewhere(host: str) -> OSError | None:
     return problem
 
 
-def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], dict[str, Array]]:
-    """The flattened memory of ``arrays``, and their layout.  It numbers the GPUs, and leaves out arrays of scales.
-
-    Raises InvalidArgument.
-    """
-    flat, layout, gpus = dict[str, Flat](), dict[str, Array](), list[int]()
-    for name, (array, placement) in arrays.items():
-        buffer = as_buffer(current(array), name, writable)
-        flat[name], gpu, device = buffer.flat, 0, buffer.device
-        if device is not None:
-            gpus += [device] * (device not in gpus)
-            gpu = gpus.index(device) + 1
-            flat[name] = GpuArray(buffer.pointer, (buffer.count,), buffer.dtype, device, owner=array)
-        if writable and isinstance(placement, BlockScales):
-            continue
-        if not isinstance(placement, Placement) or buffer.shape != placement.shape:
-            wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
-            raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
-        placed = placement.named(name)
-        placed.check(name)
-        layout[name] = Array(buffer.dtype, placed, gpu)
-    return flat, layout
-
-
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     return {name: [dtype.name, gpu, *placement.to_json()] for name, (dtype, placement, gpu) in layout.items()}
 
@@ -169,18 +147,12 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     return message
 
 
-def check_protocol(message: dict[str, Any]) -> None:
-    """TransferError for another version of the protocol."""
+def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
+    """A message of this protocol and incarnation ("": any) that is no error.  Raises Stale, TransferError."""
     if message["protocol"] != PROTOCOL:
         raise TransferError(f"expected protocol {PROTOCOL} of kos.transfer, got {message['protocol']}")
-
-
-def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
-    """An answer that is no error.  Raises Restarted, Stale, TransferError."""
-    check_protocol(message)
-    if incarnation and message["incarnation"] != incarnation:
-        raise Restarted
-    if message.get("stale"):
+    theirs = message["incarnation"]
+    if message.get("stale") or (theirs != incarnation and "" not in (theirs, incarnation)):
         raise Stale
     if "error" in message:
         raise TransferError(message["error"])

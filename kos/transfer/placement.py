@@ -196,6 +196,11 @@ class Placement:
         return cls(tuple(shape), tuple(found))
 
 
+def aligned(nbytes: int) -> int:
+    """``nbytes``, rounded up to a multiple of 64."""
+    return -(-nbytes // 64) * 64
+
+
 def c_strides(shape: Sizes) -> Sizes:
     """The strides, in elements, of a C-contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

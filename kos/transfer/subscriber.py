@@ -17,11 +17,10 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Connection
 from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.transfer import exchange
-from kos.transfer.exchange import GRACE, Restarted, Stale
+from kos.transfer.exchange import GRACE, Catalogue, Stale
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Plan
-from kos.transfer.reader import Catalogue, Target
-from kos.transfer.scales import quantized
+from kos.transfer.reader import Read, Target
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
 _RANK = "subscriber rank"
@@ -91,9 +90,7 @@ class Subscriber:
             raise InvalidArgument(f"streams, transport: {expected}")
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
-        flat, self._layout = exchange.flat_arrays(held := dict(arrays or {}), True)
-        about = held, flat, self._layout, quantized(held, flat, self._layout)
-        self._target = Target(self._connect, streams, transport, staged, *about)
+        self._target = Target(arrays or {}, self._connect, streams, transport, staged)
         self._lead: Connection | None = None
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
@@ -155,7 +152,7 @@ class Subscriber:
         """Which bytes this rank reads from which publisher rank."""
         known = self._known or self.catalogue(timeout)
         if self._plan is None:
-            self._plan = Plan(known.offers, [self._layout], self._rank)
+            self._plan = Plan(known.offers, [self._target.layout], self._rank)
             self._plan.check()
         return self._plan
 
@@ -206,7 +203,7 @@ class Subscriber:
             wants = {"have": have, "wait": left * 0.75, "seconds": left + _LINGER}
             try:
                 answer = self._ask("newest", deadline, known.incarnation, **wants)
-            except (Restarted, Stale):
+            except Stale:
                 self._known = None
                 continue
             if answer["serial"] is not None:
@@ -250,4 +247,4 @@ class Subscriber:
             known = self.catalogue(max(deadline - time.monotonic(), 0.001))
             if known.incarnation != wanted.incarnation:
                 raise Stale
-        return self._target.read(self.plan(), known, wanted.serial, deadline, verify)
+        return self._target.read(self.plan(), known, Read(wanted.serial, deadline, verify))
