@@ -4,7 +4,7 @@ It is an anonymous file (memfd_create), as the segment of ``kos.comm.host.shared
 could open, and it is freed when the last process has unmapped it.  Other processes of the same user map it through
 ``/proc/<pid>/fd``.  A process that has mapped it can read it after the publisher was killed.
 
-    head     magic, incarnation, rank, one sequence number for each buffer (8 bytes each)
+    head     magic, a random number (token), one sequence number for each buffer (8 bytes each)
     buffers  each holds a copy of all arrays, and begins and aligns every array at a multiple of 64 bytes
 
 The buffers of arrays on a GPU are in memory of that GPU (``kos.memory.ipc``), in the same order.
@@ -48,14 +48,15 @@ class Buffers:
     """
 
     def __init__(
-        self, layout: Layout, count: int, incarnation: str, rank: int, gpus: Iterable[int],
+        self, layout: Layout, count: int, token: str, gpus: Iterable[int],
         on_gpu: Callable[[int, int], GpuMemory], path: str = "",
     ) -> None:  # fmt: skip
         """Allocate the memory, or map the memory of a publisher at ``path``, to read it.
 
         ``on_gpu(n, nbytes)`` allocates or maps the memory on the n-th GPU, for each n in ``gpus``.
         """
-        self.count, self._places, self._path = count, dict[str, tuple[int, int, int, DType]](), path
+        self.count, self.token, self._path = count, token, path
+        self._places = dict[str, tuple[int, int, int, DType]]()
         ends = Counter[int]()
         for name, (dtype, placement, gpu) in layout.items():
             self._places[name] = gpu, ends[gpu], placement.count, dtype
@@ -63,7 +64,7 @@ class Buffers:
         self._ends, self._first, self.gpus = ends, aligned(_SEQUENCES + 8 * count), dict[int, GpuMemory]()
         self.nbytes = self._first + count * ends[0]
         self._pinned_by: int | None = None
-        head = b"kosxfer1" + bytes.fromhex(incarnation) + rank.to_bytes(8)
+        head = b"kosxfer1" + bytes.fromhex(token)
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # it may be another file by now, such as a pipe
         self.file = os.open(path, flags) if path else os.memfd_create("kos-transfer", 3)
         try:
@@ -83,7 +84,7 @@ class Buffers:
             if not path:
                 self._memory[: len(head)] = head
             elif self._memory[: len(head)] != head:
-                raise TransferError(f"{path}: expected the memory of incarnation {incarnation}, got another")
+                raise TransferError(f"{path}: expected the publisher's memory, got another file")
             for gpu in gpus:
                 self.gpus[gpu] = on_gpu(gpu, count * ends[gpu])
         except BaseException:

@@ -12,7 +12,8 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
+from kos.errors import CudaError, InvalidArgument, KosError, OutOfMemory, TransferError, TransferTimeout, in_words
 from kos.memory.ipc import pretended_host
 from kos.transfer.placement import Placement
 from kos.transfer.plan import Array, Layout, Offers
@@ -50,6 +51,8 @@ class Address(NamedTuple):
     pid: int
     file: int
     """The descriptor of its memory."""
+    token: str
+    """The random number at the beginning of its memory.  That of rank 0 is the incarnation of the publisher."""
     nbytes: int
     """Of the arrays that it publishes."""
     gpus: Sequence[str] = ()
@@ -201,13 +204,24 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
     return [each for each, *_ in found]
 
 
-def late(what: str, deadline: float, error: BaseException) -> TransferError:
-    """The error of a peer that failed, ``what``: it ended, or did not answer before the deadline."""
-    if isinstance(error, socket.gaierror):
-        return TransferError(f"{what}: expected the name of a host, got one without an address: {error}")
-    if isinstance(error, TransferError) and not isinstance(error, TimeoutError):
-        return TransferError(f"{what}: {error}")
-    if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
-        return TransferTimeout(f"{what}: expected an answer before the deadline, got none")
-    why = str(error) or type(error).__name__
-    return TransferError(f"{what}: expected it to answer, got: {why}")
+@contextmanager
+def naming(peer: Callable[[], str], deadline: float, ranks: Sequence[int] = ()) -> Iterator[None]:
+    """A context whose errors become a TransferError that names ``peer``, which has ended or is late.
+
+    Errors of a GPU of this process stay as they are.
+    """
+    try:
+        yield
+    except (CudaError, OutOfMemory, TransferTimeout):
+        raise
+    except (OSError, ValueError, KosError) as error:
+        kind = TransferError
+        if isinstance(error, TransferError):
+            why = str(error)
+        elif isinstance(error, socket.gaierror):
+            why = f"expected the name of a host, got one without an address: {error}"
+        elif isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+            kind, why = TransferTimeout, "expected an answer before the deadline, got none"
+        else:
+            why = f"expected it to answer, got: {str(error) or type(error).__name__}"
+        raise kind(f"{peer()}: {why}", ranks=ranks) from error

@@ -10,9 +10,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,8 @@ Launch = Callable[[int], object]
 """A function that queues a copy or a kernel on the stream with the given handle."""
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Run:
     """A copy of consecutive bytes by a copy engine: a Launch."""
 
     target: int
@@ -43,17 +45,18 @@ class Run(NamedTuple):
     nbytes: int
 
     def __call__(self, stream: int) -> None:
-        call(cu.cuMemcpyAsync, *self, stream)
+        call(cu.cuMemcpyAsync, self.target, self.source, self.nbytes, stream)
 
 
 def merged(copies: Iterable[Launch]) -> list[Launch]:
     """The same copies; one that continues the copy before on both sides is made together with it."""
     found = list[Launch]()
     for each in copies:
-        if found and isinstance(each, Run) and isinstance(last := found[-1], Run):
-            if each[:2] == (last.target + last.nbytes, last.source + last.nbytes):
-                found[-1] = last._replace(nbytes=last.nbytes + each.nbytes)
-                continue
+        if isinstance(each, Run) and found and isinstance(last := found[-1], Run):
+            ends = last.target + last.nbytes, last.source + last.nbytes
+            if ends == (each.target, each.source):
+                each = Run(last.target, last.source, last.nbytes + each.nbytes)
+                found.pop()
         found.append(each)
     return found
 

@@ -126,7 +126,7 @@ class Publisher:
         self._connections = set[Connection]()
         self._lock, self._board = threading.Lock(), Board()
 
-        def check() -> Any:
+        def start() -> list[Any]:
             limit = math.inf if comm is None else comm.timeout  # with which the others wait meanwhile
             if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
                 expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
@@ -134,46 +134,48 @@ class Publisher:
             if memory not in ("device", "host"):
                 raise InvalidArgument(f"memory: expected device or host, got {memory!r}")
             self._held = Held(arrays, False)
-            self._layout = self._held.layout
-            if memory == "host":
-                self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
-            return [bool(arrays), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
+            self._allocate(buffers, memory)
+            place, layout = exchange.parse(address), json.dumps(exchange.layout_to_json(self._layout))
+            return [[*place, buffers, checksums], self._listen(*place), layout]
 
-        first, *others = facts = self._together(check)
-        if wrong := [rank for rank, each in enumerate(others, 1) if each[2:] != first[2:]]:
-            raise CollectiveMismatch(f"Publisher: expected {first[2:]} on all ranks, got others on rank {wrong[0]}")
-        if not any(each[0] for each in facts):
-            raise InvalidArgument("arrays: expected at least one on some rank, got none")
-        _, self.incarnation, (host, port), *_ = first
         try:
-            facts = self._together(lambda: self._listen(host, port, buffers))
+            facts = self._together(start)
+            asked = [each for each, *_ in facts]
+            if wrong := [rank for rank, each in enumerate(asked) if each != asked[0]]:
+                got = f"others on rank {wrong[0]}"
+                raise CollectiveMismatch(f"Publisher: expected {asked[0]} on all ranks, got {got}")
+            if all(layout == "{}" for *_, layout in facts):
+                raise InvalidArgument("arrays: expected at least one on some rank, got none")
         except BaseException:
             for each in ("_acceptor", "_buffers"):  # of this rank, if another one has failed
                 if hasattr(self, each):
                     getattr(self, each).close()
             raise
-        ranks = [place for place, _ in facts]
-        self.address = f"{host}:{Address(*ranks[0]).port}"
-        """The address for subscribers."""
-        alike: dict[str, list[int]] = {}
-        for rank, (_, layout) in enumerate(facts):
+        ranks, alike = [Address(*where) for _, where, _ in facts], dict[str, list[int]]()
+        for rank, (*_, layout) in enumerate(facts):
             alike.setdefault(layout, []).append(rank)
         groups = [[json.loads(layout), ranks] for layout, ranks in alike.items()]
+        self.address = f"{asked[0][0]}:{ranks[0].port}"
+        """The address for subscribers."""
+        self.incarnation = ranks[0].token
         self._catalogue = {"name": name, "buffers": buffers, "ranks": ranks, "groups": groups}
         self._thread = threading.Thread(target=self._accept, name="kos-publisher", daemon=True)
         self._thread.start()
 
-    def _listen(self, host: str, port: int, buffers: int) -> list[Any]:
-        """Allocate the memory, and listen."""
-        devices = [*self._held.copiers]
+    def _allocate(self, buffers: int, memory: str) -> None:
+        """The buffers, on the GPUs of the arrays or on the host."""
+        self._layout, devices = self._held.layout, [*self._held.copiers]
+        if memory == "host":
+            self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
         used = sorted({each.gpu for each in self._layout.values()} - {0})
         self._buffers = Buffers(
-            self._layout, buffers, self.incarnation, self.rank, used,
+            self._layout, buffers, secrets.token_hex(16), used,
             lambda gpu, nbytes: ipc.DeviceMemory(nbytes, devices[gpu - 1]),
         )  # fmt: skip
         if devices and not used:
             self._buffers.pin(devices[0])
-        gpus = [ipc.export(each.pointer, each.nbytes, each.device).to_bytes().decode() for each in self._buffers.gpus.values()]
+
+    def _listen(self, host: str, port: int) -> Address:
         net = exchange.network(host)
         own = host if self.rank == 0 or net.loopback else bound() or own_address(host)
         try:
@@ -182,9 +184,10 @@ class Publisher:
             raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
         self._acceptor = Acceptor(listener, net.key(exchange.PURPOSE))
         nbytes = sum(each.nbytes for each in self._held.flat.values())
-        where = exchange.place(), os.getpid(), self._buffers.file
-        mine = Address(own, listener.getsockname()[1], *where, nbytes, tuple(gpus))
-        return [mine, json.dumps(exchange.layout_to_json(self._layout))]
+        memories = self._buffers.gpus.values()
+        gpus = [ipc.export(each.pointer, each.nbytes, each.device).to_bytes().decode() for each in memories]
+        where = exchange.place(), os.getpid(), self._buffers.file, self._buffers.token
+        return Address(own, listener.getsockname()[1], *where, nbytes, gpus)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         return exchange.together(self._comm, "Publisher: rank", work)

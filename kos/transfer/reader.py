@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -20,7 +20,7 @@ import numpy as np
 from kos.comm.control.wire import Connection, drive, fill
 from kos.cuda import streams
 from kos.dtypes import DType
-from kos.errors import CudaError, KosError, OutOfMemory, PeerMemoryError, TransferError, TransferTimeout
+from kos.errors import KosError, PeerMemoryError, TransferError
 from kos.memory import ipc
 from kos.memory.array import Array as GpuArray
 from kos.transfer import exchange
@@ -171,7 +171,7 @@ class Source:
                 raise PeerMemoryError(f"expected host memory, got {got}")
             layout = next(layout for layout, ranks in known.offers.groups if self._rank in ranks)
             path, gpus = f"/proc/{self._where.pid}/fd/{self._where.file}", {self._gpu} - {0}
-            return Buffers(layout, known.buffers, self._incarnation, self._rank, gpus, self._attach, path)
+            return Buffers(layout, known.buffers, self._where.token, gpus, self._attach, path)
         except (KosError, OSError) as error:
             if self._target.transport == "shared":
                 expected = "expected memory that this process can map"
@@ -206,20 +206,19 @@ class Source:
     ) -> int:
         """Read some requests; ``names`` are arrays that the publisher compares with their checksums."""
         copies = [copy for request in requests for copy in request]
-        try:
-            with self._target.copier(self._device, read.deadline) as copier:
-                if mapped is None:
-                    return self._receive(read, stream, requests, names, copier)
-                return self._copy(read, mapped, copies, copier)
-        except (CudaError, OutOfMemory, TransferTimeout):  # of the GPU of this process, not of the publisher
-            raise
-        except (OSError, ValueError, KosError) as error:
+
+        def name() -> str:
             tensors = sorted({copy.tensor for copy in copies})
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
-            what = f"{self._name}, from which {tensors[0]}{more} should come"
-            failure = exchange.late(what, read.deadline, error)
-            failure.ranks = (self._rank,)
-            raise failure from error
+            return f"{self._name}, from which {tensors[0]}{more} should come"
+
+        with (
+            exchange.naming(name, read.deadline, [self._rank]),
+            self._target.copier(self._device, read.deadline) as copier,
+        ):
+            if mapped is None:
+                return self._receive(read, stream, requests, names, copier)
+            return self._copy(read, mapped, copies, copier)
 
     def _copy(self, read: Read, memory: Buffers, copies: Sequence[Copy], copier: Copier | None) -> int:
         """Copy from mapped memory."""
@@ -285,7 +284,7 @@ class Source:
                 view, dtype = self._target.view(copy), self._dtype(copy, read)
                 direct = copier is None and dtype.numpy == view.dtype and view.flags.c_contiguous
                 memory = exchange.as_bytes(view if direct else scratch[: copy.elements * dtype.itemsize])
-                drive(fill(connection.sock, lambda memory=memory: memory), connection.sock, read.deadline)
+                drive(fill(connection.sock, partial(memoryview, memory)), connection.sock, read.deadline)
                 if not direct:
                     self._put(copy, scratch[: len(memory)].view(dtype.numpy).reshape(copy.size), copier)
                 nbytes += len(memory)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 from kos.comm.arguments import check_int, check_timeout
 from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Connection
-from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
+from kos.errors import InvalidArgument, TransferError, TransferTimeout
 from kos.transfer import exchange
 from kos.transfer.exchange import GRACE, Catalogue, Stale
 from kos.transfer.placement import Arrays
@@ -140,8 +140,9 @@ class Subscriber:
                 if isinstance(error.__cause__, socket.gaierror) or not isinstance(error.__cause__, OSError):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
-                    why = f"{self._name()}, which never answered ({error.__cause__})"
-                    raise exchange.late(why, deadline, TimeoutError()) from error
+                    never = f"{self._name()}, which never answered ({error.__cause__})"
+                    expected = "expected an answer before the deadline, got none"
+                    raise TransferTimeout(f"{never}: {expected}") from error
                 time.sleep(_AGAIN_SECONDS)
         if self._known is None or self._known.incarnation != found.incarnation:
             self._target.close()
@@ -153,7 +154,6 @@ class Subscriber:
         known = self._known or self.catalogue(timeout)
         if self._plan is None:
             self._plan = Plan(known.offers, [self._target.layout], self._rank)
-            self._plan.check()
         return self._plan
 
     def close(self) -> None:
@@ -174,16 +174,15 @@ class Subscriber:
         return f"{name} at {self.address}" + ("" if self._held is None else f", which had version {self.version}")
 
     def _ask(self, what: str, deadline: float, incarnation: str, **more: Any) -> dict[str, Any]:
-        """An answer of the publisher's rank 0.  Raises Restarted, Stale, TransferError."""
+        """An answer of the publisher's rank 0.  Raises Stale, TransferError."""
         try:
-            if self._lead is None:
-                self._lead = self._connect(self._host, self._port, deadline)
-            exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
-            answer = exchange.receive(self._lead, deadline)
-        except BaseException as error:  # the answer to this request may still come: not on the next connection
+            with exchange.naming(self._name, deadline):
+                if self._lead is None:
+                    self._lead = self._connect(self._host, self._port, deadline)
+                exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
+                answer = exchange.receive(self._lead, deadline)
+        except BaseException:  # the answer to this request may still come: not on the next connection
             self.close()  # and unmap the memory: GPU memory of a killed publisher is not freed while it is mapped
-            if isinstance(error, OSError | KosError):
-                raise exchange.late(self._name(), deadline, error) from error
             raise
         return exchange.answered(answer, incarnation)
 

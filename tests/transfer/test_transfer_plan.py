@@ -175,10 +175,10 @@ def test_wrong_placements():
         (lambda: Placement.cut((4, 4), 0, 3, 2), "expected a slice within shape"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "expected equal parts"),
         (lambda: Placement.whole((4,)).flat(2, 5), "expected a slice of 4 elements"),
-        (lambda: Placement.joined([]), "expected at least one placement"),
+        (lambda: Placement.joined([]), "in their first axis only, got \\[\\]"),
         (lambda: Placement.joined([Placement.whole((2, 3)), Placement.whole((2, 4))]), "in their first axis only"),
         (lambda: Placement.joined([Placement.whole((2,))] * 2).transposed, "a placement of one part"),
-        (lambda: Placement((3,), (Part("w", (2,), (0,), (2,), 0, (1,)),)).named("w"), "expected parts of 3 elements"),
+        (lambda: Placement((3,), (Part("w", (2,), (0,), (2,), 0, (1,)),)).check("w"), "each element in one part"),
         (lambda: Placement((2,), (Part("w", (2,), (0,), (2,), 0, (0,)),)).check("w"), "each element in one part"),
         (lambda: Placement((2,), (Part("w", (2,), (0,), (2,), 1, (1,)),)).check("w"), "within an array of 2"),
     ):
