@@ -22,7 +22,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
-from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, is_loopback
+from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, fill, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
 from kos.errors import CudaError, InvalidArgument, KosError, OutOfMemory, TransferError, TransferTimeout, in_words
@@ -101,27 +101,14 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises InvalidArgument if this host has no such address, OSError for another problem, RendezvousError.
     """
-    if not bound() and (problem := _elsewhere(host)):
-        expected = "expected an address of this host, or KOS_BIND with the one to which it leads"
-        raise InvalidArgument(f"address: {expected}, got {host} ({problem})")
-    return network(host).listen(port)
-
-
-def _elsewhere(host: str) -> OSError | None:
-    """Why no socket of this host can have this address; None if one can."""
-    try:
-        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return error
-    problem = None
-    for family, kind, _, _, place in places:
+    if not bound():
         try:
-            with socket.socket(family, kind) as sock:
-                sock.bind(place)
-            return None
+            family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            socket.create_server(place, family=family).close()
         except OSError as error:
-            problem = error
-    return problem
+            expected = "expected an address of this host, or KOS_BIND with the one to which it leads"
+            raise InvalidArgument(f"address: {expected}, got {host} ({error})") from error
+    return network(host).listen(port)
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
@@ -148,6 +135,11 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
         pieces.append(drive(connection.receive(), connection.sock, deadline))
     message: dict[str, Any] = json.loads(b"".join(piece[1:] for piece in pieces))
     return message
+
+
+def receive_into(memory: memoryview, connection: Connection, deadline: float) -> None:
+    """Fill the memory with the bytes that follow an answer.  Raises OSError, TimeoutError."""
+    drive(fill(connection.sock, lambda: memory), connection.sock, deadline)
 
 
 def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:

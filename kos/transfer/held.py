@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from kos.cuda import streams
+from kos.dtypes import DType
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.buffer import as_buffer
 from kos.transfer.gpu import Copiers, Launch, launches, merged, whole
-from kos.transfer.placement import Arrays, Flat, Placement, current
+from kos.transfer.placement import Arrays, Flat, Placement, aligned, current
 from kos.transfer.plan import Array as Described
 from kos.transfer.scales import BlockScales
 
@@ -72,3 +74,22 @@ class Held:
         for target, source in pairs:
             if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
                 np.copyto(target, source)
+
+    def staging(self, dtypes: Mapping[str, DType]) -> dict[str, Flat]:
+        """Uninitialised memory like these arrays, in these dtypes.  That of a GPU is one piece, as a publisher's."""
+        found, on_gpus = dict[str, Flat](), dict[int, list[str]]()
+        for name, dtype in dtypes.items():
+            flat = self.flat[name]
+            if isinstance(flat, Array):
+                on_gpus.setdefault(flat.device, []).append(name)
+            else:
+                found[name] = np.empty(flat.size, dtype.numpy)
+        for device, names in on_gpus.items():
+            sizes = (aligned(self.flat[name].size * dtypes[name].itemsize) for name in names)
+            starts = [*accumulate(sizes, initial=0)]
+            memory = Array.empty((starts[-1],), "uint8", device, label="staging memory of kos.transfer")
+            streams.synchronize(None, device)  # from now on, every stream may use the memory
+            for name, start in zip(names, starts, strict=False):
+                place = memory.pointer + start
+                found[name] = Array(place, (self.flat[name].size,), dtypes[name], device, owner=memory)
+        return found

@@ -309,7 +309,7 @@ class Publisher:
         serial, boxes = int(request["serial"]), request["boxes"]
         if not self._buffers.holds(serial):
             raise Stale
-        for name in request["compare"] if self._checksums else ():
+        for name in request.get("compare", ()) if self._checksums else ():
             self._compare(serial, name, copiers)
         arrays = [self._buffers.array(name, serial) for name, *_ in boxes]  # they keep the memory, also after ``close``
         views = [

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.control.wire import Connection, drive, fill
-from kos.cuda import streams
+from kos.comm.control.wire import Connection
 from kos.dtypes import DType
 from kos.errors import KosError, PeerMemoryError, TransferError
 from kos.memory import ipc
@@ -26,9 +26,9 @@ from kos.memory.array import Array as GpuArray
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers, GpuMemory
 from kos.transfer.exchange import Catalogue, Stale
-from kos.transfer.gpu import Copier, Launch, launches, merged
+from kos.transfer.gpu import Copier, Copiers, Launch, launches, merged
 from kos.transfer.held import Held
-from kos.transfer.placement import Arrays, Flat
+from kos.transfer.placement import Arrays
 from kos.transfer.plan import Copy, Plan
 from kos.transfer.scales import quantized
 
@@ -59,28 +59,25 @@ class Target:
         self._held = Held(arrays, True)
         self.flat, self.layout = self._held.flat, self._held.layout
         self._quantized = quantized(arrays, self.flat, self.layout)
-        self._into: dict[str, Flat] = {
-            name: _staging(self.flat[name], dtype) if staged or name in self._quantized else self.flat[name]
-            for name, (dtype, *_) in self.layout.items()
-        }
+        wanted = {n: dtype for n, (dtype, *_) in self.layout.items() if staged or n in self._quantized}
+        self._staging = self._held.staging(wanted)
+        self._into = self.flat | self._staging
         self._sources: list[Source] = []
-        self._copiers: dict[int, list[Copier]] = {device: [] for device in self._held.copiers}  # not in use now
+        self._workers: list[Copiers] = []  # of the threads
         self.failed = False  # whether a source has failed, so that the others end
 
     def read(self, plan: Plan, known: Catalogue, read: Read) -> int:
         """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
         try:
             self._sources = self._sources or self._sources_of(plan, known)
-            self._held.copiers.wait(read.deadline)  # for a commit that was late
-            for copier in (copier for several in self._copiers.values() for copier in several):
-                copier.deadline = read.deadline
-                copier.wait()
+            for copiers in (self._held.copiers, *self._workers):  # for the copies of an update that was late
+                copiers.wait(read.deadline)
             self._held.follow()
             if not self.staged:
                 self._held.copiers.wait(read.deadline)
             self.failed = False
             work = [part for source in self._sources for part in source.parts(read)]
-            nbytes = work[0]() if len(work) == 1 else self._in_threads(work)
+            nbytes = self._in_threads(work)
             self._held.copiers.wait(read.deadline)  # so that staging memory can be copied to the arrays
             return nbytes
         except Stale:
@@ -101,10 +98,18 @@ class Target:
             found[key].copies.append(copy)
         return [*found.values()]
 
-    def _in_threads(self, work: Sequence[Callable[[], int]]) -> int:
-        with ThreadPoolExecutor(min(_MOST_THREADS, len(work) or 1), "kos-subscriber") as pool:
+    def _in_threads(self, work: Sequence[Callable[[Copiers], int]]) -> int:
+        threads = min(_MOST_THREADS, len(work))
+        self._workers += [Copiers() for _ in range(len(self._workers), threads)]
+
+        def run(first: int) -> int:
+            return sum(part(self._workers[first]) for part in work[first::threads])
+
+        if threads < 2:
+            return sum(map(run, range(threads)))
+        with ThreadPoolExecutor(threads, "kos-subscriber") as pool:
             try:
-                return sum(each.result() for each in as_completed([pool.submit(each) for each in work]))
+                return sum(each.result() for each in as_completed([pool.submit(run, n) for n in range(threads)]))
             except BaseException:
                 self.failed = True
                 for connection in [each for source in self._sources for each in list(source.connections.values())]:
@@ -115,9 +120,8 @@ class Target:
     def commit(self, deadline: float) -> None:
         """Copy or quantize staging memory to the arrays.  Raises TransferTimeout."""
         for name, matrix in self._quantized.items():
-            matrix.write(self._into[name], self._held.copiers)
-        if self.staged:
-            self._held.copy([(self.flat[n], x) for n, x in self._into.items() if n not in self._quantized])
+            matrix.write(self._staging[name], self._held.copiers)
+        self._held.copy([(self.flat[n], x) for n, x in self._staging.items() if n not in self._quantized])
         self._held.copiers.wait(deadline)
 
     def close(self) -> None:
@@ -129,22 +133,6 @@ class Target:
     def view(self, copy: Copy) -> Any:
         """The destination of a copy: an ndarray, or a Box on a GPU."""
         return copy.part.view(self._into[copy.array], copy.start, copy.size)
-
-    @contextmanager
-    def copier(self, device: int | None, deadline: float) -> Iterator[Copier | None]:
-        """A context with a copier that no other thread uses; None if ``device`` is None."""
-        if device is None:
-            yield None
-            return
-        try:
-            copier = self._copiers[device].pop()
-        except IndexError:
-            copier = Copier(device)
-        copier.deadline = deadline
-        try:
-            yield copier
-        finally:
-            self._copiers[device].append(copier)
 
 
 class Source:
@@ -187,14 +175,11 @@ class Source:
 
     @cached_property
     def _requests(self) -> list[list[Copy]]:
-        return [*_requests([chunk for copy in self.copies for chunk in _chunks(copy, self._largest(copy))])]
+        chunks = (_chunks(copy, self._target.layout[copy.array].dtype.itemsize) for copy in self.copies)
+        return [*_requests(chain.from_iterable(chunks))]
 
-    def _largest(self, copy: Copy) -> int:
-        """The bytes of an element on the side on which it is larger."""
-        return max(copy.source.dtype.itemsize, self._target.layout[copy.array].dtype.itemsize)
-
-    def parts(self, read: Read) -> Iterator[Callable[[], int]]:
-        """Functions that read a part each, on any thread.  With checksums, all is read over TCP."""
+    def parts(self, read: Read) -> Iterator[Callable[[Copiers], int]]:
+        """Functions that read a part each, with the copiers of their thread.  With checksums, all is read over TCP."""
         mapped = None if read.verify else self._memory
         requests = [self.copies] if mapped is not None and self._gpu else self._requests
         names = sorted({copy.source.array for copy in self.copies}) if read.verify else []
@@ -202,8 +187,9 @@ class Source:
             yield partial(self._part, read, mapped, stream, requests[stream::count], names[stream::count])
 
     def _part(
-        self, read: Read, mapped: Buffers | None, stream: int, requests: Sequence[Sequence[Copy]], names: Sequence[str]
-    ) -> int:
+        self, read: Read, mapped: Buffers | None, stream: int, requests: Sequence[Sequence[Copy]],
+        names: Sequence[str], copiers: Copiers,
+    ) -> int:  # fmt: skip
         """Read some requests; ``names`` are arrays that the publisher compares with their checksums."""
         copies = [copy for request in requests for copy in request]
 
@@ -212,10 +198,8 @@ class Source:
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
             return f"{self._name}, from which {tensors[0]}{more} should come"
 
-        with (
-            exchange.naming(name, read.deadline, [self._rank]),
-            self._target.copier(self._device, read.deadline) as copier,
-        ):
+        with exchange.naming(name, read.deadline, [self._rank]):
+            copier = None if self._device is None else copiers.of(self._device, read.deadline)
             if mapped is None:
                 return self._receive(read, stream, requests, names, copier)
             return self._copy(read, mapped, copies, copier)
@@ -271,8 +255,9 @@ class Source:
                 (copy.source.array, self._dtype(copy, read).name, copy.source.part.at(copy.start), copy.size,
                  copy.source.part.strides) for copy in requests[index]
             ]  # fmt: skip
-            compared = names if index + 1 == len(requests) else []
-            message = {"ask": "read", "serial": read.serial, "boxes": boxes, "verify": read.verify, "compare": compared}
+            message = {"ask": "read", "serial": read.serial, "boxes": boxes, "verify": read.verify}
+            if names and index + 1 == len(requests):
+                message["compare"] = names
             exchange.send(connection, message, self._incarnation, read.deadline)
 
         post(0)
@@ -284,7 +269,7 @@ class Source:
                 view, dtype = self._target.view(copy), self._dtype(copy, read)
                 direct = copier is None and dtype.numpy == view.dtype and view.flags.c_contiguous
                 memory = exchange.as_bytes(view if direct else scratch[: copy.elements * dtype.itemsize])
-                drive(fill(connection.sock, partial(memoryview, memory)), connection.sock, read.deadline)
+                exchange.receive_into(memory, connection, read.deadline)
                 if not direct:
                     self._put(copy, scratch[: len(memory)].view(dtype.numpy).reshape(copy.size), copier)
                 nbytes += len(memory)
@@ -334,17 +319,9 @@ def _source(copy: Copy, memory: Buffers, serial: int) -> Any:
     return copy.source.part.view(memory.array(copy.source.array, serial), copy.start, copy.size)
 
 
-def _staging(flat: Flat, dtype: DType) -> Flat:
-    if isinstance(flat, np.ndarray):
-        return np.empty(flat.size, dtype.numpy)
-    made = GpuArray.empty(flat.shape, dtype, flat.device, label="staging memory of kos.transfer")
-    streams.synchronize(None, flat.device)  # from now on, every stream may use the memory
-    return made
-
-
 def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:
-    """A copy in pieces of at most ``CHUNK`` bytes, split along its first axes."""
-    nbytes = copy.elements * itemsize
+    """A copy in pieces of at most ``CHUNK`` bytes on both sides, split along its first axes."""
+    nbytes = copy.elements * max(itemsize, copy.source.dtype.itemsize)
     axis = next((axis for axis, count in enumerate(copy.size) if count > 1), None)
     if nbytes <= CHUNK or axis is None:
         yield copy
@@ -357,7 +334,7 @@ def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:
         yield from _chunks(copy._replace(start=start, size=size), itemsize)
 
 
-def _requests(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+def _requests(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
     """Lists of copies for one request each: at most ``CHUNK`` bytes and ``_MOST_BOXES`` boxes."""
     found, nbytes = list[Copy](), 0
     for copy in copies:

@@ -230,20 +230,20 @@ class Subscriber:
     def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
         """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
         self._held = self._held if self._target.staged else None
+
+        def pull() -> int:
+            known = self._known
+            if known is None or known.incarnation != wanted.incarnation:
+                known = self.catalogue(max(deadline - time.monotonic(), 0.001))
+                if known.incarnation != wanted.incarnation:
+                    raise Stale
+            return self._target.read(self.plan(), known, Read(wanted.serial, deadline, verify))
+
         try:
-            read = exchange.together(self._comm, _RANK, lambda: self._pull(wanted, deadline, verify), deadline)
+            read = exchange.together(self._comm, _RANK, pull, deadline)
         finally:
             self._release()
         self._held = None
         self._target.commit(deadline + GRACE)
         self._held = wanted
         return int(read[self._rank])
-
-    def _pull(self, wanted: Version, deadline: float, verify: bool) -> int:
-        """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
-        known = self._known
-        if known is None or known.incarnation != wanted.incarnation:
-            known = self.catalogue(max(deadline - time.monotonic(), 0.001))
-            if known.incarnation != wanted.incarnation:
-                raise Stale
-        return self._target.read(self.plan(), known, Read(wanted.serial, deadline, verify))

@@ -38,11 +38,6 @@ def on_gpu(device: int, wanted: Mapping[str, tuple[Any, Placement]] = WANTED) ->
     return {name: (Array.zeros(placed.shape, dtype, device), placed) for name, (dtype, placed) in wanted.items()}
 
 
-def expect(arrays: Mapping[str, tuple[Any, Placement]], version: int) -> None:
-    host = {n: (x.numpy() if isinstance(x, Array) else x, placed) for n, (x, placed) in arrays.items()}
-    expect_version(host, version)
-
-
 def on_host() -> dict[str, tuple[Any, Placement]]:
     return {name: (np.zeros(placed.shape, dtype), placed) for name, (dtype, placed) in WANTED.items()}
 
@@ -56,12 +51,12 @@ def check_layouts(start: Callable[..., OtherPublisher], device: int, memory: str
                 publisher.publish(version)
                 update = subscriber.update(60, verify=version == 3)
                 assert (update.version, update.changed) == (version, True)
-                expect(arrays, version)
+                expect_version(arrays, version)
                 assert not subscriber.update(60).changed
         arrays = on_host()  # of a process without a GPU
         with Subscriber(publisher.address, arrays, transport="auto") as subscriber:
             assert subscriber.update(60, verify=True).version == 4
-            expect(arrays, 4)
+            expect_version(arrays, 4)
 
 
 def check_that_the_host_does_not_map_a_gpu(start: Callable[..., OtherPublisher]) -> None:
@@ -99,7 +94,7 @@ def check_stale(start: Callable[..., OtherPublisher], device: int) -> None:
         ):
             assert subscriber.update(60).version == 3
         assert late == [0, 1]
-        expect(arrays, 3)
+        expect_version(arrays, 3)
 
 
 def check_killed(
@@ -120,7 +115,7 @@ def check_killed(
                     expected = "publisher trainer at .*, which had version 1"
                 with before_copies(publisher.kill), pytest.raises(TransferError, match=expected):
                     subscriber.update(60)
-                expect(arrays, 1)
+                expect_version(arrays, 1)
                 assert subscriber.version == 1 and unmapped()
 
 
@@ -133,7 +128,7 @@ def check_no_torn_version(start: Callable[..., OtherPublisher], device: int, ver
                 publisher.publish(version)
                 publisher.publish(version + 1)
                 assert subscriber.update(60).version == version + 1
-                expect(arrays, version + 1)
+                expect_version(arrays, version + 1)
 
 
 NAMES = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]

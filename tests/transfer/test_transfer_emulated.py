@@ -121,6 +121,36 @@ def test_an_array_without_elements():
     assert len([*launches(whole(some), whole(some), 0)]) == 1
 
 
+def test_neighbouring_arrays_are_copied_together(monkeypatch):
+    """Their number costs nothing on the GPU: with staging memory, an update is one copy to it and one from it."""
+    copy, sizes = driver.cu.cuMemcpyAsync, list[int]()
+
+    def counting(target, source, nbytes, stream):
+        sizes.append(nbytes)
+        return copy(target, source, nbytes, stream)
+
+    monkeypatch.setattr(driver.cu, "cuMemcpyAsync", counting)
+    x = np.arange(5 * 64, dtype=np.float32)
+    source, into = Array.from_numpy(x, 0), Array.zeros((5 * 64,), np.float32, 0)
+    apart = [slice(0, 64), slice(64, 128), slice(192, 256)]  # the third one begins later
+    def parts(flat):
+        return {f"w{index}": (flat[part], Placement.whole((64,))) for index, part in enumerate(apart)}
+
+    with Publisher(None, parts(source)) as publisher:
+        sizes.clear()
+        publisher.publish(1)
+        assert sizes == [512, 256]
+        for staged, right in ((True, [768, 512, 256]), (False, [512, 256])):
+            with Subscriber(publisher.address, parts(into), staged=staged) as subscriber:
+                into.fill_bytes(0)
+                sizes.clear()
+                subscriber.update(30)
+                assert sizes == right
+                right = x.copy()
+                right[128:192], right[256:] = 0, 0
+                assert (into.numpy() == right).all()
+
+
 def test_memory_is_freed(memory):
     array = Array.zeros((1000,), np.float32, 0)
     with Publisher(None, {"w": (array, Placement.whole((1000,)))}) as publisher:
