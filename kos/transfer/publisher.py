@@ -124,7 +124,7 @@ class Publisher:
         self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
         self._sums: dict[int, dict[str, int]] = {}
         self._connections = set[Connection]()
-        self._lock, self._board = threading.Lock(), Board()
+        self._board = Board()
 
         def start() -> list[Any]:
             limit = math.inf if comm is None else comm.timeout  # with which the others wait meanwhile
@@ -261,8 +261,7 @@ class Publisher:
     def _serve(self, connection: Connection) -> None:
         """Answer the requests of one connection until it ends."""
         with closing(connection):
-            with self._lock:
-                self._connections.add(connection)
+            self._connections.add(connection)
             copiers = Copiers()  # their pinned memory holds the bytes that are sent
             try:
                 while not self._closed:
@@ -272,8 +271,7 @@ class Publisher:
                 _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
             finally:
                 self._board.release(connection)
-                with self._lock:
-                    self._connections.discard(connection)
+                self._connections.discard(connection)
 
     def _answer(self, connection: Connection, request: dict[str, Any], copiers: Copiers) -> None:
         deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
@@ -339,10 +337,9 @@ class Publisher:
         if self._closed:
             return
         self._closed = True
-        with self._lock:
-            for each in self._connections:
-                with suppress(OSError):
-                    each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+        for each in self._connections.copy():
+            with suppress(OSError):
+                each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free
         for device in self._held.copiers:
             with suppress(KosError):

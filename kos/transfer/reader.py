@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,14 +35,6 @@ from kos.transfer.scales import quantized
 CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request
 _MOST_THREADS = 16
-
-
-class Read(NamedTuple):
-    """A version to read, and how."""
-
-    serial: int
-    deadline: float
-    verify: bool
 
 
 class Target:
@@ -66,19 +58,20 @@ class Target:
         self._workers: list[Copiers] = []  # of the threads
         self.failed = False  # whether a source has failed, so that the others end
 
-    def read(self, plan: Plan, known: Catalogue, read: Read) -> int:
+    def read(self, plan: Plan, known: Catalogue, serial: int, deadline: float, verify: bool) -> int:
         """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
+        for copiers in (self._held.copiers, *self._workers):  # for the copies of an update that was late
+            copiers.wait(deadline)
+        self._held.follow()
+        if not self.staged:
+            self._held.copiers.wait(deadline)
         try:
-            self._sources = self._sources or self._sources_of(plan, known)
-            for copiers in (self._held.copiers, *self._workers):  # for the copies of an update that was late
-                copiers.wait(read.deadline)
-            self._held.follow()
-            if not self.staged:
-                self._held.copiers.wait(read.deadline)
+            if not self._sources:
+                self._find_sources(plan, known)
             self.failed = False
-            work = [part for source in self._sources for part in source.parts(read)]
+            work = [part for source in self._sources for part in source.parts(serial, deadline, verify)]
             nbytes = self._in_threads(work)
-            self._held.copiers.wait(read.deadline)  # so that staging memory can be copied to the arrays
+            self._held.copiers.wait(deadline)  # so that staging memory can be copied to the arrays
             return nbytes
         except Stale:
             for source in self._sources:
@@ -88,15 +81,15 @@ class Target:
             self.close()
             raise
 
-    def _sources_of(self, plan: Plan, known: Catalogue) -> list[Source]:
+    def _find_sources(self, plan: Plan, known: Catalogue) -> None:
         found = dict[tuple[int, int, int | None], Source]()
         for copy in plan.copies(0):
             array = self.flat[copy.array]
             key = copy.source.rank, copy.source.gpu, array.device if isinstance(array, GpuArray) else None
             if key not in found:
                 found[key] = Source(self, known, *key)
+                self._sources.append(found[key])
             found[key].copies.append(copy)
-        return [*found.values()]
 
     def _in_threads(self, work: Sequence[Callable[[Copiers], int]]) -> int:
         threads = min(_MOST_THREADS, len(work))
@@ -178,17 +171,18 @@ class Source:
         chunks = (_chunks(copy, self._target.layout[copy.array].dtype.itemsize) for copy in self.copies)
         return [*_requests(chain.from_iterable(chunks))]
 
-    def parts(self, read: Read) -> Iterator[Callable[[Copiers], int]]:
+    def parts(self, serial: int, deadline: float, verify: bool) -> Iterator[Callable[[Copiers], int]]:
         """Functions that read a part each, with the copiers of their thread.  With checksums, all is read over TCP."""
-        mapped = None if read.verify else self._memory
+        self._serial, self._deadline, self._verify = serial, deadline, verify
+        mapped = None if verify else self._memory
         requests = [self.copies] if mapped is not None and self._gpu else self._requests
-        names = sorted({copy.source.array for copy in self.copies}) if read.verify else []
+        names = sorted({copy.source.array for copy in self.copies}) if verify else []
         for stream in range(count := min(self._target.streams, len(requests))):
-            yield partial(self._part, read, mapped, stream, requests[stream::count], names[stream::count])
+            yield partial(self._part, mapped, stream, requests[stream::count], names[stream::count])
 
     def _part(
-        self, read: Read, mapped: Buffers | None, stream: int, requests: Sequence[Sequence[Copy]],
-        names: Sequence[str], copiers: Copiers,
+        self, mapped: Buffers | None, stream: int, requests: Sequence[Sequence[Copy]], names: Sequence[str],
+        copiers: Copiers,
     ) -> int:  # fmt: skip
         """Read some requests; ``names`` are arrays that the publisher compares with their checksums."""
         copies = [copy for request in requests for copy in request]
@@ -198,40 +192,44 @@ class Source:
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
             return f"{self._name}, from which {tensors[0]}{more} should come"
 
-        with exchange.naming(name, read.deadline, [self._rank]):
-            copier = None if self._device is None else copiers.of(self._device, read.deadline)
+        with exchange.naming(name, self._deadline, [self._rank]):
+            copier = None if self._device is None else copiers.of(self._device, self._deadline)
             if mapped is None:
-                return self._receive(read, stream, requests, names, copier)
-            return self._copy(read, mapped, copies, copier)
+                return self._receive(stream, requests, names, copier)
+            return self._copy(mapped, copies, copier)
 
-    def _copy(self, read: Read, memory: Buffers, copies: Sequence[Copy], copier: Copier | None) -> int:
+    def _copy(self, memory: Buffers, copies: Sequence[Copy], copier: Copier | None) -> int:
         """Copy from mapped memory."""
-        if not memory.holds(read.serial):
+        if not memory.holds(self._serial):
             raise Stale
         if self._gpu:
             assert copier is not None
             copier.uses = memory.gpus
-            copier.queue(self._prepared(memory, read.serial))
+            copier.queue(self._prepared(memory))
             copier.wait()
         else:
             for copy in copies:
-                if time.monotonic() > read.deadline:
+                if time.monotonic() > self._deadline:
                     raise TimeoutError
-                self._put(copy, _source(copy, memory, read.serial), copier)
-        if not memory.holds(read.serial):
+                self._put(copy, self._source(copy, memory), copier)
+        if not memory.holds(self._serial):
             raise Stale
         return sum(copy.elements * copy.source.dtype.itemsize for copy in copies)
 
-    def _prepared(self, memory: Buffers, serial: int) -> list[Launch]:
+    def _prepared(self, memory: Buffers) -> list[Launch]:
         """The launches that copy from GPU to GPU.  They are cached for each buffer."""
-        key = serial % memory.count
+        key = self._serial % memory.count
         if key not in self._launches:
             assert self._device is not None
             self._launches[key] = merged(
                 launch for copy in self.copies
-                for launch in launches(self._target.view(copy), _source(copy, memory, serial), self._device)
+                for launch in launches(self._target.view(copy), self._source(copy, memory), self._device)
             )  # fmt: skip
         return self._launches[key]
+
+    def _source(self, copy: Copy, memory: Buffers) -> Any:
+        """The box of a copy in mapped memory: an ndarray, or a Box on a GPU."""
+        return copy.source.part.view(memory.array(copy.source.array, self._serial), copy.start, copy.size)
 
     def _put(self, copy: Copy, source: np.ndarray[Any, Any], copier: Copier | None) -> None:
         """Copy a host array to the destination of ``copy``."""
@@ -241,24 +239,24 @@ class Source:
             copier.put(self._target.view(copy), source)
 
     def _receive(
-        self, read: Read, stream: int, requests: Sequence[Sequence[Copy]], names: Sequence[str], copier: Copier | None
+        self, stream: int, requests: Sequence[Sequence[Copy]], names: Sequence[str], copier: Copier | None
     ) -> int:
         """Read over TCP."""
         nbytes, scratch = 0, np.empty(CHUNK, np.uint8) if copier is None else copier.scratch(CHUNK)
-        connection = self._connection(stream, read.deadline)
+        connection = self._connection(stream)
 
         def answer() -> dict[str, Any]:
-            return exchange.answered(exchange.receive(connection, read.deadline), self._incarnation)
+            return exchange.answered(exchange.receive(connection, self._deadline), self._incarnation)
 
         def post(index: int) -> None:
             boxes = [
-                (copy.source.array, self._dtype(copy, read).name, copy.source.part.at(copy.start), copy.size,
+                (copy.source.array, self._dtype(copy).name, copy.source.part.at(copy.start), copy.size,
                  copy.source.part.strides) for copy in requests[index]
             ]  # fmt: skip
-            message = {"ask": "read", "serial": read.serial, "boxes": boxes, "verify": read.verify}
+            message = {"ask": "read", "serial": self._serial, "boxes": boxes, "verify": self._verify}
             if names and index + 1 == len(requests):
                 message["compare"] = names
-            exchange.send(connection, message, self._incarnation, read.deadline)
+            exchange.send(connection, message, self._incarnation, self._deadline)
 
         post(0)
         for index, request in enumerate(requests):
@@ -266,19 +264,19 @@ class Source:
             if index + 1 < len(requests):  # before the bytes of this one are received
                 post(index + 1)
             for copy in request:
-                view, dtype = self._target.view(copy), self._dtype(copy, read)
+                view, dtype = self._target.view(copy), self._dtype(copy)
                 direct = copier is None and dtype.numpy == view.dtype and view.flags.c_contiguous
                 memory = exchange.as_bytes(view if direct else scratch[: copy.elements * dtype.itemsize])
-                exchange.receive_into(memory, connection, read.deadline)
+                exchange.receive_into(memory, connection, self._deadline)
                 if not direct:
                     self._put(copy, scratch[: len(memory)].view(dtype.numpy).reshape(copy.size), copier)
                 nbytes += len(memory)
             answer()  # the publisher still had the version after it sent the bytes, or Stale
-            if read.verify:
-                self._verify(request, found["sum"], copier)
+            if self._verify:
+                self._check(request, found["sum"], copier)
         return nbytes
 
-    def _verify(self, request: Sequence[Copy], expected: int, copier: Copier | None) -> None:
+    def _check(self, request: Sequence[Copy], expected: int, copier: Copier | None) -> None:
         """TransferError unless the bytes in the arrays have the publisher's checksum."""
         views: list[Any] = [self._target.view(copy) for copy in request]
         if copier is not None:
@@ -287,17 +285,17 @@ class Source:
             names = ", ".join(sorted({copy.tensor for copy in request}))
             raise TransferError(f"{names}: expected checksum {expected:08x}, got {got:08x}")
 
-    def _dtype(self, copy: Copy, read: Read) -> DType:
+    def _dtype(self, copy: Copy) -> DType:
         """The dtype in which a box is sent: the smaller one of both sides; with checksums, the subscriber's."""
         mine = self._target.layout[copy.array].dtype
-        return mine if read.verify or mine.itemsize < copy.source.dtype.itemsize else copy.source.dtype
+        return mine if self._verify or mine.itemsize < copy.source.dtype.itemsize else copy.source.dtype
 
-    def _connection(self, stream: int, deadline: float) -> Connection:
+    def _connection(self, stream: int) -> Connection:
         held = self.connections.get(stream)
         if held is None or held.drain():  # the publisher closes idle connections
             if held is not None:
                 held.close()
-            held = self.connections[stream] = self._target.connect(self._where.host, self._where.port, deadline)
+            held = self.connections[stream] = self._target.connect(self._where.host, self._where.port, self._deadline)
         if self._target.failed:  # perhaps while this one connected
             raise ConnectionError("another reader has failed")
         return held
@@ -312,11 +310,6 @@ class Source:
         self.disconnect()
         if self._memory is not None:
             self._memory.close()
-
-
-def _source(copy: Copy, memory: Buffers, serial: int) -> Any:
-    """The box of a copy in mapped memory: an ndarray, or a Box on a GPU."""
-    return copy.source.part.view(memory.array(copy.source.array, serial), copy.start, copy.size)
 
 
 def _chunks(copy: Copy, itemsize: int) -> Iterator[Copy]:

@@ -20,7 +20,7 @@ from kos.transfer import exchange
 from kos.transfer.exchange import GRACE, Catalogue, Stale
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Plan
-from kos.transfer.reader import Read, Target
+from kos.transfer.reader import Target
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
 _RANK = "subscriber rank"
@@ -237,7 +237,7 @@ class Subscriber:
                 known = self.catalogue(max(deadline - time.monotonic(), 0.001))
                 if known.incarnation != wanted.incarnation:
                     raise Stale
-            return self._target.read(self.plan(), known, Read(wanted.serial, deadline, verify))
+            return self._target.read(self.plan(), known, wanted.serial, deadline, verify)
 
         try:
             read = exchange.together(self._comm, _RANK, pull, deadline)

@@ -1,6 +1,5 @@
-"""Transfer from and to an emulated GPU: two processes, memory that is mapped by IPC, and the real kernel."""
+"""Transfer from and to an emulated GPU: what GPUs do not show, or not on purpose."""
 
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,10 +16,8 @@ from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
 from tests.transfer.emulated_gpu import emulated_gpu
-from tests.transfer.gpu_process import OtherPublisher
 
 pytestmark = needs_compiler
-start = partial(OtherPublisher, 0, True)
 
 
 @pytest.fixture(autouse=True)
@@ -28,31 +25,6 @@ def memory(monkeypatch):
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     with emulated_gpu() as memory:
         yield memory
-
-
-@pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(memory, where, transport, staged):
-    checks.check_layouts(start, 0, where, transport, staged)
-    assert memory.opened == (where == "device" and transport == "shared")  # once for all versions
-
-
-def test_the_host_does_not_map_a_gpu():
-    checks.check_that_the_host_does_not_map_a_gpu(start)
-
-
-def test_a_version_that_is_replaced_while_it_is_read():
-    checks.check_stale(start, 0)
-
-
-def test_a_killed_publisher(memory):
-    """Its memory is not held longer than until the next update, so that its successor has enough."""
-    checks.check_killed(start, 0, lambda: not memory.held)
-
-
-def test_no_torn_version():
-    checks.check_no_torn_version(start, 0, 12)
 
 
 def test_a_captured_stream_is_refused():
