@@ -47,18 +47,32 @@ class Run:
     def __call__(self, stream: int) -> None:
         call(cu.cuMemcpyAsync, self.target, self.source, self.nbytes, stream)
 
+    def goes_on(self, other: Run) -> bool:
+        """Whether ``other`` continues this copy on both sides, in the same allocations."""
+        ends = self.target + self.nbytes, self.source + self.nbytes
+        pairs = (self.target, other.target), (self.source, other.source)
+        return ends == (other.target, other.source) and all(0 < _allocation(a) == _allocation(b) for a, b in pairs)
 
-def merged(copies: Iterable[Launch]) -> list[Launch]:
-    """The same copies; one that continues the copy before on both sides is made together with it."""
+
+def merged(copies: Iterable[Launch], device: int) -> list[Launch]:
+    """The same copies; one that continues the copy before on both sides is made together with it.
+
+    Both are within one allocation on each side, as CUDA requires of a copy.
+    """
     found = list[Launch]()
-    for each in copies:
-        if isinstance(each, Run) and found and isinstance(last := found[-1], Run):
-            ends = last.target + last.nbytes, last.source + last.nbytes
-            if ends == (each.target, each.source):
+    with driver.on_device(device):
+        for each in copies:
+            if isinstance(each, Run) and found and isinstance(last := found[-1], Run) and last.goes_on(each):
                 each = Run(last.target, last.source, last.nbytes + each.nbytes)
                 found.pop()
-        found.append(each)
+            found.append(each)
     return found
+
+
+def _allocation(pointer: int) -> int:
+    """Where the allocation of a pointer on a GPU begins.  0: it is unknown, as that of memory on the host."""
+    status, base, _ = cu.cuMemGetAddressRange(pointer)
+    return 0 if status else int(base)
 
 
 def whole(memory: Flat) -> Box:

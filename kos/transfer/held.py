@@ -28,6 +28,7 @@ class Held:
     def __init__(self, arrays: Arrays, writable: bool) -> None:
         self._arrays, self._writable, self._places = dict(arrays), writable, dict[str, tuple[int | None, int]]()
         self.flat, self.layout, self.copiers = dict[str, Flat](), dict[str, Described](), Copiers()
+        self._prepared = dict[int, dict[int, list[Launch]]]()
         for name, (array, placement) in arrays.items():
             buffer = as_buffer(current(array), name, writable)
             self.flat[name], self._places[name], gpu = buffer.flat, (buffer.device, buffer.address), 0
@@ -63,14 +64,19 @@ class Held:
                 raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
             self.copiers[device].follow(buffer.stream)
 
-    def copy(self, pairs: Sequence[tuple[Flat, Flat]]) -> None:
-        """Copy arrays: pairs of a target and a source, of which one is this rank's.  On GPUs this queues the copies."""
-        queued: dict[int, list[Launch]] = {device: [] for device in self.copiers}
-        for target, source in pairs:
-            if isinstance(source, Array):
-                queued[source.device] += launches(whole(target), whole(source), source.device)
-        for device, copies in queued.items():
-            self.copiers[device].queue(merged(copies))
+    def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]]) -> None:
+        """Copy arrays: pairs of a target and a source, of which one is this rank's.  On GPUs this queues the copies.
+
+        Pairs with the same ``key`` are always the same memory, for which the copies are prepared once.
+        """
+        if key not in self._prepared:
+            queued: dict[int, list[Launch]] = {device: [] for device in self.copiers}
+            for target, source in pairs:
+                if isinstance(source, Array):
+                    queued[source.device] += launches(whole(target), whole(source), source.device)
+            self._prepared[key] = {device: merged(copies, device) for device, copies in queued.items()}
+        for device, copies in self._prepared[key].items():
+            self.copiers[device].queue(copies)
         for target, source in pairs:
             if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
                 np.copyto(target, source)

@@ -231,7 +231,8 @@ class Publisher:
 
     def _copy(self, serial: int) -> None:
         limit = time.monotonic() + (_COPY_SECONDS if self._comm is None else self._comm.timeout / 2)
-        self._held.copy([(self._buffers.array(name, serial), source) for name, source in self._held.flat.items()])
+        pairs = [(self._buffers.array(name, serial), source) for name, source in self._held.flat.items()]
+        self._held.copy(serial % self._buffers.count, pairs)
         self._held.copiers.wait(limit)
 
     def _checksum(self, name: str, serial: int, copiers: Copiers) -> int:

@@ -114,7 +114,7 @@ class Target:
         """Copy or quantize staging memory to the arrays.  Raises TransferTimeout."""
         for name, matrix in self._quantized.items():
             matrix.write(self._staging[name], self._held.copiers)
-        self._held.copy([(self.flat[n], x) for n, x in self._staging.items() if n not in self._quantized])
+        self._held.copy(0, [(self.flat[n], x) for n, x in self._staging.items() if n not in self._quantized])
         self._held.copiers.wait(deadline)
 
     def close(self) -> None:
@@ -221,10 +221,10 @@ class Source:
         key = self._serial % memory.count
         if key not in self._launches:
             assert self._device is not None
-            self._launches[key] = merged(
+            self._launches[key] = merged((
                 launch for copy in self.copies
                 for launch in launches(self._target.view(copy), self._source(copy, memory), self._device)
-            )  # fmt: skip
+            ), self._device)  # fmt: skip
         return self._launches[key]
 
     def _source(self, copy: Copy, memory: Buffers) -> Any:

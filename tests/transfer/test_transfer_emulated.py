@@ -11,7 +11,7 @@ from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber
-from kos.transfer.gpu import launches, whole
+from kos.transfer.gpu import Run, launches, merged, whole
 from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
@@ -121,6 +121,13 @@ def test_neighbouring_arrays_are_copied_together(monkeypatch):
                 right = x.copy()
                 right[128:192], right[256:] = 0, 0
                 assert (into.numpy() == right).all()
+
+
+def test_copies_stay_within_an_allocation(monkeypatch):
+    """CUDA refuses others, also where two allocations are neighbours."""
+    monkeypatch.setattr(driver.cu, "cuMemGetAddressRange", lambda pointer: (0, pointer & ~1023, 1024))
+    runs = [Run(2048 + at, 4096 + at, 512) for at in range(0, 2048, 512)]
+    assert merged(runs, 0) == [Run(2048, 4096, 1024), Run(3072, 5120, 1024)]
 
 
 def test_memory_is_freed(memory):
