@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _THREADS, _MOST_BLOCKS = 256, 2048
 _UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
 _POLL_SECONDS = 2e-5
 PIECE = 8 << 20  # bytes that are copied to the host at once
+K = TypeVar("K")
 Launch = Callable[[int], object]
 """A function that queues a copy or a kernel on the stream with the given handle."""
 
@@ -54,18 +55,17 @@ class Run:
         return ends == (other.target, other.source) and all(0 < _allocation(a) == _allocation(b) for a, b in pairs)
 
 
-def merged(copies: Iterable[Launch], device: int) -> list[Launch]:
+def merged(copies: Iterable[Launch]) -> list[Launch]:
     """The same copies; one that continues the copy before on both sides is made together with it.
 
     Both are within one allocation on each side, as CUDA requires of a copy.
     """
     found = list[Launch]()
-    with driver.on_device(device):
-        for each in copies:
-            if isinstance(each, Run) and found and isinstance(last := found[-1], Run) and last.goes_on(each):
-                each = Run(last.target, last.source, last.nbytes + each.nbytes)
-                found.pop()
-            found.append(each)
+    for each in copies:
+        if isinstance(each, Run) and found and isinstance(last := found[-1], Run) and last.goes_on(each):
+            each = Run(last.target, last.source, last.nbytes + each.nbytes)
+            found.pop()
+        found.append(each)
     return found
 
 
@@ -168,6 +168,13 @@ class Copier:
     def copy(self, target: Box, source: Box) -> None:
         """Queue a copy between two boxes in memory that the GPU can access."""
         self.queue([*launches(target, source, self.device)])
+
+    def copy_all(self, pairs: Iterable[tuple[Box, Box]], prepared: dict[K, list[Launch]], key: K) -> None:
+        """Queue copies between boxes (target, source).  ``prepared`` keeps the launches for this ``key``."""
+        if key not in prepared:
+            with self._relaxed():
+                prepared[key] = merged(launch for pair in pairs for launch in launches(*pair, self.device))
+        self.queue(prepared[key])
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """Pinned memory, which the next call of ``scratch`` uses again."""

@@ -12,7 +12,7 @@ from kos.dtypes import DType
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.buffer import as_buffer
-from kos.transfer.gpu import Copiers, Launch, launches, merged, whole
+from kos.transfer.gpu import Copiers, Launch, whole
 from kos.transfer.placement import Arrays, Flat, Placement, aligned, current
 from kos.transfer.plan import Array as Described
 from kos.transfer.scales import BlockScales
@@ -28,7 +28,7 @@ class Held:
     def __init__(self, arrays: Arrays, writable: bool) -> None:
         self._arrays, self._writable, self._places = dict(arrays), writable, dict[str, tuple[int | None, int]]()
         self.flat, self.layout, self.copiers = dict[str, Flat](), dict[str, Described](), Copiers()
-        self._prepared = dict[int, dict[int, list[Launch]]]()
+        self._prepared = dict[tuple[int, int], list[Launch]]()
         for name, (array, placement) in arrays.items():
             buffer = as_buffer(current(array), name, writable)
             self.flat[name], self._places[name], gpu = buffer.flat, (buffer.device, buffer.address), 0
@@ -69,14 +69,9 @@ class Held:
 
         Pairs with the same ``key`` are always the same memory, for which the copies are prepared once.
         """
-        if key not in self._prepared:
-            queued: dict[int, list[Launch]] = {device: [] for device in self.copiers}
-            for target, source in pairs:
-                if isinstance(source, Array):
-                    queued[source.device] += launches(whole(target), whole(source), source.device)
-            self._prepared[key] = {device: merged(copies, device) for device, copies in queued.items()}
-        for device, copies in self._prepared[key].items():
-            self.copiers[device].queue(copies)
+        for device, copier in self.copiers.items():
+            boxes = ((whole(to), whole(x)) for to, x in pairs if isinstance(x, Array) and x.device == device)
+            copier.copy_all(boxes, self._prepared, (device, key))
         for target, source in pairs:
             if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
                 np.copyto(target, source)

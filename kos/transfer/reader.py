@@ -26,7 +26,7 @@ from kos.memory.array import Array as GpuArray
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers, GpuMemory
 from kos.transfer.exchange import Catalogue, Stale
-from kos.transfer.gpu import Copier, Copiers, Launch, launches, merged
+from kos.transfer.gpu import Copier, Copiers, Launch
 from kos.transfer.held import Held
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Copy, Plan
@@ -205,7 +205,8 @@ class Source:
         if self._gpu:
             assert copier is not None
             copier.uses = memory.gpus
-            copier.queue(self._prepared(memory))
+            boxes = ((self._target.view(copy), self._source(copy, memory)) for copy in copies)
+            copier.copy_all(boxes, self._launches, self._serial % memory.count)
             copier.wait()
         else:
             for copy in copies:
@@ -215,17 +216,6 @@ class Source:
         if not memory.holds(self._serial):
             raise Stale
         return sum(copy.elements * copy.source.dtype.itemsize for copy in copies)
-
-    def _prepared(self, memory: Buffers) -> list[Launch]:
-        """The launches that copy from GPU to GPU.  They are cached for each buffer."""
-        key = self._serial % memory.count
-        if key not in self._launches:
-            assert self._device is not None
-            self._launches[key] = merged((
-                launch for copy in self.copies
-                for launch in launches(self._target.view(copy), self._source(copy, memory), self._device)
-            ), self._device)  # fmt: skip
-        return self._launches[key]
 
     def _source(self, copy: Copy, memory: Buffers) -> Any:
         """The box of a copy in mapped memory: an ndarray, or a Box on a GPU."""

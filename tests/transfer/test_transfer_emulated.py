@@ -127,7 +127,7 @@ def test_copies_stay_within_an_allocation(monkeypatch):
     """CUDA refuses others, also where two allocations are neighbours."""
     monkeypatch.setattr(driver.cu, "cuMemGetAddressRange", lambda pointer: (0, pointer & ~1023, 1024))
     runs = [Run(2048 + at, 4096 + at, 512) for at in range(0, 2048, 512)]
-    assert merged(runs, 0) == [Run(2048, 4096, 1024), Run(3072, 5120, 1024)]
+    assert merged(runs) == [Run(2048, 4096, 1024), Run(3072, 5120, 1024)]
 
 
 def test_memory_is_freed(memory):
