@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import GRACE_SECONDS, misfit
-from kos.comm.failures import WHY_CLOSED, FailureLog
+from kos.comm.failures import FailureLog
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
@@ -154,11 +154,13 @@ class ThreadGroup:
         return True
 
     def raise_end(self, rank: int, failures: FailureLog, what: object = None) -> None:
-        """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
-        ended, (_, why, cause) = self.world.ends.get(self.members[rank]), failures.ends.get(rank, (0, "", None))
-        if ended is not None and why in ("", WHY_CLOSED):  # an earlier abort has given a better reason
-            raise failures.lost(rank, ended, what)
-        if why:
+        """Raise, for ``what``, if group rank ``rank`` has aborted or closed this group, or its thread has ended.
+
+        The reason is the one with which the rank aborted or closed the group.  The end of its thread follows this at an
+        unknown time, so the reason of the thread counts only if the rank gave none, because it crashed.
+        """
+        _, why, cause = failures.ends.get(rank, (0, "", None))
+        if why := why or self.world.ends.get(self.members[rank], ""):
             raise failures.lost(rank, why, what, cause)
 
 

@@ -120,9 +120,6 @@ class ThreadTransport(Backend):
         with self.group.world.lock:
             try:
                 self.ask(0)
-                _, why, cause = self.failures.ends.get(rank, (0, "", None))
-                if why == WHY_CLOSED:  # even if a failure followed
-                    return self.failures.lost(rank, why, None, cause)
                 self.group.raise_end(rank, self.failures)
             except KosError as error:
                 return error.with_traceback(None)
