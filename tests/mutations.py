@@ -39,8 +39,9 @@ HOST, PHASES = "kos/comm/host/", "kos/comm/gpu/hierarchical.py"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 LAYERS = TRAIN + "layers/"
-TENSOR = "tests/train/test_context_parallel.py -k tied-none-None"
+TENSOR = LAYOUTS + "test_layout[tp2-2]"
 HALVES = "tests/train/test_layouts_on_host.py -k test_layout[tp2-block-2]"
+UPDATE = "tests/train/test_update_rule.py -k its_kernel"
 FIXED_ON_HOST = "tests/train/test_layouts_on_host.py -k "
 TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
 
@@ -121,12 +122,11 @@ MUTATIONS = [
     Mutation(TRAIN_KERNELS + "norms.cu", "* (1.0f / D) + eps);", "* (1.0f / D));", OPERATIONS + " -k norm"),
     Mutation(TRAIN_KERNELS + "norms.cu", "__syncthreads();", ";", OPERATIONS + " -k norm"),
     Mutation(TRAIN_KERNELS + "optimizer.cu", "if (!good && !(outlier > 0)) state->halted = 1;", "",
-             KERNELS + " -k adamw"),
-    Mutation(TRAIN_KERNELS + "adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),
-    Mutation(TRAIN + "optim/adamw.py", "root = 1 / math.sqrt(1 - beta2**number)", "root = 1.0",
-             KERNELS + " -k adamw"),
+             KERNELS + " -k outliers"),
+    Mutation(TRAIN_KERNELS + "adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", UPDATE),
+    Mutation(TRAIN + "optim/adamw.py", "root = 1 / math.sqrt(1 - beta2**number)", "root = 1.0", UPDATE),
     Mutation(TRAIN + "train.py", "total = config.batch_size // config.micro_batch_size", "total = 1",
-             "tests/train/test_loop.py -k number_of_ranks"),
+             LAYOUTS + "test_layout[dp2-2-tied]"),
     Mutation(TRAIN + "elastic.py", "if run.device.applied < applied:", "if False:",
              "tests/train/test_elastic.py -k behind"),
     Mutation(TRAIN + "elastic.py", "unfinished = min(", "unfinished = 0 and min(",

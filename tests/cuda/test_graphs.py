@@ -100,20 +100,3 @@ def test_memory_let_go_of_during_a_capture_is_freed_after_it(device, stream, leg
         assert pool.statistics().reserved < before.reserved + rounds * nbytes / 2, "not freed"
     pool.trim()
     assert pool.statistics().reserved <= before.reserved
-
-
-def test_memory_of_a_graph(device, stream):
-    """What is allocated and let go of in a capture is the graph's own."""
-    pool = pool_of(device)
-    x = Array.zeros(1000, np.uint8, device, stream=stream)
-    before = pool.statistics().current
-    with cuda.capture(stream, keep=[x]) as graph:
-        inner = Array.empty(1000, np.uint8, device, stream=stream)
-        inner.fill_bytes(7, stream)
-        x.copy_from(inner, stream)
-        inner.owner.close()
-    assert pool.statistics().current == before
-    for _ in range(3):
-        x.fill_bytes(0, stream)
-        graph.replay(stream)
-        assert (x.numpy(stream) == 7).all()

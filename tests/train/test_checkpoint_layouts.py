@@ -116,22 +116,6 @@ def test_copies_of_kv_heads(tmp_path, kv_heads):
         assert_whole(path, model, whole)
 
 
-def test_one_after_another(tmp_path):
-    """dp2 tp2 pp2 -> tp4 -> one rank -> pp2 with two chunks a rank -> ZeRO-1 over dp and cp."""
-    model = grouped(tie_word_embeddings=True)
-    whole = whole_state(model)
-    chain = [
-        (Layout(dp=2, tp=2, pp=2), {"zero": True}), (Layout(tp=4), {}), (Layout(), {}), (Layout(pp=2), {"chunks": 2}),
-        (Layout(dp=2, cp=2), {"zero": True, "master_shards": True}),
-    ]  # fmt: skip
-    path = save_in(*chain[0][:1], tmp_path, 1, model, whole, **chain[0][1])
-    for step, (layout, how) in enumerate(chain[1:], 2):
-        path = go_on(path, step, layout, model, whole, how)
-    manifest = json.loads((tmp_path / "step-1" / "manifest.json").read_text())
-    assert manifest["layout"] == {"dp": 2, "tp": 2, "pp": 2, "cp": 1, "zero": 1}
-    assert_whole(tmp_path / "step-5", model, whole)
-
-
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2, pp=2), Layout(dp=8), Layout(cp=2, tp=4)], ids=str)
 def test_ranks_write_about_equally_much(layout):
     model = grouped(num_hidden_layers=24, tie_word_embeddings=True)

@@ -106,18 +106,6 @@ def test_packed_completions_are_those_of_the_cpu(tmp_path):
         assert first == second
 
 
-def test_gpt2(text, tmp_path):
-    """LayerNorm, GELU, biases and learned positions: the CPU's losses in fp32, and in bf16 the same bits twice."""
-    gpt2 = ["--model-type", "gpt2", "--num-key-value-heads", 4, "--micro-batch-size", 8]
-    run(text, tmp_path / "cpu", *gpt2, "--device", "cpu")
-    run(text, tmp_path / "gpu", *gpt2, "--device", "cuda", "--dtype", "float32")
-    np.testing.assert_allclose(column(tmp_path / "gpu"), column(tmp_path / "cpu"), rtol=1e-4)
-    for out in ("first", "second"):
-        run(text, tmp_path / out, *gpt2, "--device", "cuda")
-    assert column(tmp_path / "first")[-1] < 0.6 * column(tmp_path / "first")[0]
-    assert tensors_of_run(tmp_path / "first") == tensors_of_run(tmp_path / "second")
-
-
 def test_it_learns_and_repeats_bit_for_bit(one, text, tmp_path):
     losses = column(one)
     assert losses[-1] < 0.6 * losses[0]
@@ -158,22 +146,6 @@ def test_resume_without_master_weights_bit_for_bit(one, text, tmp_path):
     assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "run")
 
 
-def test_bfloat16_gradients(text, tmp_path):
-    """Of one micro-batch a step: losses within 0.5% of fp32's; again, eager and resumed the same bits."""
-    flags = ["--device", "cuda", "--micro-batch-size", 16, "--lr", 1e-4]  # faster, the losses of any two roundings part
-    run(text, tmp_path / "fp32", *flags)
-    said = run(text, tmp_path / "bf16", *flags, "--grad-dtype", "bfloat16")
-    assert "gradients, bfloat16" in said and tensors_of_run(tmp_path / "bf16") != tensors_of_run(tmp_path / "fp32")
-    for name in ("loss", "grad_norm"):  # the first are of the same pass
-        np.testing.assert_allclose(column(tmp_path / "bf16", name)[0], column(tmp_path / "fp32", name)[0], rtol=1e-3)
-    np.testing.assert_allclose(column(tmp_path / "bf16"), column(tmp_path / "fp32"), rtol=5e-3)
-    middle = tmp_path / "bf16" / "checkpoints" / "step-10"
-    for name, more in (("again", []), ("eager", ["--no-graph"]), ("rest", ["--resume", middle])):
-        run(text, tmp_path / name, *flags, "--grad-dtype", "bfloat16", *more)
-        assert column(tmp_path / name) == column(tmp_path / "bf16")[10 * (name == "rest") :], name
-        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "bf16"), name
-
-
 def test_memory_is_within_the_plan(text, tmp_path):
     """That of the first step, over what was taken before the run, which is alone on its GPU."""
     model = ["--hidden-size", 1024, "--num-hidden-layers", 8, "--intermediate-size", 4096, "--seq-len", 512]
@@ -192,36 +164,6 @@ def test_what_is_refused(text, tmp_path):
     said = run(text, tmp_path, "--device", "cuda", *much, error="memory: expected at most")
     assert "a --micro-batch-size below 8192 or --recompute norms or block" in said
     run(text, tmp_path, "--device", "cuda", "--lr", "1e30", "--min-lr", "1", error="first in the gradient of")
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs(n)) for n in (2, 4, 8)])
-def test_ranks(one, text, tmp_path, ranks):
-    """fp32 losses agree with those of one; ZeRO-1's, its graph and its resumption are those of its own layout."""
-    flags = ["--device", "cuda", "--micro-batch-size", min(4, 16 // ranks)]
-    run(text, tmp_path / "one32", *flags, *FLOAT32)
-    for zero in (0, 1):
-        run(text, tmp_path / f"dp{zero}", *flags, *FLOAT32, "--zero", zero, ranks=ranks)
-        np.testing.assert_allclose(column(tmp_path / f"dp{zero}"), column(tmp_path / "one32"), rtol=1e-5)
-    run(text, tmp_path / "zero1", *flags, "--zero", 1, ranks=ranks)
-    np.testing.assert_allclose(column(tmp_path / "zero1")[:10], column(one)[:10], rtol=5e-3)
-    run(text, tmp_path / "eager", *flags, "--zero", 1, "--no-graph", ranks=ranks)
-    assert column(tmp_path / "eager") == column(tmp_path / "zero1")
-    middle = tmp_path / "zero1" / "checkpoints" / "step-10"
-    run(text, tmp_path / "rest", *flags, "--zero", 1, "--resume", middle, ranks=ranks)
-    assert column(tmp_path / "rest") == column(tmp_path / "zero1")[10:]
-    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "zero1") == tensors_of_run(tmp_path / "eager")
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs(n)) for n in (2, 4, 8)])
-def test_deterministic_for_any_number_of_ranks(text, tmp_path, ranks):
-    flags = ["--device", "cuda", "--deterministic", "--master-weights", "none" if ranks == 2 else "float32"]
-    run(text, tmp_path / "one", *flags)
-    run(text, tmp_path / "zero0", *flags, ranks=ranks)
-    run(text, tmp_path / "zero1", *flags, "--zero", 1, ranks=ranks)
-    for name in ("zero0", "zero1"):
-        assert column(tmp_path / name) == column(tmp_path / "one")
-        assert column(tmp_path / name, "grad_norm") == column(tmp_path / "one", "grad_norm")
-        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "one")
 
 
 def test_losses_are_those_of_torch():

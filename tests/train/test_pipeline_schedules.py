@@ -13,7 +13,6 @@ from kos.errors import ConfigError, InvalidArgument
 from kos.train.parallel.schedules import (
     SCHEDULES,
     Action,
-    Place,
     Schedule,
     build,
     draw,
@@ -152,11 +151,6 @@ def test_stages_have_one_place_each_and_neighbours_agree(name):
                 assert schedule.destination(place.rank, Action(kind, 0, place.chunk)) == destination
             assert schedule.source(place.rank, Action("W", 0, place.chunk)) is None
             assert schedule.destination(place.rank, Action("W", 0, place.chunk)) is None
-
-
-def test_chunks_wrap_around_or_turn_back():
-    assert [zero_bubble_v(3, 1).place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
-    assert zero_bubble_v(3, 1).destination(2, Action("F", 0)) == Place(2, 1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
