@@ -45,7 +45,7 @@ DEVICES: dict[type[CpuDevice], float] = {Precise: 1e-10, CpuDevice: 1e-5}
 def make_data(config: TrainConfig) -> Dataset:
     """Numbers of which the next often follows from the last; some targets of the validation are left over.
 
-    Documents of 9 tokens, on average, begin among them. Where they are packed, half of the tokens do not count.
+    Documents of 9 tokens, on average, begin among them. Where they are packed, a quarter of the tokens do not count.
     """
     rng = np.random.default_rng(1)
     steps = rng.choice([1, 1, 1, 7, 11], max(4000, 8 * config.seq_len)).cumsum() % 40
@@ -53,7 +53,8 @@ def make_data(config: TrainConfig) -> Dataset:
     sizes = config.seed, config.batch_size, config.seq_len, 3
     places = [np.unique([0, *rng.integers(0, len(part), len(part) // 9)]) for part in (steps[:cut], steps[cut:])]
     packs = config.documents == "pack"
-    tokens = np.where(rng.random(len(steps)) < 0.5, ~steps, steps).astype(np.int8) if packs else steps.astype(np.uint16)
+    masked = np.where(rng.random(len(steps)) < 0.25, ~steps, steps).astype(np.int8)
+    tokens = masked if packs else steps.astype(np.uint16)
     parts = zip((tokens[:cut], tokens[cut:]), places, strict=True)
     train, val = (Tokens([part], begins) for part, begins in parts)
     return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "", packs=packs)

@@ -229,33 +229,6 @@ def test_documents_of_a_sample_are_as_samples_of_their_own(rng, arena, monkeypat
             np.testing.assert_array_equal(part, whole[rows])
 
 
-@pytest.mark.parametrize("window", [None, 1, 16, 40])
-@pytest.mark.parametrize("documents", [True, False])
-def test_attention_with_a_mask_beside_torch(rng, arena, documents, window):
-    """PyTorch's attention with a mask that transformers makes: block-diagonal, with its sliding window."""
-    torch = pytest.importorskip("torch")
-    masking = pytest.importorskip("transformers.masking_utils")
-    samples, length, heads, kv_heads, d = 2, 37, 4, 2, 8
-    qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
-    starts = masks.random_starts(rng, samples, length) if documents else np.zeros((samples, length), np.int32)
-    theirs = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
-    theirs = masking.and_masks(theirs, masking.packed_sequence_mask_function(torch.tensor(starts)))
-    b, q, k = torch.meshgrid(*map(torch.arange, (samples, length, length)), indexing="ij")
-    seen = theirs(b, 0, q, k)
-    leaf = torch.tensor(qkv).requires_grad_()
-    q, k, v = leaf.view(samples, length, -1, d).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
-    wanted = wanted.transpose(1, 2).reshape(samples * length, -1)
-    wanted.backward(torch.tensor(d_out))
-    mask, lse = mask_arrays(samples, length), nan(samples, heads, length)
-    ops.attention_mask(starts if documents else None, window, mask)
-    out, d_qkv = nan_columns(*d_out.shape), nan_columns(*qkv.shape)
-    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, mask), arena)
-    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, mask), columns(d_out), d_qkv, arena)
-    np.testing.assert_allclose(out, wanted.detach().numpy(), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(d_qkv, leaf.grad.numpy(), rtol=1e-9, atol=1e-11)
-
-
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True,

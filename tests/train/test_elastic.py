@@ -291,6 +291,19 @@ def test_an_mpirun_that_ends_all_ranks_is_warned_of(environment, options, warned
     assert capfd.readouterr().err.count("kos: --elastic: this mpirun ends all ranks when one is lost") == warned
 
 
+def test_other_runs_agree_on_nothing(text, tmp_path, monkeypatch):
+    calls, agree = Counter[bool](), Optimizer.agree
+
+    def counted(self, *arguments):
+        calls[changes] += 1
+        agree(self, *arguments)
+
+    monkeypatch.setattr(Optimizer, "agree", counted)
+    for changes in (False, True):
+        train(text, tmp_path / str(changes), elastic="1" if changes else None)
+    assert calls == {True: RANKS * STEPS}
+
+
 def test_ctrl_c_stops_the_run():
     stop = Stop()
     stop.leaves, stop.asked = True, True

@@ -87,7 +87,8 @@ def test_float32(layout):
 
 
 def test_a_head_in_several_chunks(monkeypatch):
-    """Of rows and of the vocabulary's parts."""
+    """Of rows and of the vocabulary's parts; one rank has a single chunk."""
+    serial(Precise, 3, True, STEPS, documents="pack")
     monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
     check(Layout(tp=2), Precise, 3, True, documents="pack")
 

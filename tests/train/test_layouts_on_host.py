@@ -77,7 +77,7 @@ def test_validation_batches_that_micro_batches_do_not_divide(emulated):
 
 
 FIXED = [
-    (Layout(dp=2), {"zero": 1}),
+    (Layout(dp=2), {"tied": True, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
