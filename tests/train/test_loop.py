@@ -41,6 +41,15 @@ def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
         assert expected in said, expected
 
 
+def test_the_number_of_ranks_does_not_matter(text, tmp_path):
+    one = _train(text, tmp_path / "one", steps=10)
+    for ranks in (2, 4):
+        many = _train(text, tmp_path / str(ranks), ranks, steps=10)
+        np.testing.assert_allclose(_losses(many), _losses(one), rtol=1e-5)
+        np.testing.assert_allclose(_losses(many[:7], "grad_norm"), _losses(one[:7], "grad_norm"), rtol=1e-5)
+        assert many[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, ranks, monkeypatch):
     start_step = CpuDevice.start_step
