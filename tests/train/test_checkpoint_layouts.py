@@ -1,6 +1,7 @@
 """Checkpoints between layouts: what is saved in one is loaded in any other, bit by bit, by slices."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -70,6 +71,8 @@ def test_every_layout_saves_and_every_other_loads(tmp_path, rng, ranks):
         print(f"{layout}, {chunks = }, {zero = }, {tied = }, {how}")
         path = save_in(layout, tmp_path, step, models[tied], wholes[tied], chunks=chunks, zero=zero, **how)
         assert_whole(path, models[tied], wholes[tied])
+        saved = json.loads((path / "manifest.json").read_text())["layout"]
+        assert saved == {**dataclasses.asdict(layout), "zero": int(zero and layout.dp * layout.cp > 1)}
         other, chunks = EVERY[int(rng.integers(len(EVERY)))]
         print(f"into {other}, {chunks = }")
         assert_loads_in(other, path, models[tied], wholes[tied], chunks=chunks, zero=not zero, **how)
