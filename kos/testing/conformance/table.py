@@ -118,12 +118,13 @@ def _of_results(full: bool, seed: int) -> Iterator[Case]:
             step = Step(name, dtype=dtype, deterministic=name in REDUCING[:3], values="apart")
             yield row(step, "in rank order", sizes=(1, 2, 7, 997, 70_001), every_schedule=name != "reduce")
         if dtype.itemsize == 2:  # which are added in fp32
-            yield row(Step("all_reduce", dtype=dtype), "by every schedule", host=True, every_schedule=True)
+            step = Step("all_reduce", dtype=dtype)
+            yield row(step, "by every schedule", host=True, sizes=(2, 997), every_schedule=True)
     for dtype, op in ((_F2, ReduceOp.AVG), (_F2, ReduceOp.MAX), (_BF2, ReduceOp.MAX)):
-        yield row(Step("all_reduce", dtype=dtype, op=op, values="large"), "large numbers")
+        yield row(Step("all_reduce", dtype=dtype, op=op, values="large"), "large numbers", sizes=(7,))
     for dtype in (_F4, _F2, _BF2):
         for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM):
-            yield row(Step("all_reduce", dtype=dtype, op=op, values="with NaN"), "with NaN")
+            yield row(Step("all_reduce", dtype=dtype, op=op, values="with NaN"), "with NaN", sizes=(997,))
     yield _row(results.shapes_and_scalars)
 
 
