@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation("kos/comm/reduction.py", "self.carrier.type(self.size)", "self.carrier.type(self.size + 1)",
              CONFORMANCE + " -k test_all_reduce"),
     Mutation("kos/comm/reduction.py", "ReduceOp.MIN: np.minimum", "ReduceOp.MIN: np.fmin",
-             CONFORMANCE + " -k nan_wins"),
+             CONFORMANCE + " -k MIN and NaN"),
     Mutation("kos/comm/gpu/shared.py", 'self._channel.notify("compare", 0)', "pass",
              "tests/comm/test_gpu_hosts.py -k asks_the_hosts"),
     Mutation(PHASES, "part is self._rail and reduction.op is", "reduction.op is not",
