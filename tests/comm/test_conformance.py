@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -10,9 +11,11 @@ import pytest
 
 from kos import PremulSum, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
+from kos.comm.group_backend import GroupBackend
 from kos.comm.schedules import algorithms
 from kos.testing import spawn
 from kos.testing.conformance import cases, intact, model, order, results
+from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs, vector
 from tests.comm import compression_bounds as bounds
@@ -52,6 +55,27 @@ ENDS = ("in rank order", "large numbers", "with NaN", "float16 SUM by every sche
 def test_promise(ranks, seed, name):
     (case,) = (each for each in cases(full=True, seed=seed) if each.name == name)
     ranks.run(lambda comm: case.applies(comm) and case.call(comm))
+
+
+def test_the_names_of_promises_are_different_and_can_be_listed(capsys):
+    for full in (False, True):
+        names = [case.name for case in cases(full)]
+        assert len({*names}) == len(names)
+        assert main(["--list", *["--full"] * full]) == 0
+        assert capsys.readouterr().out.splitlines() == names
+    assert main(["--list", "--gpu", "--only", "any_rank"]) == 0 and capsys.readouterr().out.split() == []
+
+
+@pytest.mark.parametrize(("size", "envelopes", "views"), [(1, True, True), (2, False, True), (2, True, False)])
+def test_promises_apply_to_ranks_and_backends_that_have_them(size, envelopes, views):
+    backend = type("Some", (), {"has_envelopes": envelopes, "views": list if views else GroupBackend.views})()
+    comm = SimpleNamespace(size=size, backend=backend, backend_name="some")
+    left_out = {str(case) for case in cases(full=True) if not case.applies(comm)}
+    assert ("cancelled" in left_out) == (size < 2)
+    assert ("messages_from_any_rank" in left_out) == (size < 2 or not envelopes)
+    assert ("probe, a rank is late" in left_out) == (size < 2 or not envelopes)
+    assert ("views_put_and_get" in left_out) == (not views)
+    assert "all_reduce float32 SUM" not in left_out
 
 
 @reductions

@@ -141,8 +141,8 @@ def _of_order(full: bool, seed: int) -> Iterator[Case]:
     """Concurrent and repeated operations, and messages, all of host memory."""
     for check in (order.barrier_waits_for_all_ranks, order.split_of_a_split, order.close):
         yield _row(check, host=True)
-    for check in (order.several_in_flight, order.persistent):
-        yield _row(check, seed=seed, host=True)
+    for seeded in (order.several_in_flight, order.persistent):
+        yield _row(seeded, seed=seed, host=True)
     yield _row(order.waiting_for_one_advances_the_other_across_groups, ranks=2, host=True)
     for dtype in _dtypes(full):
         yield _row(order.messages_keep_their_order, dtype, seed=seed, ranks=2, host=True)
