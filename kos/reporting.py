@@ -94,6 +94,18 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
     return ["  ".join(line).rstrip() for line in lines]
 
 
+def end_command(error: Exception, rank: int = 0, ranks: int = 1, inputs: bool = True, debug: bool = False) -> int:
+    """Report the ``error`` with which a command ends.  Returns its exit status; with several ranks, ends the process.
+
+    ``inputs``: whether its inputs exist.  If not, the status says that the user must change something first.
+    """
+    report(error, rank, debug=debug, alone=ranks == 1)
+    status = exit_status(error) if inputs else 2
+    if ranks > 1:
+        end_process(status)
+    return status
+
+
 def report(error: Exception, rank: int, note: str = "", debug: bool = False, alone: bool = False) -> None:
     """Print the error and its note on one line; the process then ends with an exit code that is not 0.
 

@@ -157,7 +157,7 @@ MUTATIONS = [
     Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_reduce(gradient)", "pass", LAYOUTS + "test_layout[tp2-2]"),
     Mutation(PARALLEL + "pipeline.py", "self._ends.all_reduce(gradient)", "pass",
              LAYOUTS + "test_layout[pp2-5-tied-1f1b]"),
-    Mutation(PARALLEL + "data.py", "comm.all_reduce(x, async_op=True, compress=form)",
+    Mutation(PARALLEL + "data.py", "comm.all_reduce(x, **how)",
              "comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2-2-tied]"),
     Mutation(PARALLEL + "context.py", "self.ops.add(d_kv, d_mine, d_kv)", "pass",
              "tests/train/test_context_parallel.py"),

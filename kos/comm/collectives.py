@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from kos.comm.arguments import (
     shard_shape,
     size_and_place,
 )
-from kos.comm.compression import CARRIED, check_compress
+from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
@@ -58,6 +59,13 @@ _KEYWORDS = {
     "algorithm": 'the name of a schedule of kos.comm.schedules; "auto" lets the backend choose.',
     "deterministic": "True adds in rank order: the same bits from run to run and on every backend.",
     "compress": 'None, or the format in which floats travel: "fp8", "int8" or "int4" (``kos.comm.compression``).',
+    "residual": """error feedback for ``compress``, or None.  The residual begins with zeros.  A call adds to what this
+rank compresses what earlier calls have lost, and stores in ``residual`` what it loses itself, so that nothing is lost
+over many calls (Seide et al. 2014; Karimireddy et al. 2019).  An all_reduce rounds the sum once more, which is not fed
+back, and parts of a reduce_scatter should be whole blocks (64 elements).  ``x`` is undefined afterwards, unless it
+holds the result.  ``residual`` has the dtype of ``x``, and at least one element for each one that this rank compresses.
+As many as ``x`` has are enough; with l = ``exact_group_size`` ranks, it is ``x.size / l``, in an all_reduce rounded up
+to whole blocks.  It stays 0 where there are infinities or NaN.  A group of one does not change it.""",
 }
 """What ``help`` says of the keywords that operations share."""
 _ERRORS = """Raises InvalidArgument for wrong arguments, before anything is sent; CollectiveMismatch if the ranks made
@@ -230,6 +238,8 @@ class Operations:
         work.stream, work.queue, work.held = handle, keeper, send and send.array
         if recv is not None:
             work.array, work.convert = recv.array, recv.convert
+        if o.residual is not None:
+            work.residual = o.residual.flat if on_host else o.residual.array
         return work
 
     def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]:
@@ -261,7 +271,7 @@ class Operations:
 
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
-                   deterministic: bool = False, compress: str | None = None) -> Any:
+                   deterministic: bool = False, compress: str | None = None, residual: Any = None) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result.
 
         ``x`` has the same dtype and number of elements on all ranks.  ``op`` must be valid for the dtype.  The
@@ -271,10 +281,12 @@ class Operations:
             comm.all_reduce(gradients, ReduceOp.AVG)
         """
         options = self._options("all_reduce", async_op, timeout, algorithm, deterministic, compress=compress)
-        if (work := self._find("all_reduce", x, out, stream, options, op)) is None:
+        work = None if residual is not None else self._find("all_reduce", x, out, stream, options, op)
+        if work is None:
             send, recv = in_and_out(x, out, stream)
             reduction = resolve(op, send.dtype, self.size)
-            work = self._prepare(Operation("all_reduce", self.rank, options, send, recv, reduction), op)
+            o = Operation("all_reduce", self.rank, options, send, recv, reduction)
+            work = self._prepare(o if residual is None else self._with_feedback(o, residual, stream), op)
         return work.prepared.start(self, work)
 
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
@@ -298,7 +310,7 @@ class Operations:
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
-                       deterministic: bool = False, compress: str | None = None) -> Any:
+                       deterministic: bool = False, compress: str | None = None, residual: Any = None) -> Any:
         """Reduce ``x`` over all ranks by ``op``; rank r gets the r-th of ``size`` equal shards of the result.
 
         ``x.size`` is a multiple of ``size``.  ``out`` has ``x.size / size`` elements; it does not overlap ``x``, or is
@@ -309,14 +321,15 @@ class Operations:
         """
         options = self._options("reduce_scatter", async_op, timeout, algorithm, deterministic, compress=compress)
         work = None
-        if out is not None:
+        if out is not None and residual is None:
             work = self._find("reduce_scatter", x, out, stream, options, op)
         if work is None:
             send = _input(x, stream)
             shape = shard_shape(send, self.size)
             recv = output(out, send, shape, stream, self.rank * (send.count // self.size))
             reduction = resolve(op, send.dtype, self.size)
-            work = self._prepare(Operation("reduce_scatter", self.rank, options, send, recv, reduction), op)
+            o = Operation("reduce_scatter", self.rank, options, send, recv, reduction)
+            work = self._prepare(o if residual is None else self._with_feedback(o, residual, stream), op)
         return work.prepared.start(self, work)
 
     def reduce_scatter_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, op: Op = ReduceOp.SUM, *,
@@ -391,35 +404,35 @@ class Operations:
         send, recv = in_and_out(x, out, stream) if gets else (_input(x, stream), None)
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
-    def feed_back(self, x: Any, residual: Any, compress: str, *, stream: Any = None) -> None:
-        """Error feedback: add to ``x`` what earlier calls lost, and keep in ``residual`` what the next one will lose.
+    def exact_group_size(self, device: int | None = None) -> int:
+        """How many ranks sum exactly before a compressed all_reduce or reduce_scatter compresses.
 
-        Called before each compressed reduce_scatter or all_reduce of ``x``, so that what is lost on the way to a sum is
-        not lost over many calls (Seide et al. 2014; Karimireddy et al. 2019).  An all_reduce rounds the sum once more,
-        which is not fed back, and parts of a reduce_scatter should be whole blocks (64 elements).  ``residual`` begins
-        with zeros and has the dtype and shape of ``x``.  It stays 0 where ``x`` has infinities or NaN.  ``compress`` is
-        that of the collective; on a GPU the kernel runs on ``stream``, as in all_reduce.  A group of one compresses
-        nothing, and changes neither array.  Not collective.  Raises InvalidArgument for wrong arguments, and
-        CollectiveError if the communicator is closed.
-
-            comm.feed_back(gradients, residual, "int8")
-            comm.all_reduce(gradients, compress="int8")
+        These are the ranks of each host, on communicators of several hosts: with host memory if all hosts have equally
+        many ranks, numbered host by host; on GPUs if collectives between hosts can run in phases there
+        (docs/guides/hosts.md).  Else 1: every rank compresses what it sends.  ``device`` is that of the arrays, None
+        for host memory.  Not collective, and the same on all ranks.
         """
-        self._check_open()
-        buffer, kept = in_and_out(x, x, stream)[0], as_buffer(residual, "residual", True, stream)
-        form = check_compress(compress)
-        if not form or buffer.dtype.name not in CARRIED:
-            expected = f"a format and {', '.join(CARRIED)}"
-            raise InvalidArgument(f"feed_back: expected {expected}, got {compress!r} and {buffer.dtype}")
-        alike = kept.dtype is buffer.dtype and kept.device == buffer.device and kept.shape == buffer.shape
-        if not alike or kept.overlaps(buffer):
-            raise InvalidArgument(f"residual: expected memory of its own, as {buffer} of {buffer.place}, got {kept}")
-        if buffer.device != self.device and (buffer.device is not None or not self.backend.carries_host):
-            raise InvalidArgument(f"x: expected memory that {self.backend.name} carries, got memory of {buffer.place}")
-        if buffer.stream != kept.stream:
+        return self.backend.exact_group_size(device is not None)
+
+    def _with_feedback(self, o: Operation, residual: Any, stream: Any) -> Operation:
+        """The compressed reduction ``o`` with error feedback."""
+        x, options = o.send, o.options
+        assert x is not None
+        if not options.compress:
+            raise InvalidArgument(f"residual: expected None without compress, got {type(residual).__name__}")
+        kept = as_buffer(residual, "residual", True, stream)
+        if kept.dtype is not x.dtype or kept.device != x.device or any(map(kept.overlaps, {x, o.recv or x})):
+            raise InvalidArgument(f"residual: expected memory of its own, of {x.dtype} of {x.place}, got {kept}")
+        if kept.stream != x.stream:
             raise InvalidArgument("residual: expected an array of the stream of x, got one of another: pass stream=")
-        if self.size > 1:
-            self.backend.feed_back(buffer, kept, form)
+        exact = 1 if options.deterministic else self.exact_group_size(x.device)
+        count = x.count // exact if o.name == "reduce_scatter" else shards(x.count, exact)[self.rank % exact]
+        if kept.count < count:
+            what = f"at least {count} elements, as many as this rank compresses"
+            raise InvalidArgument(f"residual: expected {what}, got {kept.count}")
+        as_buffer(x.array, "x", True, stream)  # it is overwritten
+        flat = kept.flat if kept.flat is None else kept.flat[:count]
+        return replace(o, residual=replace(kept, flat=flat, count=count, shape=(count,)))
 
     # Data movement.
 
@@ -929,6 +942,8 @@ def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
     if o.send_counts is not None or o.recv_counts is not None:
         ranks = o.root, o.send_counts, o.recv_counts
     signature: tuple[Any, ...] = o.name, op, ranks, o.options
+    if o.residual is not None:
+        signature = *signature, o.residual.pointer, "residual"
     if first is None:
         return signature
     signature += _array_key(first) if send is not None else (None, *_array_key(first))

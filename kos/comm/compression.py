@@ -180,6 +180,12 @@ def _decode_floats(codes: Array, scales: Array) -> Array:
     return np.asarray(_FLOATS.take(codes) * _widened(scales))
 
 
+def shards(count: int, size: int) -> list[int]:
+    """The elements of each of ``size`` shards of a vector: of whole blocks, equal but for the last ones."""
+    shard = -(-count // (size * BLOCK)) * BLOCK
+    return [max(0, min(shard, count - rank * shard)) for rank in range(size)]
+
+
 def check_compress(compress: Any) -> str:
     """The name of a format, or "" for None; raises InvalidArgument for anything else."""
     if compress is None:

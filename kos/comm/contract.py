@@ -101,6 +101,8 @@ class Backend(ABC):
     """Whether it moves GPU memory."""
     processes: ClassVar[bool] = False
     """Whether ranks are processes.  If so, kos moves data within a host through shared memory where it can."""
+    exact_group_size: int = 1
+    """On a GPU, how many neighbouring ranks this backend sums exactly before it compresses."""
 
     @classmethod
     @abstractmethod

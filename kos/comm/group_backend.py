@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from kos.comm import host_compressed, timeouts
+from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.matching import Envelope
@@ -129,9 +129,9 @@ class GroupBackend(ABC):
         Raises InvalidArgument for a call that this backend cannot run, such as one on GPU memory.
         """
 
-    def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
-        """See ``Communicator.feed_back``."""
-        host_compressed.feed_back(x.flat, residual.flat, compress)
+    def exact_group_size(self, on_gpu: bool) -> int:
+        """See ``Communicator.exact_group_size``."""
+        return 1
 
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""

@@ -4,24 +4,32 @@ Each contribution is encoded once, for the rank that adds it.  The sum is rounde
 ranks.  Every rank decodes the same bytes, also for its own part, so the result is the same on every rank, in every
 run and on every backend.  The vector of an all_reduce has a part for each rank, which consists of whole blocks.
 ``gpu/compressed.py`` does the same in kernels.
+
+*Between hosts* of several ranks each, an all_reduce and a reduce_scatter run in three phases.  The ranks of a host sum
+exactly, in rank order, and round to the dtype; each rank gets a shard of this sum.  The ranks with the same shard, one
+on each host, sum it compressed, as above.  The ranks of a host gather the result of an all_reduce exactly.  So only the
+sums of hosts are compressed, and l ranks of a host send 1/l of the bytes.  ``gpu/hierarchical.py`` does the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from kos.comm.compression import BLOCK, CARRIED, FORMATS, Format
+from kos.comm.compression import BLOCK, CARRIED, FORMATS, Format, shards
 from kos.comm.operation import Operation
-from kos.comm.reduction import ReduceOp
+from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveMismatch, InvalidArgument
 
 Array = np.ndarray[Any, Any]
+IN_PHASES = ("all_reduce", "reduce_scatter")
+"""Operations that sum exactly within each host before they compress."""
 SEGMENT, MOST_SEGMENTS = 2048 * BLOCK, 32
 """Elements of a segment, the unit of encoding, sending and adding; more if a part would have over ``MOST_SEGMENTS``."""
 
@@ -40,8 +48,7 @@ def parts(o: Operation, size: int) -> tuple[Sequence[int], Sequence[int]]:
     assert o.send is not None
     count = o.send.count
     if o.name == "all_reduce":
-        part = -(-count // (size * BLOCK)) * BLOCK
-        counts: Sequence[int] = [max(0, min(part, count - rank * part)) for rank in range(size)]
+        counts = shards(count, size)
         return counts, counts
     even = [count // size] * size
     if o.name.startswith("all_gather"):
@@ -57,33 +64,79 @@ def steps(work: Work[Any], calls: Any) -> Steps:
     out = work.send if o.recv is None else work.recv
     if o.reduction is None and counts:
         yield from _all_to_all(work, calls, form)
-        return
-    if o.reduction is None:
-        mine: Iterator[Array | None] = map(form.encode, _segments(work.send))
-    elif o.name == "all_reduce":
-        mine = (None if total is None else form.encode(total) for total in _sums(work, calls, form, counts))
+    elif o.reduction is None:
+        yield from _to_all(work, calls, form, map(form.encode, _segments(work.send)), out, last)
+    elif calls.local > 1 and o.name in IN_PHASES and not o.options.deterministic:
+        yield from _in_phases(work, calls, form, out)
     else:
-        segments = iter(_segments(out))
-        for total in _sums(work, calls, form, counts):
-            if total is None:
-                yield
-                continue
-            next(segments)[...] = total
-        return
-    targets = [_segments(part) for part in split(out, last)]
+        if work.residual is not None:
+            feed_back(work.send, work.residual, form)
+        yield from _reduce(work, calls, form, work.send, out, o.reduction, counts)
+
+
+def _to_all(
+    work: Work[Any], calls: Any, form: Format, mine: Iterator[Array | None], out: Array, counts: Sequence[int]
+) -> Steps:  # fmt: skip
+    """Send the encoded segments of this rank to all, and decode those of all ranks into ``out``."""
+    targets = [_segments(part) for part in split(out, counts)]
     arrived = [[_encoded_buffer(form, each.size) for each in target] for target in targets]
     yield from calls.send_to_all(work, mine, arrived)
     for data, part in zip(chain(*arrived), chain(*targets), strict=True):
         form.decode(data, part)
 
 
-def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> Iterator[Array | None]:
+def _in_phases(work: Work[Any], calls: Any, form: Format, out: Array) -> Steps:
+    """An exact sum within the host, a compressed one of shards between hosts, an exact gather within the host."""
+    o, x, (node, rail) = work.operation, work.send, calls.phases()
+    assert o.reduction is not None
+    of_host, between = (replace(o.reduction, size=part.size) for part in (node, rail))
+    counts = shards(x.size, node.size)
+    pieces = split(x, counts)
+    if o.name == "reduce_scatter":
+        parts = x.reshape(rail.size, node.size, out.size)
+        pieces = [np.ascontiguousarray(parts[:, rank]).reshape(-1) for rank in range(node.size)]
+    shard = np.empty_like(pieces[node.rank])
+    received = [np.empty_like(shard) for _ in range(node.size)]
+    yield from node.send_pieces(work, pieces.__getitem__, received)
+    total = received[0].astype(np.float32)
+    for term in received[1:]:
+        of_host.combine(total, term.astype(np.float32, copy=False))
+    of_host.finish(total, shard)
+    if work.residual is not None:
+        feed_back(shard, work.residual, form)
+    if o.name == "reduce_scatter":
+        yield from _reduce(work, rail, form, shard, out, between, [out.size] * rail.size)
+        return
+    yield from _reduce(work, rail, form, shard, shard, between, shards(shard.size, rail.size))
+    yield from node.send_to_all(work, [shard], [[part] for part in split(out, counts)])
+
+
+def _reduce(
+    work: Work[Any], calls: Any, form: Format, x: Array, out: Array, reduction: Reduction, counts: Sequence[int]
+) -> Steps:  # fmt: skip
+    """A compressed sum: the whole of an all_reduce, or else this rank's part."""
+    sums = _sums(work, calls, form, x, reduction, counts)
+    if work.operation.name == "all_reduce":
+        encoded = (None if each is None else form.encode(each) for each in sums)
+        yield from _to_all(work, calls, form, encoded, out, counts)
+        return
+    segments = iter(_segments(out))
+    for total in sums:
+        if total is None:
+            yield
+        else:
+            next(segments)[...] = total
+
+
+def _sums(
+    work: Work[Any], calls: Any, form: Format, x: Array, reduction: Reduction, counts: Sequence[int]
+) -> Iterator[Array | None]:  # fmt: skip
     """Encode and send all parts of this rank's input; returns an iterator over the sums of its own part by segment.
 
     A sum is rounded to the dtype, where it may become inf, before it is encoded again.  The iterator yields None while
     it waits for messages.
     """
-    pieces = [_segments(part) for part in split(work.send, counts)]
+    pieces = [_segments(part) for part in split(x, counts)]
     arrived = [[_encoded_buffer(form, segment.size) for _ in counts] for segment in pieces[calls.rank]]
     tag, messages = calls.tag(work), calls.messages
     receives = [[messages.irecv(data[peer], peer, tag) for peer in calls.peers] for data in arrived]
@@ -101,10 +154,9 @@ def _sums(work: Work[Any], calls: Any, form: Format, counts: Sequence[int]) -> I
             total = np.empty(segment.size, np.float32)
             for rank, contribution in enumerate(data):
                 form.decode(contribution, total, add=rank > 0)
-            assert work.operation.reduction is not None
-            work.operation.reduction.finish(total, total)
+            reduction.finish(total, total)
             with np.errstate(over="ignore"):
-                total = total.astype(work.send.dtype, copy=False)
+                total = total.astype(x.dtype, copy=False)
             yield total
         while not all(request.done() for request in sends):
             yield None
@@ -136,9 +188,12 @@ def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
         form.decode(data[: form.nbytes(part.size)], part)
 
 
-def feed_back(x: Array, residual: Array, compress: str) -> None:
-    """See ``Communicator.feed_back``; both arrays have one dimension."""
-    form, lost = FORMATS[compress], np.empty(x.size, np.float32)
+def feed_back(x: Array, residual: Array, form: Format) -> None:
+    """Error feedback: add to ``x`` what earlier calls lost, and keep in ``residual`` what sending ``x`` will lose.
+
+    Both arrays have one dimension.  The residual is 0 where ``x`` has infinities or NaN.
+    """
+    lost = np.empty(x.size, np.float32)
     dtype_max = float(ml_dtypes.finfo(x.dtype).max)
     with np.errstate(all="ignore"):
         total = x.astype(np.float32) + residual.astype(np.float32)

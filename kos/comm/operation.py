@@ -73,6 +73,7 @@ class Operation:
     """A checked request of the caller.  Counts are elements, one for each rank.
 
     Its buffers are those of the caller, or in a ``Prepared`` their descriptions (``prepared.without_memory``).
+    ``residual`` is the error feedback of a compressed reduction, None without one.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Operation:
     message: Message = NO_MESSAGE
     send_counts: Sequence[int] | None = None
     recv_counts: Sequence[int] | None = None
+    residual: Buffer | None = None
 
     @property
     def collective(self) -> bool:

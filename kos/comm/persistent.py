@@ -141,7 +141,8 @@ def _refuse_clashes(works: list[Work[Any]]) -> None:
         read, written = (o.send, work.send), (o.recv, work.recv)
         if o.send is o.recv:  # in place: the root of a broadcast only reads, all others write
             read, written = (read, (None, None)) if o.name == "broadcast" and o.rank == o.root else ((None, None), read)
-        for (buffer, memory), spans in ((read, reads), (written, writes)):
+        kept = o.residual, work.residual if o.residual is None or o.residual.device is None else o.residual.pointer
+        for (buffer, memory), spans in ((read, reads), (written, writes), (kept, writes)):
             if buffer is not None and buffer.count:
                 start, device = address_of(memory), -1 if buffer.device is None else buffer.device
                 spans.append((device, start, start + buffer.nbytes, number))

@@ -156,7 +156,8 @@ def without_memory(o: Operation) -> Operation:
     """The same request of any arrays that are alike."""
     send = None if o.send is None else _alike(o.send, 0)
     recv = send if o.recv is o.send else None if o.recv is None else _alike(o.recv, 1)
-    return replace(o, send=send, recv=recv)
+    kept = o.residual and replace(o.residual, array=None, flat=_NO_VIEW, queue=None, convert=None)
+    return replace(o, send=send, recv=recv, residual=kept)
 
 
 _NO_VIEW: Any = None

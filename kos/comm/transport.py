@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,6 +54,8 @@ class ScheduledCalls:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = 0  # collectives that wait for other ranks to begin them
+        self.local = transport.ranks_per_host or 1
+        """The number of ranks of each host, if several hosts have equally many; else 1."""
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
         self.peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
@@ -61,6 +65,23 @@ class ScheduledCalls:
         first = self.rank - self.rank % local
         inside = [first + (self.rank + step) % local for step in range(1, local)]
         return inside, [(self.rank + step) % self.size for step in range(local, self.size, local)]
+
+    def phases(self) -> tuple[ScheduledCalls, ScheduledCalls]:
+        """The calls among the ranks of this host, and among the ranks with this local rank, one on each host."""
+        first, place = self.rank - self.rank % self.local, self.rank % self.local
+        return self._among(range(first, first + self.local)), self._among(range(place, self.size, self.local))
+
+    def _among(self, ranks: range) -> ScheduledCalls:
+        """The calls among these ranks, which are numbered from 0 on.  They exchange messages alone."""
+        part, messages = copy(self), self.messages
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.messages = SimpleNamespace(
+            isend=lambda x, peer, tag: messages.isend(x, ranks[peer], tag),
+            irecv=lambda x, peer, tag: messages.irecv(x, ranks[peer], tag),
+        )
+        part.peers = [(part.rank + step) % part.size for step in range(1, part.size)]
+        part._inside, part._across = [], part.peers
+        return part
 
     # The operations.
 

@@ -22,14 +22,12 @@ from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
 from kos.errors import CollectiveError, Interrupted, KosError
 
 T = TypeVar("T")
-_REPORT_EVERY = 0.02
-"""Seconds of waiting after which a rank posts the ranks that it waits for."""
+_REPORT_EVERY = 0.02  # seconds of waiting after which a rank posts the ranks that it waits for
 
 LONG_WAIT, LONG_SLEEP = 10.0, 0.005
 """After ``LONG_WAIT`` seconds of waiting for a rank that has not begun, polls are ``LONG_SLEEP`` seconds apart."""
 
-_SLEEP_SECONDS = 50e-6
-"""Seconds between two polls of a progress thread."""
+_SLEEP_SECONDS = 50e-6  # between two polls of a progress thread
 
 Steps = Generator[None, None, None]
 
@@ -207,10 +205,11 @@ class Work(_Base, Generic[T]):
 
     stream: int = 0
     """On a GPU, the handle of the stream of the arrays."""
-    queue: Any = None
-    """The object that keeps that stream alive."""
+    queue: Any = None  # the object that keeps that stream alive
     held: Any = None
     """The array that is read, which must live until the GPU has done so."""
+    residual: Any = None
+    """The error feedback of a compressed reduction, in host memory as a 1-D array."""
     polled_at: float | None = None
     """Monotonic time of the first ``done`` that found it in flight."""
     _report_at: float | None = None
@@ -219,7 +218,8 @@ class Work(_Base, Generic[T]):
     def unstarted_copy(self) -> Work[T]:
         """A Work of the same call on the same arrays, which is not started."""
         work: Work[T] = type(self)(self.prepared, self.send, self.recv, self.array)
-        work.stream, work.queue, work.convert, work.held = self.stream, self.queue, self.convert, self.held
+        work.stream, work.queue, work.convert = self.stream, self.queue, self.convert
+        work.held, work.residual = self.held, self.residual
         return work
 
     def __str__(self) -> str:

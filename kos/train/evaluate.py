@@ -16,7 +16,7 @@ import kos
 from kos.commands import program
 from kos.errors import ConfigError, KosError, debugging
 from kos.files import PALETTE, check_picture, printing
-from kos.reporting import Parser, aligned, end_process, exit_status, report
+from kos.reporting import Parser, aligned, end_command
 from kos.train import missing
 
 SETTINGS = (
@@ -126,11 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_picture(options["plot"])
         run(options, Console(rank, 0))
     except (KosError, OSError, MemoryError) as error:
-        report(error, rank, debug="--debug" in arguments or debugging(), alone=ranks == 1)
-        status = exit_status(error) if all(map(Path.exists, options.get("checkpoints", ()))) else 2
-        if ranks > 1:
-            end_process(status)
-        return status
+        inputs = all(map(Path.exists, options.get("checkpoints", ())))
+        return end_command(error, rank, ranks, inputs, "--debug" in arguments or debugging())
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from kos.commands import program
 from kos.errors import CheckpointError, ConfigError, KosError
 from kos.files import printing, sync
-from kos.reporting import ArgumentParser, exit_status
+from kos.reporting import ArgumentParser, end_command
 from kos.train import missing
 
 
@@ -115,9 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parameters = export(arguments.run, arguments.out, arguments.dtype, arguments.merge)
     except (KosError, ImportError) as error:
-        reported = missing(error) if isinstance(error, ImportError) else error
-        print(f"kos: error: {reported}", file=sys.stderr)
-        return exit_status(reported) if arguments.run.exists() else 2
+        return end_command(missing(error) if isinstance(error, ImportError) else error, inputs=arguments.run.exists())
     with printing():
         print(f"{arguments.out}: {parameters:,} parameters in {arguments.dtype}")
     return 0

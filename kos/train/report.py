@@ -49,7 +49,7 @@ def announce(run: RunContext) -> None:
         f"{run.data.describe()}, {run.mesh.layout.describe()}"
         f"{', ZeRO-1' * parallel.sharded}{', held twice' * parallel.twice}"
         f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}"
-        f"{f' between {parallel.rails.size} hosts' * (parallel.host.size > 1)}, "
+        f"{f' between {parallel.replicas.size // parallel.exact} hosts' * (parallel.exact > 1)}, "
         f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
     )
     _announce_frozen(run)
@@ -61,9 +61,7 @@ def announce(run: RunContext) -> None:
             run.console.warn(f"kos: --elastic: this mpirun ends all ranks when one is lost; {remedy}")
     elif run.asked["elastic"] is not None:
         say("--elastic is for dp: in this layout a lost rank ends the run at the last checkpoint")
-    if config.compress_scope != run.asked["compress_scope"]:
-        say("--compress-scope hosts: ranks with the same weights are on one host and send exact gradients")
-    elif config.compress != "none" and parallel.residual is None:
+    if config.compress != "none" and parallel.residual is None:
         say(f"--compress {config.compress}: no two ranks have the same weights, so no gradients are sent")
     if config.grad_dtype != (asked := run.asked["grad_dtype"]):
         why = f"a rank adds up {len(run.device.micro_batches)} micro-batches of a step, which {asked} would round"

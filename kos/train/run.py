@@ -37,7 +37,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.own import own_data
-from kos.train.device.choose import choose_device, layout_of, scope_of
+from kos.train.device.choose import choose_device, layout_of
 from kos.train.elastic import PATHS, Elastic, logged_epoch
 from kos.train.generate import sample_text
 from kos.train.machine import limit_threads
@@ -122,14 +122,12 @@ class Trainer(RunContext):
         asked = {name: value for name, value in self.asked.items() if name not in PATHS}
         self.watched = any(same_on_all(comm, asked | self.brings, len(self.callbacks)))
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
-        hosts = comm.all_gather_bytes(str(comm.node[0]).encode()) if config.compress_scope == "hosts" else ()
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
             if self.loss is not None and layout.tp > 1:
                 why = "1 with a loss of one's own, which needs logits of the whole vocabulary"
                 raise SettingError("--tp", why, layout.tp)
-            config, local = scope_of(config, layout, hosts)
-        self.mesh, kind = Mesh(world, layout, local), choose_device(config.device, comm)
+        self.mesh, kind = Mesh(world, layout), choose_device(config.device, comm)
         with raised_on_every_rank():
             self.config = config = config.for_world(layout.dp, kind)
             if isinstance(self.loss, CudaLoss) and kind == "cpu":

@@ -157,7 +157,8 @@ class RunContext:
         """The settings as given, the derived values and the machine of the run, for config.json and checkpoints."""
         derived = {name: value for name, value in self.config.to_json().items() if value != self.asked[name]}
         config = {**self.asked, "out": str(self.out)}
-        about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": self.mesh.local}
+        exact = self.mesh.exact(self.config.device) if self.config.compress != "none" else 1
+        about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, "local_replicas": exact}
         about |= {"order_of_sums": ORDER} if self.config.deterministic else {}
         packings = [each.packing for each in self.data.parts]
         about |= {"packing": [each and each.order for each in packings]} if self.data.packed else {}

@@ -19,7 +19,7 @@ import kos
 from kos.commands import program
 from kos.errors import ConfigError, InvalidArgument, KosError, SettingError, raised_as
 from kos.files import printing
-from kos.reporting import ArgumentParser, end_process, exit_status, report
+from kos.reporting import ArgumentParser, end_command
 
 FLAGS: dict[str, tuple[Any, str]] = {
     "temperature": (0.8, "divide the logits by this number; 0 always takes the most likely token"),
@@ -78,11 +78,7 @@ def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any], An
         if name == f"comm of {ranks} ranks":  # of ``load``, whose errors are raised on all ranks
             error = ConfigError(f"--tp {ranks}: {said}")
             error.on_every_rank = True
-        report(error, rank, alone=ranks == 1)
-        status = exit_status(error) if arguments.run.exists() else 2
-        if ranks > 1:
-            end_process(status)
-        return status
+        return end_command(error, rank, ranks, arguments.run.exists())
     return 0
 
 

@@ -102,4 +102,4 @@ def _residuals(run: RunContext, path: Path) -> Residuals | None:
     """What this rank gets of the residuals in a checkpoint."""
     replicas, every = run.mesh.replicas, run.model_config.parameter_shapes()
     shapes = {name: every[name] for group in run.config.trained_groups(run.model_config) for name in group.names}
-    return saved_residuals(path, shapes, run.config, replicas.rank, replicas.size, run.mesh.local)
+    return saved_residuals(path, shapes, run.config, replicas.rank, replicas.size, run.mesh.exact(run.config.device))

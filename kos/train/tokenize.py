@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kos.commands import program
-from kos.errors import ConfigError, KosError, in_words, plural
+from kos.errors import ConfigError, KosError, plural
 from kos.files import printing
-from kos.reporting import ArgumentParser, exit_status
+from kos.reporting import ArgumentParser, end_command
 from kos.train import missing
 
 SETTINGS = (
@@ -111,9 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = vars(_parser().parse_args(argv))
         manifest = tokenize(out := settings.pop("out"), settings.pop("sources"), **settings)
     except (KosError, ImportError, OSError) as error:
-        reported = missing(error) if isinstance(error, ImportError) else error
-        print(f"kos: error: {in_words(reported)}", file=sys.stderr)
-        return exit_status(reported)
+        return end_command(missing(error) if isinstance(error, ImportError) else error)
     shards = manifest["shards"]
     tokens, documents = (sum(shard[name] for shard in shards) for name in ("tokens", "documents"))
     size = f"{tokens:,} tokens of {plural(documents, 'document')} in {plural(len(shards), 'shard')}"

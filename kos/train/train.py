@@ -260,7 +260,7 @@ class Step:
         self.parallel = DataParallel(
             reduction, gradients, ops, in_order=total if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
-            compress=config.compress, twice=buckets.twice, more=more,
+            compress=config.compress, exact=mesh.exact(config.device), twice=buckets.twice, more=more,
         )  # fmt: skip
         shapes, stacks = model.parameter_shapes(*parts), model.fused_groups(*parts)
         store = weight_store(linear_names(self.models) if config.dtype == "fp8" else (), shapes, stacks, ops)

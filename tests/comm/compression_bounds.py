@@ -33,20 +33,29 @@ def rounding(x: Any, dtype: Any) -> Any:
 
 
 def errors_are_within_the_bounds(comm: Communicator, seed: int, dtype: Any) -> None:
-    """Of data that is sent once, of sums, and of sums that are sent again; on hostile values and tiny ones."""
-    rng, n, me = np.random.default_rng(seed), comm.size, comm.rank
+    """Of data that is sent once, of sums, and of sums that are sent again; on hostile values and tiny ones.
+
+    Between hosts, the sums of hosts are sent, which are rounded to the dtype.
+    """
+    rng, n, me, local = np.random.default_rng(seed), comm.size, comm.rank, comm.exact_group_size()
     for form, op in product(FORMATS.values(), (ReduceOp.SUM, ReduceOp.AVG)):
         xs = np.stack([near_the_bounds(rng, 6 * n, dtype) for _ in range(n)])
         wide, float32 = xs.astype(np.float64), 2.0**-24 * (n + 1)
         errors = [largest_errors(form, abs(x), dtype) for x in wide]
         with np.errstate(all="ignore"):
-            exact, first = wide.sum(0), np.sum([error for error, _ in errors], 0)
-            added = abs(wide).sum(0) + first
+            sums, before = wide, 0 * wide
+            if local > 1:
+                ranks, part = wide.reshape(n // local, local, -1), local if op is ReduceOp.AVG else 1
+                sums, before = ranks.sum(1) / part, float32 * abs(ranks).sum(1) / part + 2.0**-149
+                before += rounding(abs(sums) + before, dtype)
+            sent = abs(sums) + before
+            exact, first = sums.sum(0), before.sum(0) + sum(largest_errors(form, x, dtype)[0] for x in sent)
+            added = sent.sum(0) + first
             near_maximum = np.isfinite(added) & (added > 0.99 * float(ml_dtypes.finfo(dtype).max))
             exact[near_maximum.reshape(-1, BLOCK).any(1).repeat(BLOCK)] = np.nan
             first += float32 * added
             if op is ReduceOp.AVG:
-                exact, first = exact / n, first / n + 2.0**-149
+                exact, first = exact / len(sums), first / len(sums) + 2.0**-149
             first += rounding(abs(exact) + first, dtype)
             again = first + largest_errors(form, abs(exact) + first, dtype)[1]
         part = slice(me * (exact.size // n), (me + 1) * (exact.size // n))

@@ -305,6 +305,7 @@ WRONG: dict[str, list[Any]] = {
     "wait": [None, 2, "yes", [], np.zeros(2)],
     "async_op": [None, 2, "yes", [], np.zeros(2)],
     "compress": ["", "int2", 8, True, [], np.zeros(2), np.float16],
+    "residual": [0, "x", [], np.zeros(2)],
     "deterministic": [None, -1, "yes", [], np.zeros(2)],
     "color": ["0", 1.5, True, [0], NAN, -1, 1 << 31],
     "key": [*NO_NUMBER, 1 << 31],

@@ -10,8 +10,9 @@ from kos.comm import compression
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
+from kos.testing.conformance import results
 from kos.testing.conformance.values import near_the_bounds
-from tests.comm.compression_bounds import largest_errors
+from tests.comm.compression_bounds import errors_are_within_the_bounds, largest_errors
 from tests.comm.model import NAMES
 from tests.comm.test_operations import COMPRESSED
 
@@ -73,37 +74,70 @@ def test_small_scales_and_the_rounding_to_the_dtype_count(form, dtype, size, see
     assert (error <= after).all() and (error > (before if size else wide / 250)).any()
 
 
-@formats
-@pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2), (1, 1, 1, 1)], ids=str)
-def test_errors_between_hosts_are_within_the_bounds(form, hosts, seed):
+HOSTS = pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2)], ids=str)
+
+
+@HOSTS
+@dtypes
+def test_errors_between_hosts_are_within_the_bounds(dtype, hosts, seed):
     """Each host's sum is encoded once, and the sum of these once: a bound of each, whatever the ranks of a host."""
-    rng, count = np.random.default_rng(seed), 24 * BLOCK
-    xs = rng.standard_normal((sum(hosts), count)).astype(np.float32)
-    xs[:, :: 5 * BLOCK] = 1e4
-    xs[:, BLOCK : 2 * BLOCK] = np.eye(BLOCK)[3]
-    xs[:, 2 * BLOCK : 3 * BLOCK] = 0
-    xs[:, 4 * BLOCK : 5 * BLOCK - 1] *= np.float32(2.0**-140)
+    spawn(lambda comm: errors_are_within_the_bounds(comm, seed, np.dtype(dtype)), sum(hosts), hosts=hosts)
+
+
+@formats
+@dtypes
+@HOSTS
+def test_bits_between_hosts(form, dtype, hosts, seed):
+    """Exact sums in rank order within the hosts, of which only the hosts' are compressed; with error feedback too."""
 
     def body(comm):
-        host, rail = comm.split("host"), comm.split(comm.local_rank)
-        x = xs[comm.rank].copy()
-        part = host.reduce_scatter(x, deterministic=True)
-        rail.all_reduce(part, compress=form.name)
-        return host.all_gather(part, x.reshape(host.size, -1)).reshape(-1)
+        assert comm.exact_group_size() == hosts[0]
+        results.compressed(comm, seed, form.name, np.dtype(dtype))
+        results.feedback_keeps_what_is_lost(comm, seed, form.name, np.dtype(dtype))
 
-    got = spawn(body, sum(hosts), hosts=hosts)
-    assert all(each.tobytes() == got[0].tobytes() for each in got)
+    spawn(body, sum(hosts), hosts=hosts, timeout=120)
 
-    def bound(x):
-        return largest_errors(form, abs(x), np.dtype(np.float32))[0]
 
-    sums = xs.astype(np.float64).reshape(len(hosts), hosts[0], -1).sum(1)
-    exact, first = sums.sum(0), sum(map(bound, sums))
-    limit = first + bound(abs(exact) + first) + 1e-6 * abs(xs).sum(0)
-    error = abs(got[0] - exact)
-    assert (error <= limit).all() and not got[0][2 * BLOCK : 3 * BLOCK].any()
-    normal = slice(3 * BLOCK, 4 * BLOCK)
-    assert np.median(error[normal] / limit[normal]) > 0.02, "was it compressed?"
+@pytest.mark.parametrize("hosts", [(4,), (3, 1), (1, 1, 1, 1)], ids=str)
+def test_bits_on_other_hosts(hosts, seed):
+    """All ranks compress what they send: on one host, on hosts of unequal numbers of ranks, with a rank on each."""
+
+    def body(comm):
+        assert comm.exact_group_size() == 1
+        results.compressed(comm, seed, "int8", np.dtype(np.float32))
+
+    spawn(body, 4, hosts=hosts)
+
+
+def test_in_rank_order_all_ranks_of_hosts_compress(seed):
+    """``deterministic`` promises the bits that ranks of one host get."""
+
+    def body(comm):
+        x = np.random.default_rng((seed, comm.rank)).standard_normal(1000).astype(np.float32)
+        return [comm.all_reduce(x.copy(), compress="int8", deterministic=ordered).tobytes() for ordered in (0, 1)]
+
+    (one, of_one), (several, of_several) = spawn(body, 4)[0], spawn(body, 4, hosts=(2, 2))[0]
+    assert one == of_one == of_several != several
+
+
+@HOSTS
+@pytest.mark.parametrize("count", [1, 64, 1000, 4096 + 65])
+def test_feedback_of_an_all_reduce(count, hosts, seed):
+    """What is lost comes back: the sum of many calls is nearer to the exact one than that of calls without feedback."""
+
+    def body(comm, fed_back):
+        x = np.random.default_rng((seed, comm.rank)).standard_normal(count).astype(np.float32)
+        residual, total = (np.zeros_like(x), np.zeros(count)) if fed_back else (None, np.zeros(count))
+        for _ in range(20):
+            out = comm.all_reduce(x.copy(), compress="int4", residual=residual)
+            total += out
+        return total, x
+
+    with_feedback, without = (spawn(lambda comm, f=f: body(comm, f), sum(hosts), hosts=hosts) for f in (True, False))
+    exact = 20 * np.sum([x.astype(np.float64) for _, x in with_feedback], 0)
+    assert all(total.tobytes() == with_feedback[0][0].tobytes() for total, _ in with_feedback)
+    near, far = (np.linalg.norm(each[0][0] - exact) for each in (with_feedback, without))
+    assert near < 0.8 * far or far < 1e-3 * np.linalg.norm(exact)
 
 
 def _any_floats(rng: np.random.Generator, count: int, kind: int) -> np.ndarray:
@@ -245,16 +279,45 @@ def test_what_cannot_be_compressed(seed):
                 getattr(comm, name)(x, compress="int8")
 
 
-def test_what_feed_back_refuses():
+def test_what_a_residual_may_be():
     with kos.init("mock") as comm:
-        x = np.zeros(8, np.float32)
-        for residual in (x, x[:4], np.zeros(8, np.float16), np.zeros((2, 4), np.float32)):
-            with pytest.raises(InvalidArgument, match="residual: expected memory of its own, as "):
-                comm.feed_back(x, residual, "int8")
-        with pytest.raises(InvalidArgument, match="feed_back: expected a format and float32.* got None"):
-            comm.feed_back(x, x.copy(), None)
-        with pytest.raises(InvalidArgument, match="got 'int8' and float64"):
-            comm.feed_back(np.zeros(8), np.zeros(8), "int8")
+        x, out = np.zeros(64, np.float32), np.zeros(64, np.float32)
+        for residual in (x, x[:4], out, np.zeros(64, np.float16)):
+            with pytest.raises(InvalidArgument, match="residual: expected memory of its own, of float32 of the host, "):
+                comm.all_reduce(x, out=out, compress="int8", residual=residual)
+        with pytest.raises(InvalidArgument, match="residual: expected None without compress, got ndarray"):
+            comm.all_reduce(x, residual=np.zeros_like(x))
+        with pytest.raises(InvalidArgument, match="residual: expected at least 64 elements, as many as .* got 63"):
+            comm.reduce_scatter(x, compress="int8", residual=np.zeros(63, np.float32))
+        fixed = x.copy()
+        fixed.flags.writeable = False
+        with pytest.raises(InvalidArgument, match="x: expected a writable array"):
+            comm.reduce_scatter(fixed, compress="int8", residual=out)
+        with pytest.raises(TypeError, match="residual"):
+            comm.all_gather(x, compress="int8", residual=out)
+        batch = comm.batch()
+        batch.__enter__()
+        comm.all_reduce(x, compress="int8", residual=out)
+        comm.all_reduce(x.copy(), compress="int8", residual=out)
+        with pytest.raises(InvalidArgument, match="batch: expected no memory that another operation writes"):
+            batch.__exit__(None, None, None)
+
+
+def test_a_residual_between_hosts_has_a_shard_and_calls_of_other_ones_stay_apart(seed):
+    def body(comm):
+        x = np.random.default_rng((seed, comm.rank)).standard_normal(200).astype(np.float32)
+        kept, other = np.zeros(200, np.float32), np.zeros(128, np.float32)
+        again = comm.all_reduce_init(y := x.copy(), compress="int4", residual=other)
+        comm.all_reduce(x.copy(), compress="int4", residual=kept)
+        assert not other.any()
+        again.start().wait()
+        own = (128, 72)[comm.rank % 2]
+        assert kept[:own].any() and not kept[own:].any() and other[:own].tobytes() == kept[:own].tobytes()
+        y[:] = x
+        again.start().wait()
+        assert other.tobytes() != kept[:128].tobytes()
+
+    spawn(body, 4, hosts=(2, 2))
 
 
 def test_a_group_of_one_keeps_every_bit(seed):

@@ -45,7 +45,7 @@ reductions = pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: getat
 FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
 DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-WHOLE = {*vars(intact), *vars(order), "compressed_between_groups"}
+WHOLE = {*vars(intact), *vars(order)}
 ENDS = ("in rank order", "large numbers", "with NaN", "float16 SUM by every schedule")
 
 

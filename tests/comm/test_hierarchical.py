@@ -29,6 +29,7 @@ from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import PHASES
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
+from kos.comm.host_compressed import IN_PHASES
 from kos.comm.tuning import Table, key, parse, user_path
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
@@ -154,7 +155,34 @@ def test_several_in_flight(ranks):
 @pytest.mark.parametrize("form", FORMATS)
 def test_compressed_between_hosts(ranks, seed, form, dtype):
     """Exact sums by peer within a host, compressed ones by NCCL on its rails: the bits that ranks of CPUs have."""
-    ranks.run(lambda comm: results.compressed_between_groups(comm, seed, form, dtype, comm.local_size))
+
+    def body(comm):
+        assert comm.exact_group_size() == comm.local_size
+        for name in IN_PHASES:
+            step = Step(name, dtype=dtype, compress=form, values="hostile")
+            results.correct(comm, seed, step, (1, 65, 5011))
+            results.correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", "float32"), ("int8", "bfloat16"), ("int4", "float16")])
+def test_error_feedback_between_hosts(ranks, seed, form, dtype):
+    ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
+
+
+def test_compressed_sums_go_in_phases_and_all_else_does_not(ranks):
+    def body(gpu):
+        comm, ways = gpu.comm, Ways(gpu.comm)
+        residual = filled(comm, 600)
+        assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8") == PHASES
+        assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8", residual=residual) == PHASES
+        assert ways.of(comm.reduce_scatter, filled(comm, 600), compress="int8") == PHASES
+        assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8", deterministic=True) == "nccl"
+        assert ways.of(comm.all_gather, filled(comm, 600), compress="int8") == "nccl"
+        assert ways.of(comm.all_to_all, filled(comm, 600), compress="int8") == "nccl"
+
+    ranks.run(body)
 
 
 test_batch_and_persistent = test_nccl.test_batch_and_persistent
@@ -286,15 +314,14 @@ def test_bytes_out_of_a_host(ranks, phases, monkeypatch):
 
 
 def test_what_stays_with_nccl(ranks):
-    """Sums in rank order, compressed ones, sums of 8-bit floats, and what the table finds slower."""
+    """Sums in rank order, sums of 8-bit floats, and what the table finds slower."""
 
     def body(gpu):
         comm = gpu.comm
         backend, ways = comm.backend, Ways(comm)
         assert ways.of(comm.all_reduce, filled(comm, 600)) == PHASES
         assert ways.of(comm.all_reduce, filled(comm, 600), algorithm=PHASES) == PHASES
-        for options in ({"deterministic": True}, {"compress": "int8"}):
-            assert ways.of(comm.all_reduce, filled(comm, 600), **options) == "nccl"
+        assert ways.of(comm.all_reduce, filled(comm, 600), deterministic=True) == "nccl"
         assert ways.of(comm.all_reduce, filled(comm, 600, ml_dtypes.float8_e4m3fn)) == "nccl"
         assert ways.of(comm.reduce, filled(comm, 600)) == "nccl"
         routes = {key("all_reduce", False, False, True): ((4000, "nccl"), (None, PHASES))}

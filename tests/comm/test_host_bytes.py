@@ -73,12 +73,13 @@ def test_as_few_bytes_as_must_leave_a_host(name, hosts, leaving):
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_bytes_of_compressed_calls(form, hosts, leaving):
-    """Every contribution leaves its host once, and so does every sum."""
+    """Every contribution leaves its host once, and so does every sum; that of a host is one contribution."""
     ranks, local = sum(hosts), hosts[0]
     whole = FORMATS[form].nbytes(COUNT)
     contributions, sums = whole * (ranks - local), whole * (len(hosts) - 1)
-    assert leaving(hosts, "reduce_scatter", compress=form) == contributions
-    assert leaving(hosts, "all_reduce", compress=form) == contributions + sums
+    assert leaving(hosts, "reduce_scatter", compress=form) == sums
+    assert leaving(hosts, "all_reduce", compress=form) == 2 * sums
+    assert leaving(hosts, "all_reduce", compress=form, deterministic=True) == contributions + sums
     assert leaving(hosts, "all_gather", compress=form) == sums * ranks
     assert leaving(hosts, "all_gather_v", compress=form) == sums * ranks
     assert leaving(hosts, "all_to_all", compress=form) == contributions
@@ -95,26 +96,37 @@ def _choice(comm: kos.Communicator) -> tuple[int | None, str]:
     return backend.transport.ranks_per_host, backend.route_of("all_reduce", 1 << 20).split()[1]
 
 
-def _sums(comm: kos.Communicator) -> list[bytes]:
+def _sums(comm: kos.Communicator, deterministic: bool = True) -> list[bytes]:
     """Sums in rank order: compressed ones of several segments and uneven parts, and deterministic ones."""
     rng, found = np.random.default_rng(comm.rank), []
-    for count in (4 * 64 * 5, 4 * 64 * 3 - 70, 64, 4 * 64 * 40):
+    for count in (4, 4 * 64 * 5, 4 * 64 * 3 - 70, 64, 4 * 64 * 40):
         x = (rng.standard_normal(count) * np.exp(rng.uniform(-9, 9, count))).astype(np.float32)
         for form in FORMATS:
-            found += [comm.all_reduce(x, compress=form, out=np.empty_like(x)), comm.all_gather(x, compress=form)]
-            found += [comm.reduce_scatter(x, compress=form)] if count % 4 == 0 else []
+            how = {"compress": form, "deterministic": deterministic}
+            found += [comm.all_reduce(x, out=np.empty_like(x), **how), comm.all_gather(x, compress=form)]
+            found += [comm.reduce_scatter(x, **how)] if count % 4 == 0 else []
         found.append(comm.all_reduce(x, deterministic=True, out=np.empty_like(x)))
     return [each.tobytes() for each in found]
 
 
 def test_the_same_bits_on_any_hosts_and_in_any_segments(request, monkeypatch):
-    """Also as the last rank computes them, and over sockets between the hosts and shared memory within each."""
-    expected = spawn(_sums, 4)
+    """Also as the last rank computes them, and over sockets between the hosts and shared memory within each.
+
+    Hosts of several ranks each add first what is not to be in rank order.
+    """
+
+    def unordered(comm):
+        return _sums(comm, deterministic=False)
+
+    expected, in_phases = spawn(_sums, 4), spawn(unordered, 4, hosts=[2, 2])
     request.getfixturevalue("messages")
     monkeypatch.setattr(host_compressed, "SEGMENT", 64)
     on_hosts(monkeypatch, (2, 2))
     for found in (spawn(_sums, 4, hosts=[2, 2]), spawn(_sums, 4, hosts=[3, 1]), TCPRanks(4).run(_sums)):
         assert found == expected
+    for found in (spawn(unordered, 4, hosts=[2, 2]), TCPRanks(4).run(unordered)):
+        assert found == in_phases != expected
+    assert spawn(unordered, 4, hosts=[3, 1]) == expected
     assert expected[0][0] == expected[1][0] and expected[0][2] != expected[1][2]
 
 

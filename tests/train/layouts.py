@@ -78,7 +78,7 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
 
 def train(
     layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, kv_heads: int = 0,
-    local: int = 1, **changes: Any,
+    hosts: Sequence[int] = (), **changes: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What each rank of a run knows at its end."""
     shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
@@ -91,7 +91,7 @@ def train(
     )  # fmt: skip
 
     def run(comm: Any) -> dict[str, Any]:
-        mesh, config = Mesh(comm, layout, local), asked.for_world(layout.dp)
+        mesh, config = Mesh(comm, layout), asked.for_world(layout.dp)
         model = config.model_config_for(40)
         whole = Parameters(model.parameter_shapes(), np.float32)
         init_weights(model, whole, 3)
@@ -100,7 +100,7 @@ def train(
         own.read(InMemory(whole))
         return run_to_its_end(own, steps, np.copy, context=20)
 
-    return spawn(run, layout.ranks, timeout=200)
+    return spawn(run, layout.ranks, timeout=200, hosts=hosts)
 
 
 @functools.cache

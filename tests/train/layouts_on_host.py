@@ -4,6 +4,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,7 @@ HEAD_ALONE = 3  # layers, with which the last of 4 stages has none
 
 def make_device(
     comm: Any, layout: Layout, layers: int, *, tied: bool = False, family: str = "llama",
-    kv_heads: int = SHAPE["num_key_value_heads"], local: int = 1, **changes: Any,
+    kv_heads: int = SHAPE["num_key_value_heads"], **changes: Any,
 ) -> CudaDevice:  # fmt: skip
     """The device of a rank, with the same weights in every layout."""
     axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
@@ -63,7 +64,7 @@ def make_device(
     shape["attention_bias"] = family == "qwen3"
     run = {key: value for key, value in RUN.items() if key not in not_of(changes.get("optimizer", "adamw"))}
     asked = TrainConfig.from_preset("tiny", **{**run, **changes}, model=shape, **axes)
-    mesh, config = Mesh(DeviceComm(comm), layout, local), asked.for_world(layout.dp, "cuda")
+    mesh, config = Mesh(DeviceComm(comm), layout), asked.for_world(layout.dp, "cuda")
     model = config.model_config_for(40)
     whole = Parameters(model.parameter_shapes())
     init_weights(model, whole, 3)
@@ -72,14 +73,14 @@ def make_device(
     return device
 
 
-def train(layout: Layout, layers: int, **changes: Any) -> list[dict[str, Any]]:
+def train(layout: Layout, layers: int, hosts: Sequence[int] = (), **changes: Any) -> list[dict[str, Any]]:
     """What each rank of a run knows at its end."""
 
     def run(comm: Any) -> dict[str, Any]:
         device = make_device(comm, layout, layers, **changes)
         return run_to_its_end(device, STEPS, lambda array: on_host(array).copy(), context=5)
 
-    return spawn(run, layout.ranks, timeout=100)
+    return spawn(run, layout.ranks, timeout=100, hosts=hosts)
 
 
 @functools.cache
@@ -115,7 +116,9 @@ def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.Monk
     compare(train(layout, layers, **changes), expected, layout)
 
 
-def check_memory(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_memory(
+    layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int] = ()
+) -> None:
     """Allocated memory is within the plan, and not much less; a micro-batch in flight takes all that is planned for
     it, on some rank."""
     monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 16)
@@ -148,7 +151,7 @@ def check_memory(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.Mo
         return held.bytes, device.plan.total
 
     monkeypatch.setattr(array_module, "pool_of", lambda device: SimpleNamespace(allocate=allocate))
-    plans = spawn(run, layout.ranks, timeout=100)
+    plans = spawn(run, layout.ranks, timeout=100, hosts=hosts)
     assert all(0.7 * (total - memory_plan.RESERVE) < got <= total for got, total in plans), plans
 
     def less(*arguments, **options):
@@ -157,4 +160,4 @@ def check_memory(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine_module, "plan_memory", less)
     with pytest.raises(OutOfMemory, match="arena: expected at most"):
-        spawn(run, layout.ranks, timeout=100)
+        spawn(run, layout.ranks, timeout=100, hosts=hosts)

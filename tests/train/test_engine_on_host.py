@@ -252,7 +252,6 @@ def test_compressed_gradients(emulated, text, tmp_path, hosts, compress, grad_dt
     how = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": grad_dtype, "zero": zero}
     how |= {"ranks": sum(hosts) or 2, "hosts": hosts}
     near, how = train(text, tmp_path / "near", **how), {**how, "compress": compress}
-    how |= {"compress_scope": "hosts"} if hosts else {}
     rows = train(text, tmp_path / "graph", **how)
     np.testing.assert_allclose(column(rows), column(near), rtol=5e-3)
     assert tensors_of_run(tmp_path / "near") != tensors_of_run(tmp_path / "graph")

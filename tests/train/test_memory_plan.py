@@ -98,7 +98,7 @@ def test_the_plan_has_the_residual_of_compressed_gradients(monkeypatch):
         bucket = exact.uses[f"gradients, {dtype}"] / size / 32
         assert beside == pytest.approx(5 * 34 / 64 * bucket, rel=0.01)
         assert both.total == exact.total + both.uses["residual of gradients sent as int4"] + beside
-        hosts = plan(*flags, "--compress", "int4", "--compress-scope", "hosts", ranks=4, local=2)
+        hosts = plan(*flags, "--compress", "int4", ranks=4, local=2)
         assert 2 * hosts.uses["residual of gradients sent as int4"] == both.uses["residual of gradients sent as int4"]
         more = hosts.uses["kernels, graph, communication"] - both.uses["kernels, graph, communication"]
         assert more == pytest.approx(2 * bucket * size, rel=0.01)

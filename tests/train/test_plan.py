@@ -306,12 +306,33 @@ def test_the_ways_between_hosts_are_compared(capsys):
     assert "2 hosts with 0.001 Gbit/s each" in out and "no run on several machines has confirmed its prediction" in out
     rows = re.findall(r"^(exact, .+?|--compress .+?)  +(\S+) +(\S+) +\S+$", out, re.MULTILINE)
     assert [name for name, *_ in rows] == [
-        "exact, a ring of all ranks", "exact, in phases", "--compress int8", "--compress int8 --compress-scope hosts"
+        "exact, a ring of all ranks", "exact, in phases", "--compress int8"
     ]  # fmt: skip
-    ring, phases, every, between = (float(ms) for _, _, ms in rows)
-    assert between < every < phases < ring
+    ring, phases, compressed = (float(ms) for _, _, ms in rows)
+    assert compressed < phases < ring
     assert main(["--plan", "--ranks=4", "--pp=2", "--dp=2", *SHAPE, *hosts]) == 0
     assert "\nno gradients leave a host\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "local"),
+    [
+        (Layout(dp=4), ("dp", "cp"), 2),
+        (Layout(dp=2, tp=2), ("dp", "cp"), 1),
+        (Layout(dp=2, tp=2), ("tp",), 2),
+        (Layout(pp=2, dp=2), ("dp", "cp"), 2),
+        (Layout(dp=2, cp=2), ("dp", "cp"), 2),
+        (Layout(dp=3), ("dp", "cp"), "[2, 1]"),
+        (Layout(dp=3, tp=2), ("tp",), "[1, 1]"),
+    ],
+)
+def test_ranks_of_a_host(layout, axes, local):
+    if isinstance(local, int):
+        assert planning.Network(2, 1.0).local(layout, *axes) == local
+        return
+    expected = f"--hosts 2: expected as many ranks of {' and '.join(axes)} on every host, got {local}"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        planning.Network(2, 1.0).local(layout, *axes)
 
 
 def test_hosts_that_do_not_divide_are_refused(capsys):

@@ -149,7 +149,7 @@ def test_attention_flops_in_a_window_follow_from_those_of_mfu(tmp_path, axis):
 
 
 def test_compressed_gradients(tmp_path):
-    """Bytes are those that are sent; what adds the residual is timed too."""
+    """Bytes are those that are sent."""
 
     def spans(compress):
         (folder := tmp_path / compress).mkdir()
@@ -160,9 +160,7 @@ def test_compressed_gradients(tmp_path):
     def nbytes(spans, name):
         return sum(span["args"]["bytes"] for span in spans if span["pid"] == 0 and span["name"] == name)
 
-    assert nbytes(few, "feed_back") == pytest.approx(4 * nbytes(whole, "all_reduce"), rel=0.01) != 0
     assert nbytes(few, "all_reduce") == pytest.approx(66 / 256 * nbytes(whole, "all_reduce"), rel=0.01)
-    assert not nbytes(whole, "feed_back")
 
 
 def test_a_run_that_is_gone_on_from_stays_as_it_was(tmp_path):

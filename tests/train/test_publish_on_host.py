@@ -93,11 +93,15 @@ def test_adapters_are_merged(changes, emulated, text, tmp_path, monkeypatch):
     about = {"init_from": str(base), "lora": 2, "publish": server.address, "publish_merged": True, "lr": 1e-2}
     checkpoints = run(tmp_path / "tuned", 2, data=str(text), **about, **changes)
     assert server.seen.keys() >= {2, 4}
+    moved = False
     for step in (2, 4):
         export(checkpoints / f"step-{step}", tmp_path / f"merged-{step}", "float32", merge=True)
         right = saved(tmp_path / f"merged-{step}")
         assert right.keys() == server.seen[step].keys()
         for name, tensor in right.items():
-            tolerance = {"rtol": 0.008, "atol": 1e-4} if changes else {"rtol": 1e-5, "atol": 1e-7}
-            assert np.allclose(server.seen[step][name], tensor, **tolerance), (step, name)
-    assert (server.seen[4][name := "model.layers.0.self_attn.q_proj.weight"] != saved(base)[name]).any()
+            # In bfloat16 the weight, the product of the adapters and their sum are rounded, each by at most 2^-9 of its size.
+            largest = np.abs(tensor).max()
+            bound = 2.0**-7 * largest if changes else 1e-5 * largest
+            assert np.abs(server.seen[step][name] - tensor).max() <= bound, (step, name)
+            moved = moved or np.abs(saved(base)[name] - tensor).max() > 2 * bound
+    assert moved, "the adapters are too small for this test to see"

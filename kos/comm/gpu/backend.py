@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from kos.comm import watchdog
 from kos.comm.contract import Backend, Message, Resolved
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.compressed import CompressedOperation, feed_back
+from kos.comm.gpu.compressed import CompressedOperation, with_feedback
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.memory import exchange_of, messages_of, run_on_device
 from kos.comm.gpu.order import Order
@@ -160,6 +160,8 @@ class GPUBackend(WatchedBackend):
         run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
         if not route.sets_device and not is_copy(run):
             run = partial(run_on_device, self.device, run)
+        if o.residual is not None and self.size > 1 and route.name != PHASES:
+            run = with_feedback(route, o, run)
         if not uncaptured and windows.memories:  # else it runs only outside of graphs
             run = windows.in_windows(run, [x.pointer for x in (o.send, o.recv) if x])
         prepared = Prepared(o, self, self.launch, run, kernel, lasting, route)
@@ -407,11 +409,10 @@ class GPUBackend(WatchedBackend):
     def views(self, x: Buffer) -> list[Any]:
         return self.choices.ordered.views(x)
 
-    def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
-        if x.device is None and self.host is not None:
-            self.host.feed_back(x, residual, compress)
-        else:
-            feed_back(self.choices.ordered, x, residual, compress)
+    def exact_group_size(self, on_gpu: bool) -> int:
+        if on_gpu:
+            return max(route.exact_group_size for route in self.routes)
+        return 1 if self.host is None else self.host.exact_group_size(False)
 
     def register(self, buffer: Buffer) -> Array:
         """Register by the route of ``allocate``, or by another one if it refuses.  All ranks accept or refuse alike."""

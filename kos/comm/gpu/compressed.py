@@ -7,6 +7,7 @@ The exchanges are those of the backend; ``kos.comm.host_compressed`` does the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 from kos.comm.compression import FORMATS, Format
 from kos.comm.contract import Backend
 from kos.comm.gpu.devices import FLOAT8
-from kos.comm.gpu.memory import InScratch, collect, exchange, up
+from kos.comm.gpu.memory import InScratch, collect, exchange, run_on_device, up
+from kos.comm.gpu.routes import nothing
 from kos.comm.host_compressed import parts
 from kos.comm.operation import Operation
-from kos.cuda import driver
 from kos.cuda.devices import device_info
 from kos.cuda.driver import relaxed_capture
 from kos.errors import InvalidArgument
@@ -30,16 +31,27 @@ THREADS = 128
 _MOST_BLOCKS = 2048
 
 
-def feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> None:
-    """Queue ``Communicator.feed_back`` on the stream of ``x``."""
+def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> Run:
+    """The launch of ``host_compressed.feed_back`` on ``x``, an array of the launch or of scratch memory."""
     form, count = check_float8(route, compress), x.count
     if not count:
-        return
+        return nothing
     with relaxed_capture():
         kernel = route.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
-        run = kernel.bind(_grid(count, 1), THREADS, x.address, residual.address, count)
-    with driver.on_device(route.backend.device):
-        run(x.stream)
+        run = kernel.bind(_grid(count, 1), THREADS, x.pointer, residual.pointer, count)
+    return partial(run_on_device, route.backend.device, run)
+
+
+def with_feedback(route: Backend, o: Operation, run: Run) -> Run:
+    """``run``, the launch of a compressed reduction, with error feedback before it."""
+    assert o.send is not None and o.residual is not None
+    first = bind_feed_back(route, o.send, o.residual, o.options.compress)
+
+    def both(stream: int, send: int = 0, recv: int = 0) -> None:
+        first(stream, send, recv)
+        run(stream, send, recv)
+
+    return both
 
 
 def check_float8(route: Backend, compress: str) -> Format:

@@ -10,8 +10,11 @@ by side would each wait for other GPUs, on which the other one may hold the mult
 
 It is a route beside ``nccl``, which carries all other calls.  ``deterministic=True`` stays on NCCL's exchange between
 all ranks (``ordered_sum``).  It adds in rank order, ((x0 + x1) + x2) + x3, and phases would add the sums of hosts,
-(x0 + x1) + (x2 + x3).  Compressed calls stay there too.  So do calls for which neither a measured tuning table nor the
-prediction of ``links`` finds phases faster.
+(x0 + x1) + (x2 + x3).  So do calls for which neither a measured tuning table nor the prediction of ``links`` finds
+phases faster.
+
+A compressed all_reduce or reduce_scatter always runs in phases, which compress on the rails alone
+(``host_compressed``).
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from kos.comm.compression import shards
 from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
+from kos.comm.gpu.compressed import bind_feed_back
 from kos.comm.gpu.links import table_between
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.routes import PHASES, nothing
 from kos.comm.group_backend import UNMADE
+from kos.comm.host_compressed import IN_PHASES
 from kos.comm.operation import Operation, Options
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Engine, Work
@@ -70,6 +76,7 @@ class Phases:
         whole = self._sent
         shard, counts = self._shard(whole)
         self._add(self._node, "reduce_scatter", (SEND, 0, whole), shard, counts)
+        self._feed_back(shard)
         self._add(self._rail, "all_reduce", shard, shard)
         self._add(self._node, "all_gather", shard, (RECV, 0, whole), counts)
 
@@ -79,6 +86,7 @@ class Phases:
         self._scratch = self._hosts * part
         for host in range(self._hosts):
             self._add(self._node, "reduce_scatter", (SEND, host * of_host, of_host), (SCRATCH, host * part, part))
+        self._feed_back((SCRATCH, 0, self._scratch))
         self._add(self._rail, "reduce_scatter", (SCRATCH, 0, self._scratch), (RECV, 0, part))
 
     def _all_gather(self) -> None:
@@ -111,10 +119,14 @@ class Phases:
         """Scratch memory for this rank's shard of what its host shares, and the size of each if they differ."""
         size, counts = self._node.size, None
         part, unit = count // size, max(16 // self._like.dtype.itemsize, 1)
-        if count % size:
+        if self._o.options.compress:
+            counts = shards(count, size)
+        elif count % size:
             most = -(-count // (size * unit)) * unit
             counts = [max(0, min(most, count - i * most)) for i in range(size)]
+        if counts is not None:
             part = counts[self._node.rank]
+            counts = counts if min(counts) < part or part < max(counts) else None
         self._scratch = part
         return (SCRATCH, 0, part), counts
 
@@ -133,11 +145,19 @@ class Phases:
             reduction = replace(resolve(ReduceOp.SUM, reduction.dtype, 1) if scaled else reduction, size=part.size)
         sizes: dict[str, Any] = {"recv_counts" if name == "all_gather" else "send_counts": counts}
         name += "_v" if counts else ""
-        options = Options(timeout=self._o.options.timeout)
+        form = self._o.options.compress if reduction is not None and part is self._rail else ""
+        options = Options(timeout=self._o.options.timeout, compress=form)
         run, _, lasting = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
         self.lasting &= lasting
         itemsize, (array, start, _) = self._like.dtype.itemsize, send or recv
         self._launches.append((run, array, start * itemsize, recv[0], recv[1] * itemsize))
+
+    def _feed_back(self, place: Place) -> None:
+        """Add the launch of error feedback, if the call has a residual."""
+        if self._o.residual is not None:
+            compress, at = self._o.options.compress, place[1] * self._like.dtype.itemsize
+            run = bind_feed_back(self._rail, self._buffer(0, *place), self._o.residual, compress)
+            self._launches.append((run, place[0], at, place[0], at))
 
     def _buffer(self, number: int, array: int, start: int, count: int) -> Buffer:
         """Those elements, as array ``number`` of a launch."""
@@ -206,6 +226,7 @@ class HierarchicalBackend(Backend):
         self._groups, self._parts = (of_node, of_rail), (node, rail)
         for part in self._parts:
             part.failures = self.failures
+        self.exact_group_size = node.size
         self.serial, self.failed, self.failed_word = True, node.failed, node.failed_word
         self.reason = f"{len(hosts)} hosts of {len(self._local)} ranks"
 
@@ -227,7 +248,9 @@ class HierarchicalBackend(Backend):
         if self.node is None or o.name not in CARRIED or buffer is None:
             return False
         rounds_twice = o.reduction is not None and buffer.dtype.name.startswith("float8")
-        return not (options.deterministic or options.compress or rounds_twice)
+        if options.compress:
+            return o.name in IN_PHASES and not options.deterministic
+        return not (options.deterministic or rounds_twice)
 
     def resolve(self, o: Operation) -> Resolved:
         buffer = o.send or o.recv

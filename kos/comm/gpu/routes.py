@@ -57,6 +57,8 @@ class Choices:
         if o.options.algorithm != AUTO:
             named = phases is not None and o.options.algorithm == PHASES and phases.carries(o)
             return self._by_name[PHASES] if named else self.ordered, True
+        if o.options.compress and phases is not None and phases.carries(o):
+            return phases, True
         if o.options.deterministic or o.options.compress or (o.options.overlap and self.ordered.overlapped(o)):
             return self.ordered, True
         limits, choices = self._of_operation(o.name, buffer.dtype)

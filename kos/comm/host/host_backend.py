@@ -116,6 +116,9 @@ class HostBackend(GroupBackend):
             raise BackendUnavailable(f"views: expected ranks that share memory, got {self.name} on several hosts")
         return list(self.arrays.views(x))
 
+    def exact_group_size(self, on_gpu: bool) -> int:
+        return self.scheduled.local
+
     def check_threads(self) -> None:
         self.transport.check_threads()
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 import kos
-from kos.comm.compression import CARRIED, check_compress
+from kos.comm.compression import CARRIED, check_compress, shards
 from kos.errors import InvalidArgument
 
 Tensor: TypeAlias = torch.Tensor
@@ -58,8 +58,10 @@ class Compression:
         return done
 
     def _reduce(self, x: Tensor, residual: Tensor, stream: Any) -> None:
-        self.comm.feed_back(x, residual, self._compress, stream=stream)
-        self.comm.all_reduce(x, kos.ReduceOp.AVG, compress=self._compress, stream=stream)
+        exact = self.comm.exact_group_size(x.device.index if x.is_cuda else None)
+        counts, place = shards(x.numel(), exact), self.comm.rank % exact
+        own = residual[sum(counts[:place]) :][: counts[place]]
+        self.comm.all_reduce(x, kos.ReduceOp.AVG, compress=self._compress, residual=own, stream=stream)
 
     def _residual(self, bucket: Any, x: Tensor) -> Tensor:
         """That of a bucket, of those of its parameters, which DDP distributes anew after the first step."""

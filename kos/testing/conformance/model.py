@@ -18,6 +18,7 @@ import numpy as np
 
 from kos.comm import PremulSum, ReduceOp
 from kos.comm.compression import FORMATS, Format
+from kos.comm.host_compressed import IN_PHASES
 from kos.comm.schedules import algorithms, collectives
 from kos.dtypes import dtype_of
 from kos.testing.conformance.values import Array, assert_bits, assert_numbers, poison, vector, wrong_elements
@@ -146,16 +147,19 @@ def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
     return xs if step.name != "barrier" else None
 
 
-def result(step: Step, xs: list[Array], me: int) -> Array | None:
+def result(step: Step, xs: list[Array], me: int, exact: int = 1) -> Array | None:
     """What rank ``me`` gets, as one vector; None if it has no result.
 
     Reductions add in rank order, 16-bit and 8-bit floats in fp32, and round once.  With compression, the
-    receiver decodes what arrives, and an all_reduce compresses the sums again before it sends them.
+    receiver decodes what arrives, and an all_reduce compresses the sums again before it sends them.  So many
+    neighbouring ranks add up ``exact``ly first, in an all_reduce or a reduce_scatter.
     """
     mine, n = parts(step, xs, me), len(xs)
     if mine is None:
         return None
     form = FORMATS[step.compress] if step.compress and n > 1 else None
+    if form is not None and step.name in IN_PHASES and not step.deterministic:
+        mine = [in_rank_order(mine[at : at + exact], step.op) for at in range(0, n, exact)]
     with np.errstate(all="ignore"):
         got = mine if form is None else [decoded(form, x) for x in mine]
         if step.name not in REDUCING:
@@ -167,12 +171,12 @@ def result(step: Step, xs: list[Array], me: int) -> Array | None:
 
 
 @lru_cache(32)  # the forms of a call have the same inputs, and ranks may be threads
-def _known(step: Step, seed: int, n: int, me: int) -> tuple[Array, list[Array] | None, Array | None]:
+def _known(step: Step, seed: int, n: int, me: int, exact: int) -> tuple[Array, list[Array] | None, Array | None]:
     """What rank ``me`` gives, the parts of its result, and its result (an array of that size if it is not exact)."""
     xs = _inputs(seed, step, n)
     mine = parts(step, xs, me)
     if step.is_exact or mine is None:
-        return xs[me], mine, result(step, xs, me)
+        return xs[me], mine, result(step, xs, me, exact)
     return xs[me], mine, mine[0]
 
 
@@ -299,7 +303,9 @@ class Trial:
     def fill(self, seed: int) -> None:
         """Write other inputs into the arrays, for one more call."""
         call = replace(self.step, in_place=False, sized=True, made=False, other=False)
-        self.given, self.mine, self.expected = _known(call, seed, self.comm.size, self.comm.rank)
+        self.given, self.mine, self.expected = _known(
+            call, seed, self.comm.size, self.comm.rank, self.comm.exact_group_size()
+        )
         self.kept, self.untouched = self._arrays()
         if hasattr(self, "x"):
             self.x[...], self.out[...] = self._arrays()

@@ -10,7 +10,7 @@ from kos.comm import Communicator
 from kos.memory.array import Array
 from kos.testing.conformance.model import MOVING, REDUCING
 
-OPERATIONS = {*REDUCING, *MOVING, "send", "recv", "feed_back"}
+OPERATIONS = {*REDUCING, *MOVING, "send", "recv"}
 
 
 class OnGPU:
@@ -31,6 +31,9 @@ class OnGPU:
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self.comm.timeout = seconds
+
+    def exact_group_size(self) -> int:
+        return self.comm.exact_group_size(self.device)
 
     def duplicate(self) -> OnGPU:
         return OnGPU(self.comm.duplicate())

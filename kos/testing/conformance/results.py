@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
@@ -21,10 +22,8 @@ from kos.testing.conformance.model import COMPRESSED, REDUCING, ROOT_GIVES, ROOT
 from kos.testing.conformance.values import (
     SIZES,
     assert_bits,
-    assert_numbers,
     assert_same_on_all_ranks,
     raises,
-    vector,
 )
 
 REPEATED = 7
@@ -69,25 +68,6 @@ def compressed(comm: Communicator, seed: int, form: str, dtype: Any) -> None:
             correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
 
 
-def compressed_between_groups(comm: Any, seed: int, form: str, dtype: Any, local: int = 2) -> None:
-    """Exact sums of ``local`` neighbours, then compressed ones between these groups (docs/guides/collectives.md)."""
-    local = 1 if comm.size % local or comm.size == local else local
-    host, rail = comm.split(comm.rank // local), comm.split(comm.rank % local)
-    for count in (1, 63, 64, 65, 1000, 20_011):
-        xs = [vector((seed, rank), local * count, dtype, "hostile") for rank in range(comm.size)]
-        x = xs[comm.rank].copy()
-        part = host.reduce_scatter(x, deterministic=True)
-        rail.all_reduce(part, compress=form)
-        host.all_gather(part, x)
-        step = Step("all_reduce", count, dtype, compress=form)
-        with np.errstate(all="ignore"):
-            sums = [np.split(model.in_rank_order(xs[at : at + local]), local) for at in range(0, comm.size, local)]
-        parts: Any = [model.result(step, list(part), 0) for part in zip(*sums, strict=True)]
-        assert_numbers(x, np.concatenate(parts), f"{step}, between groups of {local}")
-    host.close()
-    rail.close()
-
-
 def shapes_and_scalars(comm: Communicator) -> None:
     """Arrays of no dimension, the shapes of arrays that an operation makes, and bytes."""
     n, x = comm.size, np.array(float(comm.rank + 1))
@@ -106,14 +86,40 @@ def shapes_and_scalars(comm: Communicator) -> None:
 
 
 def feedback_keeps_what_is_lost(comm: Communicator, seed: int, name: str, dtype: Any) -> None:
-    """The sum of what was sent, and the residual, are the sum of all vectors, also after infinities and the largest.
+    """The sum of what was sent, and the residuals, are the sum of all vectors, up to rounding; infinities are not kept.
 
     Every backend computes the same bits.  A group of one, which compresses nothing, loses nothing.
     """
-    residual = np.zeros(1000, dtype)
-    for turn in range(20):
-        x = vector((seed, turn, comm.rank), 1000, dtype, ("any", "hostile", "hostile")[turn % 3])
-        sent, lost = model.fed_back(FORMATS[name], x, residual) if comm.size > 1 else (x.copy(), residual.copy())
-        comm.feed_back(x, residual, name)
-        assert_numbers(x, sent, "fed back")
-        assert_bits(residual, lost, "residual")
+    n, me, exact, part = comm.size, comm.rank, comm.exact_group_size(), 320
+    residual = np.zeros(n * part, dtype)
+    if n == 1:
+        x = np.arange(5).astype(dtype)
+        comm.all_reduce(x, compress=name, residual=residual)
+        assert_bits(x, np.arange(5).astype(dtype), "fed back")
+        return assert_bits(residual, np.zeros(part, dtype), "residual")
+    host, place, mine = me - me % exact, me % exact, slice(me * part, (me + 1) * part)
+    given, sent, used = np.zeros(part), np.zeros(part), n // exact * part
+    kept = residual[:used].copy()
+
+    def check(xs: list[Any]) -> Any:
+        got = comm.reduce_scatter(xs[me].copy(), compress=name, residual=residual)
+        total = model.in_rank_order(xs[host : host + exact]).reshape(n // exact, exact, part)
+        kept[...] = model.fed_back(FORMATS[name], total[:, place].reshape(-1), kept)[1]
+        assert_bits(residual[:used], kept, "residual")
+        return got
+
+    for step in range(20):
+        xs = [np.random.default_rng((seed, step, r)).standard_normal(n * part).astype(dtype) for r in range(n)]
+        given += np.sum([x[mine].astype(np.float64) for x in xs], 0)
+        sent += check(xs)
+    left = comm.all_gather(residual).reshape(n, -1)[place::exact, :used].reshape(n // exact, n // exact, part)
+    own = left[:, me // exact].astype(np.float64).sum(0)
+    lost = np.linalg.norm(given - sent - own) / np.linalg.norm(given)
+    assert lost < 20 * float(ml_dtypes.finfo(dtype).eps), f"{lost} of the sum"
+    assert np.linalg.norm(given - sent) > 1e-3 * np.linalg.norm(given), "was it compressed?"
+    largest = ml_dtypes.finfo(dtype).max
+    for x in xs:
+        x[::7] = np.resize(np.array([np.inf, np.nan, -np.inf, 1, 2], dtype), x[::7].size)
+        x[1::7], residual[1:used:7], kept[1::7] = largest, largest / dtype.type(64), largest / dtype.type(64)
+    check(xs)
+    assert np.isfinite(residual.astype(np.float32)).all()

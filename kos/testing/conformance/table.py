@@ -58,9 +58,7 @@ def cases(full: bool = False, seed: int = 0, gpu: bool = False) -> list[Case]:
 
     ``gpu``: those for arrays on GPUs.
     """
-    rows = chain(
-        _first(), _of_results(full, seed), _of_compression(full, seed), _of_order(full, seed), _of_failures(full)
-    )
+    rows = chain(_first(), _of_results(full, seed), _of_compression(seed), _of_order(full, seed), _of_failures(full))
     return [case for case in rows if not (gpu and case.host)]
 
 
@@ -128,12 +126,10 @@ def _of_results(full: bool, seed: int) -> Iterator[Case]:
     yield _row(results.shapes_and_scalars)
 
 
-def _of_compression(full: bool, seed: int) -> Iterator[Case]:
+def _of_compression(seed: int) -> Iterator[Case]:
     for form in FORMATS:
         for dtype in map(np.dtype, CARRIED):
             yield _row(results.compressed, form, dtype, seed=seed)
-        for dtype in (dtype for dtype in _floats(full) if dtype.name in CARRIED):
-            yield _row(results.compressed_between_groups, form, dtype, seed=seed)
         yield _row(results.feedback_keeps_what_is_lost, form, _F4, seed=seed)
 
 

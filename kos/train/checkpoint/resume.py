@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "fit", "long_documents"),
-    *("deterministic", "device", "dtype", "master_weights", "grad_dtype", "compress", "compress_scope"),
+    *("deterministic", "device", "dtype", "master_weights", "grad_dtype", "compress"),
 )
 """A resumed run gives the same bits as an uninterrupted one only if these settings do not change."""
 
@@ -242,8 +242,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     jumps gives a warning too, since this is seldom intended.
     """
     before = found.config
-    asked = {"grad_dtype": "float32", "compress": "none", "compress_scope": "all", "documents": "cross"}
-    asked |= {"fit": "cut", "long_documents": "cut"}
+    asked = {"grad_dtype": "float32", "compress": "none", "documents": "cross", "fit": "cut", "long_documents": "cut"}
     asked |= before.get("config", {})
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)

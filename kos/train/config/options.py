@@ -54,6 +54,12 @@ CUDA_MICRO_BATCH_TOKENS = 32_768
 REMOVED_SCHEDULES = ("gpipe", "zero-bubble")
 """Values of ``pp_schedule`` that are read as ``1f1b``, which has the same stages and adds in the same order."""
 
+REMOVED_KEYS: dict[str, tuple[Any, str]] = {
+    "pp_chunks": (None, "it was of interleaved alone"),
+    "compress_scope": ("all", "compress sends gradients in fewer bits between hosts only, or within one host"),
+}
+"""Keys that files of earlier versions may have, with their defaults, and why a value is left out."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -202,9 +208,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes. If a rank has several
     micro-batches, gradients are float32, because sums in bfloat16 would lose digits; the run then says so."""
     compress: Literal["none", "fp8", "int8", "int4"] = option("none")
-    """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none)."""
-    compress_scope: Literal["all", "hosts"] = option("all")
-    """Compress between all ranks (all), or only between hosts, after exact sums within each host (hosts)."""
+    """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none). On several hosts,
+    gradients are compressed between hosts only, after exact sums within each host."""
     deterministic: bool = option(False)
     """Give the same bits for any number of ranks, and on CPUs in any layout. Steps take longer."""
     seed: int = option(1337, ge=0, lt=2**63)
@@ -323,8 +328,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
                 raise SettingError("zero", "0 with muon", self.zero, "elastic")
             if self.publish is not None:
                 raise SettingError("publish", "none", self.publish, "elastic")
-        if self.compress_scope == "hosts" and self.compress == "none":
-            raise SettingError("compress", "fp8, int8 or int4", self.compress, "compress_scope")
         self._check_best()
         if self.lora is None and (given := [x for x in ("lora_alpha", "lora_targets") if getattr(self, x)]):
             raise SettingError(given[0], "none without adapters (--lora)", getattr(self, given[0]), "lora")
@@ -614,8 +617,9 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
             del merged[key]
     if (old := merged.get("pp_schedule")) == "interleaved":
         raise SettingError(labels["pp_schedule"], "zero-bubble-v, which replaces it", old).about("pp_schedule")
-    if (chunks := merged.pop("pp_chunks", None)) is not None:  # files of kos 0.2 have it
-        _log.warning("%s: %s is left out, it was of interleaved alone", labels["pp_chunks"], chunks)
+    for key, (default, why) in REMOVED_KEYS.items():
+        if (value := merged.pop(key, default)) != default:
+            _log.warning("%s: %s is left out, %s", labels[key], value, why)
     if old in REMOVED_SCHEDULES:
         merged["pp_schedule"] = "1f1b"
         _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Sequence
 
 from kos.comm.communicator import Communicator
 from kos.cuda import device_info, require, unavailable
@@ -18,7 +17,7 @@ from kos.train.device import Device
 from kos.train.machine import DRIVER
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
-from kos.train.parallel.mesh import AXES, Layout, Mesh, ranks_of_a_host
+from kos.train.parallel.mesh import AXES, Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 
@@ -51,20 +50,6 @@ def layout_of(config: TrainConfig, ranks: int) -> Layout:
         of = " × ".join(["--tp"] * (layout.tp > 1) + ["2", "--cp"] * (layout.cp > 1))
         raise SettingError("--seq-len", f"a multiple of {parts}", config.seq_len, of, also=["tp", "cp"])
     return layout
-
-
-def scope_of(config: TrainConfig, layout: Layout, hosts: Sequence[object]) -> tuple[TrainConfig, int]:
-    """The settings of a run with rank r on ``hosts[r]``, and how many ranks of a host sum before they compress.
-
-    ``--compress-scope hosts`` compresses nothing where the ranks of dp and cp are on one host.  ConfigError if they are
-    not as many on each.
-    """
-    if config.compress_scope == "all":
-        return config, 1
-    local = ranks_of_a_host(layout, ("dp", "cp"), hosts, "--compress-scope hosts")
-    if local == layout.dp * layout.cp:
-        return config.model_copy(update={"compress": "none", "compress_scope": "all"}), 1
-    return config, local
 
 
 def choose_device(asked: str, comm: Communicator) -> str:

@@ -65,7 +65,7 @@ class CpuDevice(Device):
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
         parts, schedule = self.parts, self.pipeline.schedule
-        dry = Mesh.dry(mesh.layout, mesh.world.rank, mesh.local)
+        dry = Mesh.dry(mesh.layout, mesh.world.rank, mesh.exact("cpu"))
         plan = plan_memory(config, model, DryOps(), dry, schedule, sharing=self.comm.local_size)
         self.plan = together(self.comm, plan.check)
         buckets = plan_buckets(config, model, parts, mesh, reaches=False)

@@ -154,7 +154,7 @@ class CudaDevice(Device):
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, len(self.micro_batches)
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self._reaches = _reaches(replicas)
-        dry = Mesh.dry(mesh.layout, comm.rank, mesh.local)
+        dry = Mesh.dry(mesh.layout, comm.rank, mesh.exact("cuda"))
         buckets = plan_buckets(config, model, parts, dry, self._reaches)
         shards = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
 

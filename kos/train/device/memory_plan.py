@@ -98,7 +98,7 @@ def plan_buckets(
     uncut = frozenset(name for group in groups if group.rule for name in group.names if name in shapes)
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
     if config.device == "cpu":
-        blocks = 1 if config.compress == "none" else compression.BLOCK * reduction.host.size
+        blocks = 1 if config.compress == "none" else compression.BLOCK * mesh.exact("cpu")
         multiple = BLOCK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
     itemsize = DTYPES[config.grad_dtype].itemsize
@@ -108,7 +108,7 @@ def plan_buckets(
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
     if ranks > 1 and config.compress != "none":
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
-        staging += 2 * nbytes * (reduction.host.size > 1)  # terms of exact sums, and with ZeRO-1 their results
+        staging += 2 * nbytes * (mesh.exact("cuda") > 1)  # terms of exact sums, and with ZeRO-1 their results
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
 
 

@@ -8,13 +8,8 @@ have one more than others.
 of the flat gradient are summed over the ranks as soon as they are complete.
 
 *Compressed*: buckets are sent in fewer bits (``kos.comm.compression``).  A rank keeps the compression error of its
-gradients, the residual, and adds it to its gradients of the next step (error feedback).
-
-*Compressed between hosts* (``--compress-scope hosts``): a bucket is first reduce-scattered within each host, exactly
-and in rank order. Each rank then exchanges its piece in compressed form on its *rail*, which connects the ranks with
-the same number on all hosts. The sums, compressed again, are gathered within the host. With h hosts, 2(h-1)/h of the
-bytes of a compressed bucket leave each host. Compression among all ranks, l on each host, would send about (l + 1)/2
-times as much: the contributions of all ranks, but each sum once. The residual covers only the rank's piece.
+gradients, the residual, and adds it to its gradients of the next step (error feedback).  Between hosts, the ranks of a
+host first sum exactly (``Communicator.exact_group_size``), and the residual covers only the shard of this rank.
 
 *Deterministic*: gradients are summed after the backward, in one order for any number of ranks (``TreeSum``).
 
@@ -37,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.comm.compression import BLOCK
 from kos.comm.work import Work
 from kos.train.model.parameters import OnFirstRead, OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
@@ -230,7 +226,7 @@ class DataParallel:
     - ``uncut``: tensors that one rank must hold whole.  With ``sharded``, a rank's parts are then whole buckets.
     - ``twice``: a rank also holds the parts of the rank before it.  ``own`` returns its parts without these.
     - ``compress``: the format in which buckets are sent.  ``residual`` then holds the compression error of this rank
-      so far.  ``reduction.host`` has several ranks only with compression.
+      so far.  ``exact`` neighbours of ``reduction.replicas`` sum exactly before they compress.
     - ``in_order``: the number of micro-batches of all ranks, for a deterministic sum.  The caller then calls ``add`` of
       ``tree`` in place of ``gradient_ready``.
     """
@@ -238,10 +234,11 @@ class DataParallel:
     def __init__(
         self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *, in_order: int | None = None,
         bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
-        uncut: Collection[str] = (), compress: str = "none", twice: bool = False, more: Sequence[Reduction] = (),
+        uncut: Collection[str] = (), compress: str = "none", exact: int = 1, twice: bool = False,
+        more: Sequence[Reduction] = (),
     ) -> None:  # fmt: skip
         self.replicas, self.others, self.gradients, self.ops = reduction.replicas, reduction.others, gradients, ops
-        self.host, self.rails, self.sharded, self.twice = reduction.host, reduction.rails, sharded, twice
+        self.exact, self.sharded, self.twice = exact, sharded, twice
         self.more, total, spans = more, gradients.flat.size, gradients.spans
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
         first, *further = gradients.regions
@@ -262,19 +259,13 @@ class DataParallel:
             for bucket in self.buckets
         ]
         self.compress = "none" if self.replicas.size == 1 else compress
-        self.residual: Parameters | OwnedSlices | None = None
-        if self.compress != "none" and self.host.size == 1:
-            self.residual = gradients.like()
-        elif self.compress != "none":
-            places = [place for bucket in self.buckets for place in self._on_rail(bucket)]
+        self.residual: OwnedSlices | None = None
+        if self.compress != "none":
+            places = [place for bucket in self.buckets for place in self._compressed(bucket)]
             self.residual = OwnedSlices(gradients, places, gradients.flat.dtype)
         self.tree = None if in_order is None else TreeSum(reduction.batch, in_order, gradients, even, ops)
         self._missing: list[set[str]] = []  # tensors without gradient, per bucket, in the last micro-batch
-        self._in_flight: list[tuple[slice, Work]] = []
-        self._staged: Any = None
-        if sharded and self.host.size > 1:
-            longest = max(bucket.stop - bucket.start for bucket in self.buckets)
-            self._staged = gradients.zeros(longest // self.host.size, gradients.flat.dtype)
+        self._in_flight: list[Work] = []
 
     def gradient_ready(self, name: str) -> None:
         """Called in the last micro-batch when a gradient is final.  Starts to sum each bucket that is now complete."""
@@ -287,7 +278,7 @@ class DataParallel:
                 if missing:
                     continue
                 if self.of(bucket).size > 1:
-                    self._in_flight.append((bucket, self._sum(bucket)))
+                    self._in_flight.append(self._sum(bucket))
 
     def of(self, bucket: slice) -> Axis:
         """The ranks that hold the same weights of a bucket."""
@@ -295,46 +286,31 @@ class DataParallel:
 
     def _sum(self, bucket: slice) -> Work:
         """Start to sum a bucket over the ranks."""
-        local, comm = self.host.size, self._replicas.get(bucket.start, self.rails).comm
-        form = None if self.compress == "none" else self.compress
-        x = self.gradients.flat[bucket] if local == 1 else self._sum_within_host(bucket)
-        if self.residual is not None:
-            comm.feed_back(x, self.residual.flat[bucket.start // local : bucket.stop // local], self.compress)
+        comm, x, how = self.of(bucket).comm, self.gradients.flat[bucket], dict[str, Any](async_op=True)
         if self._owners:
-            work: Work = comm.reduce(x, self._owners[bucket.start], async_op=True)
-        elif self.sharded:
-            work = comm.reduce_scatter(x, self.gradients.flat[self._part(bucket)], async_op=True, compress=form)
+            work: Work = comm.reduce(x, self._owners[bucket.start], **how)
+            return work
+        if self.compress != "none":
+            how["compress"] = self.compress
+        if self.residual is not None:
+            how["residual"] = self.residual.flat[bucket.start // self.exact : bucket.stop // self.exact]
+        if self.sharded:
+            work = comm.reduce_scatter(x, self.gradients.flat[self._part(bucket)], **how)
         else:
-            work = comm.all_reduce(x, async_op=True, compress=form)
+            work = comm.all_reduce(x, **how)
         return work
 
-    def _on_rail(self, bucket: slice) -> list[slice]:
-        """The slices of a bucket that this rank's rail sums: one piece, or with ZeRO-1 the parts of its ranks."""
-        if not self.sharded:
-            return [self.part(bucket, self.host.rank, self.host.size)]
-        return [self.part(bucket, rank) for rank in range(self.host.rank, self.replicas.size, self.host.size)]
-
-    def _sum_within_host(self, bucket: slice) -> Array:
-        """Sum the slices of this rank's rail over the ranks of this host."""
-        self._wait()  # kernels of peer and NCCL that run at once could block each other
-        flat, first = self.gradients.flat, self._on_rail(bucket)[0]
-        if self._staged is None:
-            self.host.comm.reduce_scatter(flat[bucket], flat[first], deterministic=True)
-            return flat[first]
-        length = first.stop - first.start
-        for number in range(self.rails.size):
-            x = flat[self.part(bucket, number, self.rails.size)]
-            out = self._staged[number * length : (number + 1) * length]
-            self.host.comm.reduce_scatter(x, out, deterministic=True)
-        return self._staged[: self.rails.size * length]
+    def _compressed(self, bucket: slice) -> list[slice]:
+        """The slices of a bucket that this rank compresses: one, or with ZeRO-1 the parts of the ranks that add it."""
+        place = self.replicas.rank % self.exact
+        if not self.sharded or self.exact == 1:
+            return [self.part(bucket, place, self.exact)]
+        return [self.part(bucket, rank) for rank in range(place, self.replicas.size, self.exact)]
 
     def _wait(self) -> None:
         """Wait for the sums in flight."""
-        for bucket, work in self._in_flight:
+        for work in self._in_flight:
             work.wait()
-            if self.host.size > 1 and not self.sharded:
-                flat, (piece,) = self.gradients.flat, self._on_rail(bucket)
-                self.host.comm.all_gather(flat[piece], flat[bucket])
         self._in_flight.clear()
 
     @contextmanager
@@ -342,8 +318,8 @@ class DataParallel:
         """A context for a step that only warms up.  It keeps the residual, and loads the kernel that adds it."""
         kept, self.residual = self.residual, None
         if kept is not None:
-            one, other = (self.gradients.zeros(1, self.gradients.flat.dtype) for _ in range(2))
-            self.rails.comm.feed_back(one, other, self.compress)
+            one, other = (self.gradients.zeros(BLOCK * self.exact, self.gradients.flat.dtype) for _ in range(2))
+            self.replicas.comm.all_reduce(one, compress=self.compress, residual=other)
         yield
         self.residual = kept
 

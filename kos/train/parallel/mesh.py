@@ -10,8 +10,7 @@ torchtitan order alike.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -70,33 +69,21 @@ class Layout:
         return rank
 
 
-def ranks_of_a_host(layout: Layout, axes: Collection[str], hosts: Sequence[Hashable], flag: str) -> int:
-    """How many ranks of a group along ``axes`` each host has, where rank r of the layout is on ``hosts[r]``.
-
-    Raises SettingError for ``flag`` unless all hosts have the same number of ranks of each group, side by side.
-    """
-    groups = dict[tuple[int, ...], list[Hashable]]()
-    for rank, host in enumerate(hosts):
-        place = layout.coordinates(rank)
-        groups.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(host)
-    runs = [[len([*run]) for _, run in itertools.groupby(group)] for group in groups.values()]
-    for counts, group in zip(runs, groups.values(), strict=True):
-        if counts != runs[0][:1] * len(set(group)):
-            expected = f"as many ranks of {' and '.join(axes)} on every host, side by side"
-            raise SettingError(flag, expected, counts)
-    return runs[0][0]
-
-
 class DryCommunicator:
     """Stands in for a communicator and moves nothing, in a dry run."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    device = None
+
+    def __init__(self, rank: int, size: int, exact: int = 1) -> None:
+        self.rank, self.size, self._exact = rank, size, exact
+
+    def exact_group_size(self, device: int | None = None) -> int:
+        return self._exact
 
     def _nothing(self, *arrays: object, **options: object) -> DryCommunicator:
         return self
 
-    all_gather = all_reduce = all_to_all = broadcast = feed_back = reduce = reduce_scatter = _nothing
+    all_gather = all_reduce = all_to_all = broadcast = reduce = reduce_scatter = _nothing
     send = recv = send_recv = split = synchronize = wait = _nothing
 
 
@@ -122,15 +109,12 @@ class Reduction(NamedTuple):
 
     ``replicas`` hold the same weights: gradients are summed over them, and ZeRO-1 shards the state over them.
     ``batch`` are those of them that have other micro-batches. ``others`` hold the rest of the model: the squares of
-    the norm are summed over them. ``rails`` are the replicas among which gradients are compressed: all of them or, with
-    ``--compress-scope hosts``, rank i of each ``host``, within which they are summed before.
+    the norm are summed over them.
     """
 
     replicas: Axis
     batch: Axis
     others: Axis
-    host: Axis
-    rails: Axis
 
 
 class Mesh:
@@ -138,10 +122,10 @@ class Mesh:
 
     ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``replicas`` joins dp and cp, whose ranks hold the same weights,
     and ``model_parallel`` joins pp and tp, whose ranks hold one model together. ``dense`` are the axes of weights that
-    every rank of dp and cp holds. ``local`` neighbours of ``replicas`` make a ``host`` (``Reduction``).
+    every rank of dp and cp holds.
     """
 
-    def __init__(self, world: Communicator, layout: Layout | None = None, local: int = 1) -> None:
+    def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
         self.world = world
         self.layout = layout or Layout(dp=world.size)
         if self.layout.ranks != world.size:
@@ -150,22 +134,22 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Communicator] = {}
         self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in ("pp", "dp", "cp", "tp"))
         self.replicas, self.model_parallel = self._axis("dp", "cp"), self._axis("pp", "tp")
-        self.local, self.host, self.rails = local, ALONE, self.replicas
-        if local > 1:
-            at, place = divmod(self.replicas.rank, local)
-            self.host = self._split("host", self.replicas, at, place, local)
-            self.rails = self._split("rails", self.replicas, place, at, self.replicas.size // local)
 
     @property
     def dense(self) -> Reduction:
-        return Reduction(self.replicas, self.dp, self.model_parallel, self.host, self.rails)
+        return Reduction(self.replicas, self.dp, self.model_parallel)
+
+    def exact(self, device: str) -> int:
+        """How many neighbours of ``replicas`` sum gradients exactly before they compress, on ``cpu`` or ``cuda``."""
+        comm = self.replicas.group
+        return 1 if comm is None else comm.exact_group_size(comm.device if device == "cuda" else None)
 
     def reduction(self, axes: Collection[str] = DENSE) -> Reduction:
         """That of a parameter group whose weights are the same on all ranks along ``axes``."""
         if axes == DENSE:
             return self.dense
         replicas, batch = self._axis(*axes), self.dp if "dp" in axes else ALONE
-        return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)), ALONE, replicas)
+        return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)))
 
     def reductions(self, groups: Iterable[Collection[str]]) -> list[Reduction]:
         """Those of parameter groups with these axes.  Of several groups the norm is one sum over all ranks."""
@@ -193,20 +177,17 @@ class Mesh:
             return ALONE
         if count == self.tp.size:
             return self.tp
-        return self._split(f"copies {count}", self.tp, *divmod(self.tp.rank, count), count)
-
-    def _split(self, name: str, axis: Axis, color: int, key: int, size: int) -> Axis:
-        """The ``size`` ranks of an axis that have this color."""
+        name, (color, key) = f"copies {count}", divmod(self.tp.rank, count)
         if (name,) not in self._groups:
-            group = axis.comm.split(color, key)
+            group = self.tp.comm.split(color, key)
             assert group is not None  # every rank has a color
             self._groups[name,] = group
-        return Axis(key, size, self._groups[name,])
+        return Axis(key, count, self._groups[name,])
 
     @classmethod
-    def dry(cls, layout: Layout, rank: int = 0, local: int = 1) -> Mesh:
+    def dry(cls, layout: Layout, rank: int = 0, exact: int = 1) -> Mesh:
         """The mesh as ``rank`` of a job of this layout sees it, without the other ranks."""
-        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks)), layout, local)
+        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks, exact)), layout)
 
     def communicators(self) -> list[Communicator]:
         """The world, and the communicators that were split from it."""

@@ -12,7 +12,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +20,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.compression import FORMATS
 from kos.comm.reduction import ReduceOp
 from kos.dtypes import DTYPES
+from kos.errors import SettingError
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
@@ -28,7 +29,7 @@ from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.optim import MatrixRule, UpdateRule, elements
-from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh, Reduction, ranks_of_a_host
+from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh, Reduction
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.costs import GPUS, Rates, TimedOps, cost, update_bytes
@@ -45,20 +46,25 @@ class Network(NamedTuple):
     phases: bool = True
     """Whether exact collectives go in phases where that is faster than a ring of all ranks."""
 
-    def places(self, ranks: int) -> list[int]:
-        """The host of each rank."""
-        return [rank * self.hosts // ranks for rank in range(ranks)]
-
     def local(self, layout: Layout, *axes: str) -> int:
         """How many ranks of a group along these axes each host has. ConfigError if hosts differ."""
-        return ranks_of_a_host(layout, axes, self.places(layout.ranks), f"--hosts {self.hosts}")
+        groups = defaultdict[tuple[int, ...], Counter[int]](Counter)
+        for rank in range(layout.ranks):
+            place = layout.coordinates(rank).items()
+            groups[tuple(at for axis, at in place if axis not in axes)][rank * self.hosts // layout.ranks] += 1
+        counts = [[*group.values()] for group in groups.values()]
+        for each in counts:
+            if {*each} != {counts[0][0]}:
+                expected = f"as many ranks of {' and '.join(axes)} on every host"
+                raise SettingError(f"--hosts {self.hosts}", expected, each)
+        return counts[0][0]
 
 
 ONE_HOST = Network(1, 0.0)
 
 
 class Job(NamedTuple):
-    """The job to plan: the settings of all ranks, with every choice made; ``local`` as in ``Mesh``."""
+    """The job to plan: the settings of all ranks, with every choice made."""
 
     config: TrainConfig
     model: LlamaConfig
@@ -66,7 +72,12 @@ class Job(NamedTuple):
     schedule: Schedule
     rates: Rates
     network: Network = ONE_HOST
-    local: int = 1
+
+    @property
+    def exact(self) -> int:
+        """See ``Mesh.exact``."""
+        local = self.network.local(self.layout, "dp", "cp")
+        return local if local < self.layout.dp * self.layout.cp else 1
 
     def parts(self, stage_rank: int) -> tuple[Local, ...]:
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
@@ -79,7 +90,7 @@ class Job(NamedTuple):
 
     def memory(self, stage_rank: int) -> MemoryPlan:
         """The device's plan for a rank of the pipeline."""
-        mesh = Mesh.dry(self.layout, self.layout.rank({"pp": stage_rank}), self.local)
+        mesh = Mesh.dry(self.layout, self.layout.rank({"pp": stage_rank}), self.exact)
         if self.config.device == "cpu":
             ranks = self.layout.ranks
             return plan_memory(self.config, self.model, cpu.DryOps(), mesh, self.schedule, sharing=ranks)
@@ -139,18 +150,38 @@ class Link:
         self.clock, self.axis, self.rank, self.size, self._free = clock, axis, rank, size, 0.0
         self._hosts, self._beside = hosts, beside
 
+    device = None
+
+    def exact_group_size(self, device: int | None = None) -> int:
+        return self.size // self._hosts if self._hosts > 1 else 1
+
     def split(self, color: int | None, key: int | None = None) -> Link:
         return self
 
     def all_reduce(
-        self, x: Array, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, compress: str | None = None
-    ) -> Arrival:
-        return self._collective(2, _sent(x, compress), async_op, compress)
+        self, x: Array, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, compress: str | None = None,
+        residual: Array | None = None,
+    ) -> Arrival:  # fmt: skip
+        return self._reduce(2, x, async_op, compress, residual)
 
     def reduce_scatter(
-        self, x: Array, out: Array, *, async_op: bool = False, compress: str | None = None, deterministic: bool = False
-    ) -> Arrival:
-        return self._collective(1, _sent(x, compress), async_op, compress)
+        self, x: Array, out: Array, *, async_op: bool = False, compress: str | None = None,
+        residual: Array | None = None,
+    ) -> Arrival:  # fmt: skip
+        return self._reduce(1, x, async_op, compress, residual)
+
+    def _reduce(self, passes: int, x: Array, async_op: bool, compress: str | None, residual: Array | None) -> Arrival:
+        if residual is not None:
+            self.clock.operate("feed_back", 4 * residual.nbytes, 0.0)
+        if compress is None:
+            return self._collective(passes, x.nbytes, async_op)
+        whole, hosts, wire = FORMATS[compress].nbytes(x.size), self._hosts, self.clock.rates.wire
+        if hosts == 1:
+            return self._collective(passes, whole, async_op)
+        local = self.size // hosts
+        within, between = passes * x.nbytes * (local - 1) / local, passes * whole * (hosts - 1) / hosts
+        out = self._beside * between
+        return self._queue(within + between / local, out / self.clock.network.rate + within / wire, out, async_op)
 
     def all_gather(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
         return self._collective(1, x.nbytes * self.size, async_op)
@@ -159,9 +190,6 @@ class Link:
         return self._collective(1, x.nbytes, async_op)
 
     broadcast = reduce
-
-    def feed_back(self, x: Array, residual: Array, compress: str) -> None:
-        self.clock.operate("feed_back", 2 * (x.nbytes + residual.nbytes), 0.0)
 
     def send_recv(self, x: Array, out: Array, to: int, source: int, *, async_op: bool = False) -> Arrival:
         return self._queue(x.nbytes, *self._message(x, self._hosts > 1), async_op)
@@ -182,7 +210,7 @@ class Link:
         out = x.nbytes * self._beside * leaves
         return max(x.nbytes / self.clock.rates.wire, out / self.clock.network.rate if leaves else 0.0), out
 
-    def _collective(self, passes: int, whole: int, async_op: bool, compress: str | None = None) -> Arrival:
+    def _collective(self, passes: int, whole: int, async_op: bool) -> Arrival:
         """One that sends ``whole``, the bytes of all, so many times: each rank the part of the others."""
         sent, wire = passes * whole * (self.size - 1) / self.size, self.clock.rates.wire
         hosts, network, local = self._hosts, self.clock.network, self.size // self._hosts
@@ -191,9 +219,7 @@ class Link:
         least = self._beside * whole * (hosts - 1) / hosts
         ring = self._beside * whole * (self.size - 1) / self.size
         ways = [(passes * ring, 0.0)]
-        if compress:  # from each rank to every other one; NCCL gathers by a ring
-            ways = [(local * least + (passes - 1) * (ring if self.clock.rates.overlap else local * least), 0.0)]
-        elif network.phases:
+        if network.phases:
             ways.append((passes * least, passes * whole * (local - 1) / local / wire))
         seconds, out = min((out / network.rate + within, out) for out, within in ways)
         return self._queue(sent, seconds, out, async_op)
@@ -212,22 +238,15 @@ class Link:
         return arrival
 
 
-def _sent(x: Array, compress: str | None) -> int:
-    """The bytes of ``x`` as it is sent."""
-    return FORMATS[compress].nbytes(x.size) if compress else x.nbytes
-
-
 class TimedMesh(Mesh):
     """The mesh of a rank whose axes are links."""
 
     def __init__(self, clock: Clock, job: Job, rank: int) -> None:
         self._clock, self._network, self._of_a_host = clock, job.network, job.layout.ranks // job.network.hosts
-        super().__init__(cast(Communicator, Link(clock, "world", rank, job.layout.ranks)), job.layout, job.local)
+        super().__init__(cast(Communicator, Link(clock, "world", rank, job.layout.ranks)), job.layout)
         for name, of_mesh in AXES.items():
             axes = ("dp", "cp") if name == "gradients" else (name,)
             setattr(self, of_mesh, self._link(name, getattr(self, of_mesh), job.network.local(job.layout, *axes)))
-        self.rails = self.replicas if job.local == 1 else self._link("gradients", self.rails, 1)
-        self.host = self._link("gradients", self.host)
 
     def _link(self, name: str, axis: Axis, local: int = 0) -> Axis:
         """An axis of which ``local`` ranks are on each host; 0: all."""
@@ -242,8 +261,7 @@ class TimedMesh(Mesh):
         found = super().reduction(axes)
         if axes == DENSE:
             return found
-        replicas = self._link("gradients", found.replicas, self._network.local(self.layout, *axes))
-        return found._replace(replicas=replicas, rails=replicas)
+        return found._replace(replicas=self._link("gradients", found.replicas, self._network.local(self.layout, *axes)))
 
 
 class TimedDryRun(DryRun):

@@ -26,7 +26,7 @@ from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS
 from kos.train.data.corpus import read_corpus
 from kos.train.data.loading import lines_of
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.device.choose import layout_of, scope_of
+from kos.train.device.choose import layout_of
 from kos.train.device.memory_plan import GIB, DryCudaOps, MemoryPlan
 from kos.train.layers.attention import Attention
 from kos.train.model.llama import LlamaConfig
@@ -89,9 +89,8 @@ def make_job(
     for axes in (("dp", "cp"), ("tp",), ("cp",), ("pp",)):
         network.local(layout, *axes)
     steps = config.batch_size // (config.micro_batch_size * layout.dp)
-    config, local = scope_of(config, layout, network.places(layout.ranks))
     schedule = build(config.pp_schedule, layout.pp, steps)
-    job = Job(config, model, layout, schedule, rates, network, local)
+    job = Job(config, model, layout, schedule, rates, network)
     for rank in range(layout.pp):
         check_fp8(config, model, Mesh.dry(layout, layout.rank({"pp": rank})), job.parts(rank))
     check_blocks(config, model, layout)
@@ -173,17 +172,16 @@ def between_hosts(job: Job) -> str:
     if job.network.local(job.layout, "dp", "cp") == job.layout.dp * job.layout.cp:
         return "no gradients leave a host"
     form = job.config.compress if job.config.compress != "none" else "int8"
-    ring, phases, every, hosts = "exact, a ring of all ranks", "exact, in phases", f"--compress {form}", "hosts"
-    ways = {ring: ("none", "all"), phases: ("none", "all"), every: (form, "all")}
-    ways[f"{every} --compress-scope hosts"] = form, hosts
+    ring, phases = "exact, a ring of all ranks", "exact, in phases"
+    ways = {ring: "none", phases: "none", f"--compress {form}": form}
     rows = [["gradients between hosts", "GB out of a host", "ms", "tokens/s"]]
-    for name, (compress, scope) in ways.items():
+    for name, compress in ways.items():
         network = job.network._replace(phases=name != ring)
         try:
-            settings = {"compress": compress, "compress_scope": scope}
-            other = make_job(job.config, job.model, job.layout, job.rates, network, **settings)
+            other = make_job(job.config, job.model, job.layout, job.rates, network, compress=compress)
             found = predict(other, other.memory(0))
-            cells = [f"{found.sent[hosts] / 1e9:.3g}", f"{1e3 * found.seconds:.4g}", f"{found.tokens_per_second:,.0f}"]
+            out = found.sent["hosts"]
+            cells = [f"{out / 1e9:.3g}", f"{1e3 * found.seconds:.4g}", f"{found.tokens_per_second:,.0f}"]
         except ConfigError as error:
             cells = [f"refused: {error}"]
         rows.append([name, *cells])

@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer"
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv")
-LANE_OF = {**dict.fromkeys(COLLECTIVES, COMMUNICATION), "feed_back": COMPUTE}
+LANE_OF = dict.fromkeys(COLLECTIVES, COMMUNICATION)
 """The operations of a communicator that are timed."""
 
 
@@ -88,8 +88,6 @@ class TimedCommunicator:
 
         def run(*arguments: Any, **options: Any) -> Any:
             nbytes = max(getattr(x, "nbytes", 0) for x in arguments)
-            if name == "feed_back":
-                nbytes *= 4  # both arrays are read and written
             if form := options.get("compress"):
                 nbytes = FORMATS[form].nbytes(max(x.size for x in arguments))
             note = functools.partial(self._profiler.note, name, LANE_OF[name], nbytes=nbytes)

@@ -326,9 +326,6 @@ class DeviceComm:
     def send_recv(self, x, out, dst, src, async_op=False):
         return _started(Both(Send(self._comm, x, dst), Receive(self._comm, out, src)), async_op)
 
-    def feed_back(self, x, residual, compress):
-        on_device(lambda: self._comm.feed_back(on_host(x), on_host(residual), compress))
-
     def __getattr__(self, name):
         call = getattr(self._comm, name)
         if name not in ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "reduce_scatter", "send_recv"):
