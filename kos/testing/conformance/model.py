@@ -240,7 +240,7 @@ def decoded(form: Format, x: Array) -> Array:
 
 
 def fed_back(form: Format, x: Array, residual: Array) -> tuple[Array, Array]:
-    """What ``feed_back`` makes of ``x`` and ``residual``: their sum, and what is lost when that is sent.
+    """What a compressed call with a ``residual`` sends for ``x``, and the residual that it leaves.
 
     A finite number stays finite, and the residual of a number that does not arrive as a finite one is 0.
     """
