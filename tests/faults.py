@@ -4,10 +4,9 @@ usage: python -m tests.faults --trials N [--backend tcp|mpi|nccl|peer|auto] [--s
                               [--ranks R] [--hosts H] [--out FILE]
        python -m tests.faults grow --trials N [--seed S] [--timeout T] [--jobs J] [--out FILE]
        python -m tests.faults hosts --trials N [--faults KIND ...] [--seed S] [--timeout T] [--out FILE]
-       python -m tests.faults threads --trials N [--seed S]
 
 The second form is in ``grow_faults.py``: memberships change at random.  The third is in ``host_faults.py``: whole hosts
-are killed, stopped, cut off or slow.  The fourth is in ``thread_faults.py``: ranks are threads.
+are killed, stopped, cut off or slow.
 
 Each trial starts 2 to 4 ranks as processes: under mpirun for mpi, else by environment.  They run one program of
 collectives, messages, splits and duplicates, chosen by the trial's seed.  One rank sends itself SIGKILL or SIGSTOP
@@ -16,7 +15,7 @@ and that rank alone, as a rank of the world, and if no result was wrong.  Each w
 which ``--trials 1 --seed S`` repeats.
 
 With ``--hosts H``, rank r pretends to be on host r modulo H (``KOS_HOST``).  Between hosts a stopped rank is found only
-by the timeout, and ``mpi`` does not name it.
+by the timeout.
 
 On GPUs, rank r of the trial with seed S takes GPU (r + S) modulo their number, so trials side by side share GPUs.  Each
 trial takes some seconds to start CUDA: ``--jobs 10`` runs ten at a time.  On two GPUs use ``--jobs 3`` for nccl: with
@@ -55,7 +54,7 @@ from kos.errors import KosError, install
 from kos.memory.array import Array
 from kos.testing.conformance import model
 from kos.testing.conformance.model import Step
-from tests import grow_faults, thread_faults
+from tests import grow_faults
 from tests.comm.model import ramps
 from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server, remove_session
@@ -464,8 +463,6 @@ def campaign(
 def main() -> int:
     if sys.argv[1:2] == ["grow"]:
         return grow_faults.main(sys.argv[2:])
-    if sys.argv[1:2] == ["threads"]:
-        return thread_faults.main(sys.argv[2:])
     if sys.argv[1:2] == ["hosts"]:
         from tests import host_faults  # which uses this module
 

@@ -1,4 +1,4 @@
-"""Random defects, one at a time, and whether the tests see them (`tests/mutations.py` has those that are named).
+"""Random defects, one at a time, and whether the tests see them.
 
     python -m tests.random_mutations --record [pytest arguments]
     python -m tests.random_mutations --count 100 [--seed N] [--inside kos/comm] [--without FILE] [pytest arguments]

@@ -1,16 +1,10 @@
-"""What docs/differences.md says of kos, run on four ranks; of torch.distributed (gloo) and of MPI, on two."""
+"""What docs/differences.md says of torch.distributed (gloo) and of MPI, run on two ranks."""
 
 import importlib.util
 import sys
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 
-import kos
-from kos.errors import BackendUnavailable, CollectiveMismatch, InvalidArgument
-from kos.testing import spawn
 from tests.comm.tcp_ranks import free_port
 from tests.comm.test_jobs import environment
 from tests.launcher import MPIRUN, needs_mpirun, run_program
@@ -139,75 +133,3 @@ def test_what_the_page_says_of_others(tmp_path, program):
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = run_program(MPIRUN, "-n", "2", sys.executable, str(script), cwd=tmp_path, env=environment() | world)
     assert (done.returncode, done.stdout) == (0, "done\n" * 2), done.stderr
-
-
-def arguments(comm: Any) -> None:
-    x = np.full((2, 3), comm.rank, np.float32)
-    assert comm.all_gather(x).shape == (4, 2, 3)
-    assert comm.reduce(x, 1, kos.ReduceOp.SUM) is (x if comm.rank == 1 else None)
-    assert comm.rank == 1 or (x == comm.rank).all()
-    whole = np.zeros((4, 2))
-    whole[comm.rank] = comm.rank
-    comm.all_gather(whole[comm.rank], whole)
-    assert whole[:, 0].tolist() == [0, 1, 2, 3]
-    halves = comm.split(comm.rank // 2)
-    assert halves.broadcast(np.array([comm.rank]), root=1) == (1 if comm.rank < 2 else 3)
-    work = comm.all_reduce(whole, async_op=True)
-    assert work.wait() is whole
-    with pytest.raises(InvalidArgument, match="dst: expected another rank"):
-        comm.send(x, dst=comm.rank)
-    with pytest.raises(InvalidArgument, match="tag: expected a number from 0 to 1048575"):
-        comm.send(x, (comm.rank + 1) % 4, tag=1 << 20)
-    with pytest.raises(InvalidArgument, match="x: expected a C-contiguous array"):
-        comm.all_reduce(np.ones((2, 4))[:, ::2])
-    if comm.rank == 0:
-        comm.send(np.ones(2, np.int64), dst=1)
-    if comm.rank == 1:
-        with pytest.raises(CollectiveMismatch, match="2 elements of float64 from rank 0, got 2 elements of int64"):
-            comm.recv(np.ones(2, np.float64), src=0)
-
-
-def numbers(comm: Any) -> None:
-    for at in range(4):
-        x = np.array([np.nan if comm.rank == at else 1.0])
-        assert np.isnan(comm.all_reduce(x, kos.ReduceOp.MAX)[0])
-    small = np.array([2048 if comm.rank == 0 else 1], np.float16)
-    assert comm.all_reduce(small, deterministic=True) == 2052  # 2051 in float32, rounded once
-    for x, op in ((np.array([1]), kos.ReduceOp.AVG), (np.array([True]), kos.ReduceOp.SUM)):
-        with pytest.raises(InvalidArgument, match="op: expected one of "):
-            comm.all_reduce(x, op)
-
-
-def groups(comm: Any) -> None:
-    part = comm.split(None if comm.rank == 0 else 0, key=-comm.rank)
-    assert comm.timeout > 0 and (part is None) == (comm.rank == 0)
-    part = comm.group([3, 1])
-    assert (part is None) == (comm.rank not in (3, 1)) and (part is None or part.world_ranks == [3, 1])
-    assert comm.all_gather_bytes(b"x" * comm.rank) == [b"", b"x", b"xx", b"xxx"]
-    with pytest.raises(CollectiveMismatch, match="they differ in op"):
-        comm.duplicate().all_reduce(np.ones(1), kos.ReduceOp.MAX if comm.rank == 2 else kos.ReduceOp.SUM)
-
-
-REFUSED: dict[str, Callable[[Any], object]] = {
-    "x: expected an array, got dict": lambda comm: comm.all_reduce({"loss": 1.0}),
-    "dtype: expected one of": lambda comm: comm.all_reduce(np.array([{}])),
-    "x: expected an array without a mask": lambda comm: comm.all_reduce(np.ma.masked_array([1.0], [True])),
-    "data: expected bytes, got dict": lambda comm: comm.all_gather_bytes({"loss": 1.0}),
-    "src: expected a rank from 0 to 3, got -1": lambda comm: comm.recv(np.ones(1), src=-1),
-    "op: expected a ReduceOp or PremulSum": lambda comm: comm.all_reduce(np.ones(1), lambda a, b: a - b),
-    "recv_counts: expected send_counts": lambda comm: comm.all_to_all_v(np.ones(4), [1] * 4, [2] * 4),
-    "register: expected a backend for GPUs": lambda comm: comm.register(np.ones(1)),
-}
-
-
-def refused(comm: Any) -> None:
-    for expected, call in REFUSED.items():
-        with pytest.raises(InvalidArgument, match=f"^{expected}"):
-            call(comm)
-    with pytest.raises(BackendUnavailable, match="^nccl: "):
-        kos.init("nccl", rendezvous=comm.split(comm.rank).rendezvous)
-
-
-@pytest.mark.parametrize("section", [arguments, numbers, groups, refused])
-def test_what_the_page_says_of_kos(section):
-    spawn(section, 4)

@@ -119,28 +119,6 @@ main(["schedules"])
     assert (done.returncode, done.stdout, done.stderr) == (status, "printed\n", "")
 
 
-@pytest.mark.parametrize(
-    ("option", "number", "expected"),
-    [("--scales", "65537", "65,536, got 65,537"), ("--sizes", "9" * 400, "4,611,686,018,427,387,904, got 9")],
-)
-def test_predictions_of_schedules_refuse_huge_numbers(option, number, expected):
-    done = run(sys.executable, "-m", "kos.comm.schedules", "ring", "--predict", option, number)
-    assert done.returncode == 2 and f"kos: error: {option}: expected numbers up to {expected}" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--chunks 1025", "--chunks: expected up to 1,024, got 1,025"),
-        ("--chunks 100000000 --predict", "--chunks: expected up to 1,024, got 100,000,000"),
-        ("--ranks 100 --chunks 100", "--ranks times --chunks: expected up to 8,192, got 100 ranks with 100 chunks"),
-    ],
-)
-def test_schedules_refuse_huge_numbers_of_chunks(words, expected):
-    done = run(sys.executable, "-m", "kos.comm.schedules", "ring", *words.split())
-    assert done.returncode == 2 and f"kos: error: {expected}" in done.stderr
-
-
 @pytest.mark.parametrize("words", ["schedules", "sample --help", "plot --help"])
 def test_commands_work_without_docstrings(words):
     done = run(sys.executable, "-OO", "-m", "kos", *words.split())

@@ -1,4 +1,4 @@
-"""The tools in tests/: lines, stubs, paths, settings, mutations, and how tests are run."""
+"""The tools in tests/: lines, stubs, paths, settings, random defects, and how tests are run."""
 
 import ast
 import os
@@ -19,7 +19,6 @@ from kos.dtypes import DTYPES
 from tests import lines, paths, settings, stubs
 from tests import run as stages
 from tests.launcher import needs_mpirun
-from tests.mutations import MUTATIONS
 from tests.random_mutations import defects, replaced
 from tests.run import ROOT
 
@@ -197,11 +196,6 @@ def test_a_setting_changes_what_it_says(name):
 def test_an_unknown_setting_is_refused(capsys):
     assert settings.main(["no", "true"]) == settings.main(["as-is"]) == settings.main([]) == 2
     assert "long-tmpdir" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.old}")
-def test_the_text_is_there(mutation):
-    assert mutation.old in (ROOT / mutation.file).read_text()
 
 
 def test_random_defects_are_other_programs():

@@ -236,7 +236,8 @@ class FailureLog:
             return self.status.post_wait(None)
         known, others = self.in_world(late.ranks) or late.elsewhere, self.in_world(late.others)
         # Few ranks are shown, so those that wait for no other rank come first.
-        self.status.post_wait(known or sorted(others, key=lambda rank: self.status.awaited(rank) is not None))
+        sees, awaited = self.status.sees, self.status.awaited
+        self.status.post_wait(known or sorted(others, key=lambda rank: sees(rank) and awaited(rank) is not None))
         self.status.receive_notices()
 
     # Errors and their causes.
@@ -296,11 +297,16 @@ class FailureLog:
         self, late: Late, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
     ) -> KosError:
         """The error of the call ``what`` at its timeout.  It names the ranks that block those that are ``late``."""
+        self.status.announce_wait()
         if late.others and not late.ranks and not late.elsewhere:
             error = self.overdue(Late(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
-            if error.ranks and (certain or len(error.ranks) < len(late.others)):
+            # A rank that runs and has failed since this call began may have left the call at its own timeout.
+            runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
+            since = (self.timeout if seconds is None else seconds) + RECENT_SECONDS
+            left = any(self.status.failed_within(rank, since) for rank in runs)
+            if error.ranks and not left and (certain or len(error.ranks) < len(late.others)):
                 return error
         world = [*self.in_world(late.ranks), *late.elsewhere]
         for rank in world:
@@ -411,6 +417,12 @@ class FailureLog:
         return "".join(f"; {self._ranks(r)} {'is' if len(r) == 1 else 'are'} on {host}" for host, r in on.items())
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
+        """The last failure of that rank if it names ranks, and is less than ``window`` seconds old."""
+        known = self._recent(rank, window)
+        return known if known is not None and known.ranks else None
+
+    def _recent(self, rank: int, window: float | None = None) -> KosError | None:
+        """As ``_failure_of``; also a timeout without ranks, after which the rank has made no other call."""
         known = self.status.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
@@ -431,7 +443,7 @@ class FailureLog:
             if not self.status.sees(rank):
                 silent = self.status.ask()
             awaited: Iterable[int] | None = self.status.awaited(rank)
-            if awaited is None and (failure := self._failure_of(rank)) is not None:
+            if awaited is None and (failure := self._recent(rank)) is not None:
                 awaited = None if rank in failure.ranks else failure.ranks  # it failed because of those
             if awaited is None and not (rank in arrived and self.status.runs(rank)):
                 culprits.append(rank)

@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kos.errors import KosError, from_record, to_record
+from kos.errors import CollectiveTimeout, KosError, from_record, to_record
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
-_ANSWER_SECONDS = 0.3  # in which a waiting rank answers a query
+_ANSWER_SECONDS = 1.0  # in which a waiting rank answers a query, also on a busy machine
 _FORWARD_SECONDS = 1.0  # in which the hub forwards a query
 _MOST_ASKED = 128  # ranks: each answer goes to all
 
@@ -33,7 +33,9 @@ class PeerStatus:
         self._rank = rank
         known, self._shared = self if tables is None else tables, tables is not None
         self.failures: dict[int, tuple[KosError, float]] = {} if known is self else known.failures
-        """The last failure of each rank, and when it was posted."""
+        """The last failure of each rank, and when it was posted; without those that the rank has handled."""
+        self.failed_at: dict[int, float] = {} if known is self else known.failed_at
+        """When each rank last posted a failure."""
         self.waits: dict[int, tuple[int, ...]] = {} if known is self else known.waits
         """The ranks that each rank waits for."""
         self.ends: dict[int, str] = {} if known is self else known.ends
@@ -45,7 +47,7 @@ class PeerStatus:
         self.last: KosError | None = None
         self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
-        self._asked = self._answered = -_ANSWER_SECONDS * 2  # when this rank did so last
+        self._asked = self._answered = self._queried = -_ANSWER_SECONDS * 2  # when this rank asked, answered, was asked
         self._forwarded = True  # its last query
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
@@ -66,6 +68,7 @@ class PeerStatus:
         Earlier failures are removed, because all ranks that it connects have handled them.
         """
         self.failures.clear()
+        self.failed_at.clear()
         self._plane = weakref.ref(plane)
 
     @property
@@ -85,15 +88,29 @@ class PeerStatus:
     def handle_notice(self, rank: int, kind: str, what: Any) -> None:
         """Process a notice of that rank: its last failure, a query, or the ranks that it waits for."""
         now = time.monotonic()
-        if kind == "query" and now > self._answered + _ANSWER_SECONDS and (waits := self._awaits()) is not None:
-            self._answered = now
-            self._send_notice("waits", waits)
+        if kind == "query":
+            self._queried = now
+            self._answer()
         elif kind == "waits":
             self._answers[rank] = now, tuple(what)
         elif kind == "failed":
             self.failures[rank] = from_record(what), now
+            self.failed_at[rank] = now
         elif kind == "handled":
             self.failures.pop(rank, None)
+
+    def announce_wait(self) -> None:
+        """Send other hosts the ranks that this rank waits for, because it will not answer queries for a while."""
+        self._queried = time.monotonic()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the last query, unless that is done or too late, or this rank does not wait."""
+        now = time.monotonic()
+        due = now < self._queried + _ANSWER_SECONDS and now > self._answered + _ANSWER_SECONDS
+        if due and (waits := self._awaits()) is not None:
+            self._answered = now
+            self._send_notice("waits", waits)
 
     def hold(self) -> None:
         """Add a reference of a communicator."""
@@ -109,10 +126,14 @@ class PeerStatus:
         """Free the memory; waits and failures are no longer shared."""
 
     def post_failure(self, error: KosError) -> None:
-        """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
-        if error.ranks:
+        """Post that this rank failed because of ``error.ranks``.
+
+        Of errors without ranks, only the first timeout is posted: this rank has waited, so it was not late itself.
+        """
+        if error.ranks or (isinstance(error, CollectiveTimeout) and self.last is None):
             self.last = error.copy()  # a copy, which is kept without the frames of the error
-            self.failures[self._rank] = self.last, time.monotonic()
+            self.failed_at[self._rank] = now = time.monotonic()
+            self.failures[self._rank] = self.last, now
             self._send_notice("failed", to_record(self.last))
 
     def clear_failure(self) -> None:
@@ -128,6 +149,7 @@ class PeerStatus:
             self.waits.pop(self._rank, None)
         else:
             self.waits[self._rank] = self._wait
+            self._answer()  # a query that came shortly before this wait
 
     def _awaits(self) -> tuple[int, ...] | None:
         """The ranks that this rank waits for, itself or on its GPU."""
@@ -183,6 +205,16 @@ class PeerStatus:
         self.receive_notices()
         known = self.failures.get(rank)
         return None if known is None else (known[0], time.monotonic() - known[1])
+
+    def failed_within(self, rank: int, seconds: float) -> bool:
+        """Whether that rank has posted a failure in the last ``seconds``, even if it has handled it since."""
+        at = self.failed_at.get(rank)
+        return at is not None and time.monotonic() - at < seconds
+
+    def cause(self, rank: int) -> KosError | None:
+        """The last failure of that rank, if it names ranks."""
+        known = self.failure(rank)
+        return known[0] if known is not None and known[0].ranks else None
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""

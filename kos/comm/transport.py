@@ -53,7 +53,7 @@ class ScheduledCalls:
     def __init__(self, transport: Backend, messages: Any) -> None:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
-        self.arriving = 0  # collectives that wait for other ranks to begin them
+        self.arriving = set[int]()  # the numbers of the collectives that wait for other ranks to begin them
         self.local = transport.ranks_per_host or 1
         """The number of ranks of each host, if several hosts have equally many; else 1."""
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
@@ -89,12 +89,12 @@ class ScheduledCalls:
         """The steps of a collective; ``all_arrived``: the poll of ``Backend.agree``, None without one."""
         name = "compressed" if work.prepared.operation.options.compress and self.size > 1 else work.prepared.name
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}")
-        self.arriving += 1
+        self.arriving.add(work.sequence)
         try:
             while all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
                 yield
         finally:
-            self.arriving -= 1
+            self.arriving.discard(work.sequence)
         try:
             for _ in carry(work):
                 if all_arrived is not None:

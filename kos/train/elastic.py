@@ -44,6 +44,7 @@ from kos.memory.array import as_dtype
 from kos.train.checkpoint.state import FLOAT32, ShardedState
 from kos.train.config import flag_of, flatten
 from kos.train.device import Device
+from kos.train.layers.lora import is_adapter
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.parallel.failures import Left, gather_json, on_every_rank
@@ -278,7 +279,7 @@ class Kept:
         values = {
             name: [
                 (start, state.ops.to_host(held.flat[at : at + stop - start]).astype(np.float32, copy=False))
-                for part in ([_whole(held)] if held is state.frozen else parallel.parts())
+                for part in (_frozen_parts(state) if held is state.frozen else parallel.parts())
                 for start, stop, at in ShardedState.held(held, part)
             ]
             for name, held in _arrays(device).items()
@@ -300,8 +301,12 @@ class Kept:
         with state.ops.step(state.arena):
             staging = state.arena.take((largest,), FLOAT32)
             for name, held in _arrays(device).items():
-                shards = None if held is state.frozen else self.layout.shards
-                for piece, holders in self._pieces(held, largest, parallel.sharded, shards):
+                shards, parts = self.layout.shards, [part for part, _ in held.parts()]
+                if held is state.frozen:
+                    shards, parts = None, _frozen_parts(state)
+                elif parallel.sharded:
+                    parts = [_whole(held)]
+                for piece, holders in self._pieces(parts, shards, _whole(held).stop, largest):
                     values = self._value(name, piece)
                     if not holders.issuperset(present):
                         root = next(new for new, old in enumerate(present) if old in holders)
@@ -320,14 +325,13 @@ class Kept:
         device.loaded()
 
     def _pieces(
-        self, held: Parameters | OwnedSlices, largest: int, sharded: bool, shards: Sequence[tuple[int, int, int]] | None
+        self, parts: Sequence[slice], shards: Sequence[tuple[int, int, int]] | None, end: int, largest: int
     ) -> Iterator[tuple[slice, set[int]]]:
-        """What was held, in pieces of at most so many elements, and by which ranks: the same on all ranks.
+        """What was held, in pieces of at most ``largest`` elements, and by which ranks: the same on all ranks.
 
-        It ends where ``held`` does, which now is ``sharded`` or not.
+        Every rank held all ``parts``, or each of the ``shards`` was on two ranks. What is beyond ``end`` is left out.
         """
-        end, size = _whole(held).stop, self.layout.size
-        parts = [slice(0, end)] if sharded else [part for part, _ in held.parts()]
+        size = self.layout.size
         whole = [(part, {*range(size)}) for part in parts]
         if shards is not None:
             whole = [(slice(start, stop), {rank, (rank + 1) % size}) for start, stop, rank in shards]
@@ -345,13 +349,19 @@ class Kept:
 
 
 def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
-    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have.
+    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have."""
+    optimizer = device.step.optimizer
+    return {"weights": optimizer.weights, "frozen": device.step.frozen, **optimizer.state}
 
-    The base of adapters is not there: each rank reads it from its files.
+
+def _frozen_parts(state: ShardedState) -> list[slice]:
+    """The parts of the frozen weights that ranks get from each other.
+
+    With adapters these are the frozen adapters: each rank reads the base from its files.
     """
-    optimizer, frozen = device.step.optimizer, device.step.frozen
-    kept = {} if device.state.of_files else {"frozen": frozen}
-    return {"weights": optimizer.weights, **kept, **optimizer.state}
+    if state.model.lora is None:
+        return [_whole(state.frozen)]
+    return [span for name, span in state.frozen.spans.items() if is_adapter(name)]
 
 
 def _whole(held: Parameters | OwnedSlices) -> slice:
@@ -378,7 +388,7 @@ def facts_of(run: RunContext) -> dict[str, Any]:
     """What a newcomer is told of the run, of JSON's types."""
     return {
         "settings": run.asked, "chosen": run.config.to_json(), "out": str(run.out), "source": run.source,
-        "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
+        "resumes": run.resumes, "data": run.data_in_words, "packed": run.data.packed, "name": run.name, "row": run.row,
         "start": run.start, "skipped": sorted(run.skipped), "last_finite": run.last_finite,
         "description": run.description, "batches": run.own.state(), "brings": run.brings, "watched": run.watched,
     }  # fmt: skip
@@ -412,7 +422,7 @@ def take_facts(newcomer: RunContext, facts: dict[str, Any]) -> None:
     chosen["tracker"] = tuple(chosen["tracker"])  # JSON has only lists
     newcomer.config = newcomer.config.model_copy(update={name: chosen[name] for name in CHOSEN | NO_NUMBERS})
     newcomer.out, newcomer.skipped = Path(facts["out"]), set(facts["skipped"])
-    for name in ("source", "name", "row", "start", "last_finite", "description", "watched"):
+    for name in ("source", "resumes", "name", "row", "start", "last_finite", "description", "watched"):
         setattr(newcomer, name, facts[name])
     if newcomer.brings_batches:
         newcomer.own.load_state(["all", [facts["batches"]]], 0, 1)

@@ -62,7 +62,7 @@ class Merged:
             columns = self.weights.shapes[name][1]
             placed.append(_placed(name, places[name]).flat(rows.start * columns, rows.stop * columns))
         flat = self.weights.flat[: sum(each.count for each in placed)]
-        return {"merged": (flat, Placement.joined(placed, flat.shape))} if placed else {}
+        return {"merged": (flat, Placement.joined(placed))} if placed else {}
 
 
 class RunPublisher:
@@ -159,7 +159,7 @@ def _arrays(
                 first, _, several = runs.pop()
                 runs.append((first, stop, [*several, placed]))
         for first, last, several in runs:
-            found[f"{prefix}[{first}:{last}]"] = held.flat[first:last], Placement.joined(several, (last - first,))
+            found[f"{prefix}[{first}:{last}]"] = held.flat[first:last], Placement.joined(several)
     return found
 
 

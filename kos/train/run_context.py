@@ -24,7 +24,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument, SettingError
 from kos.files import replace_file
 from kos.train import checkpoint
-from kos.train.checkpoint import BESIDE_TOKENIZER, Extra, read_extra, read_tokenizer_settings
+from kos.train.checkpoint import BESIDE_TOKENIZER, Extra, read_extra, read_tokenizer_settings, with_tokenizer
 from kos.train.checkpoint.adapter import shapes_of, tokenizer_folder
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving, write_json
@@ -305,10 +305,11 @@ def _open_metrics(run: RunContext, after: int) -> None:
 
 def read_kept_files(run: RunContext) -> None:
     """Read the files that checkpoints keep of the source and of the tokenizer."""
-    if run.data.tokenizer.kind == HuggingFaceTokenizer.kind and run.config.tokenizer != "auto":
-        run.extra = read_tokenizer_settings(run.config.tokenizer)
+    named = run.data.tokenizer.kind == HuggingFaceTokenizer.kind and run.config.tokenizer != "auto"
+    run.extra = beside = read_tokenizer_settings(run.config.tokenizer) if named else {}
     if run.source is not None:
-        run.extra = {**run.extra, **read_extra(Path(run.source))}
+        theirs = read_extra(Path(run.source))  # a checkpoint has those beside the tokenizer too
+        run.extra = {**beside, **theirs} if run.resumes else with_tokenizer(theirs, beside)
         home, by_base = str(tokenizer_folder(run.source)), run.config.tokenizer == "auto"
         if by_base and home != run.source and run.data.tokenizer.kind != NumberTokenizer.kind:  # adapters without one
             others = {name: content for name, content in run.extra.items() if name not in BESIDE_TOKENIZER}

@@ -4,7 +4,7 @@ It is an anonymous file (memfd_create), as the segment of ``kos.comm.host.shared
 could open, and it is freed when the last process has unmapped it.  Other processes of the same user map it through
 ``/proc/<pid>/fd``.  A process that has mapped it can read it after the publisher was killed.
 
-    head     magic, incarnation, rank, one sequence number for each buffer (8 bytes each)
+    head     magic, a random number (token), one sequence number for each buffer (8 bytes each)
     buffers  each holds a copy of all arrays, and begins and aligns every array at a multiple of 64 bytes
 
 The buffers of arrays on a GPU are in memory of that GPU (``kos.memory.ipc``), in the same order.
@@ -18,10 +18,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import struct
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -31,16 +30,14 @@ from kos.cuda.driver import call, cu
 from kos.dtypes import DType
 from kos.errors import OutOfMemory, TransferError
 from kos.memory.array import Array
+from kos.memory.buffer import address_of
 from kos.memory.ipc import DeviceMemory, Mapping, OwnMemory
-from kos.transfer.placement import Flat
+from kos.transfer.placement import Flat, aligned
 from kos.transfer.plan import Layout
 
 GpuMemory = DeviceMemory | Mapping | OwnMemory
 
-_MAGIC = b"kosxfer1"
-_HEAD = struct.Struct("8s16sQ")
 _SEQUENCES = 64  # where the sequence numbers begin
-_LINE = 64
 
 
 class Buffers:
@@ -51,22 +48,23 @@ class Buffers:
     """
 
     def __init__(
-        self, layout: Layout, count: int, incarnation: str, rank: int, path: str = "",
-        on_gpu: Callable[[int, int], GpuMemory] | None = None,
+        self, layout: Layout, count: int, token: str, gpus: Iterable[int],
+        on_gpu: Callable[[int, int], GpuMemory], path: str = "",
     ) -> None:  # fmt: skip
         """Allocate the memory, or map the memory of a publisher at ``path``, to read it.
 
-        ``on_gpu(n, nbytes)`` allocates or maps the memory on the n-th GPU.  None: only memory on the host is used.
+        ``on_gpu(n, nbytes)`` allocates or maps the memory on the n-th GPU, for each n in ``gpus``.
         """
-        self.count, self._places, self._path = count, dict[str, tuple[int, int, int, DType]](), path
+        self.count, self.token, self._path = count, token, path
+        self._places = dict[str, tuple[int, int, int, DType]]()
         ends = Counter[int]()
         for name, (dtype, placement, gpu) in layout.items():
             self._places[name] = gpu, ends[gpu], placement.count, dtype
-            ends[gpu] = _aligned(ends[gpu] + max(1, placement.count * dtype.itemsize))
-        self._ends, self._first = ends, _aligned(_SEQUENCES + 8 * count)
-        self.nbytes, self.gpus = self._first + count * ends[0], list[GpuMemory]()
+            ends[gpu] += aligned(max(1, placement.count * dtype.itemsize))
+        self._ends, self._first, self.gpus = ends, aligned(_SEQUENCES + 8 * count), dict[int, GpuMemory]()
+        self.nbytes = self._first + count * ends[0]
         self._pinned_by: int | None = None
-        head = _HEAD.pack(_MAGIC, bytes.fromhex(incarnation), rank)
+        head = b"kosxfer1" + bytes.fromhex(token)
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # it may be another file by now, such as a pipe
         self.file = os.open(path, flags) if path else os.memfd_create("kos-transfer", 3)
         try:
@@ -81,20 +79,17 @@ class Buffers:
             os.close(self.file)
             raise OutOfMemory(f"transfer: expected {self.nbytes:,} bytes of shared memory, got: {error}") from error
         self._sequences: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint64, count, _SEQUENCES)
+        self._address = address_of(self._sequences) - _SEQUENCES
         try:
             if not path:
-                self._memory[: _HEAD.size] = head
-            elif self._memory[: _HEAD.size] != head:
-                raise TransferError(f"{path}: expected the memory of incarnation {incarnation}, got another")
-            if on_gpu is not None:
-                self.gpus += [on_gpu(gpu, count * ends[gpu]) for gpu in sorted(set(ends) - {0})]
+                self._memory[: len(head)] = head
+            elif self._memory[: len(head)] != head:
+                raise TransferError(f"{path}: expected the publisher's memory, got another file")
+            for gpu in gpus:
+                self.gpus[gpu] = on_gpu(gpu, count * ends[gpu])
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _address(self) -> int:
-        return int(self._sequences.__array_interface__["data"][0]) - _SEQUENCES
 
     def pin(self, device: int) -> None:
         """Page-lock the memory on the host, for copies from GPUs.  Raises CudaError."""
@@ -107,7 +102,7 @@ class Buffers:
         gpu, offset, count, dtype = self._places[name]
         at = serial % self.count * self._ends[gpu] + offset
         if gpu:
-            memory = self.gpus[gpu - 1]
+            memory = self.gpus[gpu]
             return Array(memory.pointer + at, (count,), dtype, memory.device, owner=memory)
         return np.frombuffer(self._memory, dtype.numpy, count, self._first + at)
 
@@ -152,11 +147,7 @@ class Buffers:
             with driver.on_device(self._pinned_by):
                 call(cu.cuMemHostUnregister, self._address)
             self._pinned_by = None
-        self._memory, self._sequences, self.gpus = b"", np.full(self.count, 1, np.uint64), []
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _LINE) * _LINE
+        self._memory, self._sequences, self.gpus = b"", np.full(self.count, 1, np.uint64), {}
 
 
 def _fence() -> None:

@@ -12,7 +12,8 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +22,13 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
-from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, is_loopback
+from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, fill, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument, TransferError, TransferTimeout, in_words
-from kos.memory.array import Array as GpuArray
-from kos.memory.buffer import as_buffer
+from kos.errors import CudaError, InvalidArgument, KosError, OutOfMemory, TransferError, TransferTimeout, in_words
 from kos.memory.ipc import pretended_host
-from kos.transfer.placement import Arrays, Flat, Placement, current
-from kos.transfer.plan import Array, Layout
-from kos.transfer.scales import BlockScales
+from kos.transfer.placement import Placement
+from kos.transfer.plan import Array, Layout, Offers
 
 PROTOCOL = 1
 PURPOSE = b"kos transfer"
@@ -40,11 +38,7 @@ GRACE = 2.0
 
 
 class Stale(Exception):
-    """The publisher has begun to use the buffer of the requested version again."""
-
-
-class Restarted(Exception):
-    """The publisher has another incarnation."""
+    """The version is no longer there: its buffer is used again, or the publisher has another incarnation."""
 
 
 class Address(NamedTuple):
@@ -57,14 +51,25 @@ class Address(NamedTuple):
     pid: int
     file: int
     """The descriptor of its memory."""
+    token: str
+    """The random number at the beginning of its memory.  That of rank 0 is the incarnation of the publisher."""
     nbytes: int
     """Of the arrays that it publishes."""
-    gpus: tuple[str, ...] = ()
+    gpus: Sequence[str] = ()
     """The CUDA IPC handles of its memory on GPUs."""
 
     def name(self, rank: int) -> str:
         """The rank, for errors."""
         return f"publisher rank {rank} (pid {self.pid} at {self.host}:{self.port}, {self.nbytes:,} bytes of arrays)"
+
+
+class Catalogue:
+    """What a publisher offers, and where its ranks are."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        self.incarnation, self.name, self.buffers = answer["incarnation"], answer["name"], answer["buffers"]
+        self.ranks = [Address(*each) for each in answer["ranks"]]
+        self.offers = Offers([(layout_from_json(layout), ranks) for layout, ranks in answer["groups"]])
 
 
 def place() -> str:
@@ -96,51 +101,14 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises InvalidArgument if this host has no such address, OSError for another problem, RendezvousError.
     """
-    if not bound() and (problem := _elsewhere(host)):
-        expected = "expected an address of this host, or KOS_BIND with the one to which it leads"
-        raise InvalidArgument(f"address: {expected}, got {host} ({problem})")
-    return network(host).listen(port)
-
-
-def _elsewhere(host: str) -> OSError | None:
-    """Why no socket of this host can have this address; None if one can."""
-    try:
-        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return error
-    problem = None
-    for family, kind, _, _, place in places:
+    if not bound():
         try:
-            with socket.socket(family, kind) as sock:
-                sock.bind(place)
-            return None
+            family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            socket.create_server(place, family=family).close()
         except OSError as error:
-            problem = error
-    return problem
-
-
-def flat_arrays(arrays: Arrays, writable: bool) -> tuple[dict[str, Flat], dict[str, Array]]:
-    """The flattened memory of ``arrays``, and their layout.  It numbers the GPUs, and leaves out arrays of scales.
-
-    Raises InvalidArgument.
-    """
-    flat, layout, gpus = dict[str, Flat](), dict[str, Array](), list[int]()
-    for name, (array, placement) in arrays.items():
-        buffer = as_buffer(current(array), name, writable)
-        flat[name], gpu, device = buffer.flat, 0, buffer.device
-        if device is not None:
-            gpus += [device] * (device not in gpus)
-            gpu = gpus.index(device) + 1
-            flat[name] = GpuArray(buffer.pointer, (buffer.count,), buffer.dtype, device, owner=array)
-        if writable and isinstance(placement, BlockScales):
-            continue
-        if not isinstance(placement, Placement) or buffer.shape != placement.shape:
-            wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
-            raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
-        placed = placement.named(name)
-        placed.check(name)
-        layout[name] = Array(buffer.dtype, placed, gpu)
-    return flat, layout
+            expected = "expected an address of this host, or KOS_BIND with the one to which it leads"
+            raise InvalidArgument(f"address: {expected}, got {host} ({error})") from error
+    return network(host).listen(port)
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
@@ -169,18 +137,17 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     return message
 
 
-def check_protocol(message: dict[str, Any]) -> None:
-    """TransferError for another version of the protocol."""
-    if message["protocol"] != PROTOCOL:
-        raise TransferError(f"expected protocol {PROTOCOL} of kos.transfer, got {message['protocol']}")
+def receive_into(memory: memoryview, connection: Connection, deadline: float) -> None:
+    """Fill the memory with the bytes that follow an answer.  Raises OSError, TimeoutError."""
+    drive(fill(connection.sock, lambda: memory), connection.sock, deadline)
 
 
 def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
-    """An answer that is no error.  Raises Restarted, Stale, TransferError."""
-    check_protocol(message)
-    if incarnation and message["incarnation"] != incarnation:
-        raise Restarted
-    if message.get("stale"):
+    """A message of this protocol and incarnation ("": any) that is no error.  Raises Stale, TransferError."""
+    if message["protocol"] != PROTOCOL:
+        raise TransferError(f"expected protocol {PROTOCOL} of kos.transfer, got {message['protocol']}")
+    theirs = message["incarnation"]
+    if message.get("stale") or (theirs != incarnation and "" not in (theirs, incarnation)):
         raise Stale
     if "error" in message:
         raise TransferError(message["error"])
@@ -229,13 +196,24 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
     return [each for each, *_ in found]
 
 
-def late(what: str, deadline: float, error: BaseException) -> TransferError:
-    """The error of a peer that failed, ``what``: it ended, or did not answer before the deadline."""
-    if isinstance(error, socket.gaierror):
-        return TransferError(f"{what}: expected the name of a host, got one without an address: {error}")
-    if isinstance(error, TransferError) and not isinstance(error, TimeoutError):
-        return TransferError(f"{what}: {error}")
-    if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
-        return TransferTimeout(f"{what}: expected an answer before the deadline, got none")
-    why = str(error) or type(error).__name__
-    return TransferError(f"{what}: expected it to answer, got: {why}")
+@contextmanager
+def naming(peer: Callable[[], str], deadline: float, ranks: Sequence[int] = ()) -> Iterator[None]:
+    """A context whose errors become a TransferError that names ``peer``, which has ended or is late.
+
+    Errors of a GPU of this process stay as they are.
+    """
+    try:
+        yield
+    except (CudaError, OutOfMemory, TransferTimeout):
+        raise
+    except (OSError, ValueError, KosError) as error:
+        kind = TransferError
+        if isinstance(error, TransferError):
+            why = str(error)
+        elif isinstance(error, socket.gaierror):
+            why = f"expected the name of a host, got one without an address: {error}"
+        elif isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+            kind, why = TransferTimeout, "expected an answer before the deadline, got none"
+        else:
+            why = f"expected it to answer, got: {str(error) or type(error).__name__}"
+        raise kind(f"{peer()}: {why}", ranks=ranks) from error

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,11 +21,10 @@ from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import BY_NUMPY, DType
-from kos.errors import InvalidArgument, TransferTimeout
+from kos.errors import TransferTimeout
 from kos.memory.array import Array
-from kos.memory.buffer import address_of, as_buffer
 from kos.memory.pool import pinned_empty
-from kos.transfer.placement import Arrays, Box, Flat, box, c_strides, current
+from kos.transfer.placement import Box, Flat, aligned, box, c_strides
 
 _KERNEL = Path(__file__).parents[1] / "comm/gpu/kernels/copy_box.cu"
 _AXES = 4  # of a box that one launch of the kernel copies, at most
@@ -31,8 +32,47 @@ _THREADS, _MOST_BLOCKS = 256, 2048
 _UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
 _POLL_SECONDS = 2e-5
 PIECE = 8 << 20  # bytes that are copied to the host at once
+K = TypeVar("K")
 Launch = Callable[[int], object]
 """A function that queues a copy or a kernel on the stream with the given handle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A copy of consecutive bytes by a copy engine: a Launch."""
+
+    target: int
+    source: int
+    nbytes: int
+
+    def __call__(self, stream: int) -> None:
+        call(cu.cuMemcpyAsync, self.target, self.source, self.nbytes, stream)
+
+    def goes_on(self, other: Run) -> bool:
+        """Whether ``other`` continues this copy on both sides, in the same allocations."""
+        ends = self.target + self.nbytes, self.source + self.nbytes
+        pairs = (self.target, other.target), (self.source, other.source)
+        return ends == (other.target, other.source) and all(0 < _allocation(a) == _allocation(b) for a, b in pairs)
+
+
+def merged(copies: Iterable[Launch]) -> list[Launch]:
+    """The same copies; one that continues the copy before on both sides is made together with it.
+
+    Both are within one allocation on each side, as CUDA requires of a copy.
+    """
+    found = list[Launch]()
+    for each in copies:
+        if isinstance(each, Run) and found and isinstance(last := found[-1], Run) and last.goes_on(each):
+            each = Run(last.target, last.source, last.nbytes + each.nbytes)
+            found.pop()
+        found.append(each)
+    return found
+
+
+def _allocation(pointer: int) -> int:
+    """Where the allocation of a pointer on a GPU begins.  0: it is unknown, as that of memory on the host."""
+    status, base, _ = cu.cuMemGetAddressRange(pointer)
+    return 0 if status else int(base)
 
 
 def whole(memory: Flat) -> Box:
@@ -56,7 +96,7 @@ def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
         else:
             axes.append((count, to_step, from_step))
     if same and len(axes) == 1:
-        yield partial(_copy, target.pointer, source.pointer, axes[0][0])
+        yield Run(target.pointer, source.pointer, axes[0][0])
         return
     kinds, widths = (source.dtype.name, target.dtype.name), (target.dtype.itemsize, source.dtype.itemsize)
     if same:  # copy the largest units to which both boxes are aligned
@@ -66,10 +106,6 @@ def launches(target: Box, source: Box, device: int) -> Iterator[Launch]:
         axes = [(run // unit, 1, 1)] * (run > unit) + axes
         kinds, widths = (_UNITS[unit],) * 2, (unit,) * 2
     yield from _kernel_launches(target.pointer, source.pointer, axes, kinds, widths, device)
-
-
-def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    call(cu.cuMemcpyAsync, target, source, nbytes, stream)
 
 
 def _kernel_launches(
@@ -95,6 +131,8 @@ class Copier:
 
     def __init__(self, device: int) -> None:
         self.device, self.deadline, self._pinned = device, math.inf, np.empty(0, np.uint8)
+        self.uses: Any = None
+        """Memory of the queued copies, which is kept alive until ``wait`` has seen their end."""
         with self._relaxed():
             self._stream = streams.create_stream(device)
 
@@ -116,12 +154,6 @@ class Copier:
             for each in copies:
                 each(handle)
 
-    @property
-    def idle(self) -> bool:
-        """Whether all that was queued is done."""
-        with self._relaxed():
-            return streams.is_idle(streams.handle(self._stream))
-
     def wait(self) -> None:
         """Wait on the host until all queued copies are complete.  Raises TransferTimeout after ``deadline``."""
         handle = streams.handle(self._stream)
@@ -131,10 +163,18 @@ class Copier:
                     expected = "expected the end of the queued work before the deadline"
                     raise TransferTimeout(f"cuda:{self.device}: {expected}, got none")
                 time.sleep(_POLL_SECONDS)
+        self.uses = None
 
     def copy(self, target: Box, source: Box) -> None:
         """Queue a copy between two boxes in memory that the GPU can access."""
         self.queue([*launches(target, source, self.device)])
+
+    def copy_all(self, pairs: Iterable[tuple[Box, Box]], prepared: dict[K, list[Launch]], key: K) -> None:
+        """Queue copies between boxes (target, source).  ``prepared`` keeps the launches for this ``key``."""
+        if key not in prepared:
+            with self._relaxed():
+                prepared[key] = merged(launch for pair in pairs for launch in launches(*pair, self.device))
+        self.queue(prepared[key])
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """Pinned memory, which the next call of ``scratch`` uses again."""
@@ -145,22 +185,21 @@ class Copier:
 
     def put(self, target: Box, source: np.ndarray) -> None:
         """Copy a host array to a box, and wait for the copy.  The array may be in ``scratch`` memory."""
-        staged = source
         if not np.may_share_memory(source, self._pinned):
             staged = self.scratch(source.nbytes).view(source.dtype).reshape(source.shape)
             np.copyto(staged, source)
-        self.copy(target, whole(staged))
+            source = staged
+        self.copy(target, whole(source))
         self.wait()
 
     def get(self, boxes: Sequence[tuple[Box, DType]]) -> list[np.ndarray]:
         """Copy boxes to the host, each converted to the dtype beside it.  The results are in ``scratch`` memory."""
-        ends = [0]
-        for each, dtype in boxes:
-            ends.append(ends[-1] - (-math.prod(each.size) * dtype.itemsize // 16 * 16))
-        memory, found = self.scratch(ends[-1]), []
-        for (each, dtype), start in zip(boxes, ends, strict=False):
-            count = math.prod(each.size) * dtype.itemsize
-            found.append(memory[start : start + count].view(dtype.numpy).reshape(each.size))
+        sizes = [math.prod(each.size) * dtype.itemsize for each, dtype in boxes]
+        ends = [*accumulate((aligned(nbytes) for nbytes in sizes), initial=0)]
+        memory = self.scratch(ends[-1])
+        found = list[np.ndarray]()
+        for (each, dtype), start, nbytes in zip(boxes, ends, sizes, strict=False):
+            found.append(memory[start : start + nbytes].view(dtype.numpy).reshape(each.size))
             self.copy(whole(found[-1]), each)
         self.wait()
         return found
@@ -173,22 +212,17 @@ class Copier:
             yield from self.get([(box(array, start, size, (1,)), array.dtype)])
 
 
-def follow(arrays: Arrays, flat: Mapping[str, Flat], copiers: Mapping[int, Copier], writable: bool) -> None:
-    """Order the next copies behind the work that is queued on the streams of the arrays.
+class Copiers(dict[int, Copier]):
+    """The copiers of a thread by their GPU."""
 
-    Raises InvalidArgument if such a stream is being captured, or if an array now has other memory than ``flat``.
-    """
-    seen = set[tuple[int, int]]()
-    for name, (array, _) in arrays.items():
-        buffer, held = as_buffer(current(array), name, writable), flat[name]
-        where = (held.device, held.pointer) if isinstance(held, Array) else (None, address_of(held))
-        if held.size and (buffer.device, buffer.address) != where:
-            place = "the host" if where[0] is None else f"cuda:{where[0]}"
-            expected = f"the same memory as before ({place}, {where[1]:#x})"
-            raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
-        if buffer.device is None or (buffer.device, buffer.stream) in seen:
-            continue
-        seen.add((buffer.device, buffer.stream))
-        if streams.is_captured(buffer.stream):
-            raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
-        copiers[buffer.device].follow(buffer.stream)
+    def of(self, device: int, deadline: float = math.inf) -> Copier:
+        """The copier of a GPU, which is made at the first use."""
+        if device not in self:
+            self[device] = Copier(device)
+        self[device].deadline = deadline
+        return self[device]
+
+    def wait(self, deadline: float) -> None:
+        """Wait for all queued copies.  Raises TransferTimeout."""
+        for device in self:
+            self.of(device, deadline).wait()

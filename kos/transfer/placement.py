@@ -121,19 +121,15 @@ class Placement:
         return cls.cut(shape, axis, rank * parts // ranks * size, size, tensor)
 
     @classmethod
-    def joined(cls, placements: Sequence[Placement], shape: Sequence[int] | None = None) -> Placement:
-        """Arrays one after another in memory, as one array, by default stacked along their first axis."""
-        if not placements:
-            raise InvalidArgument("joined: expected at least one placement, got none")
-        if shape is None:
-            if len({each.shape[1:] for each in placements}) > 1 or not all(each.shape for each in placements):
-                got = [each.shape for each in placements]
-                raise InvalidArgument(f"joined: expected shapes that differ in their first axis only, got {got}")
-            shape = (sum(each.shape[0] for each in placements), *placements[0].shape[1:])
+    def joined(cls, placements: Sequence[Placement]) -> Placement:
+        """Arrays one after another in memory, as one array: stacked along their first axis."""
+        if len({each.shape[1:] for each in placements}) != 1 or not all(each.shape for each in placements):
+            got = [each.shape for each in placements]
+            raise InvalidArgument(f"joined: expected shapes that differ in their first axis only, got {got}")
+        shape = sum(each.shape[0] for each in placements), *placements[0].shape[1:]
         ends = accumulate((each.count for each in placements), initial=0)
         pairs = [(part, end) for each, end in zip(placements, ends, strict=False) for part in each.parts]
-        made = cls(tuple(shape), tuple(replace(part, offset=part.offset + end) for part, end in pairs))
-        return made._checked("joined")
+        return cls(shape, tuple(replace(part, offset=part.offset + end) for part, end in pairs))
 
     @property
     def count(self) -> int:
@@ -164,18 +160,12 @@ class Placement:
     def named(self, name: str) -> Placement:
         """With the name of the array where a part names no tensor.  Parts without elements are left out."""
         parts = (replace(part, tensor=part.tensor or name) for part in self.parts if math.prod(part.size))
-        return Placement(self.shape, tuple(parts))._checked(name)
+        return Placement(self.shape, tuple(parts))
 
     def _only(self, what: str) -> Part:
         if len(self.parts) != 1 or self.count != math.prod(self.parts[0].size):
             raise InvalidArgument(f"{what}: expected a placement of one part, got one of {len(self.parts)}")
         return self.parts[0]
-
-    def _checked(self, what: str) -> Placement:
-        held = sum(math.prod(part.size) for part in self.parts)
-        if held != self.count:
-            raise InvalidArgument(f"{what}: expected parts of {self.count} elements (shape {self.shape}), got {held}")
-        return self
 
     def check(self, what: str) -> None:
         """InvalidArgument unless every element of the array belongs to exactly one part."""
@@ -194,6 +184,11 @@ class Placement:
         shape, parts = value
         found = [Part(n, tuple(w), tuple(at), tuple(size), first, tuple(by)) for n, w, at, size, first, by in parts]
         return cls(tuple(shape), tuple(found))
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes``, rounded up to a multiple of 64."""
+    return -(-nbytes // 64) * 64
 
 
 def c_strides(shape: Sizes) -> Sizes:

@@ -147,15 +147,12 @@ class Plan:
     """What each subscriber rank reads.  ``wants`` are the arrays of each, ``offers`` those of the publisher.
 
     ``first`` is the number of the first subscriber rank, where a plan is for one of several.  InvalidArgument if a
-    tensor or a part of one is held by no publisher rank, or shapes differ.
+    tensor or a part of one is held by no publisher rank, if shapes differ, or if a dtype cannot be converted.
     """
 
     def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0) -> None:
         self.offers, self.wants, self.first = offers, wants, first
-        for layout in {id(layout): layout for layout in wants}.values():
-            for _, placement, _ in layout.values():
-                for part in placement.parts:
-                    offers.pieces(part)
+        self.check()
 
     def copies(self, rank: int) -> Iterator[Copy]:
         """The boxes that a subscriber rank (counted from ``first``) reads."""

@@ -26,15 +26,16 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.listening import bound
 from kos.comm.control.offers import own_address
 from kos.comm.control.wire import Acceptor, Connection
-from kos.dtypes import DTYPES, DType
+from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError, RendezvousError, TransferError, in_words
 from kos.memory import ipc
 from kos.memory.array import Array
 from kos.transfer import exchange
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
-from kos.transfer.gpu import Copier, follow, whole
-from kos.transfer.placement import Arrays, Box, box
+from kos.transfer.gpu import Copiers
+from kos.transfer.held import Held
+from kos.transfer.placement import Arrays, box
 
 IDLE_SECONDS = 3600.0
 """A connection is closed when the subscriber has sent nothing for so long; it then connects again."""
@@ -44,7 +45,6 @@ LONGEST_LEASE = 600.0
 _ADMIT_SECONDS = 0.2
 _COPY_SECONDS = 120.0  # the longest that ``publish`` waits for GPUs, if there is no communicator
 _CLOSE_SECONDS = 5.0  # the thread that accepts ends within _ADMIT_SECONDS, unless the machine is very busy
-_NOTHING = np.empty(0)
 _log = logging.getLogger(__name__)
 
 
@@ -124,57 +124,58 @@ class Publisher:
         self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
         self._sums: dict[int, dict[str, int]] = {}
         self._connections = set[Connection]()
-        self._lock, self._board = threading.Lock(), Board()
+        self._board = Board()
 
-        def check() -> Any:
+        def start() -> list[Any]:
             limit = math.inf if comm is None else comm.timeout  # with which the others wait meanwhile
             if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
                 expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
                 raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
             if memory not in ("device", "host"):
                 raise InvalidArgument(f"memory: expected device or host, got {memory!r}")
-            self._flat, self._layout = exchange.flat_arrays(arrays, False)
-            self._arrays = dict(arrays)
-            if memory == "host":
-                self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
-            return [bool(self._flat), secrets.token_hex(16), exchange.parse(address), buffers, checksums]
+            self._held = Held(arrays, False)
+            self._allocate(buffers, memory)
+            place, layout = exchange.parse(address), json.dumps(exchange.layout_to_json(self._layout))
+            return [[*place, buffers, checksums], self._listen(*place), layout]
 
-        first, *others = facts = self._together(check)
-        if wrong := [rank for rank, each in enumerate(others, 1) if each[2:] != first[2:]]:
-            raise CollectiveMismatch(f"Publisher: expected {first[2:]} on all ranks, got others on rank {wrong[0]}")
-        if not any(each[0] for each in facts):
-            raise InvalidArgument("arrays: expected at least one on some rank, got none")
-        _, self.incarnation, (host, port), *_ = first
         try:
-            facts = self._together(lambda: self._listen(host, port, buffers))
+            facts = self._together(start)
+            asked = [each for each, *_ in facts]
+            if wrong := [rank for rank, each in enumerate(asked) if each != asked[0]]:
+                got = f"others on rank {wrong[0]}"
+                raise CollectiveMismatch(f"Publisher: expected {asked[0]} on all ranks, got {got}")
+            if all(layout == "{}" for *_, layout in facts):
+                raise InvalidArgument("arrays: expected at least one on some rank, got none")
         except BaseException:
             for each in ("_acceptor", "_buffers"):  # of this rank, if another one has failed
                 if hasattr(self, each):
                     getattr(self, each).close()
             raise
-        ranks = [place for place, _ in facts]
-        self.address = f"{host}:{Address(*ranks[0]).port}"
-        """The address for subscribers."""
-        alike: dict[str, list[int]] = {}
-        for rank, (_, layout) in enumerate(facts):
+        ranks, alike = [Address(*where) for _, where, _ in facts], dict[str, list[int]]()
+        for rank, (*_, layout) in enumerate(facts):
             alike.setdefault(layout, []).append(rank)
         groups = [[json.loads(layout), ranks] for layout, ranks in alike.items()]
+        self.address = f"{asked[0][0]}:{ranks[0].port}"
+        """The address for subscribers."""
+        self.incarnation = ranks[0].token
         self._catalogue = {"name": name, "buffers": buffers, "ranks": ranks, "groups": groups}
         self._thread = threading.Thread(target=self._accept, name="kos-publisher", daemon=True)
         self._thread.start()
 
-    def _listen(self, host: str, port: int, buffers: int) -> list[Any]:
-        """Allocate the memory, and listen."""
-        on_gpus = {name: array for name, array in self._flat.items() if isinstance(array, Array)}
-        devices = {self._layout[name].gpu: array.device for name, array in on_gpus.items()}
-        self._copiers = {device: Copier(device) for device in {array.device for array in on_gpus.values()}}
+    def _allocate(self, buffers: int, memory: str) -> None:
+        """The buffers, on the GPUs of the arrays or on the host."""
+        self._layout, devices = self._held.layout, [*self._held.copiers]
+        if memory == "host":
+            self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
+        used = sorted({each.gpu for each in self._layout.values()} - {0})
         self._buffers = Buffers(
-            self._layout, buffers, self.incarnation, self.rank,
-            on_gpu=lambda gpu, nbytes: ipc.DeviceMemory(nbytes, devices[gpu]),
+            self._layout, buffers, secrets.token_hex(16), used,
+            lambda gpu, nbytes: ipc.DeviceMemory(nbytes, devices[gpu - 1]),
         )  # fmt: skip
-        if 0 in devices:
+        if devices and not used:
             self._buffers.pin(devices[0])
-        gpus = [ipc.export(each.pointer, each.nbytes, each.device).to_bytes().decode() for each in self._buffers.gpus]
+
+    def _listen(self, host: str, port: int) -> Address:
         net = exchange.network(host)
         own = host if self.rank == 0 or net.loopback else bound() or own_address(host)
         try:
@@ -182,10 +183,11 @@ class Publisher:
         except OSError as error:
             raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
         self._acceptor = Acceptor(listener, net.key(exchange.PURPOSE))
-        nbytes = sum(each.nbytes for each in self._flat.values())
-        where = exchange.place(), os.getpid(), self._buffers.file
-        mine = Address(own, listener.getsockname()[1], *where, nbytes, tuple(gpus))
-        return [mine, json.dumps(exchange.layout_to_json(self._layout))]
+        nbytes = sum(each.nbytes for each in self._held.flat.values())
+        memories = self._buffers.gpus.values()
+        gpus = [ipc.export(each.pointer, each.nbytes, each.device).to_bytes().decode() for each in memories]
+        where = exchange.place(), os.getpid(), self._buffers.file, self._buffers.token
+        return Address(own, listener.getsockname()[1], *where, nbytes, gpus)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         return exchange.together(self._comm, "Publisher: rank", work)
@@ -207,7 +209,7 @@ class Publisher:
         def begin() -> list[int]:
             if self._closed:
                 raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
-            follow(self._arrays, self._flat, self._copiers, False)
+            self._held.follow()
             number = check_int("version", version)  # before anything is given up; only rank 0 has leases
             return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
 
@@ -224,26 +226,19 @@ class Publisher:
         self._buffers.write(serial, lambda: self._copy(serial))
         self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
         if self._checksums:
-            self._sums[serial] = {name: self._checksum(name, serial, self._copiers) for name in self._flat}
+            copiers = self._held.copiers
+            self._sums[serial] = {name: self._checksum(name, serial, copiers) for name in self._layout}
 
     def _copy(self, serial: int) -> None:
         limit = time.monotonic() + (_COPY_SECONDS if self._comm is None else self._comm.timeout / 2)
-        for name, source in self._flat.items():
-            target: Any = self._buffers.array(name, serial)
-            if isinstance(source, Array):
-                self._copiers[source.device].copy(whole(target), whole(source))
-            else:
-                np.copyto(target, source)
-        for copier in self._copiers.values():
-            copier.deadline = limit
-            copier.wait()
+        pairs = [(self._buffers.array(name, serial), source) for name, source in self._held.flat.items()]
+        self._held.copy(serial % self._buffers.count, pairs)
+        self._held.copiers.wait(limit)
 
-    def _checksum(self, name: str, serial: int, copiers: dict[int, Copier]) -> int:
+    def _checksum(self, name: str, serial: int, copiers: Copiers) -> int:
         array = self._buffers.array(name, serial)
         if isinstance(array, Array):
-            copier = _copier(copiers, array.device)
-            copier.deadline = time.monotonic() + SEND_SECONDS
-            return exchange.checksum(copier.pieces(array))
+            return exchange.checksum(copiers.of(array.device, time.monotonic() + SEND_SECONDS).pieces(array))
         return exchange.checksum([array])
 
     # --- the threads that answer subscribers ------------------------------------------------------------
@@ -267,9 +262,8 @@ class Publisher:
     def _serve(self, connection: Connection) -> None:
         """Answer the requests of one connection until it ends."""
         with closing(connection):
-            with self._lock:
-                self._connections.add(connection)
-            copiers = dict[int, Copier]()  # their pinned memory holds the bytes that are sent
+            self._connections.add(connection)
+            copiers = Copiers()  # their pinned memory holds the bytes that are sent
             try:
                 while not self._closed:
                     request = exchange.receive(connection, time.monotonic() + IDLE_SECONDS)
@@ -278,16 +272,14 @@ class Publisher:
                 _log.debug("publisher %s: rank %d: a subscriber's connection ended: %s", self.name, self.rank, error)
             finally:
                 self._board.release(connection)
-                with self._lock:
-                    self._connections.discard(connection)
+                self._connections.discard(connection)
 
-    def _answer(self, connection: Connection, request: dict[str, Any], copiers: dict[int, Copier]) -> None:
+    def _answer(self, connection: Connection, request: dict[str, Any], copiers: Copiers) -> None:
         deadline, memory = time.monotonic() + SEND_SECONDS, list[np.ndarray[Any, Any]]()
+        answer: dict[str, Any] = {}
         try:
-            exchange.check_protocol(request)
-            if request["incarnation"] not in ("", self.incarnation):
-                answer: dict[str, Any] = {"error": "another incarnation"}
-            elif request["ask"] == "catalogue":
+            exchange.answered(request, self.incarnation)
+            if request["ask"] == "catalogue":
                 answer = self._catalogue
             elif request["ask"] == "newest":
                 wait, have = min(float(request["wait"]), GRACE), request["have"]
@@ -296,9 +288,6 @@ class Publisher:
             elif request["ask"] == "release":
                 self._board.release(connection)
                 return  # nobody waits for an answer
-            elif request["ask"] == "compare":
-                self._compare(int(request["serial"]), request["arrays"], copiers)
-                answer = {}
             else:
                 memory = self._read(request, copiers)
                 answer = {"sum": exchange.checksum(memory)} if request["verify"] else {}
@@ -314,35 +303,29 @@ class Publisher:
         if request["ask"] == "read":  # whether the bytes before it are those of the version
             exchange.send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
 
-    def _read(self, request: dict[str, Any], copiers: dict[int, Copier]) -> list[np.ndarray[Any, Any]]:
-        """The boxes that a subscriber asks for, converted to its dtype where that is smaller."""
-        serial, found = int(request["serial"]), list[np.ndarray[Any, Any]]()
+    def _read(self, request: dict[str, Any], copiers: Copiers) -> list[np.ndarray[Any, Any]]:
+        """The boxes that a subscriber asks for, of arrays on the host or on one GPU, in the dtypes that it asks for."""
+        serial, boxes = int(request["serial"]), request["boxes"]
         if not self._buffers.holds(serial):
             raise Stale
-        by_device: dict[int, list[tuple[int, Array, Box, DType]]] = {}
-        for index, (name, dtype, offset, size, strides) in enumerate(request["boxes"]):
-            array = self._buffers.array(name, serial)
-            view = box(array, int(offset), tuple(size), tuple(strides))
-            if isinstance(array, Array):  # it keeps the memory alive, also if the publisher is closed
-                by_device.setdefault(array.device, []).append((index, array, view, DTYPES[dtype]))
-                found.append(_NOTHING)
-            else:
-                found.append(np.ascontiguousarray(view, DTYPES[dtype].numpy))
-        for device, boxes in by_device.items():
-            copier = _copier(copiers, device)
-            copier.deadline = time.monotonic() + SEND_SECONDS
-            for (index, *_), got in zip(boxes, copier.get([each[2:] for each in boxes]), strict=True):
-                found[index] = got
-        return found
+        for name in request.get("compare", ()) if self._checksums else ():
+            self._compare(serial, name, copiers)
+        arrays = [self._buffers.array(name, serial) for name, *_ in boxes]  # they keep the memory, also after ``close``
+        views = [
+            (box(array, int(offset), tuple(size), tuple(strides)), DTYPES[dtype])
+            for array, (_, dtype, offset, size, strides) in zip(arrays, boxes, strict=True)
+        ]
+        if isinstance(arrays[0], Array):
+            return copiers.of(arrays[0].device, time.monotonic() + SEND_SECONDS).get(views)
+        return [np.ascontiguousarray(view, dtype.numpy) for view, dtype in views]
 
-    def _compare(self, serial: int, names: list[str], copiers: dict[int, Copier]) -> None:
-        """Compare arrays with their checksums at ``publish``.  Raises Stale, TransferError."""
-        for name in names if self._checksums else ():
-            same = self._checksum(name, serial, copiers) == self._sums.get(serial, {}).get(name)
-            if not self._buffers.holds(serial):
-                raise Stale
-            if not same:
-                raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
+    def _compare(self, serial: int, name: str, copiers: Copiers) -> None:
+        """Compare an array with its checksum at ``publish``.  Raises Stale, TransferError."""
+        same = self._checksum(name, serial, copiers) == self._sums.get(serial, {}).get(name)
+        if not self._buffers.holds(serial):
+            raise Stale
+        if not same:
+            raise TransferError(f"rank {self.rank}: {name}: the published bytes have changed since")
 
     def close(self) -> None:
         """Stop answering, and free the memory.  Not collective; waits for no other process.
@@ -355,15 +338,13 @@ class Publisher:
         if self._closed:
             return
         self._closed = True
-        with self._lock:
-            for each in self._connections:
-                with suppress(OSError):
-                    each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+        for each in self._connections.copy():
+            with suppress(OSError):
+                each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free
-        for copier in self._copiers.values():
-            copier.deadline = time.monotonic() + _CLOSE_SECONDS
+        for device in self._held.copiers:
             with suppress(KosError):
-                copier.wait()
+                self._held.copiers.of(device, time.monotonic() + _CLOSE_SECONDS).wait()
         self._buffers.close()
 
     def __enter__(self) -> Publisher:
@@ -371,9 +352,3 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _copier(copiers: dict[int, Copier], device: int) -> Copier:
-    if device not in copiers:
-        copiers[device] = Copier(device)
-    return copiers[device]

@@ -19,7 +19,7 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.buffer import as_buffer
-from kos.transfer.gpu import Copier
+from kos.transfer.gpu import Copiers
 from kos.transfer.placement import Arrays, Flat, Sizes, current
 from kos.transfer.plan import Array as Described
 
@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
     scales: Any
     """The matrix and its scales, flattened: ndarrays, or Arrays on a GPU."""
 
-    def write(self, source: Any, copiers: dict[int, Copier]) -> None:
+    def write(self, source: Any, copiers: Copiers) -> None:
         """Quantize ``source``, the matrix in bfloat16.  On a GPU, this only queues the kernel."""
         if 0 in self.shape:
             return

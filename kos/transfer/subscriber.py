@@ -15,13 +15,12 @@ from typing import Any, Literal, NamedTuple, Self
 from kos.comm.arguments import check_int, check_timeout
 from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Connection
-from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
+from kos.errors import InvalidArgument, TransferError, TransferTimeout
 from kos.transfer import exchange
-from kos.transfer.exchange import GRACE, Restarted, Stale
+from kos.transfer.exchange import GRACE, Catalogue, Stale
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Plan
-from kos.transfer.reader import Catalogue, Target
-from kos.transfer.scales import quantized
+from kos.transfer.reader import Target
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
 _RANK = "subscriber rank"
@@ -91,9 +90,7 @@ class Subscriber:
             raise InvalidArgument(f"streams, transport: {expected}")
         self._host, self._port = exchange.parse(address)
         self._network = exchange.network(self._host)
-        flat, self._layout = exchange.flat_arrays(held := dict(arrays or {}), True)
-        about = held, flat, self._layout, quantized(held, flat, self._layout)
-        self._target = Target(self._connect, streams, transport, staged, *about)
+        self._target = Target(arrays or {}, self._connect, streams, transport, staged)
         self._lead: Connection | None = None
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
@@ -143,8 +140,9 @@ class Subscriber:
                 if isinstance(error.__cause__, socket.gaierror) or not isinstance(error.__cause__, OSError):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
-                    why = f"{self._name()}, which never answered ({error.__cause__})"
-                    raise exchange.late(why, deadline, TimeoutError()) from error
+                    never = f"{self._name()}, which never answered ({error.__cause__})"
+                    expected = "expected an answer before the deadline, got none"
+                    raise TransferTimeout(f"{never}: {expected}") from error
                 time.sleep(_AGAIN_SECONDS)
         if self._known is None or self._known.incarnation != found.incarnation:
             self._target.close()
@@ -155,8 +153,7 @@ class Subscriber:
         """Which bytes this rank reads from which publisher rank."""
         known = self._known or self.catalogue(timeout)
         if self._plan is None:
-            self._plan = Plan(known.offers, [self._layout], self._rank)
-            self._plan.check()
+            self._plan = Plan(known.offers, [self._target.layout], self._rank)
         return self._plan
 
     def close(self) -> None:
@@ -177,16 +174,15 @@ class Subscriber:
         return f"{name} at {self.address}" + ("" if self._held is None else f", which had version {self.version}")
 
     def _ask(self, what: str, deadline: float, incarnation: str, **more: Any) -> dict[str, Any]:
-        """An answer of the publisher's rank 0.  Raises Restarted, Stale, TransferError."""
+        """An answer of the publisher's rank 0.  Raises Stale, TransferError."""
         try:
-            if self._lead is None:
-                self._lead = self._connect(self._host, self._port, deadline)
-            exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
-            answer = exchange.receive(self._lead, deadline)
-        except BaseException as error:  # the answer to this request may still come: not on the next connection
+            with exchange.naming(self._name, deadline):
+                if self._lead is None:
+                    self._lead = self._connect(self._host, self._port, deadline)
+                exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
+                answer = exchange.receive(self._lead, deadline)
+        except BaseException:  # the answer to this request may still come: not on the next connection
             self.close()  # and unmap the memory: GPU memory of a killed publisher is not freed while it is mapped
-            if isinstance(error, OSError | KosError):
-                raise exchange.late(self._name(), deadline, error) from error
             raise
         return exchange.answered(answer, incarnation)
 
@@ -206,7 +202,7 @@ class Subscriber:
             wants = {"have": have, "wait": left * 0.75, "seconds": left + _LINGER}
             try:
                 answer = self._ask("newest", deadline, known.incarnation, **wants)
-            except (Restarted, Stale):
+            except Stale:
                 self._known = None
                 continue
             if answer["serial"] is not None:
@@ -234,20 +230,20 @@ class Subscriber:
     def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
         """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
         self._held = self._held if self._target.staged else None
+
+        def pull() -> int:
+            known = self._known
+            if known is None or known.incarnation != wanted.incarnation:
+                known = self.catalogue(max(deadline - time.monotonic(), 0.001))
+                if known.incarnation != wanted.incarnation:
+                    raise Stale
+            return self._target.read(self.plan(), known, wanted.serial, deadline, verify)
+
         try:
-            read = exchange.together(self._comm, _RANK, lambda: self._pull(wanted, deadline, verify), deadline)
+            read = exchange.together(self._comm, _RANK, pull, deadline)
         finally:
             self._release()
         self._held = None
         self._target.commit(deadline + GRACE)
         self._held = wanted
         return int(read[self._rank])
-
-    def _pull(self, wanted: Version, deadline: float, verify: bool) -> int:
-        """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
-        known = self._known
-        if known is None or known.incarnation != wanted.incarnation:
-            known = self.catalogue(max(deadline - time.monotonic(), 0.001))
-            if known.incarnation != wanted.incarnation:
-                raise Stale
-        return self._target.read(self.plan(), known, wanted.serial, deadline, verify)

@@ -97,6 +97,64 @@ def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
 
 
 @pytest.mark.parametrize(
+    ("handled", "waits", "named"),
+    [(False, {}, (2,)), (True, {}, ()), (True, {1: (0, 2)}, (2,))],
+    ids=["it has just ended", "it has left the call", "it is in another call"],
+)
+def test_a_rank_whose_own_timeout_named_no_rank_is_not_late(handled, waits, named):
+    """It has begun the call, and has left it."""
+    status = PeerStatus(0)
+    known = PeerStatus(1, status)
+    known.post_failure(CollectiveTimeout("which ranks did not arrive is not known"))
+    if handled:
+        known.clear_failure()
+    status.waits |= waits
+    late = Late(words="which ranks did not arrive is not known", others=[1, 2], all_wait=True)
+    log = FailureLog(range(3), 0, PeerStatus(0, status))
+    assert log.overdue(late, "barrier #1", 0.001).ranks == named
+    status.connect(_Plane(-1))  # of a new group, in which ranks have other numbers
+    assert log.overdue(late, "barrier #1", 0.001).ranks == tuple(rank for rank in (1, 2) if rank not in waits)
+
+
+def test_a_timeout_without_ranks_is_no_cause():
+    """Neither of a later failure nor of an end, and it does not hide a failure that names ranks."""
+    status = PeerStatus(0)
+    log = FailureLog(range(2), 1, PeerStatus(1, status))
+    PeerStatus(0, status).post_failure(CollectiveTimeout("late"))
+    assert log.lost(0, CLOSED).ranks == log.overdue(Late([0], "late"), "barrier #1", 1.0).ranks == (0,)
+    assert status.cause(0) is None and not log.suspects()
+    mine = log.status
+    mine.post_failure(RankLost("rank 0 is gone", ranks=[0]))
+    mine.post_failure(CollectiveTimeout("late"))
+    assert mine.last.ranks == status.cause(1).ranks == (0,)
+
+
+def test_a_query_that_comes_before_a_wait_is_answered_in_it():
+    """As between two calls of a program."""
+    sent = list[tuple[str, object]]()
+    status, plane = PeerStatus(1), _Plane(-1)
+    plane.send_notice = lambda kind, what=None, timeout=0.0: sent.append((kind, what))
+    status.connect(plane)
+    status.handle_notice(0, "query", None)
+    assert not sent
+    status.post_wait([0, 2])
+    status.post_wait([0])
+    status.handle_notice(2, "query", None)  # the answer went to all ranks
+    assert sent == [("waits", (0, 2))]
+
+
+def test_a_rank_announces_its_wait_at_its_timeout():
+    """On a busy machine, other ranks may ask while it finds out which rank is late."""
+    sent = list[tuple[str, object]]()
+    status, plane = PeerStatus(1), _Plane(-1)
+    plane.send_notice = lambda kind, what=None, timeout=0.0: sent.append((kind, what))
+    status.connect(plane)
+    status.post_wait([0])
+    FailureLog(range(3), 1, status).overdue(Late([0]), "barrier #1", 1.0)
+    assert sent[0] == ("waits", (0,))
+
+
+@pytest.mark.parametrize(
     ("cause", "named"),
     [
         ("world: all_reduce #1 of int8[1]: late", ""),

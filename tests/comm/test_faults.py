@@ -16,7 +16,7 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn
-from tests import host_faults, thread_faults
+from tests import host_faults
 from tests.comm import fake_nccl
 from tests.comm.model import NAMES, Step, run
 from tests.comm.ranks import on_each_rank
@@ -207,10 +207,6 @@ def test_every_survivor_names_the_host_that_failed(tmp_path):
         pytest.skip(str(why))
     by_fault = json.loads(out.read_text())["by fault"]
     assert {kind: found["errors"] for kind, found in by_fault.items()} == {"kill": 4}
-
-
-def test_every_thread_names_the_rank_that_failed():
-    assert thread_faults.campaign(12, int(np.random.SeedSequence().generate_state(1)[0])) == 0, "the seeds are printed"
 
 
 def test_what_is_not_installed_is_one_line(monkeypatch, capsys):

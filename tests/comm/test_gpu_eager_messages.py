@@ -179,6 +179,15 @@ def test_a_launch_that_is_refused_ends_its_group(fake, monkeypatch, failing):
     FakeRanks(2).run(body)
 
 
+def scans_on_two_streams(comm: Any) -> list[Any]:
+    """Arrays on two streams, whose scans the core knows."""
+    arrays = x, y = [on_gpu(np.ones(4, np.float32), Stream(handle)) for handle in (40, 41)]
+    for each in (x, y, x):
+        for _ in range(3):
+            comm.scan(each)
+    return arrays
+
+
 def test_scratch_memory_that_is_freed(fake, monkeypatch):
     """A cached call uses scratch memory of its stream, which ``synchronize`` frees if another stream was used since."""
     made = []
@@ -189,10 +198,7 @@ def test_scratch_memory_that_is_freed(fake, monkeypatch):
 
     def body(gpu):
         comm = gpu.comm
-        x, y = (on_gpu(np.ones(4, np.float32), Stream(handle)) for handle in (40, 41))
-        for each in (x, y, x):
-            for _ in range(3):
-                comm.scan(each)
+        x, y = scans_on_two_streams(comm)
         with by(comm, 1):
             comm.scan(x)
         comm.all_reduce(y, deterministic=True)  # by Python, which notes the stream
@@ -210,6 +216,36 @@ def test_scratch_memory_that_is_freed(fake, monkeypatch):
         assert all((memory == 0x55).all() for memory in freed)
 
     monkeypatch.setattr(gpu_memory, "Scratch", make)
+    FakeRanks(2).run(body)
+
+
+def test_a_call_of_another_thread_while_scratch_memory_is_freed(fake, monkeypatch):
+    """It must not use that memory, although the core knew the call."""
+
+    class Piece(Memory):
+        def close(self):
+            super().close()
+            memory = at(self.pointer, self.nbytes, np.dtype(np.uint8))
+            memory[:] = 0x55
+            if (call := calls.get(threading.get_ident())) is not None:
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+                unused.append(bool((memory == 0x55).all()))
+
+    def body(gpu):
+        comm = gpu.comm
+        x, y = scans_on_two_streams(comm)
+        comm.all_reduce(y, deterministic=True)  # by Python, which notes the stream: the memory of x may be freed
+        comm.rendezvous.barrier()
+        calls[threading.get_ident()] = lambda: comm.scan(x)
+        comm.synchronize()
+        del calls[threading.get_ident()]
+        comm.rendezvous.barrier()
+        assert unused and all(unused)
+
+    calls, unused = dict[int, Any](), list[bool]()
+    monkeypatch.setattr(gpu_memory, "Scratch", Piece)
     FakeRanks(2).run(body)
 
 

@@ -204,12 +204,13 @@ def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     def newcomer(address: str) -> Any:
-        comm = join(address, device=0)
+        comm = join(address, device=0, timeout=60.0)
         found = use(comm)
         comm.close()
         return found
 
-    assert sorted(run(backend, 2, body, newcomer, device=0)) == [(rank, 3) for rank in range(3)]
+    # A busy machine takes long to compile the kernels, which each group does when it is made.
+    assert sorted(run(backend, 2, body, newcomer, timeout=60.0, device=0)) == [(rank, 3) for rank in range(3)]
 
 
 def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch):

@@ -1,6 +1,7 @@
 """Failures of the nccl backend without a GPU: calls that differ or do not end, ranks that go or do not come."""
 
 import itertools
+import queue
 import re
 import threading
 import time
@@ -12,12 +13,13 @@ import pytest
 
 import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeRanks, of_nccl
+from tests.comm.fake_nccl import Comm, FakeRanks, Group, of_nccl
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
@@ -238,7 +240,7 @@ def test_the_first_call_waits_until_all_have_joined(fake, monkeypatch):
 
 def test_ranks_that_do_not_join_in_time(fake, monkeypatch):
     never = threading.Event()
-    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: never.wait(1e4))
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: never.wait(1e4) and None)
     monkeypatch.setattr(fake, "comm_abort", lambda comm: pytest.fail("there is nothing to abort"))
 
     def body(gpu):
@@ -254,7 +256,9 @@ def test_ranks_that_do_not_join_in_time(fake, monkeypatch):
 
 
 def test_who_joins_after_the_end_is_not_used(fake, monkeypatch):
-    joins = threading.Event()
+    """The communicator is ended instead, as its memory would stay until the end of the process."""
+    joins, ended = threading.Event(), queue.Queue()
+    monkeypatch.setattr(fake, "comm_abort", ended.put)
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
     backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     nccl = backend.routes[0]
@@ -264,6 +268,39 @@ def test_who_joins_after_the_end_is_not_used(fake, monkeypatch):
     backend.abort_device("a test")
     joins.set()
     assert nccl._finish(begun, "a first message", 20) is nccl._comm is None
+    assert ended.get(timeout=20) == "late"
+
+
+@pytest.mark.parametrize("end", ["of the start", "of a communicator that nothing needed"])
+def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, fake, monkeypatch):
+    def refuse(route, backend):
+        raise CudaError("no memory")
+
+    joins, ended, alone = threading.Event(), queue.Queue(), ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
+    monkeypatch.setattr(fake, "comm_abort", ended.put)
+    if end == "of the start":
+        monkeypatch.setattr(NCCLBackend, "open", refuse)
+        with pytest.raises(CudaError, match="no memory"):
+            of_nccl(alone)
+    else:
+        backend = of_nccl(alone)
+        backend.timeout = 0.1
+        backend.close()
+    joins.set()
+    assert ended.get(timeout=20) == "late"
+
+
+def test_a_split_that_ends_too_late_is_ended(fake, monkeypatch):
+    may_end, ended, alone = threading.Event(), queue.Queue(), ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+    monkeypatch.setattr(fake, "comm_split", lambda *arguments: may_end.wait(20) and "late")
+    monkeypatch.setattr(fake, "comm_abort", ended.put)
+    backend = of_nccl(alone, Comm(Group(1), 0))
+    backend.timeout = 0.1
+    with pytest.raises(CollectiveTimeout, match="nccl: init"):
+        backend.split(alone, 0)
+    may_end.set()
+    assert ended.get(timeout=20) == "late"
 
 
 def test_a_communicator_that_nothing_needed_is_closed_without_it(fake, monkeypatch, caplog):

@@ -20,6 +20,7 @@ from kos.cuda import driver
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
+from kos.testing.conformance.model import GATHERING, SCATTERING, Step, call, contributions, result, uneven
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, alone, captures, of_nccl
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
@@ -169,101 +170,52 @@ def test_a_window_outlives_the_calls_that_use_it(fake):
     assert log[2:] == [("free", last)]
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+BY_MESSAGES = (
+    "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v", "all_to_all_v", "all_to_all", "gather", "scatter",
+    "send_recv",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("windows", [True, False])
 @on_each_rank(FakeRanks(3).run)
-def test_messages_in_windows_go_through_staging_memory(gpu, /, fake, at_once):
+def test_messages_from_and_to_any_memory(gpu, /, fake, windows, seed):
+    """In windows, of cuMemCreate, or other memory; captured, in batches and in place.
+
+    NCCL hangs, or loses data, if it knows only one end of a message: the stand-in refuses that.
+    """
     comm, me, n = gpu.comm, gpu.rank, gpu.size
-    window, other = comm.allocate(8, np.float32), Array.zeros(8, np.float32, 0)
-    results = comm.allocate((2, 8), np.float32)
-    window.copy_from(np.arange(8, dtype=np.float32) + 100 * me)
-    other.copy_from(np.arange(8, dtype=np.float32) + 100 * me + 10)
-    with comm.batch() if at_once else nullcontext():
-        for x, out in ((window, results[0]), (other, results[1])):
-            comm.send_recv(x, out, (me + 1) % n, (me - 1) % n)
-    expected = np.arange(8) + 100 * ((me - 1) % n)
-    assert results.numpy().tolist() == [expected.tolist(), (expected + 10).tolist()]
-    gathered = comm.all_gather_v(window[: me + 1], [1, 2, 3], comm.allocate(6, np.float32))
-    assert gathered.numpy().tolist() == [0, 100, 101, 200, 201, 202]
-    assert (comm.reduce_scatter_v(window[:6], [1, 2, 3]).numpy()[0] == np.arange(6)[[0, 1, 3]][me] * 3 + 300).all()
+    rng, own = np.random.default_rng(seed), np.random.default_rng(seed + 1 + me)
+    places = [comm.allocate(4000, np.int32) if windows else Array.zeros(4000, np.int32, 0)]
+    places += [Array.zeros(4000, np.int32, 0) for _ in range(2)]
+    virtual = range(places[1].pointer, places[1].pointer + places[1].nbytes)
+    fake.virtual.update(virtual)
 
+    def make(name, at):
+        step = Step(name, int(rng.integers(40)), np.int32, root=int(rng.integers(n)), in_place=rng.random() < 0.5)
+        kinds, in_place = rng.integers(3, size=2), step.in_place and name in GATHERING + SCATTERING
+        xs = contributions(seed + at, step, n)
+        expected = result(step, xs, me)
+        source, target = (places[kind][at:] for kind in (own.integers(3, size=2) if name == "send_recv" else kinds))
+        x, out = source[: xs[me].size], target[2000:][: 0 if expected is None else expected.size]
+        if in_place and expected is not None:
+            counts = uneven(step, n) if name.endswith("_v") else [step.count] * n
+            part = slice(sum(counts[:me]), sum(counts[: me + 1]))
+            if name in GATHERING:
+                x = out[part]
+            elif name.startswith("reduce") or me == step.root:
+                out = x[part]
+        x.copy_from(xs[me])
+        call(comm, step, x, out, stream=5)
+        return step, out, expected
 
-@on_each_rank(FakeRanks(3).run)
-def test_uneven_shards_of_a_window_in_place(gpu, /, fake):
-    """What goes to other ranks is staged, in a graph too; what stays is left where it is."""
-    comm, me, counts = gpu.comm, gpu.rank, [1, 0, 3]
-    mine = slice(sum(counts[:me]), sum(counts[: me + 1]))
-    for captured in (False, True):
-        x = comm.allocate((4, 4), np.int32)
-        x.copy_from(np.arange(16, dtype=np.int32).reshape(4, 4) + 100 * me)
-        with captures() if captured else nullcontext():
-            comm.all_gather_v(x[0][mine], counts, x[0], stream=5)
-            comm.gather_v(x[1][mine], counts, 2, x[1] if me == 2 else None, stream=5)
-            comm.reduce_scatter_v(x[2], counts, x[2][mine], stream=5)
-            comm.scatter_v(x[3] if me == 2 else None, counts, x[3][mine], 2, stream=5)
-        expected = np.arange(16).reshape(4, 4) + 100 * me
-        expected[0] = [0, 201, 202, 203]
-        expected[1] = [4, 205, 206, 207] if me == 2 else expected[1]
-        expected[2][mine] = (3 * np.arange(8, 12) + 300)[mine]
-        expected[3][mine] = np.arange(212, 216)[mine]
-        assert x.numpy().tolist() == expected.tolist()
-
-
-@on_each_rank(FakeRanks(2).run)
-def test_captured_messages_in_cumemcreate_memory_go_through_staging_memory(gpu, /, fake):
-    comm, x, out = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
-    other = 1 - gpu.rank
-    comm.send_recv(x, out, other, other, stream=5)  # not captured: it connects
-    fake.virtual |= {x.pointer, out.pointer}
-    x.copy_from(np.full(4, 7 + gpu.rank, np.float32))
-    with captures():
-        comm.send_recv(x, out, other, other, stream=5)
-    assert (out.numpy() == 7 + other).all()
-
-
-@pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
-@on_each_rank(FakeRanks(2).run)
-def test_all_to_all_gather_and_scatter_between_a_window_and_other_memory(gpu, /, fake, name):
-    comm, window, other = gpu.comm, gpu.comm.allocate(4, np.int32), Array.zeros(8, np.int32, 0)
-    fake.virtual |= set(range(window.pointer, window.pointer + window.nbytes))
-    window.copy_from(np.arange(4, dtype=np.int32) + 10 * gpu.rank)
-    for captured in (False, True):
-        other.copy_from(np.full(8, -1, np.int32))
-        with captures() if captured else nullcontext():
-            if name == "all_to_all":
-                got = comm.all_to_all(window, other[:4], stream=5).numpy().tolist()
-                assert got == [[0, 1, 10, 11], [2, 3, 12, 13]][gpu.rank]
-            elif name == "gather":
-                got = comm.gather(window, 0, other if gpu.rank == 0 else None, stream=5)
-                assert got is None or got.numpy().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-            else:
-                got = comm.scatter(window if gpu.rank == 0 else None, other[:2], stream=5).numpy().tolist()
-                assert got == [2 * gpu.rank, 2 * gpu.rank + 1]
-    fake.virtual.difference_update(range(window.pointer, window.pointer + window.nbytes))  # it is freed as other memory
-
-
-@pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
-@on_each_rank(FakeRanks(2).run)
-def test_all_to_all_gather_and_scatter_in_a_graph_between_virtual_and_other_memory(gpu, /, fake, name):
-    comm, x, other = gpu.comm, Array.zeros(4, np.int32, 0), Array.zeros(8, np.int32, 0)
-    places = range(x.pointer, x.pointer + x.nbytes)
-    fake.virtual.update(places)
-    x.copy_from(np.arange(4, dtype=np.int32) + 10 * gpu.rank)
-    calls = {
-        "all_to_all": lambda: comm.all_to_all(x, other[:4], stream=5),
-        "gather": lambda: comm.gather(x, 0, other if gpu.rank == 0 else None, stream=5),
-        "scatter": lambda: comm.scatter(x if gpu.rank == 0 else None, other[:2], stream=5),
-    }
-    for captured in (False, True, False):  # the first and the last by NCCL's function
-        other.copy_from(np.full(8, -1, np.int32))
-        with captures() if captured else nullcontext():
-            calls[name]()
-        expected = {
-            "all_to_all": [[0, 1, 10, 11], [2, 3, 12, 13]][gpu.rank],
-            "gather": [0, 1, 2, 3, 10, 11, 12, 13] if gpu.rank == 0 else [],
-            "scatter": [2 * gpu.rank, 2 * gpu.rank + 1],
-        }[name]
-        assert other.numpy().tolist()[: len(expected)] == expected
-    fake.virtual.difference_update(places)
+    for turn in range(60):
+        names = BY_MESSAGES if turn == 0 else rng.choice(BY_MESSAGES, rng.integers(1, 4)).tolist()
+        captured, at_once = turn > 0 and rng.random() < 0.5, rng.random() < 0.5  # the first calls connect
+        with captures() if captured else nullcontext(), comm.batch() if at_once else nullcontext():
+            made = [make(name, 200 * number) for number, name in enumerate(names)]
+        for step, out, expected in made:
+            assert expected is None or out.numpy().tolist() == expected.tolist(), f"{step}, captured {captured}"
+    fake.virtual.difference_update(virtual)  # it is freed as other memory
 
 
 @on_each_rank(FakeRanks(2).run)

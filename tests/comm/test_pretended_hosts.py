@@ -91,6 +91,24 @@ def test_who_is_late(ranks, short):
     ranks.run(body)
 
 
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(("mpi", hosts), id=str(hosts), marks=pytest.mark.mpi) for hosts in OF_MPI or [()]],
+    indirect=True,
+)  # fmt: skip
+def test_a_rank_that_does_not_come_is_named(ranks):
+    """By every rank, also where several ranks end the call at their own timeout.  It waits in another job meanwhile."""
+
+    def body(comm):
+        comm.barrier()
+        late = comm.size - 1
+        if comm.rank != late:
+            with pytest.raises(CollectiveTimeout, match=rf"ranks \[{late}\] did not arrive") as caught:
+                comm.all_reduce(np.ones(5), timeout=2)
+            assert caught.value.ranks == (late,)
+
+    ranks.run(body)
+
+
 def test_what_ranks_share(ranks):
     def body(comm):
         near = ranks.near(comm.rank)

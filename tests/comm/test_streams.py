@@ -5,6 +5,8 @@ where a stream is asked anything that is gone.
 """
 
 import gc
+import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,28 +210,103 @@ def named(stream: Stream, given: str) -> Any:
     return stream if given == "object" else stream.handle
 
 
-@KINDS
+class Program:
+    """Random calls on streams that come and go: eager, captured, asynchronous and in batches."""
+
+    def __init__(self, comm: kos.Communicator, device: Device, call: Call, seed: int) -> None:
+        self.comm, self.device, self.call, self.random = comm, device, call, random.Random(seed)
+        self.handles = itertools.count(1000)
+        self.kept, self.ending = [self.new() for _ in range(3)], list[Stream]()
+        self.arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
+
+    def new(self) -> Stream:
+        return Stream(self.device, next(self.handles))
+
+    def stream(self) -> Any:
+        """One that is kept, the default one, or one that ends after the call; as an object or a handle."""
+        self.ending.append(self.new())
+        stream = self.random.choice([*self.kept, self.ending[-1], None])
+        return stream if stream is None or self.random.random() < 0.5 else stream.handle
+
+    def eager(self) -> None:
+        self.call(self.stream())
+
+    def asynchronous(self) -> None:
+        work = self.comm.all_reduce(self.arrays[2], stream=self.stream(), async_op=True)
+        if self.random.random() < 0.5:
+            work.wait()
+
+    def batch(self) -> None:
+        several = [self.stream() for _ in self.arrays]
+        with self.comm.batch():
+            for x, stream in zip(self.arrays, several, strict=True):
+                self.comm.all_reduce(x, stream=stream)
+
+    def capture(self) -> None:
+        """Of one stream, which a second joins."""
+        first, second = self.random.sample(self.kept, 2)
+        with self.device.capturing(first.handle):
+            for turn in range(self.random.randrange(1, 4)):
+                self.call(self.random.choice([first, first.handle]))
+                if turn == 0:
+                    self.device._record("fork", first.handle)
+                    self.device._wait(second.handle, "fork", 0)
+                self.call(self.random.choice([second, second.handle]))
+                stream = self.random.choice([first, second])
+                self.comm.all_reduce(self.arrays[2], stream=stream, async_op=True).wait()  # which joins the capture
+
+    def replace(self) -> None:
+        self.kept[self.random.randrange(3)] = self.new()
+
+    def wait(self) -> None:
+        self.random.choice([self.comm.barrier, self.comm.synchronize])()
+
+    def run(self) -> None:
+        steps = [self.eager, self.eager, self.asynchronous, self.batch, self.capture, self.replace, self.wait]
+        for _ in range(60):
+            self.random.choice(steps)()
+            self.ending.clear()
+
+
 @on_each_rank("run")
-def test_a_stream_may_end_after_a_call(comm, device, call, /, given):
-    """A stream object is kept alive; a bare handle is not used again.  Later calls still follow the call."""
-
-    def on_a_new_one(handle):
-        stream = Stream(device, handle)
-        call(named(stream, given))
-
-    for turn in range(4):
-        on_a_new_one(1000 + turn)
-    gc.collect()
+def test_random_programs(comm, device, call, /, seed):
+    """A stream object is kept alive; a bare handle is not used again, which CUDA may give to another stream."""
+    program = Program(comm, device, call, seed)
+    program.run()
     call(None)
-    on_a_new_one(2000)
-    on_a_new_one(2000 if given == "handle" else 2001)  # CUDA gives handles again
-    comm.barrier()
-    on_a_new_one(3000)
     comm.synchronize()
     gc.collect()
-    assert not [each for each in device.alive if each in range(1000, 3000)], "kept for ever"
-    call(None)
+    left = {stream.handle for stream in program.kept}
+    assert not [each for each in device.alive if each >= 1000 and each not in left], "kept for ever"
+    handle = next(program.handles)
+    for _ in range(2):
+        stream = Stream(device, handle)
+        call(handle)
+        del stream
     comm.close()
+
+
+@on_each_rank("run")
+def test_a_batch_on_several_streams_beside_many_others(comm, device, call, /):
+    """kos forgets idle streams when it has many, but not those of the batch, on which nothing is queued yet."""
+    numbers = itertools.count(1000)
+    for _ in range(20):  # of which one finds as many streams as are kept
+        call(Stream(device, next(numbers)))
+        several = [Stream(device, next(numbers)) for _ in range(4)]
+        with comm.batch():
+            for count, stream in zip((20_000, 40, 20_001, 41), several, strict=True):
+                comm.all_reduce(Array.zeros(count, np.float16, 0), stream=stream)
+
+
+@on_each_rank("run")
+def test_a_stream_given_as_an_object_and_then_by_its_handle_in_a_capture(comm, device, call, /):
+    """No event has recorded the end of the eager call, which later ones follow."""
+    first, second = Stream(device, 1000), Stream(device, 1001)
+    for _ in range(2):
+        call(first)
+        with device.capturing(first.handle):
+            call(first.handle)
+        call(second)
 
 
 @on_each_rank("run")
@@ -253,69 +330,6 @@ def test_few_of_many_streams_are_kept(comm, device, call, /):
     for turn in range(100):  # whose work goes on
         call(Stream(device, 2000 + turn))
     assert len(device.alive) > 100
-
-
-@KINDS
-@on_each_rank("run")
-def test_eager_calls_follow_each_other_across_a_capture(comm, device, call, /, given):
-    first, second, third = (Stream(device, 1000 + k) for k in range(3))
-    call(named(first, given))
-    with device.capturing(second.handle):
-        call(named(second, given))
-        call(named(second, given))
-    call(named(third, given))
-    with device.capturing(first.handle):
-        call(named(first, given))
-    call(named(first, given))
-    call(named(second, given))
-    comm.synchronize()
-
-
-@KINDS
-@on_each_rank("run")
-def test_calls_of_one_capture_follow_each_other(comm, device, call, /, given):
-    """On streams that have joined it; also after eager calls on the first of them."""
-    first, second = (Stream(device, 1000 + k) for k in range(2))
-    for _ in range(3):
-        call(named(first, given))
-    with device.capturing(first.handle):
-        call(named(first, given))
-        device._record("fork", first.handle)
-        device._wait(second.handle, "fork", 0)
-        call(named(second, given))
-        call(named(first, given))
-        call(named(second, given))
-    call(named(second, given))
-    call(named(first, given))
-
-
-@on_each_rank("run")
-def test_overlapping_calls_are_captured(comm, device, call, /):
-    stream, other = Stream(device, 1000), Stream(device, 1001)
-    x = Array.zeros(40, np.float16, 0)
-    call(stream)
-    comm.all_reduce(x, stream=stream, async_op=True).wait()
-    with device.capturing(stream.handle):
-        call(stream)
-        comm.all_reduce(x, stream=stream, async_op=True).wait()
-        call(stream)
-    comm.all_reduce(x, stream=other, async_op=True).wait()
-    call(stream)
-
-
-@on_each_rank("run")
-def test_batches_and_overlapping_calls_keep_their_order(comm, device, call, /):
-    """The backends of ``auto`` do not share the GPU at a time: ranks might begin with different ones."""
-    several = [Stream(device, 1000 + k) for k in range(4)]
-    arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
-    for _ in range(2):
-        with comm.batch():
-            for x, stream in zip(arrays, several, strict=True):
-                comm.all_reduce(x, stream=stream)
-        call(several[0])
-        for x in arrays:
-            comm.all_reduce(x, stream=several[1], async_op=True)
-        call(several[2])
 
 
 @KINDS
@@ -467,6 +481,7 @@ def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device, follows):
 def test_a_stream_that_may_be_gone_is_not_asked_whether_it_is_captured(fake_device):
     """The program gave its handle alone."""
     kernels, member = ConcurrentKernels(), SimpleMember(Stream(fake_device, 1000))
+    member.streams = Streams(0)
     member.streams.hold(1000, 1000)
     kernels.order(member, 1000, Occupancy(1, 1), 132)
     kernels.launched(member)

@@ -1,4 +1,4 @@
-"""The backend of docs/guides/writing-a-backend.md keeps the promises of the conformance suite."""
+"""The backend of docs/guides/writing-a-backend.md keeps the promises of the conformance suite; defects of it do not."""
 
 import logging
 import os
@@ -7,22 +7,33 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.testing.conformance import failures, intact, run
+from kos.comm.schedules import registry
+from kos.comm.schedules.registry import algorithm
+from kos.comm.schedules.schedule import Moves
+from kos.comm.transport import ScheduledCalls
+from kos.errors import InvalidArgument, KosError
+from kos.testing.conformance import cases, failures, intact, run
 from kos.testing.conformance.__main__ import main
+from kos.testing.conformance.model import in_rank_order
+from kos.testing.conformance.values import LARGE, assert_bits, inputs
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
+from tests.comm.works import work_of
 from tests.forked import python
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "writing-a-backend.md"
 BLOCK = r"^<!-- not run: the test runs all blocks together -->\n```python\n(.*?)^```$"
 BLOCKS = re.findall(BLOCK, PAGE.read_text(), re.M | re.S)
 LINES = 140
+SEND, PROGRESS = "sends_need_no_further_call", "one_poll_advances_all_messages"
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +54,23 @@ def test_on_ranks_that_meet_as_processes_do(size):
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world)
 
-    for broken in run_ranks(size, body, limit=3 * TIMEOUT):  # a busy machine takes 40 s for the whole suite
+    for broken in run_ranks(size, body, limit=6 * TIMEOUT):  # a busy machine takes minutes
         assert not broken, "\n".join(broken.values())
+
+
+def on_files(size: int, body: Any, timeout: float = TIMEOUT) -> list[Any]:
+    def rank(rendezvous: Any) -> Any:
+        with kos.init("files", rendezvous=rendezvous, timeout=timeout) as world:
+            return body(world)
+
+    return run_ranks(size, rank)
+
+
+def test_the_parts_that_a_backend_must_have_suffice(files):
+    for name in ("agree", "absent", "report_failure"):
+        delattr(files, name)
+    for promise in (SEND, PROGRESS, "float32 SUM"):
+        assert on_files(3, lambda world, promise=promise: run(world, only=promise)) == [{}] * 3
 
 
 def test_a_part_of_the_suite_on_threads():
@@ -126,7 +152,51 @@ def without_order(backend: Any) -> None:
     backend.take = take
 
 
+BUFFER = 1 << 16  # bytes; longer messages wait, as on a network
+
+
+class Unwritten:
+    """A send whose file is not there until ``done`` is called."""
+
+    def __init__(self, isend: Any, files: Any, array: Any, *place: int) -> None:
+        data = array.copy()
+        self.write: Any = lambda: isend(files, data, *place)
+
+    def done(self) -> bool:
+        if self.write is not None:
+            self.write()
+        self.write = None
+        return True
+
+
+def without_copy(backend: Any) -> None:
+    """A defect: the send of a long message is done although the next send writes it."""
+
+    def isend(self: Any, array: Any, *place: int, isend: Any = backend.isend) -> Any:
+        late: list[Unwritten] = vars(self).setdefault("late", [])
+        while late:
+            late.pop().done()
+        if array.nbytes < BUFFER:
+            return isend(self, array, *place)
+        late.append(Unwritten(isend, self, array, *place))
+        return SimpleNamespace(done=lambda: True)
+
+    backend.isend = isend
+
+
+def without_progress(backend: Any) -> None:
+    """A defect: a rank that polls a receive from one rank does not continue its send to another rank."""
+
+    def isend(self: Any, array: Any, *place: int, isend: Any = backend.isend) -> Any:
+        return isend(self, array, *place) if array.nbytes < BUFFER else Unwritten(isend, self, array, *place)
+
+    backend.isend = isend
+
+
 @pytest.mark.parametrize(("change", "check", "cause"), [
+    (without_copy, SEND, r"done\(\) of a send: expected True only if the message arrives without further calls of its "
+     r"rank, got .*: recv #\d .*: not complete after 1.0 s"),
+    (without_progress, PROGRESS, r"done\(\): expected to advance all messages of its rank, got "),
     (without_last, "broadcast float32", r"broadcast of 1 x float32, root \d: element 0 of 1 wrong: \[nan\] instead of"),
     (without_root, "broadcast float32", r"broadcast of 1 x float32, root 1: element 0 of 1 wrong: \[nan\] instead of"),
     (without_order, "messages_keep_their_order float32", r"messages of one tag: .* \(order.py:\d+: "),
@@ -140,7 +210,7 @@ def test_the_suite_finds_a_backend_that_lacks_a_part(files, change, check, cause
     change(files)
 
     def body(rendezvous):
-        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
+        with kos.init("files", rendezvous=rendezvous, timeout=2.0 if check in (SEND, PROGRESS) else TIMEOUT) as world:
             return run(world, only=check)
 
     with caplog.at_level(logging.INFO, "kos.testing.conformance"):
@@ -201,3 +271,54 @@ def test_a_closed_pipe_is_no_error():
 def test_a_text_that_no_check_has_is_refused():
     with pytest.raises(kos.errors.InvalidArgument, match="only: expected a part of a promise's name, got 'nonesuch'"):
         run(kos.init("mock"), only="nonesuch")
+
+
+def test_the_contracts_of_messages_are_checked_first():
+    assert [case.name for case in cases()][:2] == [SEND, PROGRESS]
+
+
+def test_a_schedule_of_the_program():
+    @algorithm("all_reduce", "star of a test", ordered=True)
+    def star(n, c):
+        for rank in range(1, n):
+            yield [Moves(rank, 0, 0, count=c, reduce=True)]
+        yield [Moves(0, np.arange(1, n), 0, count=c)]
+
+    @algorithm("all_reduce", "ring of a test", parts=lambda n, c: n * c)
+    def ring(n, c):
+        r = np.arange(n)
+        for step in range(2 * (n - 1)):
+            yield [Moves(r, (r + 1) % n, (r - step) % n * c, count=c, reduce=step < n - 1)]
+
+    def body(comm):
+        for count in (1, 7, LARGE):
+            xs = inputs(0, comm.size, count, np.float32)
+            got = comm.all_reduce(xs[comm.rank].copy(), algorithm="star of a test", deterministic=True)
+            assert_bits(got, in_rank_order(xs))
+            got = comm.all_reduce(xs[comm.rank].copy(), algorithm="ring of a test")
+            assert np.allclose(got, in_rank_order(xs), atol=1e-5)
+        with pytest.raises(InvalidArgument, match="algorithm: expected"):
+            comm.all_reduce(np.ones(1), algorithm="ring of a test", deterministic=True)
+
+    try:
+        on_files(3, body)
+    finally:
+        for name in ("star of a test", "ring of a test"):
+            del registry._REGISTRY["all_reduce"][name]
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_collective_that_ends_early_cancels_its_messages(compared):
+    """Whether or not the transport compares calls."""
+    cancelled = []
+    transport = SimpleNamespace(
+        rank=0, size=2, ranks_per_host=None, failures=None, tag=lambda sequence: 100 + sequence, cancel=cancelled.append
+    )
+    calls = ScheduledCalls(transport, transport)
+    calls._barrier = lambda work: iter([None, None])
+    work = work_of("barrier", sequence=5)
+    steps = calls.run(work, (lambda: True) if compared else None)
+    next(steps)
+    with pytest.raises(KosError, match="ended"):
+        steps.throw(KosError("ended"))
+    assert [cancelled[0](SimpleNamespace(tag=tag)) for tag in (105, 106)] == [True, False]

@@ -16,24 +16,10 @@ import pytest
 
 from kos._core import native
 from kos.comm.prepared import TEXT_BYTES, TEXTS
-from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads, said_by_a_child
+from tests.core.core_ranks import groups, needs_core, on_processes, run_threads, said_by_a_child
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core
-
-
-@pytest.mark.parametrize(
-    "others", [np.ones(5), np.ones(4, np.float32), np.ones(4, np.int64)], ids=["count", "dtype", "kind"]
-)
-@pytest.mark.parametrize("spin", [0.0, 1e-4])
-def test_calls_that_differ_raise_on_every_rank_and_name_two(others, spin):
-    def body(group):
-        group.all_reduce(np.ones(7))
-        group.all_reduce(others.copy() if group.rank == 1 else np.ones(4))
-
-    errors = on_threads(3, body, spin=spin)
-    [(kind, *ranks, number)] = {(error.kind, error.rank, error.by, error.word) for error in errors}
-    assert kind == "MISMATCH" and number == 1 and 1 in ranks and ranks[0] != ranks[1]
 
 
 def test_a_rank_that_has_returned_finds_a_call_that_differs():
@@ -46,35 +32,6 @@ def test_a_rank_that_has_returned_finds_a_call_that_differs():
         for call in (works[1].wait, works[2].wait, theirs[1].wait, *last):
             with pytest.raises(CoreError, match="^MISMATCH of rank ., 1, by rank .$"):
                 call()
-
-
-def test_a_timeout_names_the_rank_that_is_missing_and_that_rank_raises_it_too():
-    with groups(3, timeout=0.3) as (a, b, c):
-        began = time.monotonic()
-        errors = run_threads(lambda: a.all_reduce(np.ones(2)), lambda: c.all_reduce(np.ones(2)))
-        assert 0.29 < time.monotonic() - began < 20
-        with pytest.raises(CoreError) as late:
-            b.all_reduce(np.ones(2))
-        for error in (*errors, late.value):
-            assert (error.kind, error.rank, error.word) == ("LATE", 1, 0) and error.by in (0, 2)
-
-
-def killed_before_its_call(group: CoreGroup, victim: int) -> float:
-    group.all_reduce(np.ones(3))
-    if group.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    group.all_reduce(np.ones(3))
-    raise AssertionError
-
-
-@pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1)])
-def test_a_killed_rank_raises_in_the_others_and_is_named(size, victim, tmp_path):
-    began = time.monotonic()
-    results = on_processes(size, killed_before_its_call, tmp_path, victim)
-    assert time.monotonic() - began < 20
-    assert results.pop(victim) is None
-    for said in results:
-        assert said.startswith(f"CoreError: LOST of rank {victim}, 1, by rank ")
 
 
 def killed_with_works(group: CoreGroup) -> Any:

@@ -1,4 +1,4 @@
-"""Messages of the compiled core: matched in order by tag, of every size, in one copy and in pieces."""
+"""Messages of the compiled core: matched in order by tag, refused, cancelled, in one copy and in pieces."""
 
 import random
 import signal
@@ -60,18 +60,6 @@ def end(*works: Any) -> None:
         left = [work for work in left if not work.done()]
 
 
-def test_every_size_before_and_after_its_receive(pair):
-    a, b = pair
-    for nbytes in SIZES:
-        for first in (a, b):
-            x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
-            works = [send(a, x, 1)] if first is a else [recv(b, y, 0)]
-            works[0].done()
-            works.append(recv(b, y, 0) if first is a else send(a, x, 1))
-            end(*works)
-            assert (x == y).all(), nbytes
-
-
 def test_blocking_calls_between_threads(pair):
     def ping(group):
         peer = 1 - group.rank
@@ -125,13 +113,6 @@ def test_many_large_messages_without_a_receive(pair):
                 each.done()
     end(*sends, last)
     assert (x == y).all()
-
-
-def test_a_message_to_oneself(pair):
-    for nbytes in SIZES:
-        x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
-        end(send(pair[0], x, 0), recv(pair[0], y, 0))
-        assert (x == y).all()
 
 
 def test_ends_that_differ_fail_alone(pair):
@@ -207,6 +188,16 @@ def test_messages_that_find_no_room_wait_for_it_and_not_for_their_receives(pair)
         assert (x == y).all()
 
 
+def test_a_message_that_was_received_gives_all_its_credit_back(pair):
+    """Also what each message counts beside its data: 20,000 of them would use up all credit."""
+    a, b = pair
+    x, y = data(100, 1), np.zeros(100, np.uint8)
+    for _ in range(20_000):
+        sent = send(a, x, 1)
+        assert sent.done(), "it waits for its receive"
+        end(recv(b, y, 0))
+
+
 def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair):
     a, b = pair
     a.timeout = b.timeout = 0.05
@@ -220,49 +211,6 @@ def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair):
     work = recv(b, y, 0)
     end(send(a, y + 2, 1), work)
     assert (y == 2).all()
-
-
-def random_program(group: CoreGroup, seed: int, calls: int, direct: bool) -> int:
-    """Messages of random sizes and tags to all ranks beside collectives; the number of wrong results."""
-    if direct and not group.connect():
-        raise AssertionError
-    shared, mine = random.Random(seed), random.Random(seed * 31 + group.rank)
-    outstanding: list[tuple[Any, Any, Any]] = []
-    wrong = 0
-    for number in range(calls):
-        src, dst = shared.randrange(group.size), shared.randrange(group.size)
-        nbytes, tag = shared.choice(SIZES[:-1]), shared.randrange(3)
-        x = data(nbytes, number)
-        if group.rank == src:
-            outstanding.append((send(group, x, dst, tag), x, x))
-        if group.rank == dst:
-            y = np.zeros_like(x)
-            outstanding.append((recv(group, y, src, tag), y, x))
-        if shared.random() < 0.3:
-            total = np.full(5, group.rank, np.int64)
-            group.all_reduce(total)
-            wrong += int(total[0] != group.size * (group.size - 1) // 2)
-        if shared.random() < 0.3:
-            right = shared.randrange(1, group.size)
-            y = np.zeros_like(x)
-            to, source = (group.rank + right) % group.size, (group.rank - right) % group.size
-            group.prepare("send_recv", "uint8", nbytes, dst=to, src=source, tag=9).run(x, y)
-            wrong += x.tobytes() != y.tobytes()
-        for entry in [each for each in outstanding if mine.random() < 0.3 and each[0].done()]:
-            outstanding = [each for each in outstanding if each is not entry]
-            wrong += entry[1].tobytes() != entry[2].tobytes()
-    for work, y, x in outstanding:
-        work.wait()
-        wrong += y.tobytes() != x.tobytes()
-    group.prepare("barrier").run()
-    return wrong
-
-
-@pytest.mark.parametrize(("size", "direct"), [(2, True), (3, True), (2, False), (4, False)])
-def test_random_programs_of_processes(size, direct, tmp_path):
-    seed = random.randrange(1 << 20)
-    print(f"seed {seed}")
-    assert on_processes(size, random_program, tmp_path, seed, 300, direct) == [0] * size
 
 
 def test_a_closed_group_ends_its_messages():

@@ -1,10 +1,12 @@
 """Matrix products' algorithms: what is chosen on a GPU whose clock a power limit holds down, and what is kept."""
 
 import ctypes
+import fcntl
 import itertools
 import json
 import logging
 import math
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -323,6 +325,33 @@ def test_what_was_found_is_kept(path, caplog):
     mine.keep({"a": "1"})
     other.keep({"a": "3", "b": "2"})
     assert json.loads(path.read_text()) == kept().known == other.known == {"a": "1", "b": "2"} and not warnings(caplog)
+
+
+def test_two_searches_that_end_at_the_same_time_have_one_result(path, monkeypatch):
+    """The second one ends while the first one writes: what it has found was not stored when it began."""
+
+    def replace(path, content):
+        if threading.current_thread() is second:
+            reached.set()
+        else:
+            second.start()
+            assert reached.wait(20)
+        write(path, content)
+
+    def flock(file, how):
+        if threading.current_thread() is second:
+            reached.set()
+        lock(file, how)
+
+    reached, write, lock = threading.Event(), cublaslt.replace_file, fcntl.flock
+    monkeypatch.setattr(cublaslt, "replace_file", replace)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    mine, other = kept(), kept()
+    second = threading.Thread(target=other.keep, args=({"a": "3", "b": "2"},))
+    mine.keep({"a": "1"})
+    second.join(20)
+    assert mine.known == {"a": "1"}
+    assert kept().known == other.known == {"a": "1", "b": "2"}
 
 
 def test_what_cublaslt_no_longer_takes_is_replaced(path):

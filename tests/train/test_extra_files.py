@@ -10,6 +10,7 @@ import pytest
 
 from kos.errors import CheckpointError
 from kos.train import checkpoint
+from kos.train.data.chat import read_chat_template
 from kos.train.data.tokenizers import ByteTokenizer, NumberTokenizer
 from tests.train.runs import _train
 
@@ -114,6 +115,29 @@ def test_the_settings_of_a_tokenizer_are_kept(text, tmp_path, huggingface_file, 
             "bos_token": "<|begin|>", "clean_up_tokenization_spaces": False,
             "tokenizer_class": "PreTrainedTokenizerFast",
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs", ["a file", "settings", "none"])
+@pytest.mark.parametrize("ours", ["a file", "settings"])
+def test_the_chat_template_is_that_of_the_tokenizer(ours, theirs, text, tmp_path, huggingface_file, folder):
+    """Of --tokenizer, if it has one, and else that of --init-from; also after the run has continued."""
+    (folder / "chat_template.jinja").unlink()
+    named = shutil.copytree(huggingface_file.parent, tmp_path / "named")
+    for place, how, template in ((folder, ours, "ours"), (named, theirs, "theirs")):
+        _change(place / "tokenizer_config.json", **{**SETTINGS, "chat_template": template})
+        if how != "settings":
+            settings = _read(place / "tokenizer_config.json")
+            del settings["chat_template"]
+            (place / "tokenizer_config.json").write_text(json.dumps(settings))
+        if how == "a file":
+            (place / "chat_template.jinja").write_text(template)
+    how = {"init_from": str(folder), "tokenizer": str(named)}
+    for steps, resume in ((1, None), (2, "auto")):
+        _train(text, tmp_path / "run", steps=steps, resume=resume, **how)
+        found = tmp_path / f"run/checkpoints/step-{steps}"
+        template = read_chat_template(str(found))
+        assert template is not None and template.source == ("ours" if theirs == "none" else "theirs")
+        assert _read(found / "tokenizer_config.json")["model_max_length"] == 99
 
 
 def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run():

@@ -19,6 +19,7 @@ from kos.train.config.flags import parse
 from kos.train.data import show
 from kos.train.evaluator import evaluate
 from kos.train.export import main as export
+from kos.train.layers.lora import is_adapter
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train import elastic_runs, test_elastic_joins
@@ -434,6 +435,41 @@ def test_a_rank_is_lost_or_two_join(zero, freeze, dtype, text, small, tmp_path, 
         thread.join(30)
         assert not errors and not thread.is_alive()
     assert ranks_of(tmp_path / "joined") == [(1, 0)] * 3 + [(3, 1)] * 3
+
+
+class Counting:
+    """A communicator that counts the elements that its rank broadcasts or gets."""
+
+    def __init__(self, comm):
+        self.comm, self.count = comm, 0
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def broadcast(self, x, root):
+        self.count += x.size
+        return self.comm.broadcast(x, root)
+
+
+def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_path, monkeypatch):
+    """The base does not come from the other ranks too."""
+    how, load = {**OF_ELASTIC, "init_from": small, "freeze": ("*.layers.0.*",)}, elastic.Kept.load
+    counted = list[tuple[int, int]]()
+
+    def counting(self, device, comm, present):
+        load(self, device, counting := Counting(comm), present)
+        frozen = {name: span.stop - span.start for name, span in device.state.frozen.spans.items()}
+        adapters = sum(size for name, size in frozen.items() if is_adapter(name))
+        assert 0 < adapters < sum(frozen.values())
+        counted.append((counting.count, adapters + 3 * device.state.optimizer.weights.flat.size))
+
+    monkeypatch.setattr(elastic.Kept, "load", counting)
+    threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
+    elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "elastic": "1:3"})
+    for thread, errors in threads:
+        thread.join(30)
+        assert not errors and not thread.is_alive()
+    assert counted and all(count <= expected for count, expected in counted)
 
 
 def test_a_newcomer_with_another_base_is_refused(text, small, tmp_path, monkeypatch):

@@ -84,6 +84,19 @@ def test_what_takes_less_memory_is_said(monkeypatch):
     assert after.savings == ["a --micro-batch-size below 4"]
 
 
+def test_only_what_helps_a_schedule_is_said(monkeypatch):
+    """With split backwards, what is recomputed is kept for the second half."""
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
+    flags = "--batch-size", "8", "--micro-batch-size", "1", "--pp-schedule"
+    before = plan(*flags, "zero-bubble-v", pp=2)
+    assert not any("--recompute" in each for each in before.savings) and "--pp-schedule 1f1b" in before.savings
+    for how in ("norms", "block"):
+        assert plan(*flags, "zero-bubble-v", "--recompute", how, pp=2).total == before.total
+    after = plan(*flags, "1f1b", pp=2)
+    assert after.total < before.total and "--pp-schedule 1f1b" not in after.savings
+    assert "--recompute norms or block" in after.savings
+
+
 def test_the_plan_has_the_residual_of_compressed_gradients(monkeypatch):
     """As large as the gradients, and none on one rank; what a sum takes beside is that of a bucket."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))

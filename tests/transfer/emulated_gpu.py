@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
 
 from kos.cuda import driver, streams
-from kos.memory import ipc
+from kos.memory import array, ipc
 from kos.transfer import buffers, gpu, scales
-from tests.comm.fake_nccl import no_gpu
+from tests.comm.fake_nccl import Memory, no_gpu
 from tests.comm.host_kernel import HostKernel
 
 
@@ -30,6 +31,7 @@ class EmulatedMemory:
     def __init__(self) -> None:
         self.held: dict[int, tuple[int, Any, int]] = {}  # address -> file, mapping, size
         self.opened = 0
+        self.pooled = WeakValueDictionary[int, Memory]()  # of the usual arrays, by address
 
     def _map(self, file: int, nbytes: int) -> int:
         mapped = mmap.mmap(file, nbytes)
@@ -47,8 +49,14 @@ class EmulatedMemory:
             os.close(self.held.pop(address)[0])
         return (0,)
 
+    def from_pool(self, nbytes: int, stream: Any, label: str) -> Memory:
+        made = Memory(nbytes)
+        self.pooled[made.pointer] = made
+        return made
+
     def range_of(self, pointer: int) -> tuple[int, int, int]:
-        return next((0, at, n) for at, (_, _, n) in self.held.items() if at <= pointer < at + n)
+        sizes = {at: n for at, (_, _, n) in self.held.items()} | {at: each.nbytes for at, each in self.pooled.items()}
+        return next(((0, at, n) for at, n in sizes.items() if at <= pointer < at + n), (1, 0, 0))
 
     def export(self, address: int) -> tuple[int, Any]:
         file, _, nbytes = self.held[address]
@@ -97,6 +105,7 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         vars(cu.CUresult)["CUDA_ERROR_OUT_OF_MEMORY"] = 2
         for module in (ipc, gpu, buffers):
             patch.setattr(module, "cu", cu)
+        patch.setattr(array, "pool_of", lambda device: SimpleNamespace(allocate=memory.from_pool))
         patch.setattr(driver, "device_of", lambda pointer: 0)
         patch.setattr(streams, "create_stream", lambda device, **_: next(numbers))
         patch.setattr(ipc, "device_info", lambda device: SimpleNamespace(uuid=f"emulated {device}", name="emulated"))

@@ -30,7 +30,7 @@ from kos.memory import Array
 from kos.transfer import Placement, Publisher, Subscriber
 from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server
-from tests.transfer.publishing import fill
+from tests.transfer.publishing import set_version, torn
 
 SHAPES = {"a.weight": (256, 1024), "b.weight": (6, 6), "norm": (7,), "scale": ()}
 KINDS = (
@@ -41,14 +41,6 @@ START_SECONDS, UPDATE_SECONDS, COMM_SECONDS, RECOVER_SECONDS = 30.0, 3.0, 5.0, 6
 MARGIN = 10.0  # seconds that a call may take longer on a busy machine; one that hangs does not end at all
 SECRET = "of the tests"
 CUDA = "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME"
-
-
-def contents(version: int) -> dict[str, np.ndarray]:
-    made = {}
-    for index, (name, shape) in enumerate(SHAPES.items()):
-        values = np.arange(int(np.prod(shape)), dtype=np.float32) + 1000 * index + 10_000 * (version % 1000)
-        made[name] = values.reshape(shape)
-    return made
 
 
 def write(path: Path, **facts: Any) -> None:
@@ -80,10 +72,9 @@ def run_publisher(address: str, report: str, first: int, device: int | None) -> 
             held = on_gpu(arrays, device)
             with Publisher(comm, held, address, patience=0.02, checksums=True) as publisher:
                 while not any(comm.all_gather_bytes(b"e" * bool(ends))):
-                    for name, (array, placement) in arrays.items():
-                        fill(array, placement.named(name), contents(version))
-                        if device is not None:
-                            held[name][0].copy_from(array)
+                    set_version(arrays, version, SHAPES)
+                    for name in arrays if device is not None else ():
+                        held[name][0].copy_from(arrays[name][0])
                     began = time.monotonic()
                     publisher.publish(version)
                     write(path, version=version, seconds=time.monotonic() - began)
@@ -110,14 +101,8 @@ def run_subscriber(address: str, report: str, seed: int, transport: str, device:
             write(path, error=str(error), ranks=list(error.ranks), seconds=time.monotonic() - began)
             time.sleep(0.05)
             continue
-        whole = contents(update.version)
-        torn = []
-        for name, (x, placement) in held.items():
-            array = x if device is None else x.numpy()
-            right = np.zeros(array.size, np.float32)
-            fill(right, placement.named(name), whole)
-            torn += [name] if (array.reshape(-1) != right).any() else []
-        write(path, version=update.version, torn=torn, seconds=time.monotonic() - began, restarted=update.restarted)
+        seconds, mixed = time.monotonic() - began, torn(held, update.version, SHAPES)
+        write(path, version=update.version, torn=mixed, seconds=seconds, restarted=update.restarted)
         time.sleep(0.005)
 
 

@@ -41,7 +41,7 @@ def one_array(rank: int, ranks: int) -> Layout:
     """As the trainer has it: slices of all tensors in one flat array."""
     flats = [Placement.whole(shape, name) for name, shape in SHAPES.items()]
     flats = [each.flat(each.count * rank // ranks, each.count * (rank + 1) // ranks) for each in flats]
-    return {"flat": Placement.joined(flats, (sum(each.count for each in flats),))}
+    return {"flat": Placement.joined(flats)}
 
 
 FUSED = {"ab": Placement.joined([Placement.shard((12, 8), 0, 1, 2, "a.weight"), Placement.cut((12, 8), 0, 0, 3,

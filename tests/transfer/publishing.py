@@ -11,6 +11,7 @@ import numpy as np
 
 from kos.comm import Communicator
 from kos.dtypes import DTYPES
+from kos.memory import Array as GpuArray
 from kos.testing import spawn
 from kos.transfer import Array, Offers, Placement, Plan, Publisher, read_catalogue
 
@@ -27,11 +28,13 @@ def contents(version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> di
     return made
 
 
-def fill(flat: np.ndarray, placement: Placement, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write the elements of ``placement`` to the flattened array."""
+def held(placement: Placement, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The flattened array of ``placement``."""
+    flat = np.zeros(placement.count, next(iter(tensors.values())).dtype)
     for part in placement.parts:
         index = tuple(map(slice, part.start, (a + n for a, n in zip(part.start, part.size, strict=True))))
         part.view(flat, part.start, part.size)[...] = tensors[part.tensor][index]
+    return flat
 
 
 def arrays_of(layout: Mapping[str, Placement], dtype: Any = np.float32) -> dict[str, tuple[np.ndarray, Placement]]:
@@ -39,17 +42,27 @@ def arrays_of(layout: Mapping[str, Placement], dtype: Any = np.float32) -> dict[
     return {name: (np.zeros(placed.shape, dtype), placed) for name, placed in layout.items()}
 
 
-def set_version(arrays: Mapping[str, tuple[np.ndarray, Placement]], version: int) -> None:
+def set_version(
+    arrays: Mapping[str, tuple[np.ndarray, Placement]], version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> None:
     for name, (array, placement) in arrays.items():
-        fill(array.reshape(-1), placement.named(name), contents(version))
+        array.reshape(-1)[...] = held(placement.named(name), contents(version, shapes))
 
 
-def expect_version(arrays: Mapping[str, tuple[np.ndarray, Placement]], version: int) -> None:
-    """Every element is that of ``version``, rounded to the dtype of the array."""
+def torn(
+    arrays: Mapping[str, tuple[Any, Placement]], version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> list[str]:
+    """The arrays that differ from ``version``, rounded to their dtypes."""
+    right, found = contents(version, shapes), list[str]()
     for name, (array, placement) in arrays.items():
-        right = np.zeros(array.size, np.float32)
-        fill(right, placement.named(name), contents(version))
-        assert (array.reshape(-1) == right.astype(array.dtype)).all(), name
+        array = array.numpy() if isinstance(array, GpuArray) else array
+        if (array.reshape(-1) != held(placement.named(name), right).astype(array.dtype)).any():
+            found.append(name)
+    return found
+
+
+def expect_version(arrays: Mapping[str, tuple[Any, Placement]], version: int) -> None:
+    assert torn(arrays, version) == []
 
 
 class Ranks:

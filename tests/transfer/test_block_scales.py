@@ -14,6 +14,7 @@ from kos.memory import Array
 from kos.transfer import BlockScales, Placement, Publisher, Subscriber, placements
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer.emulated_gpu import emulated_gpu
+from tests.transfer.publishing import held
 
 SHAPE, FP8 = (300, 200), ml_dtypes.float8_e4m3fn
 PLACED = {
@@ -29,15 +30,6 @@ def tensor(version: int) -> np.ndarray:
     x = (rng.normal(size=SHAPE) * 10.0 ** rng.integers(-30, 5, (SHAPE[0], 1))).astype(np.float32)
     x[:128, :128], x[130, 3], x[299, 199] = 0, np.nan, -np.inf
     return x
-
-
-def held(placed: Placement, x: np.ndarray) -> np.ndarray:
-    """The array of a placement of the tensor ``x``."""
-    flat = np.empty(placed.count, x.dtype)
-    for part in placed.parts:
-        index = tuple(map(slice, part.start, (a + n for a, n in zip(part.start, part.size, strict=True))))
-        part.view(flat, part.start, part.size)[...] = x[index]
-    return flat.reshape(placed.shape)
 
 
 def expect(matrix: np.ndarray, scales: np.ndarray, x: np.ndarray, block: tuple[int, int]) -> None:
@@ -74,7 +66,7 @@ def check(
                 x[...] = tensor(version)
                 publisher.publish(version)
                 update = subscriber.update(30, verify=version == 2 and transport == "tcp")
-                right = held(placed, x.astype(np.float32))
+                right = held(placed, {"w": x.astype(np.float32)}).reshape(placed.shape)
                 got = [each.numpy() if isinstance(each, Array) else each for each in (matrix, scales)]
                 expect(*got, right, block)
                 if transport == "tcp":

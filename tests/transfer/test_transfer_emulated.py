@@ -1,6 +1,5 @@
-"""Transfer from and to an emulated GPU: two processes, memory that is mapped by IPC, and the real kernel."""
+"""Transfer from and to an emulated GPU: what GPUs do not show, or not on purpose."""
 
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,15 +11,13 @@ from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber
-from kos.transfer.gpu import launches, whole
+from kos.transfer.gpu import Run, launches, merged, whole
 from tests.comm.fake_nccl import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
 from tests.transfer.emulated_gpu import emulated_gpu
-from tests.transfer.gpu_process import OtherPublisher
 
 pytestmark = needs_compiler
-start = partial(OtherPublisher, 0, True)
 
 
 @pytest.fixture(autouse=True)
@@ -28,31 +25,6 @@ def memory(monkeypatch):
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     with emulated_gpu() as memory:
         yield memory
-
-
-@pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(memory, where, transport, staged):
-    checks.check_layouts(start, 0, where, transport, staged)
-    assert memory.opened == (where == "device" and transport == "shared")  # once for all versions
-
-
-def test_the_host_does_not_map_a_gpu():
-    checks.check_that_the_host_does_not_map_a_gpu(start)
-
-
-def test_a_version_that_is_replaced_while_it_is_read():
-    checks.check_stale(start, 0)
-
-
-def test_a_killed_publisher(memory):
-    """Its memory is not held longer than until the next update, so that its successor has enough."""
-    checks.check_killed(start, 0, lambda: not memory.held)
-
-
-def test_no_torn_version():
-    checks.check_no_torn_version(start, 0, 12)
 
 
 def test_a_captured_stream_is_refused():
@@ -119,6 +91,43 @@ def test_an_array_without_elements():
     nothing, some = (Array(256, shape, "float32", 0) for shape in ((0, 3), (2, 3)))
     assert [*launches(whole(nothing), whole(nothing), 0)] == []
     assert len([*launches(whole(some), whole(some), 0)]) == 1
+
+
+def test_neighbouring_arrays_are_copied_together(monkeypatch):
+    """Their number costs nothing on the GPU: with staging memory, an update is one copy to it and one from it."""
+    copy, sizes = driver.cu.cuMemcpyAsync, list[int]()
+
+    def counting(target, source, nbytes, stream):
+        sizes.append(nbytes)
+        return copy(target, source, nbytes, stream)
+
+    monkeypatch.setattr(driver.cu, "cuMemcpyAsync", counting)
+    x = np.arange(5 * 64, dtype=np.float32)
+    source, into = Array.from_numpy(x, 0), Array.zeros((5 * 64,), np.float32, 0)
+    apart = [slice(0, 64), slice(64, 128), slice(192, 256)]  # the third one begins later
+    def parts(flat):
+        return {f"w{index}": (flat[part], Placement.whole((64,))) for index, part in enumerate(apart)}
+
+    with Publisher(None, parts(source)) as publisher:
+        sizes.clear()
+        publisher.publish(1)
+        assert sizes == [512, 256]
+        for staged, right in ((True, [768, 512, 256]), (False, [512, 256])):
+            with Subscriber(publisher.address, parts(into), staged=staged) as subscriber:
+                into.fill_bytes(0)
+                sizes.clear()
+                subscriber.update(30)
+                assert sizes == right
+                right = x.copy()
+                right[128:192], right[256:] = 0, 0
+                assert (into.numpy() == right).all()
+
+
+def test_copies_stay_within_an_allocation(monkeypatch):
+    """CUDA refuses others, also where two allocations are neighbours."""
+    monkeypatch.setattr(driver.cu, "cuMemGetAddressRange", lambda pointer: (0, pointer & ~1023, 1024))
+    runs = [Run(2048 + at, 4096 + at, 512) for at in range(0, 2048, 512)]
+    assert merged(runs) == [Run(2048, 4096, 1024), Run(3072, 5120, 1024)]
 
 
 def test_memory_is_freed(memory):

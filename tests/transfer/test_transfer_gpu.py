@@ -1,6 +1,7 @@
-"""Transfer from and to GPUs: a publisher process and a subscriber, on one GPU or on two."""
+"""Transfer from and to GPUs: a publisher process and a subscriber, on an emulated GPU, on one GPU, and on two."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,65 +12,126 @@ from kos.cuda.driver import call, cu
 from kos.errors import InvalidArgument, TransferError
 from kos.memory import Array
 from kos.transfer import Placement, Publisher, Subscriber
+from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
+from tests.transfer.emulated_gpu import emulated_gpu
 from tests.transfer.faults import KINDS, campaign
 from tests.transfer.gpu_process import OtherPublisher
+from tests.transfer.publishing import expect_version
 from tests.transfer.test_block_scales import PLACED
 from tests.transfer.test_block_scales import check as check_scales
 
-pytestmark = pytest.mark.gpu
+GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("one GPU", "two GPUs")]
+ONE = {"a.weight": checks.WANTED["a.weight"]}
 
 
-@pytest.fixture(params=["one GPU", "two GPUs"])
-def devices(request, monkeypatch):
-    """Of the publisher and of the subscriber."""
+@pytest.fixture(params=[pytest.param("emulated", marks=needs_compiler), *GPUS])
+def machine(request, monkeypatch):
+    """``start`` of the publisher's process, and its GPU.  The subscriber has GPU 0; ``memory`` is the emulated one."""
     monkeypatch.setenv("KOS_SECRET", "of the tests")
-    if request.param == "one GPU":
-        return 0, 0
-    if len(cuda.visible_devices()) < 2:
+    if request.param == "emulated":
+        with emulated_gpu() as memory:
+            yield SimpleNamespace(start=partial(OtherPublisher, 0, True), publisher=0, memory=memory)
+        return
+    publisher = int(request.param == "two GPUs")
+    if publisher and len(cuda.visible_devices()) < 2:
         pytest.skip("there is one GPU")
-    return 1, 0
-
-
-@pytest.fixture
-def start(devices):
-    return partial(OtherPublisher, devices[0], False)
+    yield SimpleNamespace(start=partial(OtherPublisher, publisher, False), publisher=publisher, memory=None)
 
 
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(start, devices, where, transport, staged):
-    checks.check_layouts(start, devices[1], where, transport, staged)
+def test_layouts(machine, where, transport, staged):
+    """Cut, fused, transposed and converted; from both buffers, with and without verification."""
+    with machine.start(memory=where, checksums=True) as publisher:
+        arrays = checks.on_gpu(0)
+        with Subscriber(publisher.address, arrays, transport=transport, staged=staged) as subscriber:
+            for version in (1, 2, 3, 4):
+                publisher.publish(version)
+                update = subscriber.update(60, verify=version == 3)
+                assert (update.version, update.changed) == (version, True)
+                expect_version(arrays, version)
+                assert not subscriber.update(60).changed
+        arrays = checks.on_host()  # of a process without a GPU
+        with Subscriber(publisher.address, arrays, transport="auto") as subscriber:
+            assert subscriber.update(60, verify=True).version == 4
+            expect_version(arrays, 4)
+    if machine.memory is not None:
+        assert machine.memory.opened == (where == "device" and transport == "shared")  # once for all versions
 
 
-def test_the_host_does_not_map_a_gpu(start):
-    checks.check_that_the_host_does_not_map_a_gpu(start)
+def test_the_host_does_not_map_a_gpu(machine):
+    with machine.start() as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, checks.on_host(), transport="shared") as subscriber:
+            expected = "publisher rank 0 .*: expected memory that this process can map, got: .*for an array on the host"
+            with pytest.raises(TransferError, match=expected):
+                subscriber.update(60)
 
 
-def test_a_version_that_is_replaced_while_it_is_read(start, devices):
-    checks.check_stale(start, devices[1])
+def test_a_version_that_is_replaced_while_it_is_read(machine):
+    """The publisher goes on twice within a read: its version is not taken, but the newest one."""
+    with machine.start(patience=0.0) as publisher:
+        publisher.publish(1)
+        arrays, late = checks.on_gpu(0, ONE), list[int]()
+        with (
+            Subscriber(publisher.address, arrays, transport="shared") as subscriber,
+            checks.before_copies(lambda: late.extend(publisher.publish(version) for version in (2, 3))),
+        ):
+            assert subscriber.update(60).version == 3
+        assert late == [0, 1]
+        expect_version(arrays, 3)
 
 
-def test_a_killed_publisher(start, devices):
-    checks.check_killed(start, devices[1])
+@pytest.mark.parametrize("within", [True, False])
+def test_a_killed_publisher(machine, within):
+    """Between two updates, and within one: an error, and the version from before.
+
+    Its memory is not held longer than until the next update, so that its successor has enough.
+    """
+    with machine.start() as publisher:
+        publisher.publish(1)
+        arrays = checks.on_gpu(0, ONE)
+        with Subscriber(publisher.address, arrays, transport="shared") as subscriber:
+            subscriber.update(60)
+            publisher.publish(2)
+            if within:
+                expected = "publisher rank 0 .*a.weight.*got the end of its process"
+            else:
+                publisher.kill()
+                expected = "publisher trainer at .*, which had version 1"
+            with checks.before_copies(publisher.kill), pytest.raises(TransferError, match=expected):
+                subscriber.update(60)
+            expect_version(arrays, 1)
+            assert subscriber.version == 1
+            assert machine.memory is None or not machine.memory.held
 
 
-def test_no_torn_version(start, devices):
-    checks.check_no_torn_version(start, devices[1], 60)
+def test_no_torn_version(machine):
+    """A publisher that waits for no reader."""
+    with machine.start(patience=0.0, buffers=2) as publisher:
+        arrays = checks.on_gpu(0, {n: w for n, w in checks.WANTED.items() if w[0] is np.float32})
+        with Subscriber(publisher.address, arrays, transport="shared") as subscriber:
+            for version in range(1, 60 if machine.memory is None else 12, 2):
+                publisher.publish(version)
+                publisher.publish(version + 1)
+                assert subscriber.update(60).version == version + 1
+                expect_version(arrays, version + 1)
 
 
-def test_the_memory_of_a_killed_publisher(start, devices):
+@pytest.mark.parametrize("machine", GPUS, indirect=True)
+def test_the_memory_of_a_killed_publisher(machine):
     """It is free once an update has failed, so that its successor has enough."""
     nbytes, wanted = 1 << 30, {"a.weight": checks.WANTED["a.weight"]}
     def free():
-        with cuda.on_device(devices[0]):
+        with cuda.on_device(machine.publisher):
             return int(call(cu.cuMemGetInfo)[0])
 
     before = free()
-    with start(more=nbytes) as publisher:
+    with machine.start(more=nbytes) as publisher:
         publisher.publish(1)
-        with Subscriber(publisher.address, checks.on_gpu(devices[1], wanted), transport="shared") as subscriber:
+        with Subscriber(publisher.address, checks.on_gpu(0, wanted), transport="shared") as subscriber:
             subscriber.update(60)
             publisher.kill()
             with pytest.raises(TransferError):
@@ -77,6 +139,7 @@ def test_the_memory_of_a_killed_publisher(start, devices):
             assert free() > before - nbytes // 2  # the arrays and the context of this process are less
 
 
+@pytest.mark.gpu
 def test_one_process_on_two_gpus():
     """Arrays of both sides on different GPUs, and in one process."""
     if len(cuda.visible_devices()) < 2:
@@ -98,6 +161,7 @@ def late(torch: Any) -> None:
         x @ x
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_publish_comes_after_the_work_of_the_stream(memory):
     """And update before what is queued afterwards; on torch's current stream, which is not the default one."""
@@ -122,6 +186,7 @@ def test_publish_comes_after_the_work_of_the_stream(memory):
             assert bool((held == version - 1).all()) and bool((y == version).all())
 
 
+@pytest.mark.gpu
 def test_a_captured_stream_is_refused():
     torch = pytest.importorskip("torch")
     x = torch.zeros(64, device="cuda")
@@ -134,6 +199,7 @@ def test_a_captured_stream_is_refused():
         publisher.publish(1)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("block", [(128, 128), (1, 1000)], ids=["blocks", "rows"])
 @pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
@@ -141,12 +207,14 @@ def test_block_scales(placed, block, transport):
     check_scales(placed, block, np.float32, transport, True, lambda x: Array.from_numpy(x, 0))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("target", checks.NAMES)
 @pytest.mark.parametrize("source", checks.NAMES)
 def test_conversions(source, target):
     checks.check_conversions(source, target)
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_random_faults():
     """Each kind twice; ``python -m tests.transfer.faults --gpus 2 --faults 50`` runs more."""

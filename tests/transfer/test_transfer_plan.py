@@ -15,23 +15,15 @@ from kos.errors import InvalidArgument
 from kos.transfer import Array, Offers, Part, Placement, Plan, placements
 from kos.transfer.placement import box
 from kos.transfer.plan import Copy, Layout, Piece, intersect, subtract
+from tests.transfer.publishing import held
 
 F32 = DTYPES["float32"]
 Tensors = dict[str, np.ndarray]
 
 
-def fill(placement: Placement, tensors: Tensors) -> np.ndarray:
-    """The array of a placement, from whole tensors."""
-    flat = np.full(placement.count, -1.0, np.float32)
-    for part in placement.parts:
-        index = tuple(map(slice, part.start, (a + n for a, n in zip(part.start, part.size, strict=True))))
-        part.view(flat, part.start, part.size)[...] = tensors[part.tensor][index]
-    return flat
-
-
 def carry_out(plan: Plan, sources: Sequence[Layout], tensors: Tensors) -> None:
     """Copy as the plan says, and compare with the tensors; each element is written once."""
-    memory = [{name: fill(array.placement, tensors) for name, array in layout.items()} for layout in sources]
+    memory = [{name: held(array.placement, tensors) for name, array in layout.items()} for layout in sources]
     for rank, layout in enumerate(plan.wants):
         into = {name: np.full(array.placement.count, -2.0, np.float32) for name, array in layout.items()}
         times = {name: np.zeros(array.placement.count, int) for name, array in layout.items()}
@@ -42,14 +34,14 @@ def carry_out(plan: Plan, sources: Sequence[Layout], tensors: Tensors) -> None:
             view += 1
         for name, array in layout.items():
             assert (times[name] == 1).all()
-            assert (into[name] == fill(array.placement, tensors)).all()
+            assert (into[name] == held(array.placement, tensors)).all()
 
 
 @st.composite
 def layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> list[Layout]:
     """What some ranks hold: every tensor whole, cut along an axis, or as slices of the flattened tensor."""
     ranks = draw(st.integers(1, 4))
-    held: list[dict[str, Array]] = [{} for _ in range(ranks)]
+    found: list[dict[str, Array]] = [{} for _ in range(ranks)]
     for name, shape in shapes.items():
         kind = draw(st.sampled_from(["whole", "cut", "flat", "transposed"]))
         axis = draw(st.integers(0, max(0, len(shape) - 1)))
@@ -67,8 +59,8 @@ def layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> list[Layout]
                 placed = Placement.whole(shape)
                 placed = placed.transposed if kind == "transposed" else placed
                 placed = placed.flat(low, high) if kind == "transposed" and draw(st.booleans()) else placed
-            held[rank][f"array {name}"] = Array(F32, placed.named(name))
-    return [*held]
+            found[rank][f"array {name}"] = Array(F32, placed.named(name))
+    return [*found]
 
 
 SHAPES = st.dictionaries(
@@ -175,10 +167,10 @@ def test_wrong_placements():
         (lambda: Placement.cut((4, 4), 0, 3, 2), "expected a slice within shape"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "expected equal parts"),
         (lambda: Placement.whole((4,)).flat(2, 5), "expected a slice of 4 elements"),
-        (lambda: Placement.joined([]), "expected at least one placement"),
+        (lambda: Placement.joined([]), "in their first axis only, got \\[\\]"),
         (lambda: Placement.joined([Placement.whole((2, 3)), Placement.whole((2, 4))]), "in their first axis only"),
         (lambda: Placement.joined([Placement.whole((2,))] * 2).transposed, "a placement of one part"),
-        (lambda: Placement((3,), (Part("w", (2,), (0,), (2,), 0, (1,)),)).named("w"), "expected parts of 3 elements"),
+        (lambda: Placement((3,), (Part("w", (2,), (0,), (2,), 0, (1,)),)).check("w"), "each element in one part"),
         (lambda: Placement((2,), (Part("w", (2,), (0,), (2,), 0, (0,)),)).check("w"), "each element in one part"),
         (lambda: Placement((2,), (Part("w", (2,), (0,), (2,), 1, (1,)),)).check("w"), "within an array of 2"),
     ):
@@ -206,9 +198,9 @@ def test_vllm_names_fuse_and_cut(ranks, key_rows):
         first = rank * share // ranks * key_rows
         rows = [tensors["l.q_proj.weight"][rank * q : (rank + 1) * q]]
         rows += [tensors[f"l.{name}_proj.weight"][first : first + key_rows] for name in "kv"]
-        assert (fill(made["l.qkv_proj.weight"], tensors) == np.concatenate(rows).reshape(-1)).all()
+        assert (held(made["l.qkv_proj.weight"], tensors) == np.concatenate(rows).reshape(-1)).all()
         columns = tensors["l.o_proj.weight"][:, rank * 8 // ranks : (rank + 1) * 8 // ranks]
-        assert (fill(made["l.o_proj.weight"], tensors) == columns.reshape(-1)).all()
+        assert (held(made["l.o_proj.weight"], tensors) == columns.reshape(-1)).all()
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, [100]), (2, [64, 36]), (4, [32, 32, 32, 4]), (8, [16] * 6 + [4, 0])])
@@ -231,7 +223,7 @@ def test_rules_of_ones_own(tmp_path):
     whole = {"h.c_fc.weight": (3, 4)}  # as transformers stores it: (in, out)
     tensors = {"h.c_fc.weight": np.arange(12, dtype=np.float32).reshape(3, 4)}
     made = placements({"h.c_fc.weight": (2, 3)}, whole, path, 1, 2)["h.c_fc.weight"]
-    assert (fill(made, tensors).reshape(2, 3) == tensors["h.c_fc.weight"].T[2:]).all()
+    assert (held(made, tensors).reshape(2, 3) == tensors["h.c_fc.weight"].T[2:]).all()
     with pytest.raises(InvalidArgument, match=r"expected shape \(2, 3\) of h.c_fc.weight on rank 0 of 2, got \(4, 3\)"):
         placements({"h.c_fc.weight": (4, 3)}, whole, path, 0, 2)
     with pytest.raises(InvalidArgument, match="expected the publisher to have x, got no such tensor"):

@@ -16,8 +16,8 @@ from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_
 from kos.transfer import subscriber as module
 from kos.transfer.buffers import Buffers
 from kos.transfer.publisher import Board
-from tests.transfer.layouts import WHOLE
-from tests.transfer.publishing import arrays_of, expect_version, set_version
+from tests.transfer.layouts import WHOLE, zero
+from tests.transfer.publishing import arrays_of, expect_version, publishing, set_version
 
 SERVING = "kos-publisher-connection"
 
@@ -124,6 +124,19 @@ def test_close_frees_the_memory():
     publisher.close()
     with pytest.raises(TransferError, match="expected an open publisher"):
         publisher.publish(2)
+
+
+def test_what_was_mapped_before_an_error_is_unmapped():
+    """The memory of one rank can be mapped, and that of the other one cannot."""
+    with publishing([zero(rank, 2) for rank in range(2)]) as ranks:
+        ranks.publish(1)
+        inode = os.fstat(read_catalogue(ranks.address).ranks[0].file).st_ino
+        with Subscriber(ranks.address, arrays_of(WHOLE), transport="shared") as subscriber:
+            known = subscriber.catalogue(30)
+            known.ranks[1] = known.ranks[1]._replace(place="another host")
+            with pytest.raises(TransferError, match="publisher rank 1 .* can map, got: it is on another host"):
+                subscriber.update(30)
+            assert mapped(inode) == 1  # by the publisher
 
 
 def sockets() -> set[str]:

@@ -432,7 +432,7 @@ class TCPRendezvous(Rendezvous):
         self.joining.close()
         if connection is None:
             return
-        last = None if orderly else self.failures.status.last
+        last = None if orderly else self.failures.closing()
         why = "it closed the group" if code is None else "it aborted the group"
         with self._sending:
             send(connection, CLOSE if code is None and last is None else abort_message(why, last))

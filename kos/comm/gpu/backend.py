@@ -333,11 +333,13 @@ class GPUBackend(WatchedBackend):
         """
         first, held = works[0], self.streams
         with driver.on_device(self.device):  # the legacy stream belongs to the current device
+            several = {each.stream for each in works} if len(works) > 1 else ()
             for each in works:
-                held.hold(each.stream, each.queue)
+                held.hold(each.stream, each.queue, several)
             alone = all(each.stream == first.stream for each in works)
             self._queue_marked(works, first.stream if alone else None)
-            order, party, kept = self.order, self.party(first.prepared), alone and held.is_kept(first.stream)
+            order, party = self.order, self.party(first.prepared)
+            kept = alone and held.keepers.get(first.stream, 0) is first.queue and held.is_kept(first.stream)
             held.current, held.party = held.NONE, party
             # Nothing is called from here on, since another thread or a finalizer could make a call meanwhile.
             if kept and (order is None or party is None or (order.party is party and order.stream == first.stream)):

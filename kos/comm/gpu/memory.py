@@ -135,25 +135,22 @@ class ScratchPool:
         self._last = stream
         return pieces[-1].pointer
 
-    def trim(self) -> bool:
-        """Free pieces that neither graphs nor the next operation on the same stream use.
+    def trim(self) -> list[Scratch]:
+        """Remove the pieces that neither graphs nor the next operation on the same stream use; the caller frees them.
 
-        All other work that uses them must have completed.  Returns whether there were any.
+        All other work that uses them must have completed.
         """
-        freed = False
+        removed = []
         for key, pieces in list(self._pieces.items()):
             kept = [piece for piece in pieces if piece.pointer in self._captured]
             if key[0] == self._last and pieces[-1] not in kept:
                 kept.append(pieces[-1])
-            for piece in pieces:
-                if piece not in kept:
-                    piece.close()
-                    freed = True
+            removed += [piece for piece in pieces if piece not in kept]
             if kept:
                 self._pieces[key] = kept
             else:
                 del self._pieces[key]
-        return freed
+        return removed
 
     def close(self) -> None:
         for pieces in self._pieces.values():

@@ -115,8 +115,9 @@ class NCCLBackend(Backend):
         joining = self._joining
         if joining is not None:
             comm = self._named(lambda: self._finish(joining, "nccl: init", self.backend.timeout), "nccl: init")
-            if self._joining is joining:  # else it has ended since
-                self._comm = comm
+            with self._lock:
+                if self._joining is joining:  # else it has ended since
+                    self._comm = comm
         return self._handle
 
     @_comm.setter
@@ -187,7 +188,12 @@ class NCCLBackend(Backend):
         comm = self._comm
         if comm is not None:  # else it is aborted, and the remaining ranks make a new one
             options = {} if rendezvous is None else rendezvous.nccl
-            comm = self._bounded(lambda: binding.split(comm, color, key, "kos", options), "nccl: init")
+            begun = self._begin(partial(binding.split, comm, color, key, "kos", options), "nccl: init")
+            try:
+                comm = self._named(lambda: self._finish(begun, "nccl: init", self.backend.timeout), "nccl: init")
+            except KosError:
+                begun.add_done_callback(self._abort_joined)
+                raise
         return None if rendezvous is None else partial(type(self), comm=comm)
 
     def close(self, begun: int) -> None:
@@ -195,6 +201,7 @@ class NCCLBackend(Backend):
             comm = self._comm
         except KosError as error:  # no call has needed it
             log.warning("rank %d: %s", self.rank, error)
+            self.abort(str(error))
             comm = None
         with ExitStack() as rest:  # runs all steps even if one fails
             rest.callback(self._token.close)
@@ -211,11 +218,21 @@ class NCCLBackend(Backend):
         An abort frees memory, for which CUDA waits for the kernels of every communicator of the GPU.
         """
         with self._lock:
-            comm, self._comm = self._handle, None
+            comm, joining, self._comm = self._handle, self._joining, None
             if comm is not None:
-                self._ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
-                self._ending.add_done_callback(self._aborted)
+                self._abort_comm(comm)
+        if joining is not None:  # the ranks may still join
+            joining.add_done_callback(self._abort_joined)
         return reason
+
+    def _abort_comm(self, comm: Any) -> None:
+        self._ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
+        self._ending.add_done_callback(self._aborted)
+
+    def _abort_joined(self, joining: Future[Any]) -> None:
+        """Abort the communicator that the ranks have joined after its end."""
+        if joining.exception() is None and (comm := joining.result()) is not None:
+            self._abort_comm(comm)
 
     def drained(self, final: bool) -> None:
         """Wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""

@@ -40,12 +40,15 @@ class Streams:
         self._spare: list[Event] = []
         self._event = Event(device)
 
-    def hold(self, stream: int, keeper: Any) -> None:
-        """Hold ``keeper`` before work is queued on ``stream``."""
+    def hold(self, stream: int, keeper: Any, beside: Collection[int] = ()) -> None:
+        """Hold ``keeper`` before work is queued on ``stream``, and on the streams ``beside``, which may be idle yet."""
         self.current = self.NONE
         if stream not in self.keepers:
             if len(self.keepers) >= _MANY:
-                self._remove_idle()
+                self._remove_idle(beside)
+        elif type(keeper) is int and self.is_kept(stream):
+            if not self._waited_if_closed(stream, self.keepers[stream]):
+                return  # work that no event follows may be on it, and the handle is that of the object that is held
         elif not self.is_kept(stream) and keeper is not self.keepers[stream] and not capture_of(stream):
             end = self._ends.get((0, stream))
             if end is not None:  # perhaps another stream had this handle
@@ -102,10 +105,11 @@ class Streams:
             driver.synchronize(self.device)
         return closed
 
-    def _remove_idle(self) -> None:
+    def _remove_idle(self, beside: Collection[int]) -> None:
         with relaxed_capture():
             for stream, keeper in list(self.keepers.items()):
-                if not (self.is_kept(stream) and capture_of(stream)) and self.over(stream, keeper):
+                captured = self.is_kept(stream) and capture_of(stream)
+                if stream not in beside and not captured and self.over(stream, keeper):
                     self.forget(stream)
 
     def forget(self, stream: int) -> None:

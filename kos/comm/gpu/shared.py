@@ -264,7 +264,7 @@ class CommState:
         """Those of the ranks waited for are to blame that are known to be gone, late or waiting themselves."""
         status, world = self.failures.status, self.failures.world
         others = [rank for rank in world if rank != world[self.failures.rank]]
-        known = [rank for rank in others if status.halted(rank) or status.failure(rank) is not None]
+        known = [rank for rank in others if status.halted(rank) or status.cause(rank) is not None]
         waited = [rank for rank in error.ranks if rank in known or status.awaited(rank) is not None]
         if late := [world.index(rank) for rank in waited or known]:
             return self.failures.overdue(Late(late), error)

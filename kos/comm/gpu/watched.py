@@ -137,8 +137,11 @@ class WatchedBackend(GroupBackend):
             self.streams.forget(each)
         if stream is None:
             self._in_flight.clear()
-            if self._scratch.trim() and self.store.core is not None:
-                self.store.core.forget()  # its launches use memory that was freed
+            unused = self._scratch.trim()
+            if unused and self.store.core is not None:
+                self.store.core.forget()  # first: its launches use this memory, and other threads may make such calls
+            for piece in unused:
+                piece.close()
 
     def is_idle(self, stream: int, keeper: Any) -> bool:
         """Whether everything that was queued on the stream has run."""

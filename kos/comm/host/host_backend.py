@@ -252,8 +252,7 @@ class HostBackend(GroupBackend):
             return Late(late, timeouts.stuck(names(late)))
         if late := self.messages.awaited(self.scheduled.tag(work)):
             return Late(late, timeouts.awaited(names(late)))
-        # Between hosts, a rank whose own timeout has just ended may look as if it had never begun the call.
-        known = self.scheduled.arriving and not self.failures.status.hosts
+        known = work.sequence in self.scheduled.arriving
         others = [rank for rank in range(self.size) if rank != self.rank] if known else []
         return Late(words=timeouts.UNKNOWN, others=others, all_wait=True)
 

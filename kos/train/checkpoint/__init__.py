@@ -54,7 +54,8 @@ CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenize
 REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST, adapter.CONFIG)
 """Files that kos writes in every checkpoint."""
 
-BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "chat_template.jinja")
+TEMPLATE = "chat_template.jinja"
+BESIDE_TOKENIZER = (TOKENIZER_CONFIG, TEMPLATE)
 
 DROPOUT = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
@@ -315,8 +316,7 @@ def read_extra(folder: Path) -> dict[str, bytes]:
     """The other files in the folder of ``--init-from``, which are copied into each checkpoint.
 
     Examples are ``generation_config.json``, ``chat_template.jinja``, ``special_tokens_map.json`` and a license. Keys of
-    ``config.json`` and ``tokenizer_config.json`` that kos does not write are also kept.  If ``--tokenizer`` names a
-    folder, the same holds for its ``tokenizer_config.json`` and its ``chat_template.jinja``.
+    ``config.json`` and ``tokenizer_config.json`` that kos does not write are also kept.
 
     Folders, hidden files, weights, optimizer states, and files of more than ``LARGEST`` bytes are not copied.  If the
     other files together exceed ``LARGEST_IN_ALL`` bytes, the largest of them are not copied either.  Raises
@@ -340,6 +340,21 @@ def read_tokenizer_settings(tokenizer: str) -> dict[str, bytes]:
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     with raised_as(CheckpointError, f"{folder}: expected files that can be read"):
         return {name: (folder / name).read_bytes() for name in BESIDE_TOKENIZER if (folder / name).is_file()}
+
+
+def with_tokenizer(extra: Extra, beside: Extra) -> dict[str, bytes]:
+    """``extra``, the files of ``--init-from``, with those ``beside`` the tokenizer that ``--tokenizer`` names.
+
+    Settings and the chat template of the latter take precedence.  What the latter lacks is kept.
+    """
+    theirs, ours = _settings(extra, TOKENIZER_CONFIG), _settings(beside, TOKENIZER_CONFIG)
+    files = dict(extra)
+    if TEMPLATE in beside or "chat_template" in ours:
+        files.pop(TEMPLATE, None)  # which would take precedence over that in the settings
+        theirs.pop("chat_template", None)
+    if theirs or ours:
+        files[TOKENIZER_CONFIG] = json.dumps(theirs | ours).encode()
+    return files | {name: content for name, content in beside.items() if name != TOKENIZER_CONFIG}
 
 
 def extra_names(extra: Extra) -> list[str]:

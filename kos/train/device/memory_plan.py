@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -218,13 +219,16 @@ def plan_memory(
         "versions for servers": _published(run, buckets, ranks) * DTYPES[dtype if has_copy else master].itemsize,
         **others,
     }
+    # Between the two halves of a backward, what was recomputed is kept: memory for it is reserved.
+    splits = any(action.kind == "W" for action in chain(*schedule.actions))
     micro, place = config.micro_batch_size or 1, "this machine" if on_cpu else f"cuda:{ops.device}"
     savings = {
         f"fewer ranks on {place}": sharing > 1,
         f"a --micro-batch-size below {micro}": micro > 1,
         f"a --seq-len below {config.seq_len}": micro == 1,
-        "--recompute norms or block": config.recompute == "none",
-        "--recompute block": config.recompute == "norms",
+        "--recompute norms or block": config.recompute == "none" and not splits,
+        "--recompute block": config.recompute == "norms" and not splits,
+        "--pp-schedule 1f1b": splits,
         "--zero 1": not config.zero and ranks > 1,
         "--grad-dtype bfloat16": dtype != config.grad_dtype and schedule.micro_batches == 1
         and not config.deterministic,

@@ -1,7 +1,6 @@
 """Schedules executed over an adversarial in-memory transport, against NumPy."""
 
 import importlib
-import itertools
 
 import fake_world
 import numpy as np
@@ -76,23 +75,6 @@ def test_any_schedule_any_size_any_order_of_delivery(segments, request):
         check(schedule, elements, seed, deliveries, dtype)
 
     inner()
-
-
-@pytest.mark.parametrize(("collective", "algorithm"), [(c, a) for c, a in CASES if a in algorithms(c, ordered=True)])
-def test_rank_order_whatever_the_size(collective, algorithm):
-    """An operation that shows its order: dst = (dst, src) as a string of digits base 11."""
-    for ranks in (1, 2, 5, 9):
-        for elements, chunks in ((1, 1), (3, 2), (40, 1), (41, 4)):
-            schedule = build(collective, algorithm, ranks, chunks, ranks - 1)
-            buffers = fake_world.make_buffers(schedule, elements, np.random.default_rng(0), np.int64)
-            for rank, mine in enumerate(buffers):
-                mine["data" if "data" in mine else "input"][...] = rank + 1
-            fake_world.run(schedule, buffers, lambda dst, src: np.copyto(dst, dst * 11 + src), seed=elements)
-            orders = list(itertools.accumulate(range(1, ranks + 1), lambda order, rank: order * 11 + rank))
-            have = {"reduce": range(ranks - 1, ranks), "exscan": range(1, ranks)}.get(collective, range(ranks))
-            for rank in have:
-                order = orders[{"scan": rank, "exscan": rank - 1}.get(collective, -1)]
-                assert (fake_world.result(schedule, buffers, rank) == order).all(), f"{schedule}, rank {rank}"
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), [(c, a) for c, a in CASES if "reduce" in c])

@@ -275,8 +275,7 @@ class CallRing(Fingerprints):
         closed, ended = self.words[self.segment.line(local) + CLOSED], self._ended(local)
         rank, failures = self.segment.ranks[local], self.failures
         if closed == CLOSED_ORDERLY:
-            cause, _ = self._causes().failure(failures.world[rank]) or (None, 0.0)
-            return failures.lost(rank, WHY_CLOSED, what, cause)
+            return failures.lost(rank, WHY_CLOSED, what, self._causes().cause(failures.world[rank]))
         if closed:
             return failures.lost(rank, "its process ended", what)
         return None if ended is None else failures.lost(rank, ended, what, None, RECENT_SECONDS)

@@ -58,9 +58,10 @@ class SharedStatus(PeerStatus):
         self._memory = memoryview(b""), memoryview(b""), None, {}
 
     def post_failure(self, error: KosError) -> None:
+        before = self.last
         super().post_failure(error)
         words, data, mine, _ = self._memory
-        if error.ranks and mine is not None:
+        if self.last is not before and mine is not None:
             record = fitting(to_record(error))
             with self._lock:  # the watchdog posts too
                 words[mine + FAILED] = 0
@@ -116,6 +117,14 @@ class SharedStatus(PeerStatus):
         if record is None:
             return None
         return from_record(json.loads(record)), time.monotonic() - words[line + FAILED_AT] / 1e6
+
+    def failed_within(self, rank: int, seconds: float) -> bool:
+        words, _, _, lines = self._memory
+        line = lines.get(rank)
+        if line is None:
+            return super().failed_within(rank, seconds)
+        at = words[line + FAILED_AT]
+        return at != 0 and time.monotonic() - at / 1e6 < seconds
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         words, _, _, lines = self._memory

@@ -9,6 +9,7 @@ those that are about as fast in brief are compared when each has run until the c
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import logging
@@ -382,11 +383,13 @@ class Stored:
         Entries that other processes have stored meanwhile are kept, and are added to ``known``.  So runs that measure
         at the same time, and later runs, compute the same bits.  ``found`` replaces only what was known before.
         """
-        meanwhile = self._read().items() - self.known.items()
-        self.known = {**self.known, **found, **dict(meanwhile)}
+        before, self.known = self.known, {**self.known, **found}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, json.dumps(self.known).encode())
+            with open(self._path.with_suffix(".lock"), "ab") as lock:  # closing it unlocks it
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self.known.update(self._read().items() - before.items())
+                replace_file(self._path, json.dumps(self.known).encode())
         except OSError as error:
             self._warn(error)
 

@@ -1,0 +1,96 @@
+"""The arrays of a publisher rank or a subscriber rank, in host memory or on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from kos.cuda import streams
+from kos.dtypes import DType
+from kos.errors import InvalidArgument
+from kos.memory.array import Array
+from kos.memory.buffer import as_buffer
+from kos.transfer.gpu import Copiers, Launch, whole
+from kos.transfer.placement import Arrays, Flat, Placement, aligned, current
+from kos.transfer.plan import Array as Described
+from kos.transfer.scales import BlockScales
+
+
+class Held:
+    """The flattened memory of the arrays, their layout, and a copier for each of their GPUs.
+
+    The layout numbers the GPUs from 1 on, and leaves out the arrays of scales of a subscriber, which writes to its
+    arrays.  Raises InvalidArgument.
+    """
+
+    def __init__(self, arrays: Arrays, writable: bool) -> None:
+        self._arrays, self._writable, self._places = dict(arrays), writable, dict[str, tuple[int | None, int]]()
+        self.flat, self.layout, self.copiers = dict[str, Flat](), dict[str, Described](), Copiers()
+        self._prepared = dict[tuple[int, int], list[Launch]]()
+        for name, (array, placement) in arrays.items():
+            buffer = as_buffer(current(array), name, writable)
+            self.flat[name], self._places[name], gpu = buffer.flat, (buffer.device, buffer.address), 0
+            if (device := buffer.device) is not None:
+                self.copiers.of(device)
+                gpu = [*self.copiers].index(device) + 1
+                self.flat[name] = Array(buffer.pointer, (buffer.count,), buffer.dtype, device, owner=array)
+            if writable and isinstance(placement, BlockScales):
+                continue
+            if not isinstance(placement, Placement) or buffer.shape != placement.shape:
+                wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
+                raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
+            placed = placement.named(name)
+            placed.check(name)
+            self.layout[name] = Described(buffer.dtype, placed, gpu)
+
+    def follow(self) -> None:
+        """Order the next copies behind the work that is queued on the streams of the arrays.
+
+        Raises InvalidArgument if such a stream is being captured, or if an array has other memory than at first.
+        """
+        seen = set[tuple[int, int]]()
+        for name, (array, _) in self._arrays.items():
+            buffer, (device, address) = as_buffer(current(array), name, self._writable), self._places[name]
+            if self.flat[name].size and (buffer.device, buffer.address) != (device, address):
+                place = "the host" if device is None else f"cuda:{device}"
+                expected = f"the same memory as before ({place}, {address:#x})"
+                raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
+            if device is None or (device, buffer.stream) in seen:
+                continue
+            seen.add((device, buffer.stream))
+            if streams.is_captured(buffer.stream):
+                raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
+            self.copiers[device].follow(buffer.stream)
+
+    def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]]) -> None:
+        """Copy arrays: pairs of a target and a source, of which one is this rank's.  On GPUs this queues the copies.
+
+        Pairs with the same ``key`` are always the same memory, for which the copies are prepared once.
+        """
+        for device, copier in self.copiers.items():
+            boxes = ((whole(to), whole(x)) for to, x in pairs if isinstance(x, Array) and x.device == device)
+            copier.copy_all(boxes, self._prepared, (device, key))
+        for target, source in pairs:
+            if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
+                np.copyto(target, source)
+
+    def staging(self, dtypes: Mapping[str, DType]) -> dict[str, Flat]:
+        """Uninitialised memory like these arrays, in these dtypes.  That of a GPU is one piece, as a publisher's."""
+        found, on_gpus = dict[str, Flat](), dict[int, list[str]]()
+        for name, dtype in dtypes.items():
+            flat = self.flat[name]
+            if isinstance(flat, Array):
+                on_gpus.setdefault(flat.device, []).append(name)
+            else:
+                found[name] = np.empty(flat.size, dtype.numpy)
+        for device, names in on_gpus.items():
+            sizes = (aligned(self.flat[name].size * dtypes[name].itemsize) for name in names)
+            starts = [*accumulate(sizes, initial=0)]
+            memory = Array.empty((starts[-1],), "uint8", device, label="staging memory of kos.transfer")
+            streams.synchronize(None, device)  # from now on, every stream may use the memory
+            for name, start in zip(names, starts, strict=False):
+                place = memory.pointer + start
+                found[name] = Array(place, (self.flat[name].size,), dtypes[name], device, owner=memory)
+        return found
