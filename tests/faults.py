@@ -52,7 +52,10 @@ from kos import cuda
 from kos.cuda import driver
 from kos.errors import KosError, install
 from kos.memory.array import Array
+from kos.testing.conformance import model
+from kos.testing.conformance.model import Step
 from tests import grow_faults
+from tests.comm.model import ramps
 from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server, remove_session
 from tests.launcher import MPIRUN
@@ -205,28 +208,17 @@ class Rank:
     def collective(self, name: str, group: int, count: int, root: int, algorithm: str) -> None:
         comm = self.groups[group]
         n, r = comm.size, comm.rank
-        ramp = np.arange(count, dtype=np.float32) % 64
         named = ("all_reduce", "all_gather") if self.device is None else ("all_reduce",)  # of peer, on a GPU
         options: Any = {"algorithm": algorithm} if name in named and self.trial.backend != "nccl" else {}
-        if name == "barrier":
-            comm.barrier()
-        elif name == "bytes":
+        if name == "bytes":
             assert comm.all_gather_bytes(b"x" * r) == [b"x" * each for each in range(n)], self.step
-        elif name == "all_reduce":
-            self.expect(comm, comm.all_reduce(self.array(ramp + r), **options), n * ramp + n * (n - 1) / 2)
-        elif name == "broadcast":
-            self.expect(comm, comm.broadcast(self.array(ramp + r), root), ramp + root)
-        elif name == "all_gather":
-            self.expect(comm, comm.all_gather(self.array(ramp + r), **options), [ramp + each for each in range(n)])
-        elif name == "all_to_all":
-            x = self.array(np.repeat(np.arange(n, dtype=np.float32), count) + n * r)
-            self.expect(comm, comm.all_to_all(x), np.repeat(np.arange(n) * n + r, count))
-        elif name == "reduce_scatter":
-            self.expect(comm, comm.reduce_scatter(self.array(np.tile(ramp + r, n))), n * ramp + n * (n - 1) / 2)
-        elif name == "gather":
-            got = comm.gather(self.array(ramp + r), root)
-            if r == root:
-                self.expect(comm, got, [ramp + each for each in range(n)])
+            return
+        step = Step(name, count, root=root)
+        xs = ramps(step, n)
+        expected = model.result(step, xs, r)
+        got = model.call(comm, step, self.array(xs[r]), None, **options)
+        if expected is not None:
+            self.expect(comm, got, expected)
 
     def split(self, group: int, colors: list[int | None], keys: list[int], numbers: dict[int, int]) -> None:
         comm = self.groups[group]

@@ -35,6 +35,9 @@ import numpy as np
 import kos
 from kos.errors import KosError
 from kos.memory import Array
+from kos.testing.conformance import model
+from kos.testing.conformance.model import Step
+from tests.comm.model import ramps
 from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server
 
@@ -149,34 +152,30 @@ def _check_out(comm: kos.Communicator, error: KosError) -> None:
 def _round(comm: kos.Communicator, rng: Any, number: int) -> None:
     """A random collective, with its result compared."""
     n, r, count = comm.size, comm.rank, int(rng.choice([1, 7, 1000, 50_000]))
-    ramp, total = np.arange(count, dtype=np.float32) % 64 + number % 8, n * (n - 1) / 2
-    calls = ["all_reduce", "broadcast", "all_gather", "split", "ring", "async", "barrier"]
-    name, root = str(rng.choice(calls)), number % n
-    mine: Any = ramp + r if comm.device is None else Array.from_numpy(ramp + r, comm.device)
+    calls = {
+        "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "split": "all_reduce",
+        "ring": "send_recv" if n > 1 else "barrier", "async": "all_reduce", "barrier": "barrier",
+    }  # fmt: skip
+    name = str(rng.choice([*calls]))
+    step = Step(calls[name], count, root=number % n)
+    xs = ramps(step, n, number % 8)
+    mine: Any = xs[r] if comm.device is None else Array.from_numpy(xs[r], comm.device)
     got: Any = None
-    expected: Any = None
-    if name == "all_reduce":
-        got, expected = comm.all_reduce(mine), n * ramp + total
-    elif name == "broadcast":
-        got, expected = comm.broadcast(mine, root), ramp + root
-    elif name == "all_gather":
-        got, expected = comm.all_gather(mine), np.stack([ramp + each for each in range(n)])
-    elif name == "split":
+    expected = model.result(step, xs, r)
+    if name == "split":
         with comm.group(range(n)) as part:
-            got, expected = part.all_reduce(mine), n * ramp + total
+            got = model.call(part, step, mine, None)
             part.synchronize()
-    elif name == "ring" and n > 1:
-        got = np.empty_like(ramp) if comm.device is None else Array.zeros(count, "float32", comm.device)
-        expected = ramp + (r - 1) % n
-        comm.send_recv(mine, got, (r + 1) % n, (r - 1) % n)
     elif name == "async":
-        work = comm.all_reduce(mine, async_op=True)
-        got, expected = work.wait(), n * ramp + total
+        got = model.call(comm, step, mine, None, async_op=True).wait()
     else:
-        comm.barrier()
+        out: Any = None
+        if step.name == "send_recv":
+            out = np.empty_like(xs[r]) if comm.device is None else Array.zeros(count, "float32", comm.device)
+        got = model.call(comm, step, mine, out)
     comm.synchronize()
     found = got.numpy() if isinstance(got, Array) else got
-    assert np.array_equal(found, expected), f"wrong result of {name} in round {number}"
+    assert expected is None or np.array_equal(found.reshape(-1), expected), f"wrong result of {name} in round {number}"
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:

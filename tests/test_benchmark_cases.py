@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kos import ReduceOp
 from kos.bench.cases import IN_PLACE, OPERATIONS, PERIOD, STRIDE, Case, Data, bandwidths, busbw_factor, uneven
 from kos.bench.implementations import Ours
 from kos.bench.measure import HostTimer, Job, Run, measure
 from kos.bench.memory import HostMemory, Space
 from kos.errors import InvalidArgument
 from kos.testing import spawn
+from kos.testing.conformance.model import Step, result
 
 PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
 
@@ -64,36 +66,14 @@ def test_a_barrier_has_no_size_and_no_result():
 
 
 def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any] | None]:
-    """The expected result of each rank in float64, from the definition of the operation."""
-    n, x = len(inputs), [np.asarray(i, np.float64) for i in inputs]
-    functions: dict[str, Any] = {"sum": np.sum, "avg": np.mean, "prod": np.prod, "min": np.min, "max": np.max}
-    reduced: Any = functions[redop](x, axis=0) if "reduce" in op else None
-    if op == "all_reduce":
-        return [reduced] * n
-    if op in ("scan", "exscan"):
-        prefixes = [collective("all_reduce", redop, inputs[: r + 1])[0] for r in range(n)]
-        return prefixes if op == "scan" else [None, *prefixes[:-1]]
-    if op == "reduce":
-        return [reduced] + [None] * (n - 1)
-    if op == "broadcast":
-        return [x[0]] * n
-    if op == "send_recv":
-        return [x[-1], *x[:-1]]
+    """The expected result of each of four ranks in float64, by the model of the conformance suite."""
+    xs = [np.asarray(x, np.float64) for x in inputs]
     eighths = [1, 3, 1, 3] if op.endswith("_v") else [2] * 4
-    op = op.removesuffix("_v")
-
-    def split(whole: np.ndarray[Any, Any], by: int = 0) -> list[np.ndarray[Any, Any]]:
-        sizes = np.roll(eighths, by) * whole.size // 8
-        return np.split(whole, np.cumsum(sizes)[:-1])
-
-    if op == "reduce_scatter":
-        return split(reduced)
-    if op == "scatter":
-        return split(x[0])
-    if op == "all_to_all":  # a rank's own piece is the smallest, and the next one is three times as long
-        pieces = [split(i, rank) for rank, i in enumerate(x)]
-        return [np.concatenate([row[rank] for row in pieces]) for rank in range(n)]
-    return [np.concatenate(x)] * n if op == "all_gather" else [np.concatenate(x)] + [None] * (n - 1)
+    counts: Any = [len(x) for x in xs] if "gather" in op else [eighth * len(xs[0]) // 8 for eighth in eighths]
+    if op == "all_to_all_v":  # a rank's own piece is the smallest, and the next one is three times as long
+        counts = [tuple(np.roll(counts, rank)) for rank in range(4)]
+    step = Step(op, counts[0], np.float64, ReduceOp[redop.upper()], counts=tuple(counts))
+    return [result(step, xs, rank) for rank in range(4)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -113,16 +93,16 @@ def test_expected_outputs(op, in_place, dtype):
             for space in spaces:
                 space.fill(1, iteration)
             results = collective(op, redop, [space.slots[1].send for space in spaces])
-            for space, result in zip(spaces, results, strict=True):
+            for space, expected in zip(spaces, results, strict=True):
                 space.check(1, iteration)
                 untouched = space.wrong()
-                if result is None:
+                if expected is None:
                     continue
                 recv = space.slots[1].recv
                 assert in_place or (recv.view(np.uint8) == 255).all(), "an output was not poisoned"
                 if not in_place or op not in ("broadcast", "scan") or space is not spaces[0]:  # it is there already
                     assert untouched > recv.size // (4 * ranks), "an operation that did nothing passed"
-                recv[:] = result
+                recv[:] = expected
                 space.check(1, iteration)
                 assert space.wrong() == 0
                 space.check(1, iteration + 1)

@@ -21,7 +21,7 @@ scales of int8 are smaller where m is above 65,000 in float16: m / 134.
 What arrives is rounded to the dtype of the array.  This adds at most (\\|x\\| + e) / 2**11 + 2**-25 in float16,
 (\\|x\\| + e) / 2**8 + 2**-134 in bfloat16, and nothing in float32.  In a sum the e of all contributions add up, beside
 the rounding of additions in float32.  The sum is rounded to the dtype.  An all_reduce sends that sum, which has an e of
-its own, and rounds once more.  ``kos.testing.conformance.compressed.largest_errors`` computes these bounds.
+its own, and rounds once more.  ``tests/comm/compression_bounds.py`` computes these bounds.
 
 ``fp8``: a power of two as scale, as MXFP8 has it (OCP Microscaling Formats 1.0), loses more: 3.8% instead of 3.5% for
 a sum of four normal vectors.  A value is rounded to float16 first.  The codes 0x7f, 0xff and 0x80 are inf, -inf, NaN.

@@ -16,7 +16,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from operator import index
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,12 +35,13 @@ from kos.comm.gpu import compressed, devices, memory, nccl, nccl_binding, nccl_s
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.host_backend import HostBackend
-from kos.comm.reduction import ReduceOp, resolve
+from kos.comm.reduction import ReduceOp
 from kos.comm.work import Engine
 from kos.cuda import driver, graphs, kernels, streams
 from kos.cuda.kernels import BoundKernel
 from kos.dtypes import DTYPES
 from kos.memory import array, windows
+from kos.testing.conformance.model import in_rank_order
 from tests.comm import fake_driver
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.host_kernel import HostKernel
@@ -238,17 +239,10 @@ class FakeNCCL:
         if factor is None:
             factor = comm.premultiplied.get(op, 1)
         data *= dtype.numpy.type(factor)
-        reduction = resolve(OPS.get(op, ReduceOp.SUM), dtype, comm.group.size)
         xs = comm.group.swap(comm.rank, data)
-        total = reduction.stage(xs[0], None)
-        for x in xs[1:]:
-            if op in (nccl_binding.MIN, nccl_binding.MAX):  # as NCCL's, which lose a NaN
-                total = np.fmin(total, x) if op == nccl_binding.MIN else np.fmax(total, x)
-            else:
-                reduction.combine(total, x.astype(reduction.carrier))
-        out = np.empty(count, dtype.numpy)
-        reduction.finish(total, out)
-        return out
+        if lossy := {nccl_binding.MIN: np.fmin, nccl_binding.MAX: np.fmax}.get(op):  # as NCCL's, which lose a NaN
+            return reduce(lossy, xs)
+        return in_rank_order(xs, OPS.get(op, ReduceOp.SUM))
 
     def all_reduce(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
         factor = comm.premultiplied.get(op)  # NCCL reads it now, though the call may be one of a group
@@ -310,9 +304,7 @@ class FakeKernel:
     def __init__(self, name: str, DTYPE: str, RESULT: str, OP: str, RANKS: int) -> None:
         self.name, self.ranks = name, RANKS
         self.dtype, self.result = DTYPES[DTYPE], DTYPES[RESULT]
-        self.reduction = resolve(ReduceOp[OP], self.result if DTYPE == RESULT else self.dtype, RANKS)
-
-        self._function = fake_driver.number(self)
+        self.op, self._function = ReduceOp[OP], fake_driver.number(self)
 
     def bind(self, grid: int, block: int, *arguments: Any) -> BoundKernel:
         assert 0 < grid <= 1024
@@ -334,20 +326,13 @@ class FakeKernel:
                 x = at(source, count, self.dtype.numpy).astype(carrier) * carrier.type(factor)
             at(target, count, carrier)[:] = x
             return
-        stride, target, count, *exclusive = rest
+        stride, target, count, *_ = rest
         xs = [at(source + r * stride * self.dtype.itemsize, count, self.dtype.numpy) for r in range(self.ranks)]
-        total, rows = self.reduction.stage(xs[0], np.empty(count, self.reduction.carrier)), []
-        for x in [None, *xs[1:]]:
-            if x is not None:
-                self.reduction.combine(total, x.astype(self.reduction.carrier))
-            rows.append(out := np.empty(count, self.reduction.dtype.numpy))
-            self.reduction.finish(total.copy(), out)
-        if self.name == "scan_ordered":
-            places = enumerate(rows[: self.ranks - exclusive[0]], exclusive[0])
-        else:
-            places = [(0, rows[-1])]
+        first, last = (rest[-1], self.ranks) if self.name == "scan_ordered" else (0, 1)
+        terms = [xs[: 1 + row - first] if self.name == "scan_ordered" else xs for row in range(first, last)]
+        sums = [in_rank_order(each, self.op) for each in terms]  # before any is written
         with np.errstate(all="ignore"):
-            for row, out in places:
+            for row, out in enumerate(sums, first):
                 place = target + row * stride * self.result.itemsize
                 at(place, count, self.result.numpy)[:] = out.astype(self.result.numpy)
 

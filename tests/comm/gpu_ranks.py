@@ -11,8 +11,8 @@ import kos
 from kos import ReduceOp
 from kos.comm.gpu.routes import PHASES
 from kos.comm.operation import AUTO
+from kos.testing.conformance.model import SUMS_IN_16_BITS
 from kos.testing.conformance.on_gpu import OnGPU
-from tests.comm.ranks import SUMS_IN_16_BITS
 
 
 class Prepared(list[str]):

@@ -12,7 +12,7 @@ import numpy as np
 import kos
 from kos import ReduceOp
 from kos.testing.conformance import model
-from kos.testing.conformance.model import MOVING, REDUCING, Trial, arguments, contributions, result
+from kos.testing.conformance.model import MOVING, REDUCING, Trial, arguments, contributions, lengths, result
 
 __all__ = ["NAMES", "REDUCING", "arguments", "result"]
 
@@ -30,6 +30,11 @@ class Step(model.Step):
 def inputs(seed: int, number: int, step: Step, members: list[int]) -> list[np.ndarray]:
     """What each member of the group gives."""
     return contributions(seed + 1000 * number, step, len(members))
+
+
+def ramps(step: model.Step, n: int, start: int = 0) -> list[np.ndarray]:
+    """What each rank gives in the float32 call of a campaign of faults, whose time may not go into random numbers."""
+    return [np.arange(count, dtype=np.float32) % 64 + start + rank for rank, count in enumerate(lengths(step, n))]
 
 
 def run(comm: kos.Communicator, step: Step, seed: int) -> None:

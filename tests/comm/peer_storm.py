@@ -29,6 +29,11 @@ KINDS = [
 BY_KERNEL, BY_PACKETS = (Launches(rows, rows) for name in ("push", "two_shot") for rows in [((None, LAUNCHES[name]),)])
 
 
+def operation(kind: str) -> str:
+    """The operation that does what kernels of this kind do, unless they exchange bytes."""
+    return "all_reduce" if kind in LAUNCHES else "reduce_scatter_v" if kind.startswith("reduce_scatter") else kind
+
+
 def storm(
     rendezvous: Rendezvous,
     memory_of: Any,
@@ -74,7 +79,9 @@ def storm(
             out = x
         data = [rng.integers(-99, 99, total).astype(np.float32) for _ in range(size)]
         x.copy_from(data[rank], stream)
-        expected: Any = sum(data)
+        root = int(rng.integers(size))
+        step = Step(operation(kind), count, root=root, counts=tuple(counts))
+        expected: Any = None if kind == "exchange" else result(step, data, rank)
         match kind:
             case "exchange":  # some bytes of everybody to everybody
                 unit = int(rng.choice([1, 8]))  # whole packets have a kernel of their own
@@ -87,26 +94,20 @@ def storm(
                 expected = np.concatenate([data[r].view(np.uint8)[: nbytes[r, rank]] for r in range(size)])
             case "all_gather":
                 run = engine.bind_writes("all_gather", x.pointer, out.pointer, x.nbytes)
-                expected = np.concatenate(data)
             case "all_to_all":
                 run = engine.bind_writes("all_to_all", x.pointer, out.pointer, 4 * count)
-                expected = np.concatenate([d[rank * count : (rank + 1) * count] for d in data])
             case "broadcast":
-                root = int(rng.integers(size))
                 source = x if rng.random() < 0.5 and rank == root else out
                 source.copy_from(data[rank], stream)
                 run = engine.bind_broadcast((source.pointer, x.nbytes), (out.pointer, x.nbytes), root)
-                expected = data[root]
             case "scan":
                 engine.launches = BY_PACKETS
                 run = engine.bind_scan("scan", x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM)
-                expected = sum(data[: rank + 1])
             case _ if scatters:
                 engine.launches = BY_PACKETS if kind.endswith("packets") else BY_KERNEL
                 part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
                 out = x[part] if rng.random() < 0.3 else out
                 run = engine.bind_reduce_scatter(x.pointer, out.pointer, counts, FLOAT, ReduceOp.SUM)
-                expected = expected[part]
             case _:
                 run = engine.bind_all_reduce(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM, launch=LAUNCHES[kind])
         if total:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -10,11 +11,13 @@ import pytest
 
 from kos import PremulSum, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
+from kos.comm.group_backend import GroupBackend
 from kos.comm.schedules import algorithms
 from kos.testing import spawn
-from kos.testing.conformance import cases, intact, order, results
+from kos.testing.conformance import cases, intact, model, order, results
+from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.model import Step
-from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs
+from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs, vector
 from tests.comm import compression_bounds as bounds
 from tests.comm.ranks import TIMEOUT
 
@@ -42,16 +45,37 @@ reductions = pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: getat
 FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
 DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(intact), *vars(order)}]
-WHOLE = {*vars(intact), *vars(order), "in_rank_order", "sums_of_16_bits_in_fp32",
-         "nan_wins_min_and_max_on_every_rank"}  # fmt: skip
+WHOLE = {*vars(intact), *vars(order)}
+ENDS = ("in rank order", "large numbers", "with NaN", "float16 SUM by every schedule")
 
 
-@pytest.mark.parametrize("name", [case.name for case in cases(full=True) if case.name.split()[0] in WHOLE])
+@pytest.mark.parametrize(
+    "name", [name for name, *_ in cases(full=True) if name.split()[0] in WHOLE or name.endswith(ENDS)]
+)
 def test_promise(ranks, seed, name):
     (case,) = (each for each in cases(full=True, seed=seed) if each.name == name)
-    if ranks.size >= case.ranks:
-        ranks.run(case.call)
+    ranks.run(lambda comm: case.applies(comm) and case.call(comm))
+
+
+def test_the_names_of_promises_are_different_and_can_be_listed(capsys):
+    for full in (False, True):
+        names = [case.name for case in cases(full)]
+        assert len({*names}) == len(names)
+        assert main(["--list", *["--full"] * full]) == 0
+        assert capsys.readouterr().out.splitlines() == names
+    assert main(["--list", "--gpu", "--only", "any_rank"]) == 0 and capsys.readouterr().out.split() == []
+
+
+@pytest.mark.parametrize(("size", "envelopes", "views"), [(1, True, True), (2, False, True), (2, True, False)])
+def test_promises_apply_to_ranks_and_backends_that_have_them(size, envelopes, views):
+    backend = type("Some", (), {"has_envelopes": envelopes, "views": list if views else GroupBackend.views})()
+    comm = SimpleNamespace(size=size, backend=backend, backend_name="some")
+    left_out = {str(case) for case in cases(full=True) if not case.applies(comm)}
+    assert ("cancelled" in left_out) == (size < 2)
+    assert ("messages_from_any_rank" in left_out) == (size < 2 or not envelopes)
+    assert ("probe, a rank is late" in left_out) == (size < 2 or not envelopes)
+    assert ("views_put_and_get" in left_out) == (not views)
+    assert "all_reduce float32 SUM" not in left_out
 
 
 @reductions
@@ -91,7 +115,8 @@ def test_scan(ranks, seed, dtype):
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)], ids=str)
 def test_scans_add_in_rank_order(ranks, seed, dtype):
     for name in ("scan", "exscan"):
-        ranks.run(lambda comm, name=name: results.in_rank_order(comm, seed, name, dtype))
+        step = Step(name, dtype=dtype, values="apart")
+        ranks.run(lambda comm, step=step: results.correct(comm, seed, step, (*SIZES, 70_001)))
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
@@ -103,6 +128,24 @@ def test_compressed(ranks, seed, form, dtype):
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", np.float32), ("int8", ml_dtypes.bfloat16), ("int4", np.float16)])
 def test_error_feedback(ranks, seed, form, dtype):
     ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_model_of_feedback_loses_nothing(seed, form):
+    """The sum of what was sent, and the residual, are the sum of all vectors; infinities are not kept."""
+    residual, given, sent, largest = np.zeros(1000, np.float32), 0.0, 0.0, ml_dtypes.finfo(np.float32).max
+    for turn in range(20):
+        x = vector((seed, turn), 1000, np.float32)
+        given = given + x.astype(np.float64)
+        x, residual = model.fed_back(FORMATS[form], x, residual)
+        sent = sent + model.decoded(FORMATS[form], x)
+    lost = np.linalg.norm(given - sent - residual) / np.linalg.norm(given)
+    assert lost < 20 * float(np.finfo(np.float32).eps), f"{lost} of the sum"
+    x[::7] = np.inf, np.nan, -np.inf, *x[21::7]
+    x[1::7], residual[1::7] = largest, largest / 64
+    x, residual = model.fed_back(FORMATS[form], x, residual)
+    assert (x[1::7] == largest).all(), "a finite number became infinite"
+    assert np.isfinite(residual).all() and not np.isfinite(x[:21:7]).any()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda kind: kind.__name__)
@@ -142,7 +185,8 @@ def moving(*names: str) -> Callable[..., None]:
     @every_dtype
     def test(ranks, seed, dtype):
         for name in names:
-            ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=dtype)))
+            step, schedules = Step(name, dtype=dtype), name == "all_gather"
+            ranks.run(lambda comm, step=step, every=schedules: results.correct(comm, seed, step, every_schedule=every))
 
     return test
 
@@ -160,11 +204,8 @@ test_gather_v_and_scatter_v = moving("gather_v", "scatter_v")
 def test_large(ranks, seed):
     """Several segments of every schedule."""
     for name in ("all_gather", "broadcast", "send_recv"):
-        ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name), [LARGE]))
-
-
-def test_arguments_of_other_ranks_than_the_root(ranks):
-    ranks.run(results.arguments_of_other_ranks_than_the_root)
+        step, schedules = Step(name), name == "all_gather"
+        ranks.run(lambda comm, step=step, every=schedules: results.correct(comm, seed, step, [LARGE], every))
 
 
 def test_shapes_and_scalars(ranks):

@@ -16,13 +16,13 @@ from kos.comm.gpu import memory as gpu_memory
 from kos.cuda import driver, kernels
 from kos.errors import CudaError, KosError
 from kos.memory.array import Array
+from kos.testing.conformance.model import Step, call, contributions, lengths, result
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, Stream, at, captures
 from tests.comm.gpu_eager import by, hits, on_gpu
 from tests.comm.shared_ranks import needs_core
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
-COUNTS = [1, 3, 2]
-Call = Callable[[Any, Any, Any], Any]
+COUNTS = (1, 3, 2)
 
 
 def send_recv(comm: Any, x: Any, out: Any) -> Any:
@@ -38,89 +38,48 @@ def ring(comm: Any, x: Any, out: Any) -> None:
             comm.recv(out[:6], rank)
 
 
-def part(comm: Any, x: Any) -> Any:
-    return x[: COUNTS[comm.rank]]
+NAMES = (
+    "send_recv", "send, recv", "all_gather_v", "all_to_all_v", "gather_v", "scatter_v", "reduce_scatter_v",
+    "reduce_scatter_v of integers", "scan", "reduce", "all_reduce",
+)  # fmt: skip
 
 
-def at_root(comm: Any, x: Any) -> Any:
-    return x if comm.rank == 1 else None
-
-
-CALLS: dict[str, tuple[Call, Callable[[list[Any], int], Any]]] = {
-    "send_recv": (send_recv, lambda xs, me: xs[me - 1]),
-    "send, recv": (ring, lambda xs, me: xs[me - 1]),
-    "all_gather_v": (
-        lambda c, x, out: c.all_gather_v(part(c, x), COUNTS, out[:6]),
-        lambda xs, me: np.concatenate([x[:n] for x, n in zip(xs, COUNTS, strict=True)]),
-    ),
-    "all_to_all_v": (
-        lambda c, x, out: c.all_to_all_v(x, COUNTS, [COUNTS[c.rank]] * 3, out[: 3 * COUNTS[c.rank]]),
-        lambda xs, me: np.concatenate([x[mine(me)] for x in xs]),
-    ),
-    "gather_v": (
-        lambda c, x, out: c.gather_v(part(c, x), COUNTS, 1, at_root(c, out[:6])),
-        lambda xs, me: np.concatenate([x[:n] for x, n in zip(xs, COUNTS, strict=True)] if me == 1 else [xs[0][:0]]),
-    ),
-    "scatter_v": (
-        lambda c, x, out: c.scatter_v(at_root(c, x), COUNTS, part(c, out), 1), lambda xs, me: xs[1][mine(me)]
-    ),
-    "reduce_scatter_v": (
-        lambda c, x, out: c.reduce_scatter_v(x, COUNTS, part(c, out)), lambda xs, me: in_rank_order(xs)[mine(me)]
-    ),
-    "reduce_scatter_v of integers": (
-        lambda c, x, out: c.reduce_scatter_v(x, COUNTS, part(c, out)), lambda xs, me: in_rank_order(xs)[mine(me)]
-    ),
-    "scan": (lambda c, x, out: c.scan(x, out=out[:6]), lambda xs, me: in_rank_order(xs[: me + 1])),
-    "reduce": (
-        lambda c, x, out: c.reduce(x, 1, out=at_root(c, out[:6]), deterministic=True),
-        lambda xs, me: in_rank_order(xs) if me == 1 else xs[0][:0],
-    ),
-    "all_reduce": (lambda c, x, out: c.all_reduce(x, out=out[:6], deterministic=True), lambda xs, _: in_rank_order(xs)),
-}  # fmt: skip
-
-
-def mine(rank: int) -> slice:
-    return slice(sum(COUNTS[:rank]), sum(COUNTS[: rank + 1]))
-
-
-def in_rank_order(xs: list[Any]) -> Any:
-    total = xs[0].copy()
-    for x in xs[1:]:
-        total += x
-    return total
-
-
-def inputs(turn: int, dtype: Any) -> list[Any]:
-    """The contributions of three ranks; sums of floats depend on the order."""
-    rng = np.random.default_rng(turn)
-    if dtype is np.int32:
-        return list(rng.integers(-1000, 1000, (3, 6), dtype))
-    return [(rng.standard_normal(6) * 10.0 ** (4 * rank)).astype(dtype) for rank in range(3)]
+def step_of(name: str) -> Step:
+    """The call of three ranks.  Sums of floats depend on their order, which is that of the ranks."""
+    dtype, values = (np.int32, "any") if "integers" in name else (np.float32, "apart")
+    name = {"send, recv": "send_recv", "reduce_scatter_v of integers": "reduce_scatter_v"}.get(name, name)
+    counts = (COUNTS,) * 3 if name == "all_to_all_v" else COUNTS
+    in_order = name in ("reduce", "all_reduce")
+    return Step(name, 6, dtype, root=1, deterministic=in_order, counts=counts, values=values)
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [*((name, where) for name in CALLS for where in ("memory", "windows", "x in a window") if name != "all_reduce"),
+    [*((name, where) for name in NAMES for where in ("memory", "windows", "x in a window") if name != "all_reduce"),
      ("all_reduce", "memory")],
 )  # fmt: skip
 def test_the_core_makes_them(fake, name, where):
     """Messages of registered memory pass through staging memory.  In a capture, Python makes the call."""
-    call, expected = CALLS[name]
-    dtype = np.int32 if "integers" in name else np.float32
+    step = step_of(name)
 
     def body(gpu):
         comm, stream = gpu.comm, Stream(40)
-        x = comm.allocate(6, dtype) if where != "memory" else Array.zeros(6, dtype, 0)
-        out = comm.allocate(9, dtype) if where == "windows" else Array.zeros(9, dtype, 0)
+        x = comm.allocate(6, step.dtype) if where != "memory" else Array.zeros(6, step.dtype, 0)
+        out = comm.allocate(9, step.dtype) if where == "windows" else Array.zeros(9, step.dtype, 0)
         x.stream = out.stream = stream
 
         def check(turn):
-            xs = inputs(turn, dtype)
-            x.copy_from(xs[comm.rank])
+            xs = contributions(turn, step, 3)
+            expected, given = result(step, xs, comm.rank), x[: lengths(step, 3)[comm.rank]]
+            given.copy_from(xs[comm.rank])
             out.fill_bytes(0x7F)
-            call(comm, x, out)
-            right = expected(xs, comm.rank)
-            assert out.numpy()[: right.size].tobytes() == right.tobytes(), f"call {turn} on rank {comm.rank}"
+            if name == "send, recv":
+                ring(comm, given, out)
+            else:
+                call(comm, step, given, None if expected is None else out[: expected.size])
+            if expected is not None:
+                got = out.numpy()[: expected.size]
+                assert got.tobytes() == expected.tobytes(), f"call {turn} on rank {comm.rank}"
 
         calls = 2 if name == "send, recv" else 1
         for turn in range(3):

@@ -16,8 +16,8 @@ from kos.comm.gpu.nccl_binding import ranks_may_share_a_gpu
 from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError
 from kos.memory.array import Array
-from kos.testing.conformance.model import in_rank_order
-from kos.testing.conformance.values import LARGE, check
+from kos.testing.conformance.model import check, in_rank_order
+from kos.testing.conformance.values import LARGE
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import ALL_DTYPES, assert_bits, assert_same_on_all_ranks, inputs, on_each_rank, poison
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp, cuda
-from kos.testing.conformance.values import check
+from kos.testing.conformance.model import check
 from tests.comm.ranks import assert_same_on_all_ranks, inputs, on_each_rank
 from tests.comm.test_nccl import BACKEND, TIMEOUT, on_gpu, ranks
 

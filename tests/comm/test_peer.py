@@ -17,7 +17,8 @@ from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable
 from kos.memory.array import Array
-from kos.testing.conformance.values import LARGE, SIZES, check
+from kos.testing.conformance.model import check
+from kos.testing.conformance.values import LARGE, SIZES
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too

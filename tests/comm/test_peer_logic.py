@@ -34,7 +34,6 @@ from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
-    test_arguments_of_other_ranks_than_the_root,
     test_compressed_errors_are_within_the_bounds,
     test_shapes_and_scalars,
 )

@@ -17,7 +17,7 @@ from kos.train.config.flags import parse
 from kos.train.config.optimizers import OPTIMIZERS
 from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
-from kos.train.ops.cuda import CudaOps, attention
+from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.attention import KERNELS as ATTENTION
 from kos.train.ops.cuda.attention import macros
 from kos.train.ops.norm import Normalize
@@ -150,16 +150,12 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, dtype, monkeyp
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name
 
     monkeypatch.setattr(memory_plan.DryCudaOps, "launch", launch)
-    monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
     asked = ["--preset", preset, "--grad-dtype", gradients, "--tp", str(layout.tp), "--cp", str(layout.cp)]
     asked += ["--dtype", dtype]
     config = parse(asked).for_world(layout.ranks, "cuda")
     assert config.grad_dtype == gradients
-    device = CudaOps.__new__(CudaOps)
-    device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
-    device.attention_kernels = "hopper"
-    model = config.model_config_for(256)
-    memory_plan.plan_memory(config, model, device, Mesh.dry(layout), schedules.build("1f1b", 1, 2))
+    model, schedule = config.model_config_for(256), schedules.build("1f1b", 1, 2)
+    memory_plan.plan_memory(config, model, GPUS["H200"], Mesh.dry(layout), schedule, free=1 << 40)
     assert len(launches) > 9
     assert any("CAUSAL" in dict(defines) for _, defines in launches) == (layout.cp > 1)
     for (file, defines), names in launches.items():

@@ -45,16 +45,19 @@ DEVICES: dict[type[CpuDevice], float] = {Precise: 1e-10, CpuDevice: 1e-5}
 def make_data(config: TrainConfig) -> Dataset:
     """Numbers of which the next often follows from the last; some targets of the validation are left over.
 
-    Documents of 9 tokens, on average, begin among them.
+    Documents of 9 tokens, on average, begin among them. Where they are packed, a quarter of the tokens do not count.
     """
     rng = np.random.default_rng(1)
     steps = rng.choice([1, 1, 1, 7, 11], max(4000, 8 * config.seq_len)).cumsum() % 40
     cut = len(steps) * 3 // 4
     sizes = config.seed, config.batch_size, config.seq_len, 3
     places = [np.unique([0, *rng.integers(0, len(part), len(part) // 9)]) for part in (steps[:cut], steps[cut:])]
-    parts = zip((steps[:cut], steps[cut:]), places, strict=True)
-    train, val = (Tokens([part.astype(np.uint16)], begins) for part, begins in parts)
-    return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "", packs=config.documents == "pack")
+    packs = config.documents == "pack"
+    masked = np.where(rng.random(len(steps)) < 0.25, ~steps, steps).astype(np.int8)
+    tokens = masked if packs else steps.astype(np.uint16)
+    parts = zip((tokens[:cut], tokens[cut:]), places, strict=True)
+    train, val = (Tokens([part], begins) for part, begins in parts)
+    return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "", packs=packs)
 
 
 def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray], context: int) -> dict[str, Any]:

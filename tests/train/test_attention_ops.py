@@ -15,7 +15,6 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.ops import Attend, Mask, numpy_attention
 from kos.train.ops import numpy as ops
 from kos.train.ops.cuda.attention import KERNEL_SETS, kernel_set, unsupported
-from kos.train.parallel import context
 from tests.train import masks
 from tests.train.test_ops import arena, check_gradients, columns, nan, nan_columns
 
@@ -228,76 +227,6 @@ def test_documents_of_a_sample_are_as_samples_of_their_own(rng, arena, monkeypat
         rows = slice(8 * document, 8 * document + 8)
         for part, whole in zip(run(qkv[rows], d_out[rows], 1, None), together, strict=True):
             np.testing.assert_array_equal(part, whole[rows])
-
-
-@pytest.mark.parametrize("scores", [1, 10**6])
-@pytest.mark.parametrize("window", [None, 1, 9, 10, 11, 99])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_masks_of_zigzag_parts_compose(rng, arena, monkeypatch, ranks, window, scores):
-    """Attention of each rank to its own keys and to others', with masks of positions, is that of whole sequences."""
-    monkeypatch.setattr(numpy_attention, "SCORES", scores)
-    samples, chunk, heads, kv_heads, d = 2, 5, 4, 2, 3
-    length, n = 2 * ranks * chunk, 2 * samples * chunk
-    qkv, d_out = (rng.normal(size=(samples, length, m * d)) for m in (heads + 2 * kv_heads, heads))
-    starts = masks.random_starts(rng, samples, length)
-    places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
-    of_ranks = [Attend(columns(qkv[:, at].reshape(n, -1)), heads, kv_heads, None, None) for at in places]
-    kvs = [ops.keys_and_values(each, arena) for each in of_ranks]
-    outs, lses, d_qkvs, d_kvs = [], [], [], [np.zeros(kv.shape) for kv in kvs]
-    for rank, at in enumerate(places):
-        mine, d_mine = (columns(x[:, at].reshape(n, -1)) for x in (qkv, d_out))
-        out, lse, d_qkv = nan_columns(*d_mine.shape), nan(samples, heads, 2 * chunk), nan_columns(*mine.shape)
-        of_owner = [mask_arrays(samples, 2 * chunk) for _ in places]
-        for keys, mask in zip(places, of_owner, strict=True):
-            ops.attention_mask(starts[:, at], window, mask, at, keys)
-        attend = Attend(mine, heads, kv_heads, out, lse, of_owner[rank])
-        ops.attention(attend, arena)
-        others = [(owner, context.seen(owner, rank, 2 * chunk)) for owner in range(ranks) if owner != rank]
-        with np.errstate(divide="ignore"):
-            for owner, parts in others:
-                ops.attention(attend.to(kvs[owner], *parts, of_owner[owner]), arena)
-        ops.attention_backward(attend, d_mine, d_qkv, arena)
-        for owner, parts in others:
-            d_kv = nan(*kvs[owner].shape)
-            ops.attention_backward(attend.to(kvs[owner], *parts, of_owner[owner]), d_mine, d_qkv, arena, d_kv)
-            d_kvs[owner] += d_kv
-        for results, result in ((outs, out), (lses, lse), (d_qkvs, d_qkv)):
-            results.append(result)
-    seen = masks.visible(starts, window, np.arange(length))
-    want = masks.dense_packed(*(x.reshape(samples * length, -1) for x in (qkv, d_out)), samples, heads, kv_heads, seen)
-    for rank, at in enumerate(places):
-        ops.add_keys_and_values(d_kvs[rank], d_qkvs[rank])
-        for got, whole in ((outs[rank], want[0]), (d_qkvs[rank], want[2])):
-            part = whole.reshape(samples, length, -1)[:, at].reshape(n, -1)
-            np.testing.assert_allclose(got, part, rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(lses[rank], want[1][..., at], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [None, 1, 16, 40])
-@pytest.mark.parametrize("documents", [True, False])
-def test_attention_with_a_mask_beside_torch(rng, arena, documents, window):
-    """PyTorch's attention with a mask that transformers makes: block-diagonal, with its sliding window."""
-    torch = pytest.importorskip("torch")
-    masking = pytest.importorskip("transformers.masking_utils")
-    samples, length, heads, kv_heads, d = 2, 37, 4, 2, 8
-    qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
-    starts = masks.random_starts(rng, samples, length) if documents else np.zeros((samples, length), np.int32)
-    theirs = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
-    theirs = masking.and_masks(theirs, masking.packed_sequence_mask_function(torch.tensor(starts)))
-    b, q, k = torch.meshgrid(*map(torch.arange, (samples, length, length)), indexing="ij")
-    seen = theirs(b, 0, q, k)
-    leaf = torch.tensor(qkv).requires_grad_()
-    q, k, v = leaf.view(samples, length, -1, d).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
-    wanted = wanted.transpose(1, 2).reshape(samples * length, -1)
-    wanted.backward(torch.tensor(d_out))
-    mask, lse = mask_arrays(samples, length), nan(samples, heads, length)
-    ops.attention_mask(starts if documents else None, window, mask)
-    out, d_qkv = nan_columns(*d_out.shape), nan_columns(*qkv.shape)
-    ops.attention(Attend(columns(qkv), heads, kv_heads, out, lse, mask), arena)
-    ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, mask), columns(d_out), d_qkv, arena)
-    np.testing.assert_allclose(out, wanted.detach().numpy(), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(d_qkv, leaf.grad.numpy(), rtol=1e-9, atol=1e-11)
 
 
 SHAPE: dict[str, Any] = {

@@ -1,28 +1,18 @@
-"""Layers and attention split over ranks give what one rank gives: outputs, loss and every gradient, in float64."""
+"""Attention split over ranks gives what one rank gives: outputs and every gradient, in float64."""
 
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
-from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train.data.batch import Batch
-from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, numpy_attention
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.fixed_order import Split
 from kos.train.parallel.context import ContextParallel, FixedContext
-from kos.train.parallel.mesh import Axis, Layout, Mesh
-from kos.train.parallel.tensor import TensorParallel
-from tests.train.host_kernels import emulator
-from tests.train.host_kernels.engine import on_host
-from tests.train.host_kernels.ops import needs_compiler
-from tests.train.models import loss_and_gradients, make, make_batch, part_of
+from kos.train.parallel.mesh import Axis
 from tests.train.test_ops import columns, nan, nan_columns, poisoned_slab
 
 
@@ -51,16 +41,6 @@ class Deferred:
         return exchange
 
 
-class OnDevice(Deferred):
-    """The same for arrays of the emulated GPU."""
-
-    def __getattr__(self, name):
-        exchange = super().__getattr__(name)
-        return lambda *operands, async_op=False: exchange(
-            *(on_host(x) if isinstance(x, Array) else x for x in operands), async_op=async_op
-        )
-
-
 class Whole:
     """Random sequences, their plain attention, and what a rank has of each array."""
 
@@ -86,12 +66,11 @@ class Whole:
 
 
 def attention_of_ranks(
-    size, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, place=None, read=np.array,
-    pieces=0,
+    size, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, pieces=0
 ):  # fmt: skip
     """``ContextParallel`` of ``size`` ranks against the plain attention of whole sequences; exchanges of each rank.
 
-    ``place(array, arena)`` gives an array of ``ops``, ``read`` the host's. With ``pieces`` of a rank: ``FixedContext``.
+    With ``pieces`` of a rank: ``FixedContext``.
     """
     whole, wide = Whole(samples, 2 * size * chunk * max(1, pieces)), ops.statistics_dtype(dtype)
 
@@ -99,7 +78,7 @@ def attention_of_ranks(
         comm = group(comm) if group else comm
         axis = Axis(comm.rank, size, comm)
         context = FixedContext(ops, axis, Split(1, pieces * size)) if pieces else ContextParallel(ops, axis)
-        arena = Arena(0, poisoned_slab) if place is None else ops.make_arena()
+        arena = Arena(0, poisoned_slab)
         positions = np.split(np.array(context.positions(2 * chunk * context.pieces)), context.pieces)
 
         def part_of(name):
@@ -107,8 +86,6 @@ def attention_of_ranks(
 
         def mine(name, dtype=dtype, poison=1.0):
             part = part_of(name) * poison
-            if place:
-                return place(part, dtype, arena)
             return (part if name == "lse" else columns(part)).astype(dtype)
 
         qkv, d_out = mine("qkv"), mine("d_out")
@@ -117,7 +94,7 @@ def attention_of_ranks(
         context.attention(attend, arena)
         context.attention_backward(attend, d_out, d_qkv, arena)
         for name, got in (("out", out), ("lse", lse), ("d_qkv", d_qkv)):
-            np.testing.assert_allclose(read(got), part_of(name), rtol, atol=rtol, err_msg=name)
+            np.testing.assert_allclose(got, part_of(name), rtol, atol=rtol, err_msg=name)
         return getattr(comm, "exchanges", None)
 
     return spawn(run, size)
@@ -144,21 +121,6 @@ def test_statistics_of_another_dtype():
     attention_of_ranks(4, ops=ops, dtype=np.dtype(np.float32), rtol=2e-6)
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 2e-6), ("bfloat16", 4e-2)])
-def test_on_an_emulated_gpu(dtype, rtol, monkeypatch):
-    emulator.host_memory(monkeypatch)
-
-    def place(values, dtype, arena):
-        return arena.take(values.shape, dtype).copy_from(np.ascontiguousarray(values).astype(dtype.numpy))
-
-    ops, dtype = emulator.HostOps(), DTYPES[dtype]
-    attention_of_ranks(
-        3, group=OnDevice, ops=ops, dtype=dtype, rtol=rtol, place=place, read=lambda x: x.numpy().astype(float)
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_exchange_counts(size):
     count = attention_of_ranks(size, group=Deferred)[0]
@@ -166,77 +128,6 @@ def test_every_exchange_counts(size):
     for lost in range(count):
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             attention_of_ranks(size, group=lambda comm, lost=lost: Deferred(comm, lost))
-
-
-def compare(layout, kind="untied", samples=3, recompute="none", head_rows=None, **shape):
-    """Loss and gradients of a layout of cp and tp against the whole model's; of tp alone the logits, too."""
-    config, whole, weights, expected = make(kind, np.float64, vocab_size=40, intermediate_size=28, **shape)
-    batch = Batch(*make_batch(config, samples, 24, seed=3))
-    batch.targets[0, :5] = -1
-    count = np.array([np.count_nonzero(batch.targets >= 0)], np.float64) if layout.cp > 1 else None
-    loss = loss_and_gradients(whole, weights, batch.tokens, batch.targets, expected, accumulate=False)
-    logits = whole.logits(weights, batch.tokens)
-
-    def run(comm):
-        mesh = Mesh(comm, layout)
-        local = config.local(mesh.tp.rank, layout.tp)
-        add = np.copy if layout.cp == 1 else mesh.replicas.comm.all_reduce
-        own = Parameters(config.parameter_shapes(local), np.float64, config.fused_groups(local))
-        for name in own:
-            own[name][...] = part_of(name, weights[name], config, layout.tp, mesh.tp.rank)
-        gradients = own.like()
-        gradients.flat[:] = np.nan
-        model = Model(
-            config, numpy_ops, recompute=recompute, local=local, head_rows=head_rows,
-            tensor=(tensor := TensorParallel(numpy_ops, mesh.tp, local.vocabulary.start)),
-            context=(context := ContextParallel(numpy_ops, mesh.cp)),
-        )  # fmt: skip
-        for accumulate in (False, True):
-            got = loss_and_gradients(
-                model, own, *context.take(batch)[:2], gradients, accumulate=accumulate, count=count
-            )
-            assert add(np.array([got])) == pytest.approx(loss, rel=1e-12)
-        if layout.cp == 1:
-            assert model.loss(own, batch) == pytest.approx(loss, rel=1e-12)
-            mine = logits[..., local.vocabulary.start : local.vocabulary.stop]
-            np.testing.assert_allclose(model.logits(own, batch.tokens), mine, atol=1e-10)
-        add(gradients.flat)
-        for name, value in gradients.items():
-            if value.ndim == 1:
-                tensor.sum_replicated(value)
-            wanted = 2 * part_of(name, expected[name], config, layout.tp, mesh.tp.rank)
-            np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-12, err_msg=name)
-
-    spawn(run, layout.ranks)
-
-
-OF_TP = [*itertools.product([2, 4], ["tied", "untied", "llama3"], ["none", "norms", "block"], [None, 7])]
-QUICK = [case for case in OF_TP if case[:2] in ((2, "tied"), (2, "untied"), (4, "llama3")) and case[2:] != ("block", 7)]
-
-
-@pytest.mark.parametrize(
-    ("tp", "kind", "recompute", "head_rows"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in OF_TP],
-)
-def test_gradients_of_tensor_parallelism(tp, kind, recompute, head_rows):
-    compare(Layout(tp=tp), kind, 2, recompute, head_rows, num_key_value_heads=4, num_attention_heads=8)
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied", "llama3", "multi-query", "multi-head"])
-@pytest.mark.parametrize("cp", [2, 3, 4])
-def test_gradients(cp, kind):
-    compare(Layout(cp=cp), kind)
-
-
-@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
-def test_recompute(recompute):
-    compare(Layout(cp=2), samples=1, recompute=recompute)
-
-
-@pytest.mark.parametrize("cp", [2, 3])
-def test_gradients_beside_tensor_parallelism(cp):
-    compare(Layout(cp=cp, tp=2), samples=3)
-    compare(Layout(cp=cp, tp=2), "tied", samples=1, recompute="block")
 
 
 def test_positions_and_columns():

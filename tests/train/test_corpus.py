@@ -162,17 +162,6 @@ def test_text_is_read_as_it_is(tmp_path):
     assert "".join(itertools.chain(*documents(path))) == "a\r\nb\rc\n"
 
 
-@pytest.mark.parametrize("count", [2, 3, 9, 10, 25, 40])
-def test_every_tenth_file_of_a_folder_is_held_out(tmp_path, count):
-    names = [f"{'sub/' * (i % 2)}{i:02}.txt" for i in range(count)]
-    (tmp_path / "sub").mkdir()
-    for name in reversed(names):
-        (tmp_path / name).write_text(name)
-    order = sorted(names)
-    val = order[9::10] or order[-1:]
-    assert documents(tmp_path) == ([name for name in order if name not in val], val)
-
-
 def test_a_folder_with_one_text_is_cut(tmp_path):
     (tmp_path / "only.txt").write_text("0123456789" * 10)
     assert [len(each) for (each,) in documents(tmp_path)] == [90, 10]
@@ -300,15 +289,6 @@ def test_wrong_files_of_json_lines(tmp_path):
         refusal(path, f"--data {path}", "expected")
     (tmp_path / "docs.jsonl").write_bytes(b"\n" + jsonl(""))
     refusal(tmp_path / "docs.jsonl", "docs.jsonl: expected lines with text, got none")
-
-
-def test_a_folder_of_every_kind(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.jsonl").write_bytes(jsonl("b1", "b2"))
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(jsonl("c1", "c2")))
-    (tmp_path / "package.json").write_text('{\n  "name": "kos"\n}\n')
-    (tmp_path / "d.md").write_text("d")
-    assert documents(tmp_path) == (["a", "b1", "b2", "c1", "c2", "d"], ['{\n  "name": "kos"\n}\n'])
 
 
 @pytest.mark.parametrize(

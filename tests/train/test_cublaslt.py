@@ -395,21 +395,15 @@ def test_one_file_for_each_gpu_and_version(library, path, monkeypatch):
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_what_fails_is_an_error_of_kos(monkeypatch, planned):
+def test_what_fails_is_an_error_of_kos(library, monkeypatch, planned):
     """With the driver's word for it, where it has one."""
-    cuBLASLtError = type("cuBLASLtError", (Exception,), {})
-
-    def fail(*arguments):
-        raise cuBLASLtError("EXECUTION_FAILED (13)")
-
-    matmul = object.__new__(Matmul)
-    matmul.lt, matmul._plans, matmul._run = SimpleNamespace(cuBLASLtError=cuBLASLtError), {}, fail
-    matmul.multiple = None
-    matmul._plan = (lambda *arguments: SimpleNamespace(algorithm=np.zeros(1))) if planned else fail
+    failing = library.matmul if planned else library.matmul_algo_get_heuristic
+    failing.side_effect = RuntimeError("EXECUTION_FAILED (13)")
+    monkeypatch.setattr(cublaslt.driver, "library_error", driver.library_error, raising=False)
     x = SimpleNamespace(size=4, shape=(2, 2), dtype=DTYPES["float32"], pointer=256)
     broken = SimpleNamespace(name="CUDA_ERROR_ILLEGAL_ADDRESS")
     for status, said in ((0, r"EXECUTION_FAILED \(13\)$"), (broken, r"\(13\); CUDA_ERROR_ILLEGAL_ADDRESS \(why\)$")):
         cu = SimpleNamespace(cuMemGetInfo=lambda s=status: (s, 0, 0), cuGetErrorString=lambda status: (0, b"why"))
         monkeypatch.setattr(driver, "cu", cu)
         with pytest.raises(CudaError, match=f"^a matmul by cuBLASLt failed: .*{said}"):
-            matmul(x, x, x)
+            Matmul(0, None)(x, x, x)

@@ -57,17 +57,6 @@ def test_windows_are_drawn_by_philox_of_seed_and_step():
         assert targets.tolist() == [list(range(s + 1, s + 5)) for s in starts]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_any_number_of_ranks_sees_the_same_batch(size):
-    data = make(np.random.default_rng(3).integers(0, 1000, 500))
-    whole = data.batch(11)
-    for rank in range(size):
-        rows = range(rank, 6, size)
-        tokens, targets, *_ = make(data.train.shards[0]).rows(11, rows)
-        assert np.array_equal(tokens, whole[0][rows]) and np.array_equal(targets, whole[1][rows])
-        assert tokens.flags.c_contiguous and targets.flags.c_contiguous
-
-
 def test_shards_are_one_row_of_tokens():
     rng = np.random.default_rng(1)
     whole = rng.integers(0, 2**16, 50).astype(np.uint16)
@@ -220,13 +209,6 @@ def test_a_token_that_ends_documents():
     assert tokens.document_starts(0, np.array([1, 3, 5, 3, 3, 6])).tolist() == [0, 0, 2, 2, 4, 5]
 
 
-def test_a_special_token_that_a_text_spells_out(tmp_path, words):
-    lines = write(tmp_path, '{"content": "a <end> b"}\n' * 2, "lines.jsonl")
-    flags = ["--tokenizer", words, "--text-field", "content"]
-    assert read(lines, *flags)[0] == [4, 1, 3, 3, 3, 2, 0], "it is text, here unknown words"
-    assert read(lines, *flags, "--no-split-special-tokens")[0] == [4, 1, 0, 2, 0]
-
-
 def test_special_tokens_in_the_text_are_counted(tmp_path, words):
     flags = ["--seq-len", "16", "--tokenizer", words]
     for repeats in (1, 1000, 1000):  # large data are tokenised once, and the result is kept
@@ -239,12 +221,6 @@ def test_special_tokens_in_the_text_are_counted(tmp_path, words):
     assert load_data(parse(["--data", path, *flags, "--no-split-special-tokens"])).note == ""
     assert load_data(parse(["--data", path, *flags[:2]])).note == ""
     assert load_data(parse(["--data", write(tmp_path, "a b " * 500), *flags])).note == ""
-
-
-def test_val_data(tmp_path):
-    data, other = write(tmp_path, "abc", "data.txt"), write(tmp_path, "de", "other.txt")
-    got = read(data, "--val-data", other)
-    assert got[:2] == ([*b"abc"], [*b"de"]) and f"for validation: {other} (--val-data); nothing" in got[2]
 
 
 def tokens_file(tmp_path: Path, tokens: list[int]) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 from kos import cuda
 from kos.dtypes import DTYPES
 from kos.train.ops.cuda import attention as ops
-from kos.train.parallel import context
 from tests.train import attention_cases as cases
 from tests.train import masks
 from tests.train.attention_cases import EMULATED, SETS, on_devices, stream
@@ -96,70 +95,6 @@ def test_random_masks(rng, stream, kernels, d):
         cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), "bfloat16", d)
 
 
-# ranks, samples, tokens of a chunk, heads, kv_heads, head_dim
-RANKS = [(2, 2, 40, 4, 2, 64), (3, 1, 65, 2, 2, 128), (2, 1, 160, 4, 1, 64), (4, 1, 128, 2, 1, 128)]
-
-
-EMULATED_RANKS = [(kernels, (2, 1, 5 if kernels == "simple" else 70, 1, 1, 64)) for kernels in (*EMULATED, "simple")]
-WHOLE_BLOCKS = (2, 1, 128, 1, 1, 64)  # of which some see nothing
-
-
-@on_devices("kernels shape kind", product(SETS, RANKS, MASKS), *(
-    [*((*each, kind) for each, kind in product(EMULATED_RANKS, kinds)), *product(EMULATED, [WHOLE_BLOCKS], windows)]
-    for kinds, windows in ((QUICK, ["window of 1"]), (OTHERS, ["window of 64"]))
-))
-def test_masks_of_zigzag_parts(rng, stream, kernels, shape, kind):
-    """Each rank's attention to its own keys and to others', with masks of positions, is that of whole sequences."""
-    ranks, samples, chunk, heads, kv_heads, d = shape
-    (documents, window), length, n, dtype = MASKS[kind], 2 * ranks * chunk, 2 * samples * chunk, "bfloat16"
-    starts, kind_of = make_starts(rng, documents, samples, length), DTYPES[dtype].numpy
-    places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
-    qkv, d_out = (rng.standard_normal((samples, length, m * d)).astype(kind_of) for m in (heads + 2 * kv_heads, heads))
-    whole, seen = (samples, heads, kv_heads), masks.visible(starts, window, np.arange(length))
-    wide = [x.reshape(samples * length, -1).astype(np.float64) for x in (qkv, d_out)]
-    out64, lse64, _ = masks.dense_packed(*wide, *whole, seen)
-    d_qkv64 = masks.dense_packed(*wide, *whole, seen, out64.astype(kind_of))[2]
-
-    def of_rank(x, at):
-        return x.reshape(samples, length, -1)[:, at].reshape(n, -1)
-
-    gradients = [np.zeros((n, qkv.shape[2]), np.float32) for _ in places]
-    for rank, at in enumerate(places):
-        arena, launch = cases.device_arena(stream), cases.launcher(stream, kernels)
-        of_owner = [cases.make_mask(stream, None if starts is None else starts[:, at], window, samples, at, keys)[0]
-                    for keys in places]  # fmt: skip
-        attend = cases.on_host(of_rank(qkv, at), samples, heads, kv_heads, mask=of_owner[rank])
-        case = cases.on_device(stream, attend, of_rank(d_out, at), {})
-        for array in (case.attend.out, case.attend.log_sum_exp, case.d_qkv):
-            array.fill_bytes(255, stream)
-        ops.attention(case.attend, launch)
-        merged, others = cases.upload(case.attend.out.numpy(stream).astype(np.float32), stream), []
-        for owner, keys in enumerate(places):
-            if owner != rank:
-                kv = of_rank(qkv, keys)[:, heads * d :]
-                seen_by = cases.upload(kv, stream), *context.seen(owner, rank, 2 * chunk)
-                others.append((owner, case.attend.to(*seen_by, of_owner[owner])))
-        for _, to_others in others:
-            ops.attention(replace(to_others, out=merged), launch)
-        case.attend.out.copy_from(merged.numpy(stream).astype(kind_of), stream)
-        got, want = case.attend.out.numpy(stream).astype(np.float64), of_rank(out64, at)
-        assert np.linalg.norm(got - want) < 4 * cases.EPSILON[dtype] * np.linalg.norm(want)
-        np.testing.assert_allclose(case.attend.log_sum_exp.numpy(stream), lse64[..., at], rtol=0, atol=2e-5)
-        ops.attention_backward(case.attend, case.d_out, case.d_qkv, arena, launch)
-        total = cases.upload(case.d_qkv.numpy(stream).astype(np.float32), stream)
-        for owner, to_others in others:
-            assert to_others.kv is not None
-            d_kv = cases.upload(np.zeros(to_others.kv.shape, np.float32), stream)
-            ops.attention_backward(to_others, case.d_out, total, arena, launch, d_kv)
-            gradients[owner][:, heads * d :] += d_kv.numpy(stream)
-        gradients[rank] += total.numpy(stream)
-    ends = (heads * d, (heads + kv_heads) * d)
-    both = (gradients, [of_rank(d_qkv64, at) for at in places])
-    for got, want in zip(*(np.split(np.concatenate(x), ends, axis=1) for x in both), strict=True):
-        assert np.isfinite(got).all()
-        assert np.linalg.norm(got - want) <= 4 * cases.EPSILON[dtype] * np.linalg.norm(want) + 1e-2
-
-
 @on_devices("kernels window shape", product(SETS, [1, 100, 1000], cases.TO_OTHERS), [
     *product(EMULATED, [1, 40, 300], [(1, 150, 2, 1, 64, (70, 150), (3, 140)), (1, 150, 2, 1, 64, (0, 1), (130, 131))]),
     *product(["simple"], [1, 40, 300], [(2, 20, 4, 2, 40, (5, 18), (3, 20))]),
@@ -208,14 +143,3 @@ def test_other_documents_do_not_matter(rng, stream, kernels, d):
             np.testing.assert_array_equal(*others)
         others = [np.delete(x["log_sum_exp"], document, axis=2) for x in (first, second)]
         np.testing.assert_array_equal(*others)
-
-
-@on_devices("kernels", product(SETS), product(EMULATED))
-def test_a_mask_of_everything_changes_no_bit(rng, stream, kernels):
-    case = cases.make_case(rng, stream, (1, 150, 2, 1, 64), "bfloat16")
-    arena, at = cases.device_arena(stream), np.arange(150)
-    plain = case.run(stream, arena, kernels=kernels)
-    mask, _ = cases.make_mask(stream, None, 10_000, 1, at, at)
-    masked = case.masked(mask).run(stream, arena, kernels=kernels)
-    for name, array in plain.items():
-        np.testing.assert_array_equal(array.view(np.uint8), masked[name].view(np.uint8))

@@ -1,12 +1,11 @@
 """Each operation of the cuda dialect against the numpy one in float64, on odd and even shapes, on GPUs and emulated."""
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
-from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.cublaslt import Matmul
 from kos.train.ops.norm import Normalize
@@ -72,16 +71,6 @@ def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
             ops.embedding_backward(d_out, side.ints(tokens), d, add, arena, first)
 
         weight_gradients(side, rng, (end - first, width), whole64[first:end], backward, 40)
-
-
-@sides("n outside", *[list(product((1, 32, 33, 1025), (4, -1, 7 + 512)))] * 2)
-def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outside):
-    """All others are one run over many blocks, of which nothing is written."""
-    tokens, d_out, own = np.full(n, outside), np.ones((n, 8)), list({n // 2, n - 1})
-    tokens[own], d_out[own] = 7, 2
-    d_table = side.nan(3, 8)
-    ops.embedding_backward(side.put(d_out)[0], side.ints(tokens), d_table, False, arena, 5)
-    assert np.array_equal(side.get(d_table), np.outer([0, 0, 2 * len(own)], np.ones(8)))
 
 
 @sides("n d f", [
@@ -253,71 +242,6 @@ def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
         side.close(array, array64, 2)
 
 
-@sides("samples length heads kv_heads head_dim",
-       [(2, 7, 3, 3, 6), (1, 33, 4, 2, 10), (2, 130, 4, 2, 64), (1, 65, 4, 1, 128)])  # NumPy's, where GPUs are emulated
-def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head_dim):
-    n = samples * length
-    qkv, qkv64 = side.put(rng.normal(size=(n, (heads + 2 * kv_heads) * head_dim)))
-    d_out, d_out64 = side.put(rng.normal(size=(n, heads * head_dim)))
-    out, lse = side.nan(n, heads * head_dim), side.nan(samples, heads, length, dtype="float32")
-    ops.attention(Attend(qkv, heads, kv_heads, out, lse), arena)
-    out64, lse64 = columns(np.empty((n, heads * head_dim))), np.empty((samples, heads, length))
-    reference.attention(Attend(columns(qkv64), heads, kv_heads, out64, lse64), Arena())
-    side.close(out, out64, 4)
-    d_qkv, d_qkv64 = side.nan(*qkv64.shape), columns(np.empty(qkv64.shape))
-    ops.attention_backward(Attend(qkv, heads, kv_heads, out, lse), d_out, d_qkv, arena)
-    attend64 = Attend(columns(qkv64), heads, kv_heads, out64, lse64)
-    reference.attention_backward(attend64, columns(d_out64), d_qkv64, Arena())
-    side.close(d_qkv, d_qkv64, 8)
-
-
-@sides("ranks samples chunk heads kv_heads head_dim", [(2, 2, 7, 3, 1, 6), (2, 1, 65, 4, 2, 64), (4, 2, 33, 2, 2, 128)],
-       turns=[(2, 2, 3, 2, 1, 6), (3, 2, 3, 2, 2, 10)])
-def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads, kv_heads, head_dim):
-    """A sequence in zigzag chunks: each rank's attention, to its own keys and others', is that of the whole."""
-    length, n = 2 * ranks * chunk, 2 * samples * chunk
-    whole = [rng.normal(size=(samples, length, count * head_dim)) for count in (heads + 2 * kv_heads, heads)]
-    places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
-    of_ranks = [[side.put(x[:, at].reshape(n, -1))[0] for at in places] for x in whole]
-    outs, d_qkvs, d_kvs = [], [], [np.zeros((n, 2 * kv_heads * head_dim)) for _ in range(ranks)]
-    with arena.scope():
-        kvs = [ops.keys_and_values(Attend(qkv, heads, kv_heads, None, None), arena) for qkv in of_ranks[0]]
-        for rank, (qkv, d_out) in enumerate(zip(*of_ranks, strict=True)):
-            out, lse = side.nan(n, heads * head_dim), side.nan(samples, heads, 2 * chunk, dtype="float32")
-            seen = {
-                owner: (slice(0 if owner < rank else chunk, 2 * chunk), slice(0, chunk if owner < rank else 2 * chunk))
-                for owner in range(ranks)
-                if owner != rank
-            }
-            wide_out, wide_d_qkv = (side.nan(n, x.shape[2], dtype="float32") for x in reversed(whole))
-            ops.attention(Attend(qkv, heads, kv_heads, out, lse), arena)
-            ops.copy(out, wide_out)
-            for owner, parts in seen.items():
-                ops.attention(Attend(qkv, heads, kv_heads, wide_out, lse).to(kvs[owner], *parts), arena)
-            ops.copy(wide_out, out)
-            d_qkv, d_kv = side.nan(*qkv.shape), side.nan(*kvs[0].shape, dtype="float32")
-            ops.attention_backward(Attend(qkv, heads, kv_heads, out, lse), d_out, d_qkv, arena)
-            ops.copy(d_qkv, wide_d_qkv)
-            for owner, parts in seen.items():
-                to_others = Attend(qkv, heads, kv_heads, out, lse).to(kvs[owner], *parts)
-                ops.attention_backward(to_others, d_out, wide_d_qkv, arena, d_kv)
-                d_kvs[owner] += side.get(d_kv)
-            outs.append(side.get(out))
-            d_qkvs.append(wide_d_qkv)
-    for d_qkv, d_kv in zip(d_qkvs, d_kvs, strict=True):
-        ops.add_keys_and_values(side.put(d_kv, "float32")[0], d_qkv)
-    qkv64, d_out64 = (columns(side.put(x)[1].reshape(samples * length, -1)) for x in whole)
-    out64, lse64 = columns(np.empty(d_out64.shape)), np.empty((samples, heads, length))
-    d_qkv64 = columns(np.empty(qkv64.shape))
-    reference.attention(Attend(qkv64, heads, kv_heads, out64, lse64), Arena())
-    reference.attention_backward(Attend(qkv64, heads, kv_heads, out64, lse64), d_out64, d_qkv64, Arena())
-    for got, expected in ((outs, out64), ([side.get(x) for x in d_qkvs], d_qkv64)):
-        for values, at in zip(got, places, strict=True):
-            want = expected.reshape(samples, length, -1)[:, at].reshape(n, -1)
-            error = np.linalg.norm(values - want) / np.linalg.norm(want) / UNIT[side.dtype]
-            assert error < (32 if side.dtype == "float32" else 4), f"{error:.2f} units"
-
-
 @sides("n f", [(13, 7), (5, 2048), (200, 344)], [(13, 7), (20, 344)])
 def test_swiglu(ops, side, rng, arena, n, f):
     gate_up, gate_up64 = side.put(3 * rng.normal(size=(n, 2 * f)))
@@ -389,11 +313,6 @@ def _few_widths(draw):
     return draw(20, 90), (21, 32, 46, 60, 77, 88)[draw(0, 6)]
 
 
-def _attention_shape(draw):
-    kv_heads = draw(1, 4)
-    return draw(1, 4), draw(1, 100), kv_heads * draw(1, 5), kv_heads, 2 * draw(1, 65)
-
-
 @sides("check shape", [
     (test_embedding, lambda draw: (draw(1, 5000), draw(2, 9000), draw(1, 300))),
     (test_linear, lambda draw: (draw(1, 130), draw(8, 130), draw(8, 130))),
@@ -401,7 +320,6 @@ def _attention_shape(draw):
     (test_layer_norm, lambda draw: (draw(8, 1500), draw(8, 4100))),
     (test_sum_rows, lambda draw: (draw(8, 5000), draw(8, 2000))),
     (test_rope, lambda draw: (2 * draw(4, 128), draw(1, 20), draw(1, 6), draw(1, 200))),
-    (test_attention, _attention_shape),
     (test_swiglu, lambda draw: (draw(20, 400), draw(20, 3000))),
     (test_gelu, lambda draw: (draw(20, 400), draw(20, 3000))),
 ], turns=[(check, _few_widths) for check in (test_rms_norm, test_embedding, test_swiglu, test_gelu)],

@@ -10,20 +10,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos.errors import ConfigError
-from kos.testing import spawn
 from kos.train import run_context
-from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice
-from kos.train.model import initial
-from kos.train.model.initial import init_weights
-from kos.train.model.parameters import Parameters
 from kos.train.optim.cuda import CHUNK
-from kos.train.run import Trainer
 from kos.train.train import Step
 from tests.train.emulated_runs import SMALL, column, text, train
-from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, captured
+from tests.train.host_kernels.engine import BFLOAT16, Event, captured
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 
@@ -51,14 +45,6 @@ def test_a_step_lasts_from_the_one_before(emulated, text, tmp_path, monkeypatch)
     monkeypatch.setattr(CudaDevice, "evaluate", lambda self: [evaluate(self), *itertools.islice(clock, 99)][0])
     rows = train(text, tmp_path, steps=8, eval_every=4, save_every=0)
     assert column(rows, "step_seconds") == [1] * 8
-
-
-def test_gpt2(emulated, text, tmp_path):
-    shape = {"model_type": "gpt2", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape |= {"intermediate_size": 48, "vocab_size": 256, "tie_word_embeddings": True, "num_key_value_heads": 4}
-    cpu, gpu = (train(text, tmp_path / device, device, model=shape) for device in ("cpu", "cuda"))
-    for name in ("loss", "grad_norm", "val_loss"):
-        np.testing.assert_allclose(column(gpu, name), column(cpu, name), rtol=1e-5)
 
 
 def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
@@ -115,68 +101,6 @@ def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monke
     del old["config"]["config"]["zero"], old["config"]["gpus"], old["config"]["backend"]
     manifest.write_text(json.dumps(old))
     assert resumed("new", **all_else) == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "dtype"),
-    [(2, "bfloat16"), *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in (2, 4))],
-)
-def test_ranks(emulated, text, tmp_path, ranks, dtype, monkeypatch):
-    """Buckets and shards of several sizes: the losses of one rank, and ZeRO-1 resumed, on other ranks too."""
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
-    tolerance = 1e-5 if dtype == "float32" else 1e-3
-    one = train(text, tmp_path / "one", dtype=dtype)
-    both = {zero: train(text, tmp_path / str(zero), ranks=ranks, zero=zero, dtype=dtype) for zero in (0, 1)}
-    for rows in both.values():
-        for name in ("loss", "grad_norm", "val_loss"):
-            np.testing.assert_allclose(column(rows, name), column(one, name), rtol=tolerance)
-    step2 = tmp_path / "1" / "checkpoints" / "step-2"
-    rest = train(text, tmp_path / "rest", ranks=ranks, zero=1, dtype=dtype, resume=str(step2))
-    assert column(rest) == column(both[1])[2:] and tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "1")
-    alone = train(text, tmp_path / "alone", dtype=dtype, resume=str(step2))
-    np.testing.assert_allclose(column(alone), column(one)[2:], rtol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (1, {}),
-        (2, {"zero": 1}),
-        (4, {}),
-        (4, {"zero": 1}),
-        (2, {"micro_batch_size": 4, "dtype": "bfloat16", "grad_dtype": "bfloat16"}),
-    ],
-)
-def test_initial_weights_are_those_of_one_rank(emulated, text, tmp_path, ranks, options, monkeypatch):
-    """In blocks smaller than a tensor."""
-    seed = int(np.random.default_rng().integers(1 << 62))
-    print(f"{seed = }")
-    monkeypatch.setattr(initial, "BLOCK", 777)
-    values = {**SMALL, "data": str(text), "out": tmp_path, "device": "cuda", "seed": seed, **options}
-
-    def run(comm):
-        trainer = Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm))
-        expected = Parameters(trainer.model_config.parameter_shapes())
-        init_weights(trainer.model_config, expected, seed)
-        state = trainer.device.state
-        names, tensors = state.plan.names(comm.rank), [*state.gather()]
-        assert len(tensors) == 3 * len(names)
-        for name, tensor in zip(names, tensors, strict=False):
-            np.testing.assert_array_equal(expected[name].ravel(), tensor.ravel(), err_msg=name)
-        assert not any(moment.any() for moment in tensors[len(names) :])
-        trainer.held.close()
-
-    spawn(run, ranks, timeout=100)
-
-
-def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
-    one = train(text, tmp_path / "one", deterministic=True)
-    for ranks, zero in ((2, 0), (4, 1)):
-        out = tmp_path / f"{ranks}"
-        rows = train(text, out, ranks=ranks, zero=zero, deterministic=True)
-        for name in ("loss", "grad_norm", "val_loss"):
-            assert column(rows, name) == column(one, name)
-        assert tensors_of_run(out) == tensors_of_run(tmp_path / "one")
 
 
 def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):

@@ -17,7 +17,6 @@ from kos.train.data.permutation import permuted
 from kos.train.parallel.data import shard_batch
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
-from tests.train import emulated_runs
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _losses
 from tests.train.sharded import tensors_of_run
@@ -108,23 +107,6 @@ def test_the_last_batch_is_a_mean_over_what_it_has(text, tmp_path, ranks):
     assert rows[0]["loss"] == pytest.approx(mean_loss(config, data.batch(0).tokens, data.batch(0).targets), rel=1e-5)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_ranks_and_layouts_have_the_bits_of_one_rank(text, pairs, tmp_path, masked):
-    how = {"deterministic": True, "micro_batch_size": 1, "eval_batches": 0}
-    how |= {"seq_len": 400} if masked else {"epochs": 2}
-    data = run.load_data(_config(pairs if masked else text, None, **how))
-    assert data.masks_targets == masked and len(data.train) // data.seq_len % 8 > 0
-    one, *others = [
-        _train(pairs if masked else text, tmp_path / str(number), ranks, **layout, **how)
-        for number, (ranks, layout) in enumerate([(1, {}), (2, {}), (4, {"zero": 1}), (4, {"tp": 2}), (2, {"pp": 2})])
-    ]
-    assert len(one) == (7 if masked else 12)
-    for number, other in enumerate(others, 1):
-        for key in ("loss", "grad_norm"):
-            assert _losses(one, key).tobytes() == _losses(other, key).tobytes()
-        assert tensors_of_run(tmp_path / "0") == tensors_of_run(tmp_path / str(number))
-
-
 def test_resuming_gives_the_bits_of_an_uninterrupted_run(text, tmp_path):
     """In the middle of an epoch, in a later one, and with more epochs than were asked for at first."""
     how = {"save_every": 4, "keep": 9, "eval_batches": 0}
@@ -147,17 +129,6 @@ def test_rows_that_fill_a_batch_are_no_tokens(text, tmp_path):
         tokens = row["tokens_per_second"] * row["step_seconds"]
         assert tokens == pytest.approx(row["tokens"] - before)
         before = row["tokens"]
-
-
-def test_gpus_see_what_cpus_see(emulated, text, tmp_path, monkeypatch):
-    monkeypatch.delitem(emulated_runs.SMALL, "steps")
-    cpu, one, two = (
-        emulated_runs.train(text, tmp_path / f"{device}-{ranks}", device, ranks, seq_len=32, epochs=1)
-        for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
-    )
-    assert len(cpu) == 6
-    for other in (one, two):
-        np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
 
 
 def test_the_first_lines_say_how_many_steps_an_epoch_has(text, tmp_path, capfd):

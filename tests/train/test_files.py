@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm.communicator import Communicator
 from kos.errors import DataError, KosError
 from kos.testing import spawn
 from kos.train.config.flags import parse
@@ -297,30 +296,21 @@ def test_a_broken_file_is_named_with_the_place(tmp_path, name):
         refusal(tmp_path, f"--data {path}", *BROKEN[name][1])
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_ends_all_ranks_with_one_line(tmp_path, name, ranks):
-    path = write_broken(tmp_path, name)
-    config = TrainConfig.from_preset("tiny", **{**SMALL, "data": str(path), "out": tmp_path / "run"})
-    _ends(config, ranks, f"--data {path}", *BROKEN[name][1])
-
-
-@pytest.mark.parametrize("name", ["columns.csv", "cut.parquet", "cut.jsonl.zst", "within.json", "wide.txt"])
-def test_broken_validation_data_ends_all_ranks_with_one_line(tmp_path, name):
+@pytest.mark.parametrize(("flag", "ranks"), [("--data", 1), ("--data", 4), ("--val-data", 4)])
+@pytest.mark.parametrize("name", ["columns.csv", "cut.parquet", "within.json", "matrix.npy"])
+def test_a_broken_file_ends_all_ranks_with_one_line(tmp_path, name, flag, ranks):
     path, good = write_broken(tmp_path, name), tmp_path / "good.txt"
     good.write_text("text" * 999)
-    settings = {**SMALL, "data": str(good), "val_data": str(path), "out": tmp_path / "run"}
-    _ends(TrainConfig.from_preset("tiny", **settings), 4, f"--val-data {path}", *BROKEN[name][1])
+    files = {"data": str(path)} if flag == "--data" else {"data": str(good), "val_data": str(path)}
+    config = TrainConfig.from_preset("tiny", **{**SMALL, **files, "out": tmp_path / "run"})
 
-
-def _ends(config: TrainConfig, ranks: int, *parts: str) -> None:
-    def begin(comm: Communicator) -> str:
+    def begin(comm):
         with pytest.raises(DataError) as caught:
             Trainer(config, comm)
         return str(caught.value)
 
     for line in spawn(begin, ranks, timeout=100):
-        assert "\n" not in line and all(part in line for part in parts), line
+        assert "\n" not in line and all(part in line for part in (f"{flag} {path}", *BROKEN[name][1])), line
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as ops
-from kos.train.ops.fp8 import WEIGHTS, Quantized, check_sizes, first_of, fp8_weights
+from kos.train.ops.fp8 import WEIGHTS, Quantized, first_of, fp8_weights
 from kos.train.ops.norm import Normalize
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
 from tests.train.test_ops import poisoned_slab
@@ -225,16 +224,6 @@ def test_weights_are_quantized_once_for_a_step(rng, arena):
     assert near(following["a"], weights["a"])
     rows, columns = following["a"].rows.values, following["a"].columns.values
     np.testing.assert_array_equal(columns.view(np.uint8), rows.T.view(np.uint8))
-
-
-def test_sizes_that_cublaslt_does_not_take():
-    model = TrainConfig.from_preset("tiny", model={"intermediate_size": 344}).model_config_for(256)
-    layers = model.layers([1])
-    check_sizes(layers[0:0], 1, {"tokens": 32})
-    with pytest.raises(ConfigError, match="expected tokens to be a multiple of 16, got 40"):
-        check_sizes(layers, 1, {"tokens": 40})
-    with pytest.raises(ConfigError, match=r"the columns of model.layers.1.mlp.down_proj.weight to be .* 16, got 344"):
-        check_sizes(layers, 1, {"tokens": 32})
 
 
 def test_the_first_of_all_ranks():

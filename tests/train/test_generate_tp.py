@@ -162,14 +162,6 @@ def test_what_is_no_communicator(folder):
         kos.train.load(folder, comm=3)
 
 
-def test_one_rank_too_takes_the_gpu_of_its_communicator(folder):
-    def run(comm):
-        with pytest.raises(ConfigError, match="device: expected cpu, or the GPU of the communicator, got 'cuda'"):
-            kos.train.load(folder, "cuda", comm=comm)
-
-    spawn(run, 1)
-
-
 def test_logits_that_are_not_finite(folder):
     def run(comm):
         model = kos.train.load(folder, comm=comm)

@@ -86,6 +86,13 @@ def test_float32(layout):
     check(layout, CpuDevice, 3, True, 10, lr=2e-3)
 
 
+def test_a_head_in_several_chunks(monkeypatch):
+    """Of rows and of the vocabulary's parts; one rank has a single chunk."""
+    serial(Precise, 3, True, STEPS, documents="pack")
+    monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
+    check(Layout(tp=2), Precise, 3, True, documents="pack")
+
+
 def test_documents_change_the_losses():
     packed, crossing = (serial(Precise, 2, False, STEPS, documents=name) for name in ("pack", "cross"))
     assert abs(packed["rows"][-1, 0] / crossing["rows"][-1, 0] - 1) > 1e-4

@@ -69,9 +69,10 @@ def check(train, ranks: int, backend: str, *flags: str, dtype: str = "float32", 
 
 
 TWO = ["--tp 2", "--cp 2", "--tp 2 --no-graph --recompute norms", "--cp 2 --no-graph --zero 1 --recompute block"]
+TWO += ["--dp 2", "--dp 2 --zero 1 --no-graph"]
 PIPELINES = [f"--pp 2 --pp-schedule {name}{graph}" for name in SCHEDULES for graph in ("", " --no-graph")]
 FOUR = [
-    "--tp 4", "--cp 4", "--pp 4", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
+    "--tp 4", "--cp 4", "--pp 4", "--dp 4 --zero 1", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
     "--dp 2 --cp 2", "--pp 2 --cp 2 --pp-schedule zero-bubble-v", "--dp 2 --pp 2 --pp-schedule zero-bubble-v --zero 1",
 ]  # fmt: skip
 HALVES = ["--seq-len 2048 --batch-size 4 --micro-batch-size 2", "--seq-len 4096 --batch-size 4"]

@@ -24,6 +24,8 @@ QUICK = [
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
     (Layout(tp=2), {"micro_batch_size": 2, "documents": "pack"}),
     (Layout(cp=2), {"documents": "pack"}),
+    (Layout(dp=2), {"documents": "pack", "zero": 1}),
+    (Layout(pp=2), {"documents": "pack", "micro_batch_size": 2}),
     (Layout(tp=2), {"family": "qwen3", "micro_batch_size": 2}),
     (Layout(tp=4), {"family": "qwen3", "kv_heads": 2}),
     (Layout(cp=2), {"family": "olmo2", "recompute": "block"}),
@@ -75,6 +77,7 @@ def test_validation_batches_that_micro_batches_do_not_divide(emulated):
 
 
 FIXED = [
+    (Layout(dp=2), {"tied": True, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
@@ -129,6 +132,9 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
 
 
 PLANNED = [
+    (Layout(dp=2), {"zero": 1}),
+    pytest.param(Layout(dp=2), {"deterministic": True}, marks=pytest.mark.slow),
+    pytest.param(Layout(), {}, marks=pytest.mark.slow),
     pytest.param(Layout(tp=2), {}, marks=pytest.mark.slow),
     (Layout(cp=2), {}),
     (Layout(cp=2), {"compress": "int8"}),
@@ -141,7 +147,10 @@ PLANNED = [
 ]
 
 
-PLANS = ["tp2", "cp2", "cp2-int8", "hosts-int8", "pp2-v", "fixed", "fixed-cp2", "pp2", "tp2-pp2"]
+PLANS = [
+    "dp2-zero", "dp2-fixed", "alone", "tp2", "cp2", "cp2-int8", "hosts-int8", "pp2-v", "fixed", "fixed-cp2", "pp2",
+    "tp2-pp2",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)

@@ -2,37 +2,20 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kos.train import run
-from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from tests.train.emulated_runs import train as train_on_host
-from tests.train.runs import _config, _losses, _train
+from tests.train.runs import _losses
 from tests.train.sharded import tensors_of_run
-
-
-class LeftOut(Dataset):
-    """Every row leaves out another share of its targets, some all but one."""
-
-    masks_targets = True
-
-    def rows(self, step: int, indices: Iterable[int]) -> Batch:
-        indices = list(indices)
-        batch = super().rows(step, indices)
-        targets = batch.targets.copy()  # a single row's lie in the tokens' memory
-        for row, index in enumerate(indices):
-            keep = [1, self.seq_len, 3, self.seq_len // 2][(index + step) % 4]
-            targets[row, keep:] = -1
-        return batch._replace(targets=targets)
 
 
 def _use(kind: type[Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,25 +28,6 @@ def _use(kind: type[Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "load_data", load)
 
 
-@pytest.fixture
-def left_out(monkeypatch):
-    _use(LeftOut, monkeypatch)
-
-
-CUTS = [(1, 8), (1, 2), (1, 1), (2, 2), (4, 1)]  # ranks, micro-batch size
-
-
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_micro_batch_size_does_not_matter(left_out, text, tmp_path, deterministic):
-    rows = [
-        _train(text, tmp_path / str(number), ranks, steps=6, micro_batch_size=size, deterministic=deterministic)
-        for number, (ranks, size) in enumerate(CUTS)
-    ]
-    for other in rows[1:]:
-        for key in ("loss", "grad_norm"):
-            np.testing.assert_allclose(_losses(other, key), _losses(rows[0], key), rtol=1e-5)
-
-
 def mean_loss(config: Any, tokens: np.ndarray, targets: np.ndarray) -> float:
     """Of the initial weights, over the targets that are not left out, in float64."""
     shape = config.model_config_for(256)
@@ -73,14 +37,6 @@ def mean_loss(config: Any, tokens: np.ndarray, targets: np.ndarray) -> float:
     odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     kept = targets >= 0
     return float(-np.take_along_axis(odds, np.where(kept, targets, 0)[..., None], -1)[..., 0][kept].mean())
-
-
-def test_the_loss_is_the_mean_over_all_that_remain(left_out, text, tmp_path):
-    config = _config(text, None)
-    tokens, targets, *_ = run.load_data(config).batch(0)
-    expected = mean_loss(config, tokens, targets)
-    rows = _train(text, tmp_path, 2, steps=1, micro_batch_size=2)
-    assert rows[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -122,14 +78,3 @@ def test_a_rank_reads_only_its_own_rows_and_once(emulated, text, tmp_path, devic
     train_on_host(text, tmp_path, device, **how)
     assert sorted(rows for rows in read if rows[0] == 1) == [(1, *range(at, at + 3)) for at in range(0, 12, 3)]
     assert set(Counter(evaluated).values()) == {2}  # before training, and after it
-
-
-def test_on_gpus_too(emulated, left_out, text, tmp_path):
-    runs = [
-        train_on_host(text, tmp_path / f"{ranks}-{size}-{graph}", ranks=ranks, micro_batch_size=size, graph=graph)
-        for ranks, size, graph in ((1, 8, True), (1, 2, True), (2, 2, True), (1, 2, False))
-    ]
-    runs.append(train_on_host(text, tmp_path / "cpu", "cpu", micro_batch_size=4))
-    for other in runs[1:]:
-        for key in ("loss", "grad_norm"):
-            np.testing.assert_allclose(_losses(other, key), _losses(runs[0], key), rtol=1e-5)

@@ -16,44 +16,12 @@ from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigE
 from kos.testing import Fault, spawn
 from kos.train import checkpoint, run_context
 from kos.train import run as loop
-from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.cpu import CpuDevice
-from kos.train.optim import BLOCK
-from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
-from kos.train.tools.metrics import MetricsLog, read_metrics
+from kos.train.tools.metrics import MetricsLog
 from tests.train.runs import SMALL, _config, _losses, _train
-from tests.train.sharded import tensors_of_run
-
-
-@pytest.mark.parametrize(("ranks", "deterministic"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])
-def test_zero_1_gives_the_bits_of_whole_moments(text, tmp_path, ranks, deterministic, monkeypatch):
-    """A rank holds its part of the moments; a run goes on with or without it."""
-    monkeypatch.setitem(DataParallel.__init__.__kwdefaults__, "bucket_bytes", 4 * BLOCK * ranks)
-    how = {"deterministic": deterministic, "batch_size": 24, "save_every": 0, "eval_every": 4}
-    whole, sharded = (_train(text, tmp_path / f"zero{z}", ranks, zero=z, steps=4, **how) for z in (0, 1))
-    part = {}
-
-    def look(comm):
-        trainer = Trainer(_config(text, tmp_path / "other", zero=1, steps=8, resume=str(half), **how), comm)
-        part[comm.rank] = trainer.device.step.optimizer.state["exp_avg"].flat.size
-        trainer.run()
-
-    half = checkpoint.find(tmp_path / "zero0").path
-    spawn(look, ranks, timeout=100)
-    assert len(set(part.values())) == 1 and part[0] * ranks < _size(tmp_path / "zero0") + 2 * BLOCK * ranks
-    on = _train(text, tmp_path / "zero0", ranks, zero=0, steps=8, resume="auto", **how)[4:]
-    other = read_metrics(tmp_path / "other" / "metrics.jsonl")
-    for key in ("loss", "grad_norm"):
-        same = np.array_equal if deterministic else lambda a, b: np.allclose(a, b, rtol=1e-5)
-        assert same(_losses(whole, key), _losses(sharded, key)) and same(_losses(on, key), _losses(other, key))
-    assert not deterministic or tensors_of_run(tmp_path / "zero0") == tensors_of_run(tmp_path / "other")
-
-
-def _size(out: Path) -> int:
-    return huggingface.read_config(checkpoint.find(out).path).num_parameters()
 
 
 def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
@@ -80,17 +48,6 @@ def test_the_number_of_ranks_does_not_matter(text, tmp_path):
         np.testing.assert_allclose(_losses(many), _losses(one), rtol=1e-5)
         np.testing.assert_allclose(_losses(many[:7], "grad_norm"), _losses(one[:7], "grad_norm"), rtol=1e-5)
         assert many[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_deterministic_is_bit_identical_for_any_number_of_ranks(text, tmp_path):
-    runs = {ranks: tmp_path / str(ranks) for ranks in (1, 2, 4)}
-    rows = {ranks: _train(text, out, ranks, deterministic=True, steps=6) for ranks, out in runs.items()}
-    for ranks in (2, 4):
-        assert _losses(rows[ranks]).tobytes() == _losses(rows[1]).tobytes()
-        assert rows[ranks][-1]["grad_norm"] == rows[1][-1]["grad_norm"]
-        assert rows[ranks][-1]["val_loss"] == rows[1][-1]["val_loss"]
-        assert tensors_of_run(runs[ranks]) == tensors_of_run(runs[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -18,7 +18,7 @@ from kos.train.parallel.mesh import Layout
 from tests.train import layouts, layouts_on_host
 from tests.train.layouts import CpuDevice, Precise, named
 from tests.train.layouts_on_host import emulated
-from tests.train.models import loss_and_gradients, part_of, small
+from tests.train.models import part_of, small
 from tests.train.test_parameter_groups import plan_of
 
 __all__ = ["emulated"]
@@ -96,50 +96,6 @@ def test_products_in_8_bits(targets, monkeypatch):
     for recompute in ("norms", "block"):
         (again,) = layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", recompute=recompute, **how)
         assert again["rows"].tobytes() == saved["rows"].tobytes()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
-def test_no_product_for_the_gradient_of_the_base(schedule, monkeypatch):
-    shapes, whole = list[tuple[int, ...]](), numpy_ops.linear_weight_gradient
-
-    def product(d_out, x, d_weight, *more):
-        shapes.append(d_weight.shape)
-        whole(d_out, x, d_weight, *more)
-
-    monkeypatch.setattr(numpy_ops, "linear_weight_gradient", product)
-    layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule, lora_targets=("o_proj",), **LORA)
-    assert sorted(shapes) == sorted(5 * 8 * [(4, 32), (16, 4)])  # of 8 micro-batches: A and B of each layer
-
-
-def test_a_step_of_all_weights_has_no_operation_for_adapters():
-    """Those of a model of one layer are those of the formulas, in their order."""
-    model, called = small(num_hidden_layers=1), list[str]()
-
-    class Recorded:
-        """The operations, and the names of those that compute."""
-
-        def __getattr__(self, name):
-            operation = getattr(numpy_ops, name)
-            if name in COMPUTE:
-                called.append(name)
-            return operation
-
-    weights = initial(model)
-    tokens = np.arange(20, dtype=np.int32)[None]
-    loss_and_gradients(Model(model, Recorded()), weights, tokens, tokens, weights.like(), accumulate=False)
-    forward = ["normalize", "linear", "rope", "attention", "linear", "normalize", "linear", "swiglu", "linear"]
-    dx, dw = "linear_input_gradient", "linear_weight_gradient"
-    assert called == [
-        "embedding", *forward, "normalize", "linear", "cross_entropy", dx, dw, "zero", "normalize_backward",
-        dx, "swiglu_backward", dx, dw, "normalize_backward", dw,
-        dx, "attention_backward", "rope_backward", dx, dw, "normalize_backward", dw, "embedding_backward",
-    ]  # fmt: skip
-
-
-COMPUTE = """
-low_rank linear linear_input_gradient linear_weight_gradient normalize normalize_backward rope rope_backward attention
-attention_backward swiglu swiglu_backward embedding embedding_backward cross_entropy columns_of zero add
-""".split()  # noqa: SIM905 (as it is typed)
 
 
 def test_a_plan_counts_adapters_alone():
@@ -250,11 +206,7 @@ def test_a_table_trains_its_tensors_at_its_rate():
         (["--lora", "0"], "--lora: expected a number greater than or equal to 1"),
         (["--lora", "4", "--optimizer", "muon"], "--optimizer: expected adamw with adapters"),
         (["--lora-dropout", "0.1"], "has none: docs/guides/not-in-the-trainer.md"),
-        (["--modules-to-save", "lm_head"], "has none: docs/guides/not-in-the-trainer.md"),
-        (["--use-dora"], "has none: docs/guides/not-in-the-trainer.md"),
-        (["--load-in-4bit"], "has none: docs/guides/not-in-the-trainer.md"),
         (["--lora-r", "8"], "here: --lora"),
-        (["--lora-target-modules", "q_proj"], "here: --lora-targets"),
     ],
     ids=str,
 )

@@ -19,13 +19,9 @@ from kos.train.data import prepared
 from kos.train.data import tokenizers as kos_tokenizers
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
-from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
-from tests.train.emulated_runs import SMALL as ON_HOST
-from tests.train.emulated_runs import train as train_on_host
 from tests.train.refusal import refused
-from tests.train.runs import _config, _losses, _train
-from tests.train.sharded import tensors_of_run
+from tests.train.runs import _config, _train
 from tests.train.test_corpus import token_bytes
 from tests.train.test_left_out_targets import mean_loss
 from tests.train.tokenizer_files import byte_level_bpe
@@ -115,32 +111,6 @@ def test_all_tokens_count_if_asked(tmp_path, pairs):
     assert data.held_out.endswith(f"the loss counts {len(tokens):,} of {len(tokens):,} tokens (--loss-on all)")
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING], ids=["chatml", "thinking"])
-def test_chats_are_those_of_transformers(tmp_path, folder, template):
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    beside = tmp_path / "tokenizer"
-    beside.mkdir()
-    (beside / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    (beside / "tokenizer_config.json").write_text('{"bos_token": {"content": "<|begin|>"}, "chat_template": "-"}')
-    (beside / "chat_template.jinja").write_text(template)
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[1:3]}, {"text": "val"}])
-    tokens, counted, data = read(path, "--tokenizer", str(beside))
-    got = [
-        theirs.apply_chat_template(
-            chat, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
-        )
-        for chat in (CHAT, CHAT[1:3])
-    ]
-    assert tokens == [token for each in got for token in each["input_ids"]]
-    assert counted == [bool(mark) for each in got for mark in each["assistant_masks"]]
-    assert 0 < sum(counted) < len(counted)
-    ones = [n for n, count in zip(tokens, counted, strict=True) if count]
-    thought = "<think>\n\n</think>\n\n" * (template == THINKING)
-    assert data_text(folder, ones) == f"four{thought}yes{thought}four", "the template marks no ends of turns"
-    assert np.asarray(data.train.documents).tolist() == [0, len(got[0]["input_ids"])]
-
-
 def test_what_a_template_gets_beside_the_messages(tmp_path, folder):
     """As from transformers: tools and documents are none, not undefined. From a line: tools, and settings by name."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
@@ -163,21 +133,6 @@ def test_what_a_template_gets_beside_the_messages(tmp_path, folder):
     options = [{}, {}, {"tools": tools}, {"tools": tools}, {"brief": True}, {}]
     rendered = [theirs.apply_chat_template(CHAT, tokenize=True, return_dict=True, **each) for each in options]
     assert tokens == [token for each in rendered for token in each["input_ids"]]
-
-
-@pytest.mark.parametrize("template", [CHATML, "{{ bos_token }}" + CHATML], ids=["chatml", "begins"])
-def test_an_answer_that_nothing_precedes_and_one_of_no_weight(tmp_path, folder, template):
-    """The header of a turn never counts; nor does an answer of weight 0, as in OpenAI's format."""
-    beside = tmp_path / "tokenizer"
-    shutil.copytree(folder, beside)
-    (beside / "chat_template.jinja").write_text(template)
-    weights = [0, 1, None]
-    later = [{"role": "assistant", "content": f"weight {each}", "weight": each} for each in weights]
-    chat = [{"role": "assistant", "content": " Hello"}, *(each for one in later for each in (CHAT[1], one))]
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}, {"text": "val"}])
-    tokens, counted, _ = read(path, "--tokenizer", str(beside))
-    ones = [n for n, count in zip(tokens, counted, strict=True) if count]
-    assert data_text(folder, ones) == "Helloweight 1weight None"
 
 
 def spaced(folder: Path, kind: str) -> Path:
@@ -233,16 +188,12 @@ def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, monkeypatch):
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "x"}, "expected text in the field 'completion', got the fields prompt"),
-    ({"other": "x"}, "expected the field 'text' (--text-field), prompt and completion, or messages, got the fields"),
     ({"messages": "x"}, "expected a list of messages, got 'x'"),
     ({"messages": []}, "expected a list of messages, got []"),
-    ({"messages": [{"role": "user"}]}, "expected content in message 1, got none"),
     ({"messages": [{"content": "x"}]}, "expected messages with role and content, got {'content': 'x'}"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "expected a role of system, developer, user, assistant, tool"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "tokenizer_config.json renders, got no tools"),
     ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "expected a weight of 0 or 1, got 0.5"),
-    ({"messages": CHAT, "tools": "["}, "expected JSON in the field 'tools', got Expecting value"),
     ({"messages": CHAT, "tools": {"a": 1}}, "expected a list of tools and a table of chat_template_kwargs, got {'"),
     ({"messages": [{"role": "user", "content": "a\ud800"}]}, "expected text in the field 'messages', got '\\ud800' at"),
 ]
@@ -250,12 +201,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
 def test_a_wrong_line_is_named(tmp_path, folder, line, message):
-    """On one rank and on four, which share a machine."""
     path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, {"messages": CHAT}, line, {"text": "x"}])
-    config = _config(path, tmp_path / "out", tokenizer=str(folder), steps=1)
-    for ranks in (1, 4):
-        with refused(DataError, f"--data {path}, line 3: expected", message):
-            spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+    with refused(DataError, f"--data {path}, line 3: expected", message):
+        read(path, "--tokenizer", str(folder))
 
 
 def test_a_chat_needs_a_template(tmp_path, folder, monkeypatch):
@@ -389,75 +337,6 @@ def test_training_and_validation_are_means_over_what_counts(pairs, tmp_path):
         out = tmp_path / str(ranks)
         rows = _train(pairs, out, ranks, steps=1, micro_batch_size=2, documents="cross")
         assert [rows[0]["loss"], rows[0]["val_loss_before"]] == pytest.approx(expected, rel=1e-5)
-
-
-LAYOUTS = [(2, {}), (2, {"zero": 1}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "zero": 1})]
-
-
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=str)
-def test_layouts_have_the_bits_of_one_rank(pairs, tmp_path, ranks, layout):
-    how = {"steps": 3, "eval_every": 2, "micro_batch_size": 1, "sample_tokens": 0}
-    how["seq_len"] = 256 if "cp" in layout else 64
-    one = _train(pairs, tmp_path / "one", deterministic=True, **how)
-    some = _train(pairs, tmp_path / "some", ranks, deterministic=True, **layout, **how)
-    for key in ("loss", "grad_norm"):
-        assert _losses(one, key).tobytes() == _losses(some, key).tobytes()
-    for row in (0, 1, 2):
-        assert one[row].get("val_loss") == some[row].get("val_loss")
-    assert tensors_of_run(tmp_path / "one") == tensors_of_run(tmp_path / "some")
-    fast = _train(pairs, tmp_path / "fast", ranks, **layout, **{**how, "micro_batch_size": 2})
-    np.testing.assert_allclose(_losses(fast), _losses(one), rtol=1e-5)
-
-
-ON_GPUS: list[tuple[str, int, dict[str, Any]]] = [
-    ("cuda", 2, {}), ("cuda", 2, {"zero": 1}), *(("cuda", 2, {axis: 2}) for axis in ("tp", "pp", "cp")),
-]  # fmt: skip
-
-
-def test_gpus_have_the_losses_of_cpus(emulated, pairs, tmp_path):
-    how = {"documents": "cross", "model": {**ON_HOST["model"], "intermediate_size": 30}}
-    cpu, *others = (
-        train_on_host(pairs, tmp_path / str(number), device, ranks, **layout, **how)
-        for number, (device, ranks, layout) in enumerate([("cpu", 1, {}), ("cuda", 1, {}), *ON_GPUS])
-    )
-    for other in others:
-        np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
-        assert [row.get("val_loss", 0) for row in other] == pytest.approx([x.get("val_loss", 0) for x in cpu], rel=1e-5)
-
-
-def test_a_rank_reads_only_its_own_rows(pairs, tmp_path, monkeypatch):
-    read, rows = set(), Dataset.rows
-
-    def watched(self, step, indices):
-        indices = list(indices)
-        read.add(tuple(indices))
-        return rows(self, step, indices)
-
-    monkeypatch.setattr(Dataset, "rows", watched)
-    _train(pairs, tmp_path, 2, steps=2, micro_batch_size=4, eval_batches=0)
-    assert read == {(0,), (0, 1, 2, 3), (4, 5, 6, 7)}, "and rank 0 the one that the first lines show"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_in_which_nothing_counts(tmp_path, ranks, monkeypatch):
-    """Its loss and gradients are 0, and the weights stay as they are."""
-    lines = [{"prompt": "x" * 4000, "completion": "yes"}] * 2
-    path = write_lines(tmp_path / "long.jsonl", lines)
-    seen = []
-    finish = CpuDevice.finish_step
-
-    def look(self, step):
-        seen.append(self.step.gradients.flat.copy())
-        return finish(self, step)
-
-    monkeypatch.setattr(CpuDevice, "finish_step", look)
-    settings = {"weight_decay": 0.5, "batch_size": 2, "seq_len": 16, "save_every": 1, "keep": 9}
-    settings |= {"eval_batches": 0, "fit": "cut"}
-    rows = _train(path, tmp_path / "out", ranks, steps=2, **settings)
-    assert [row["loss"] for row in rows] == [0, 0] == [row["grad_norm"] for row in rows]
-    assert all((each == 0).all() for each in seen) and len(seen) == 2 * ranks
-    weights = [tensors_of_run(tmp_path / "out" / "checkpoints" / f"step-{step}") for step in (1, 2)]
-    assert weights[0] == weights[1]
 
 
 def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, monkeypatch):

@@ -1,36 +1,31 @@
 """What the plan of a GPU's memory counts, and what it advises, for GPUs that need not be there."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
-from kos.train.device import cpu, memory_plan
+from kos.train.device import cpu
 from kos.train.device.memory_plan import GIB, plan_memory
-from kos.train.ops.cuda import CudaOps
 from kos.train.ops.fp8 import linears
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import build
+from kos.train.tools.costs import GPUS
 
 
 def plan(*flags, ranks=1, rank=0, local=1, one_scale=False, **axes):
-    """The plan of a preset on GPUs of 138.9 GiB; ``ranks`` are those of dp."""
+    """The plan of a preset on GPUs with 138.9 GiB free; ``ranks`` are those of dp."""
     mesh = Mesh.dry(layout := Layout(dp=ranks, **axes), rank, local)
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in axes.items())]).for_world(ranks, "cuda")
-    ops = CudaOps.__new__(CudaOps)
-    ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10, one_scale=one_scale)
-    ops.attention_kernels = "hopper"
     steps = config.batch_size // config.micro_batch_size // ranks
     model = config.model_config_for(256)
     schedule = build(config.pp_schedule, layout.pp, steps)
-    return plan_memory(config, model, ops, mesh, schedule, reaches=False)
+    gpu = GPUS["H200"]._replace(one_scale=one_scale)
+    return plan_memory(config, model, gpu, mesh, schedule, reaches=False, free=int(138.9 * GIB))
 
 
-def test_the_plan_of_published_models(monkeypatch):
+def test_the_plan_of_published_models():
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
     knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none or a smaller model$"
     with pytest.raises(ConfigError, match=rf"got 20\d.* {knobs}"):
         plan("--preset", "8b", ranks=8).check()
@@ -54,9 +49,8 @@ def test_the_plan_of_published_models(monkeypatch):
     assert taken[0] > 32768 * 16 * 2048 * 2 * 18.5 and taken[1] < 0.72 * taken[0] and taken[2] < 0.2 * taken[0]
 
 
-def test_scales_in_8_bits_are_counted(monkeypatch):
+def test_scales_in_8_bits_are_counted():
     """Two a block of 128 x 128, rows of them filled up to 4; or two a matrix. On a CPU as on Hopper."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
     use, flags = "weights of layers, fp8, and transposed", ("--preset", "tiny", "--dtype", "fp8")
     config = parse(flags).for_world(1)
     model = config.model_config_for(256)
@@ -73,8 +67,7 @@ def test_scales_in_8_bits_are_counted(monkeypatch):
     assert on_cpu.uses[use] == 2 * numbers + 4 * of_blocks
 
 
-def test_what_takes_less_memory_is_said(monkeypatch):
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
+def test_what_takes_less_memory_is_said():
     flags = ["--batch-size", "8"]
     for option in ("--zero 1", "--grad-dtype bfloat16", "--master-weights none", "--recompute block"):
         before, flags = plan(*flags, ranks=2), [*flags, *option.split()]
@@ -84,9 +77,8 @@ def test_what_takes_less_memory_is_said(monkeypatch):
     assert after.savings == ["a --micro-batch-size below 4"]
 
 
-def test_only_what_helps_a_schedule_is_said(monkeypatch):
+def test_only_what_helps_a_schedule_is_said():
     """With split backwards, what is recomputed is kept for the second half."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
     flags = "--batch-size", "8", "--micro-batch-size", "1", "--pp-schedule"
     before = plan(*flags, "zero-bubble-v", pp=2)
     assert not any("--recompute" in each for each in before.savings) and "--pp-schedule 1f1b" in before.savings
@@ -97,9 +89,8 @@ def test_only_what_helps_a_schedule_is_said(monkeypatch):
     assert "--recompute norms or block" in after.savings
 
 
-def test_the_plan_has_the_residual_of_compressed_gradients(monkeypatch):
+def test_the_plan_has_the_residual_of_compressed_gradients():
     """As large as the gradients, and none on one rank; what a sum takes beside is that of a bucket."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         flags = "--preset", "1b", "--grad-dtype", dtype
         exact, one = plan(*flags, ranks=4), plan(*flags, "--compress", "int4")
@@ -129,9 +120,8 @@ def test_the_plan_of_a_cpu_has_the_residual():
     assert uses("--compress", "fp8", ranks=1) == uses(ranks=1)
 
 
-def test_the_plan_has_the_published_versions(monkeypatch):
+def test_the_plan_has_the_published_versions():
     """Two, in the type with which ranks compute; replicas share them out."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
     flags, count = ("--preset", "tiny", "--publish", "trainer:29600"), parse([]).model_config_for(256).num_parameters()
     for ranks, dtype, itemsize in ((1, "float32", 4), (2, "bfloat16", 2)):
         uses = plan(*flags, "--dtype", dtype, ranks=ranks).uses
@@ -139,9 +129,8 @@ def test_the_plan_has_the_published_versions(monkeypatch):
     assert "versions for servers" not in plan(*flags[:2]).uses
 
 
-def test_the_plan_has_the_merged_weights(monkeypatch):
+def test_the_plan_has_the_merged_weights():
     """With --publish-merged, beside both versions of all weights: one more copy of the adapted matrices."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
     flags = ("--preset", "tiny", "--lora", "4", "--lora-targets", "q_proj", "--publish", "trainer:29600")
     model = parse([]).model_config_for(256)
     count, adapted = model.num_parameters(), model.num_hidden_layers * model.hidden_size**2
@@ -156,9 +145,8 @@ def test_the_plan_has_the_merged_weights(monkeypatch):
             assert frozen["versions for servers"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_plan_of_layouts(monkeypatch):
+def test_the_plan_of_layouts():
     """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
     flags = "--preset", "8b", "--batch-size", "32", "--micro-batch-size", "1"
     whole, halves = plan(*flags), plan(*flags, tp=2)
     assert 0.5 < halves.uses["weights, bfloat16"] / whole.uses["weights, bfloat16"] < 0.501  # norms are whole
@@ -180,9 +168,8 @@ def test_a_model_that_fits_nowhere_is_refused_at_once():
         plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout(dp=2)), schedule, sharing=2).check()
 
 
-def test_a_cpu_and_a_gpu_are_planned_by_one_rule(monkeypatch):
+def test_a_cpu_and_a_gpu_are_planned_by_one_rule():
     """Weights, gradients and state are listed apart, and the same options are named."""
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
 
     def on_cpu(*flags, ranks=2):
         config = parse(["--device", "cpu", *flags]).for_world(ranks)

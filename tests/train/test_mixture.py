@@ -22,7 +22,6 @@ from kos.train.parallel.data import shard_batch
 from kos.train.run import Trainer
 from kos.train.tools import plan
 from kos.train.tools.metrics import read_metrics
-from tests.train import emulated_runs
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _losses
 from tests.train.sharded import tensors_of_run
@@ -222,16 +221,6 @@ def whole(folder, tmp_path_factory):
     return out, train(folder, out, deterministic=True, micro_batch_size=1)
 
 
-def test_ranks_and_layouts_have_the_bits_of_one_rank(folder, tmp_path, whole):
-    out, one = whole
-    for number, (ranks, layout) in enumerate([(2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"zero": 1})]):
-        rows = train(folder, tmp_path / str(number), ranks, deterministic=True, micro_batch_size=1, **layout)
-        for key in ("loss", "grad_norm", "val_loss", *(f"val_loss/{name}" for name in names(folder))):
-            assert [row.get(key) for row in rows] == [row.get(key) for row in one], key
-        assert tensors_of_run(tmp_path / str(number)) == tensors_of_run(out)
-    np.testing.assert_allclose(_losses(train(folder, tmp_path / "cp", 2, cp=2)), _losses(one), rtol=1e-5)
-
-
 def test_metrics_have_the_tokens_and_the_losses_of_sources(folder, whole, tmp_path, capsys):
     """A source's validation loss is that of a run on it alone; the mean by weights is the run's."""
     out, rows = whole
@@ -336,19 +325,6 @@ def test_other_sources_are_refused_when_a_run_resumes(folder, tmp_path, whole):
     with pytest.raises(CheckpointError, match="expected the data of the run that is resumed"):
         train(folder, tmp_path / "out", data=data, resume=str(whole[0] / "checkpoints" / "step-11"),
               deterministic=True, micro_batch_size=1)  # fmt: skip
-
-
-def test_a_gpu_has_the_losses_of_a_cpu(emulated, folder, tmp_path):
-    data = [f"{name}:1" for name in names(folder)]
-    how = {"model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}, "seq_len": 32}
-    runs = [
-        emulated_runs.train(folder, tmp_path / device / str(ranks), device, ranks, **how, data=data)
-        for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
-    ]
-    for other in runs[1:]:
-        for key in ("loss", *(f"val_loss/{name}" for name in names(folder))):
-            np.testing.assert_allclose([row[key] for row in other if key in row],
-                                       [row[key] for row in runs[0] if key in row], rtol=1e-5)  # fmt: skip
 
 
 def test_a_plan_of_layouts_and_shown_data(folder, capsys):

@@ -265,16 +265,6 @@ def test_its_state_is_saved_by_name_and_resumed_in_other_layouts(text, tmp_path,
     assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
 
 
-def test_an_interrupted_run_goes_on(text, tmp_path):
-    """Without --deterministic, in shards whose buckets are those of a run."""
-    how = {**HOW, "deterministic": False, "zero": 1}
-    whole = _train(text, tmp_path / "whole", 2, steps=4, **how)
-    _train(text, tmp_path / "on", 2, steps=2, **how)
-    assert _train(text, tmp_path / "on", 2, steps=4, resume="auto", **how)[2:] != []
-    assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
-    assert len(whole) == 4
-
-
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
 def test_another_optimizers_state_is_refused(text, tmp_path, ranks, before, now):

@@ -8,16 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.options import TrainConfig
 from kos.train.ops import Attend
-from kos.train.ops import numpy as numpy_ops
 from kos.train.optim.cuda import CHUNK
-from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.mesh import Axis
 from kos.train.run import Trainer
 from kos.train.tools import profile
 from kos.train.tools.costs import TimedOps, cost
@@ -72,27 +68,6 @@ def test_costs_follow_from_shapes():
     flat = np.zeros(5 * CHUNK - 7, np.float16)
     for chunks, read in ((5, flat.nbytes), (2, 2 * 2 * CHUNK)):  # all of them, and one rank's
         assert cost("squares", ("optimizer.cu", "squares", chunks, 256, flat, x, losses)) == (read, 0)
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 15, 16, None])
-@pytest.mark.parametrize(("cp", "pieces"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_attention_flops_count_the_pairs_in_a_window(cp, pieces, window):
-    """Between a rank's queries and each piece.  Pairs on the borders count half; borders of documents are ignored."""
-    f32, length, heads, d = np.float32, 16 // (cp * pieces), 2, 3
-    apart = np.subtract.outer(np.arange(16), np.arange(16))
-    sees = ((apart > 0) & (apart < (window or 16))) + 0.5 * ((apart == 0) | (apart == window))
-    qkv, lse, every = np.zeros((length, 3 * heads * d), f32), np.zeros((1, heads, length), f32), slice(0, length)
-    out = qkv[:, : heads * d]
-    for rank in range(cp):
-        context = ContextParallel(numpy_ops, Axis(rank, cp, None), pieces)
-        masks = context.masks(np.zeros(pieces * length, np.int32), window, pieces, length, Arena())
-        for queries, of_piece in zip(context.mine, masks, strict=True):
-            for keys, mask in enumerate(of_piece):
-                want = 4 * heads * d * sees[np.ix_(context.places(queries, length), context.places(keys, length))].sum()
-                attend = Attend(qkv, heads, heads, out, lse, mask)
-                for each in (attend, attend.to(qkv, every, every, mask)):
-                    assert cost("attention", (each, None))[1] == want
-                    assert cost("attention_backward", (each, out, qkv, None))[1] == 2.5 * want
 
 
 def profiled(tmp_path, ranks, wrap=lambda comm: comm, **changes):

@@ -99,7 +99,7 @@ def test_adapters_are_merged(changes, emulated, text, tmp_path, monkeypatch):
         right = saved(tmp_path / f"merged-{step}")
         assert right.keys() == server.seen[step].keys()
         for name, tensor in right.items():
-            # In bfloat16 the weight, the product of the adapters and their sum are rounded, each by at most 2^-9 of its size.
+            # In bfloat16 three things are rounded, each by at most 2^-9 of its size: weight, product, sum.
             largest = np.abs(tensor).max()
             bound = 2.0**-7 * largest if changes else 1e-5 * largest
             assert np.abs(server.seen[step][name] - tensor).max() <= bound, (step, name)

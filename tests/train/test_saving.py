@@ -23,7 +23,7 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog, read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program, running_program
-from tests.train.runs import _config, _losses, _train
+from tests.train.runs import _config, _train
 from tests.train.sharded import save_in, tensors_of_run, whole_state
 from tests.train.test_checkpoint import MODEL
 from tests.train.test_cli import ENVIRONMENT
@@ -143,22 +143,6 @@ def test_an_error_of_all_waits_for_the_checkpoint_before(text, tmp_path, monkeyp
     with pytest.raises(TrainingError, match="step 4: expected a finite loss, .*; the checkpoints before it are of"):
         _train(text, tmp_path, 2, save_async=True, **{**SHORT, "save_every": 3})
     assert checkpoint.find(tmp_path).step == 3
-
-
-@pytest.mark.parametrize("layouts", [[{"dp": 2, "tp": 2, "zero": 1}, {}, {"pp": 2, "dp": 2}]])
-def test_a_run_goes_on_in_any_layout(text, tmp_path, layouts):
-    """The curve of one rank, in whatever layout each part of it is computed."""
-    model = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
-    how = {**SHORT, "steps": 6, "micro_batch_size": 2, "schedule": "constant"}
-    how["model"] = {**model, "intermediate_size": 48}
-    whole = _train(text, tmp_path / "whole", **{**how, "save_every": 0})
-    for part, layout in enumerate(layouts, 1):
-        ranks = int(np.prod([size for axis, size in layout.items() if axis != "zero"]))
-        _train(text, tmp_path / "parts", ranks, **{**how, **layout, "steps": 2 * part, "resume": "auto"})
-    rows = read_metrics(tmp_path / "parts" / "metrics.jsonl")
-    np.testing.assert_allclose(_losses(rows), _losses(whole), rtol=1e-5)
-    saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
-    assert saved == ["step-2", "step-4", "step-6"]
 
 
 CODE = """if True:

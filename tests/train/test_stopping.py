@@ -3,8 +3,10 @@
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -263,6 +265,7 @@ sys.exit(main.main(sys.argv[1:-1]))
 @needs_mpirun
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGUSR1)])
 def test_ctrl_c_says_within_the_step_what_it_does(text, tmp_path, ranks, number):
+    """And the line that it ends with has the command that goes on."""
     os.mkfifo(tmp_path / "fifo")
     flags = [*SHAPE, "--data", text, "--out", tmp_path / "run", "--steps=100", "--eval-every=0", tmp_path / "fifo"]
     launcher = [MPIRUN, "-n", "2"] if ranks == 2 else []
@@ -276,8 +279,12 @@ def test_ctrl_c_says_within_the_step_what_it_does(text, tmp_path, ranks, number)
         said += process.stdout
     assert said[0] == f"kos: {plan}; Ctrl-C again to end now\n"
     assert said.count(said[0]) == 1, "rank 0 speaks for all"
-    assert any("stopped on request after step 4; resume with: " in line for line in said)
-    assert checkpoint.find(tmp_path / "run").step == 4
+    (command,) = re.findall("stopped on request after step 4; resume with: (.*)", "".join(said))
+    assert process.returncode == 0 and checkpoint.find(tmp_path / "run").step == 4
+    command = command.replace(sys.executable, shlex.join(python()))
+    more = run_program("sh", "-c", f"{command} --steps 6", env=ENVIRONMENT)
+    assert (more.returncode, more.stderr) == (0, ""), more.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 7)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import make_tokenizer
 from kos.train.run import Trainer
 from kos.train.tokenize import SETTINGS, tokenize
+from tests.forked import python
 from tests.launcher import run_program
 from tests.train.refusal import refused
 from tests.train.runs import SMALL
@@ -304,7 +304,7 @@ def test_a_field_that_no_record_has(folder, tmp_path, monkeypatch, capsys):
 
 
 def kos(*words: object) -> subprocess.CompletedProcess[str]:
-    return run_program(sys.executable, "-m", "kos", *map(str, words), env=ENVIRONMENT)
+    return run_program(*python(), "-m", "kos", *map(str, words), env=ENVIRONMENT)
 
 
 def test_the_help_names_no_flag_that_the_command_lacks():

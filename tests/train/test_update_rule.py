@@ -4,15 +4,12 @@ Each optimizer of the settings has a rule whose kernel does what it does on a ho
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError, ConfigError
-from kos.testing import spawn
-from kos.train import checkpoint
-from kos.train.checkpoint import huggingface
+from kos.errors import ConfigError
 from kos.train.config import flag_of
 from kos.train.config.flags import parse
 from kos.train.config.optimizers import OPTIMIZERS, not_of
@@ -21,17 +18,13 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import KERNELS
 from kos.train.optim import BLOCK, Group, LearningRate, MatrixRule, Optimizer, UpdateRule, clip_coefficient
 from kos.train.optim.cuda import CudaOptimizer
-from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout
-from kos.train.run import Trainer
 from kos.train.tools.costs import TimedOps, cost
 from kos.train.tools.dry_step import Clock, TimedDryRun
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler
 from tests.train.models import queue, small
 from tests.train.refusal import refused
-from tests.train.runs import _config, _train
-from tests.train.sharded import tensors_of_run
 from tests.train.test_dry_step import SHAPE as PLANNED
 from tests.train.test_dry_step import SLOW as SLOW_RATES
 from tests.train.test_dry_step import make_job
@@ -51,47 +44,6 @@ class Momentum(UpdateRule):
             w -= np.multiply(m, lr, out=out)
 
         return update
-
-
-HOW: dict[str, Any] = {
-    "deterministic": True, "batch_size": 16, "schedule": "constant", "lr": 0.05, "save_every": 2, "eval_batches": 0,
-    "keep": 9,
-}  # fmt: skip
-
-
-def test_its_state_is_saved_sharded_and_resumed(text, tmp_path, monkeypatch):
-    adamw = TrainConfig.update_rule
-    monkeypatch.setitem(DataParallel.__init__.__kwdefaults__, "bucket_bytes", 1 << 18)
-    monkeypatch.setattr(TrainConfig, "update_rule", lambda self: Momentum())
-    whole = _train(text, tmp_path / "whole", steps=4, **HOW)
-    _train(text, tmp_path / "sharded", 2, steps=2, zero=1, **HOW)
-    path = checkpoint.find(tmp_path / "sharded").path
-    shapes = huggingface.read_config(path).parameter_shapes()
-    names = {f"momentum.{name}" for name in shapes}
-    assert {name for name in tensors_of_run(tmp_path / "sharded") if name not in shapes} == names
-    momentum = checkpoint.state_files(path, shapes, {"momentum": shapes}).read("momentum.model.norm.weight")
-    assert np.abs(momentum).max() > 0
-    rows = _train(text, tmp_path / "sharded", 1, steps=4, resume="auto", **HOW)
-    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
-    assert whole[-1]["loss"] < whole[0]["loss"]
-    assert tensors_of_run(tmp_path / "sharded") == tensors_of_run(tmp_path / "whole")
-    monkeypatch.setattr(TrainConfig, "update_rule", adamw)
-    with pytest.raises(CheckpointError, match="got an unknown 'momentum\\.model"):
-        _train(text, tmp_path / "sharded", steps=6, resume="auto", **HOW)
-
-
-def test_the_memory_plan_counts_it(text, tmp_path, monkeypatch):
-    uses = []
-    for rule in (TrainConfig.update_rule, lambda self: Momentum()):
-        monkeypatch.setattr(TrainConfig, "update_rule", rule)
-
-        def look(comm):
-            uses.append(Trainer(_config(text, tmp_path / str(len(uses)), **HOW), comm).device.plan.uses)
-
-        spawn(look, 1)
-    weights = uses[1]["weights, float32"]
-    assert (uses[0]["both Adam moments, float32"], uses[1]["the momentum, float32"]) == (2 * weights, weights)
-    assert Momentum().state_bytes() == 4
 
 
 def test_a_rule_has_weights_and_their_decay(rng):

@@ -1,4 +1,4 @@
-"""Check a backend: python -m kos.testing.conformance --backend NAME [--ranks N] [--full] [--only TEXT]
+"""Check a backend: python -m kos.testing.conformance --backend NAME [--ranks N] [--full] [--only TEXT] [--list]
 
 Runs on the ranks of the job under mpirun, torchrun or srun, else on N threads of this process, connected over
 loopback.  Prints each check as it starts, and the cause of each failure.  Exit status: 0 if all promises hold, 1 if one
@@ -24,7 +24,7 @@ from kos.errors import KosError
 from kos.files import printing
 from kos.reporting import ArgumentParser
 from kos.testing import spawn
-from kos.testing.conformance import log, run
+from kos.testing.conformance import cases, log, run
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="every dtype, size and schedule: minutes")
     parser.add_argument("--gpu", action="store_true", help="arrays on the GPUs of the ranks")
     parser.add_argument("--only", default="", metavar="TEXT", help="only promises whose names contain TEXT")
+    parser.add_argument("--list", action="store_true", help="print the names of the promises and check none")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="limit of a wait; default: 60")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), metavar="N")
     parser.add_argument("--verbose", action="store_true", help="whole tracebacks")
@@ -73,6 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         check_timeout(options.timeout)
     except KosError as error:
         parser.error(f"--{error}")
+    if options.list:
+        with printing():
+            print(*(each for each in cases(options.full, gpu=options.gpu) if options.only in each.name), sep="\n")
+        return 0
     rank, began = launched_place()[0], time.monotonic()
     shown = _OutputHandler(sys.stdout)
     log.addHandler(shown)

@@ -51,6 +51,12 @@ class Scenario(NamedTuple):
     def __str__(self) -> str:
         return f"{self.program}, {self.fault}"
 
+    def applies(self, comm: Any) -> bool:
+        """Whether ``comm`` has enough ranks, and a backend that promises it."""
+        backend = GPU if _on_gpus(comm) else comm.backend_name
+        promised = self.program not in ENVELOPES or comm.backend.has_envelopes
+        return comm.size >= self.ranks and promised and not any(name in backend for name in self.never)
+
 
 def _polled(work: Any) -> None:
     while not work.done():
@@ -326,9 +332,11 @@ def _another_message(comm: Any, part: Any, row: Scenario, limit: float, meet: Me
                 group.send(np.ones(*sent), 1)
         elif comm.rank == last - 1:
             with _raises(comm, row, last - 1, last, culprit=last, receiver=last - 1):
-                (work if posted_first else group.recv(y, 0, async_op=True)).wait()
+                work.wait() if posted_first else group.recv(y, 0)
             assert not y.any(), "the array of a message that was refused was written"
-    group.barrier()
+    x, me, n = np.zeros(3), group.rank, group.size
+    group.send_recv(np.full(3, 2.0), x, (me + 1) % n, (me - 1) % n)
+    assert (x == 2).all(), "a message after one that was refused"
     group.close()
 
 
@@ -445,20 +453,19 @@ SCENARIOS = [
 """What goes wrong between ranks, and what they raise."""
 FEW = {(what, "calls differ") for what in (
     "operation", "dtype", "count", "op", "root", "algorithm", "deterministic", "counts", "purpose")
-} | {("all_reduce", "a rank is late"), ("barrier", "rank 0 gives up"), ("barrier", "a rank aborts")}  # fmt: skip
+} | {
+    ("all_reduce", "a rank is late"), ("barrier", "rank 0 gives up"), ("barrier", "a rank aborts"),
+    ("3 of float64 for 4 of float64", "messages differ"), ("5 of float64 for 4 of float64", "messages differ"),
+}  # fmt: skip
 """Programs and faults of the short suite."""
 
 
 def check(comm: Any, row: Scenario, limit: float = SHORT, meet: Meet = _sleep) -> None:
     """Check one row on the ranks of ``comm``, which stays intact; what must time out does so after ``limit`` seconds.
 
-    Without a ``meet`` of its own, a rank that is late sleeps.  Does nothing on fewer ranks than the row needs, and on a
-    backend that does not promise it.
+    Without a ``meet`` of its own, a rank that is late sleeps.  Does nothing if the row does not apply to ``comm``.
     """
-    if row.program in ENVELOPES and not comm.backend.has_envelopes:
-        return
-    names = GPU if _on_gpus(comm) else comm.backend_name
-    if comm.size >= row.ranks and not any(name in names for name in row.never):
+    if row.applies(comm):
         part = comm.duplicate()
         FAULTS[row.fault](comm, part, row, limit, meet)
         part.abort()

@@ -1,4 +1,4 @@
-"""Errors that leave a communicator intact: wrong arguments, and messages that are missing or of another length."""
+"""Errors that leave a communicator intact: wrong arguments, and messages that are missing or cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.conformance.values import raises
 
 SHORT = 0.5  # seconds, for calls that must time out
@@ -70,23 +70,13 @@ def refused_sizes(comm: Communicator) -> None:
 
 
 def messages(comm: Communicator) -> None:
-    """A missing message, or one of another length than expected, breaks nothing."""
-    x, (left, right) = np.zeros(3), ((comm.rank + step) % comm.size for step in (-1, 1))
-    expired = np.zeros(3)
+    """A message that is missing breaks nothing."""
+    x, expired, (left, right) = np.zeros(3), np.zeros(3), ((comm.rank + step) % comm.size for step in (-1, 1))
     with raises(CollectiveTimeout, f"rank {left}"):
         comm.recv(expired, left, tag=9, timeout=0.1)
     comm.barrier()
     comm.send_recv(np.ones(3), x, right, left, tag=9, timeout=GRACE)
     assert (x == 1).all() and not expired.any(), "a receive that timed out took a later message"
-    x[:] = 0
-    sent = comm.send(np.ones(4), right, async_op=True)
-    with raises(CollectiveMismatch, f"rank {comm.rank} expected 3 elements .* from rank {left}, got 4 elements"):
-        comm.recv(x, left)
-    with suppress(CollectiveMismatch):  # the sender of a long message may raise too
-        sent.wait()
-    assert not x.any(), "the array of a message that was refused was written"
-    comm.send_recv(np.full(3, 2.0), x, right, left)
-    assert (x == 2).all(), x
 
 
 def cancelled(comm: Communicator) -> None:

@@ -1,34 +1,27 @@
-"""The semantics of every operation, as a serial model in NumPy: arguments, results, calls in place.
+"""The semantics of every operation, as a serial model in NumPy: arguments, results, calls in place, rounding.
 
-A ``Step`` describes one call.  A ``Trial`` makes it on one rank and checks what it returned and wrote.
+A ``Step`` describes one call.  ``contributions`` are its inputs on all ranks, and ``result`` is what a rank gets.  A
+``Trial`` makes the call on one rank and checks what it returned and wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kos.comm import PremulSum, ReduceOp
-from kos.comm.compression import FORMATS
+from kos.comm.compression import FORMATS, Format
 from kos.comm.host_compressed import IN_PHASES
 from kos.comm.schedules import algorithms, collectives
 from kos.dtypes import dtype_of
-from kos.testing.conformance.values import (
-    Array,
-    assert_bits,
-    assert_numbers,
-    check,
-    decoded,
-    factors_of,
-    poison,
-    reduced,
-    vector,
-)
+from kos.testing.conformance.values import Array, assert_bits, assert_numbers, poison, vector, wrong_elements
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
 MOVING = (
@@ -41,6 +34,15 @@ SCATTERING = ("reduce_scatter", "reduce_scatter_v", "scatter", "scatter_v")
 EXCHANGING = ("all_to_all", "all_to_all_v")
 ROOTED = ("reduce", "broadcast", "gather", "gather_v", "scatter", "scatter_v")
 COMPRESSED = ("all_reduce", "reduce_scatter", "reduce_scatter_v", "all_gather", "all_gather_v", *EXCHANGING)
+ROOT_GIVES = ("broadcast", "scatter", "scatter_v")
+
+UFUNCS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor,
+}  # fmt: skip
+
+SUMS_IN_16_BITS = ContextVar("SUMS_IN_16_BITS", default=False)
+"""Whether a sum of 16-bit floats may be rounded at every rank, as NCCL's own sums are."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ class Step:
     in_place: bool = False
     sized: bool = field(default=True, kw_only=True)  # whether a form with counts gets them
     made: bool = field(default=False, kw_only=True)  # whether the call makes the array of its result
+    other: bool = field(default=False, kw_only=True)  # ranks other than the root pass None, or an array that is unused
+    counts: Any = field(default=None, kw_only=True)  # of a form with counts, a tuple; if None, they follow from count
     compress: str = field(default="", kw_only=True)
     values: str = field(default="any", kw_only=True)  # the kind of numbers: see ``vector``
 
     def __str__(self) -> str:
         """The call as text, such as ``broadcast of 7 x float32, root 1``."""
         shown = {"op": self.op if self.name in REDUCING else None, "root": self.root if self.name in ROOTED else None}
-        for name in ("algorithm", "deterministic", "in_place", "made", "compress"):
+        for name in ("algorithm", "deterministic", "in_place", "made", "other", "compress"):
             shown[name] = getattr(self, name) or None
         words = [f"{name} {value}" for name, value in shown.items() if value is not None]
         return ", ".join([f"{self.name} of {self.count} x {np.dtype(self.dtype)}", *words])
@@ -79,26 +83,29 @@ class Step:
 
 def uneven(step: Step, n: int) -> list[int]:
     """The elements of each rank in a form with one list of counts."""
+    if step.counts is not None:
+        return [*step.counts]
     return [step.count + 3 * rank if step.compress else (step.count + rank) % 4 for rank in range(n)]
 
 
 def pairs(step: Step, n: int) -> list[list[int]]:
     """The elements from each rank (row) to each (column) in an all_to_all_v."""
-    if step.compress:
-        return [uneven(step, n)] * n
+    if step.counts is not None or step.compress:
+        return [[*row] for row in step.counts or [uneven(step, n)] * n]
     return [[(step.count + 2 * row + column) % 3 for column in range(n)] for row in range(n)]
+
+
+def shards(step: Step, n: int) -> list[list[int]]:
+    """The elements of each part of each rank's longer array (a row for each rank)."""
+    if step.name == "all_to_all_v":
+        return pairs(step, n)
+    return [uneven(step, n) if step.name.endswith("_v") else [step.count] * n] * n
 
 
 def lengths(step: Step, n: int) -> list[int]:
     """The elements of each rank's input."""
-    if step.name in ("reduce_scatter", "all_to_all", "scatter"):
-        return [step.count * n] * n
-    if step.name == "all_to_all_v":
-        return [sum(row) for row in pairs(step, n)]
-    counts = uneven(step, n)
-    if step.name in ("reduce_scatter_v", "scatter_v"):
-        return [sum(counts)] * n
-    return counts if step.name in ("all_gather_v", "gather_v") else [step.count] * n
+    rows = shards(step, n)
+    return [sum(row) for row in rows] if step.name in (*SCATTERING, *EXCHANGING) else rows[0]
 
 
 def in_place(step: Step, n: int, me: int, x: Array, out: Array) -> tuple[Array, Array]:
@@ -106,8 +113,8 @@ def in_place(step: Step, n: int, me: int, x: Array, out: Array) -> tuple[Array, 
 
     Those given, for an operation that has no such form or a rank that passes one array.
     """
-    counts = uneven(step, n) if step.name.endswith("_v") else [step.count] * n
-    part, is_root = slice(sum(counts[:me]), sum(counts[: me + 1])), me == step.root % n
+    counts, is_root = shards(step, n)[me], me == step.root % n
+    part = slice(sum(counts[:me]), sum(counts[: me + 1]))
     if step.name in IN_PLACE:
         return x, x
     if step.name in GATHERING and (is_root or step.name.startswith("all")):
@@ -134,9 +141,7 @@ def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
     if step.name in ("broadcast", "send_recv"):
         return [xs[root if step.name == "broadcast" else me - 1]]
     if step.name in (*SCATTERING, *EXCHANGING):
-        rows = pairs(step, n) if step.name == "all_to_all_v" else [uneven(step, n)] * n
-        rows = rows if step.name.endswith("_v") else [[step.count] * n] * n
-        starts = [list(pairwise(np.cumsum([0, *row])))[me] for row in rows]
+        starts = [list(pairwise(np.cumsum([0, *row])))[me] for row in shards(step, n)]
         mine = [x[start:end] for x, (start, end) in zip(xs, starts, strict=True)]
         return [mine[root]] if step.name.startswith("scatter") else mine
     return xs if step.name != "barrier" else None
@@ -175,11 +180,76 @@ def _known(step: Step, seed: int, n: int, me: int, exact: int) -> tuple[Array, l
     return xs[me], mine, mine[0]
 
 
-def in_rank_order(xs: list[Array], op: ReduceOp = ReduceOp.SUM, factors: Sequence[float] = ()) -> Array:
+def factors_of(size: int) -> list[float]:
+    """The factor of each rank for PREMUL_SUM."""
+    return [0.5 + 0.25 * rank for rank in range(size)]
+
+
+def reduced(xs: Sequence[Array], op: ReduceOp, factors: Sequence[float], wide: Any) -> Array:
+    """((x0 + x1) + x2) + ... in the dtype ``wide``; ``factors`` are those of PREMUL_SUM."""
+    each = [x.astype(wide) for x in xs]
+    if op is ReduceOp.PREMUL_SUM:
+        each = [x * x.dtype.type(factor) for x, factor in zip(each, factors, strict=False)]
+    total: Array = each[0]
+    for x in each[1:]:
+        total = UFUNCS.get(op, np.add)(total, x)
+    return total / total.dtype.type(len(xs)) if op is ReduceOp.AVG else total
+
+
+def in_rank_order(xs: Sequence[Array], op: ReduceOp = ReduceOp.SUM, factors: Sequence[float] = ()) -> Array:
     """((x0 + x1) + x2) + ... in fp32 or wider, rounded once; ``factors`` are those of PREMUL_SUM."""
     dtype = xs[0].dtype
     with np.errstate(all="ignore"):
         return reduced(xs, op, factors or factors_of(len(xs)), dtype_of(dtype).accumulate).astype(dtype)
+
+
+def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
+    """Integers and comparisons exactly; sums and products within the rounding of the type they run in.
+
+    The expected result is computed in 64 bits.  A NaN of one rank is in the result, whatever the operation.
+    """
+    dtype = contributions[0].dtype
+    wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}.get(dtype.kind, np.float64)
+    expected = reduced(contributions, op, factors, wide)
+    if dtype.kind in "iub" or op in (ReduceOp.MIN, ReduceOp.MAX):
+        (assert_bits if dtype.kind in "iub" else assert_numbers)(got, expected.astype(dtype), str(op))
+        return
+    n = len(contributions)
+    carrier = dtype_of(dtype).accumulate
+    if SUMS_IN_16_BITS.get() and dtype.itemsize == 2:
+        carrier = dtype
+    eps = float(ml_dtypes.finfo(carrier).eps)
+    magnitude = reduced([np.abs(c.astype(wide)) for c in contributions], op, [abs(f) for f in factors], np.float64)
+    bound = (n + 2) * (eps * magnitude + float(ml_dtypes.finfo(carrier).smallest_subnormal))
+    result: Array = got.astype(wide)
+    good = np.abs(result - expected) <= 4 * bound
+    low, high = expected - bound, expected + bound
+    if carrier != dtype:
+        # Rounded once: the exact result, less and plus the carrier's error, brackets it when rounded.
+        low, high = (each.astype(np.float32).astype(dtype).astype(np.float64) for each in (low, high))
+        good = (low <= result) & (result <= high)
+    good |= np.isnan(result) & (np.isnan(low) | np.isnan(high))
+    assert good.all(), f"{op} of {dtype} on {n}: {wrong_elements(~good, got, expected)}"
+
+
+def decoded(form: Format, x: Array) -> Array:
+    """What arrives of ``x``, as float32."""
+    out = np.empty(x.size, np.float32)
+    form.decode(form.encode(np.ascontiguousarray(x)), out)
+    return out
+
+
+def fed_back(form: Format, x: Array, residual: Array) -> tuple[Array, Array]:
+    """What a compressed call with a ``residual`` sends for ``x``, and the residual that it leaves.
+
+    A finite number stays finite, and the residual of a number that does not arrive as a finite one is 0.
+    """
+    largest = float(ml_dtypes.finfo(x.dtype).max)
+    with np.errstate(all="ignore"):
+        total = x.astype(np.float32) + residual.astype(np.float32)
+        sent = np.where(np.isfinite(x.astype(np.float32)), np.clip(total, -largest, largest), total).astype(x.dtype)
+        lost = sent.astype(np.float32) - decoded(form, sent)
+    return sent, np.where(np.isfinite(lost), lost, 0).astype(x.dtype)
 
 
 def arguments(comm: Any, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -196,16 +266,17 @@ def arguments(comm: Any, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[
         options["out"] = out
     if step.compress:
         options["compress"] = step.compress
-    counts, table = uneven(step, n) if step.sized else None, pairs(step, n)
-    from_each = [row[me] for row in table] if step.sized else None
+    table = shards(step, n)
+    counts, from_each = (table[me], [row[me] for row in table]) if step.sized else (None, None)
+    of_root = x if me == root or step.other != (step.name == "broadcast") else None
     return {
         "all_reduce": [x], "scan": [x, op], "exscan": [x, op],
-        "reduce": [x, root], "reduce_scatter": [x, out], "broadcast": [x, root],
+        "reduce": [x, root], "reduce_scatter": [x, out], "broadcast": [of_root, root],
         "reduce_scatter_v": [x, counts, out, op], "all_gather": [x, out], "all_gather_v": [x, counts, out],
         "all_to_all": [x, out], "all_to_all_v": [x, table[me], from_each, out],
-        "gather": [x, root, out if me == root else None], "scatter": [x if me == root else None, out, root],
+        "gather": [x, root, out if me == root else None], "scatter": [of_root, out, root],
         "gather_v": [x, counts, root, out if me == root else None],
-        "scatter_v": [x if me == root else None, counts, out, root],
+        "scatter_v": [of_root, counts, out, root],
         "barrier": [], "send_recv": [x, out, (me + 1) % n, (me - 1) % n],
     }[step.name], options  # fmt: skip
 
@@ -231,7 +302,7 @@ class Trial:
 
     def fill(self, seed: int) -> None:
         """Write other inputs into the arrays, for one more call."""
-        call = replace(self.step, in_place=False, sized=True, made=False)
+        call = replace(self.step, in_place=False, sized=True, made=False, other=False)
         self.given, self.mine, self.expected = _known(
             call, seed, self.comm.size, self.comm.rank, self.comm.exact_group_size()
         )
@@ -269,6 +340,7 @@ class Trial:
 def forms(step: Step) -> list[Step]:
     """The other forms of a call: it makes its result, sizes travel first, it works in place."""
     more = [replace(step, made=True)] if step.name in (*GATHERING, *EXCHANGING) and not step.compress else []
+    more += [replace(step, other=True)] if step.name in ROOT_GIVES else []
     sizes = [step]
     if step.name.endswith("_v") and not step.compress:
         sizes.append(replace(step, sized=False))

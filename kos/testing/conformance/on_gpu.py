@@ -8,12 +8,9 @@ import numpy as np
 
 from kos.comm import Communicator
 from kos.memory.array import Array
+from kos.testing.conformance.model import MOVING, REDUCING
 
-OPERATIONS = {
-    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "broadcast", "all_gather",
-    "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter", "scatter_v", "send", "recv",
-    "send_recv",
-}  # fmt: skip
+OPERATIONS = {*REDUCING, *MOVING, "send", "recv"}
 
 
 class OnGPU:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.comm.compression import BLOCK, Format
+from kos.comm.compression import BLOCK
 from kos.comm.reduction import _ALLOWED
 from kos.dtypes import DTYPES, dtype_of
 from kos.errors import KosError
 
 Array = np.ndarray[Any, Any]
-
-SUMS_IN_16_BITS = ContextVar("SUMS_IN_16_BITS", default=False)
-"""Whether a sum of 16-bit floats may be rounded at every rank, as NCCL's own sums are."""
 
 ALL_DTYPES = [dtype.numpy for dtype in DTYPES.values()]
 REDUCTIONS = [(dtype, op) for dtype in ALL_DTYPES for op in ReduceOp if op in _ALLOWED[dtype_of(dtype).kind]]
@@ -36,11 +32,13 @@ def inputs(seed: int, size: int, count: int, dtype: Any) -> list[Array]:
 def vector(seed: Sequence[int], count: int, dtype: Any, kind: str = "any") -> Array:
     """Random numbers of one ``kind``; the last word of ``seed`` is the rank.
 
-    "any" value of the dtype; "whole" numbers from 0 to 4; numbers "apart", which are of another size on the next rank,
-    so that another order of additions rounds differently; "hostile" ones, and those whose errors are "near the bounds",
-    for compression.
+    "any" value of the dtype, or "with NaN" among them; "whole" numbers from 0 to 4; "large" ones, of which no two have
+    a sum that the dtype can hold; numbers "apart", which are of another size on the next rank, so that another order of
+    additions rounds differently; "hostile" ones, and those whose errors are "near the bounds", for compression.
     """
     rng, dtype = np.random.default_rng([*seed, count]), np.dtype(dtype)
+    if kind == "large":
+        return (float(ml_dtypes.finfo(dtype).max) * rng.uniform(0.9, 1, count)).astype(dtype)
     if kind == "whole":
         return rng.integers(0, 5, count).astype(dtype)
     if kind == "hostile":
@@ -48,7 +46,9 @@ def vector(seed: Sequence[int], count: int, dtype: Any, kind: str = "any") -> Ar
     if kind == "near the bounds":
         return near_the_bounds(rng, -(-count // (6 * BLOCK)), dtype)[:count]
     x = _any(rng, count, dtype)
-    return x if kind == "any" else (x.astype(np.float64) * 16.0 ** (seed[-1] % 3)).astype(dtype)
+    if kind == "with NaN":
+        x[rng.random(count) < 0.2] = np.nan
+    return x if kind != "apart" else (x.astype(np.float64) * 16.0 ** (seed[-1] % 3)).astype(dtype)
 
 
 def _any(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
@@ -93,70 +93,11 @@ def near_the_bounds(rng: np.random.Generator, blocks: int, dtype: Any) -> Any:
         return x.astype(dtype).reshape(-1)
 
 
-def decoded(form: Format, x: Array) -> Array:
-    """What arrives of ``x``, as float32."""
-    out = np.empty(x.size, np.float32)
-    form.decode(form.encode(np.ascontiguousarray(x)), out)
-    return out
-
-
 def poison(shape: Any, dtype: Any) -> Array:
     """An array of values that no result has: NaN, or a bit pattern."""
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = 0xFF if np.dtype(dtype) != np.bool_ else 1
     return array
-
-
-def factors_of(size: int) -> list[float]:
-    """The factor of each rank for PREMUL_SUM."""
-    return [0.5 + 0.25 * rank for rank in range(size)]
-
-
-UFUNCS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
-    ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor,
-}  # fmt: skip
-
-
-def reduced(xs: Sequence[Array], op: ReduceOp, factors: Sequence[float], wide: Any) -> Array:
-    """((x0 + x1) + x2) + ... in the dtype ``wide``; ``factors`` are those of PREMUL_SUM."""
-    each = [x.astype(wide) for x in xs]
-    if op is ReduceOp.PREMUL_SUM:
-        each = [x * x.dtype.type(factor) for x, factor in zip(each, factors, strict=False)]
-    total: Array = each[0]
-    for x in each[1:]:
-        total = UFUNCS.get(op, np.add)(total, x)
-    return total / total.dtype.type(len(xs)) if op is ReduceOp.AVG else total
-
-
-def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
-    """Integers and comparisons exactly; sums and products within the rounding of the type they run in.
-
-    The expected result is computed in 64 bits.
-    """
-    dtype = contributions[0].dtype
-    wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}.get(dtype.kind, np.float64)
-    expected = reduced(contributions, op, factors, wide)
-    if dtype.kind in "iub" or op in (ReduceOp.MIN, ReduceOp.MAX):
-        assert_bits(got, expected.astype(dtype), str(op))
-        return
-    n = len(contributions)
-    carrier = dtype_of(dtype).accumulate
-    if SUMS_IN_16_BITS.get() and dtype.itemsize == 2:
-        carrier = dtype
-    eps = float(ml_dtypes.finfo(carrier).eps)
-    magnitude = reduced([np.abs(c.astype(wide)) for c in contributions], op, [abs(f) for f in factors], np.float64)
-    bound = (n + 2) * (eps * magnitude + float(ml_dtypes.finfo(carrier).smallest_subnormal))
-    result: Array = got.astype(wide)
-    if carrier != dtype:
-        # Rounded once: the exact result, less and plus the carrier's error, brackets it when rounded.
-        low = (expected - bound).astype(np.float32).astype(dtype).astype(np.float64)
-        high = (expected + bound).astype(np.float32).astype(dtype).astype(np.float64)
-        good = (low <= result) & (result <= high)
-        good |= np.isnan(result) & (np.isnan(low) | np.isnan(high))
-    else:
-        good = np.abs(result - expected) <= 4 * bound
-    assert good.all(), f"{op} of {dtype} on {n}: {_wrong_elements(~good, got, expected)}"
 
 
 def assert_bits(got: Array, expected: Array, what: str = "") -> None:
@@ -165,7 +106,7 @@ def assert_bits(got: Array, expected: Array, what: str = "") -> None:
     assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
     mine, theirs = (np.ascontiguousarray(each).reshape(-1) for each in (got, expected))
     differ = mine.view(np.uint8) != theirs.view(np.uint8)
-    assert not differ.any(), f"{what}: {_wrong_elements(differ.reshape(mine.size, -1).any(axis=1), mine, theirs)}"
+    assert not differ.any(), f"{what}: {wrong_elements(differ.reshape(mine.size, -1).any(axis=1), mine, theirs)}"
 
 
 def assert_numbers(got: Array, expected: Array, what: str = "") -> None:
@@ -176,7 +117,7 @@ def assert_numbers(got: Array, expected: Array, what: str = "") -> None:
     assert_bits(got[~nan], expected[~nan], what)
 
 
-def _wrong_elements(where: Array, got: Array, expected: Array) -> str:
+def wrong_elements(where: Array, got: Array, expected: Array) -> str:
     """How many elements are wrong and where, with the first five values."""
     indices = np.flatnonzero(where)
     last, first = indices[-1], indices[0]

@@ -2,7 +2,7 @@
 
 Sends are synchronous: done only once received.  Which pending message moves next, and which rank runs next,
 is drawn at random; only the order of one pair's messages is kept.  Used as the oracle for schedules: what a
-schedule leaves in the buffers is compared with NumPy.
+schedule leaves in the buffers is compared with the model of the conformance suite.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from collections import defaultdict, deque
 import numpy as np
 
 from kos.comm.schedules.execute import execute
+from kos.testing.conformance import model
+from kos.testing.conformance.model import Step
 
 
 def with_rounds(schedule, rounds):
@@ -109,35 +111,11 @@ def make_buffers(schedule, elements, rng, dtype=np.float64):
 
 
 def expected(schedule, buffers, elements):
-    """What each rank's result must be, by NumPy in rank order; None where it is undefined."""
-    n, root, kind = schedule.ranks, schedule.root, schedule.collective
-    if kind in ("scan", "exscan"):
-        data = [b["data"] for b in buffers]
-        return [rank_order_sum(data[:r + (kind == "scan")]) if r or kind == "scan" else None for r in range(n)]
-    if kind in ("all_reduce", "reduce", "broadcast"):
-        data = [b["data"] for b in buffers]
-        result = data[root].copy() if kind == "broadcast" else rank_order_sum(data)
-        return [None if kind == "reduce" and r != root else result for r in range(n)]
-    inputs = [b.get("input") for b in buffers]
-
-    def block(array, r):
-        return array[r * elements:(r + 1) * elements].copy()
-
-    if kind == "reduce_scatter":
-        return [block(rank_order_sum(inputs), r) for r in range(n)]
-    if kind in ("all_gather", "gather"):
-        whole = np.concatenate(inputs)
-        return [whole if kind == "all_gather" or r == root else None for r in range(n)]
-    if kind == "scatter":
-        return [block(inputs[root], r) for r in range(n)]
-    return [np.concatenate([block(x, r) for x in inputs]) for r in range(n)]
-
-
-def rank_order_sum(arrays):
-    total = arrays[0].copy()
-    for array in arrays[1:]:
-        total = total + array
-    return total
+    """What each rank's result must be, in rank order; None where it is undefined."""
+    root, space = schedule.root or 0, "data" if "data" in schedule.units else "input"
+    xs = [mine.get(space, buffers[root].get(space)) for mine in buffers]
+    step = Step(schedule.collective, elements, xs[0].dtype, root=root)
+    return [model.result(step, xs, rank) for rank in range(schedule.ranks)]
 
 
 def result(schedule, buffers, rank):
