@@ -5,7 +5,7 @@ counts.  A cause takes precedence over its consequences: an error does not name 
 because of another rank.  So every rank of a job names the ranks that failed first.
 
 Backends, transports, the watchdog and the control plane **report** failures to the log.  Code that may have to raise
-**asks** the log.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter is the
+calls ``raise_reported``.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter is the
 shared memory of a host, a transport, or the hub.  ``peer_status.py`` has what each rank waits for, and the last failure
 of each rank in any group.
 
@@ -195,7 +195,7 @@ class FailureLog:
 
     # Questions.
 
-    def ask(self, sequence: int | None, what: object = None, begun: bool = False) -> None:
+    def raise_reported(self, sequence: int | None, what: object = None, begun: bool = False) -> None:
         """Raise the reported failure, if any, that ends collective ``sequence`` (None: any message) of this group.
 
         ``begun``: all ranks have begun it.  Then the end of a process raises nothing, because that rank may have
@@ -441,7 +441,7 @@ class FailureLog:
                 continue
             seen.add(rank)
             if not self.status.sees(rank):
-                silent = self.status.ask()
+                silent = self.status.query()
             awaited: Iterable[int] | None = self.status.awaited(rank)
             if awaited is None and (failure := self._recent(rank)) is not None:
                 awaited = None if rank in failure.ranks else failure.ranks  # it failed because of those

@@ -135,12 +135,12 @@ class ThreadGroup:
     def notify_all(self) -> None:
         self.world.notify(self.members)
 
-    def ask(self, failures: FailureLog, sequence: int | None) -> None:
+    def raise_reported(self, failures: FailureLog, sequence: int | None) -> None:
         """Raise if all groups have failed, or this one in collective ``sequence`` (None: in any) or earlier."""
         if self.world.failure is not None:
             raise self.world.failure.copy()
         if failures.reported is not None and (sequence is None or failures.reported[0] <= sequence):
-            failures.ask(None)
+            failures.raise_reported(None)  # with ``sequence`` also for a rank that is gone, for which only some wait
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
         """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.

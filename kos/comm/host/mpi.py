@@ -212,7 +212,7 @@ class MPITransport(Backend):
                 local()
             if time.monotonic() >= self.next_check:
                 self.receive_notices()
-            self.failures.ask(work.sequence, work, agreed)
+            self.failures.raise_reported(work.sequence, work, agreed)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
@@ -282,7 +282,7 @@ class MPITransport(Backend):
                 if any(end <= work.sequence for end, *_ in ends):
                     checked, checks_left = self.checks, checks_left - 1
                     if checks_left < 0:  # MPI may not report that a process has ended
-                        self.failures.ask(work.sequence, work)
+                        self.failures.raise_reported(work.sequence, work)
                 yield
         except GeneratorExit:
             log.warning("%s: MPI may still use the arrays of this call, so they are kept", work)

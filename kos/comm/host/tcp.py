@@ -128,7 +128,7 @@ class TCPTransport(Backend):
                 for rank in self.peers:
                     self.describe(rank, tag)
             if self.failures.reported is not None:
-                self.failures.ask(work.sequence)
+                self.failures.raise_reported(work.sequence)
             if local is None:
                 return True
             arrived = local()
