@@ -44,6 +44,14 @@ typedef struct {
     char reported;             // whether the program has the outcome
 } State;
 
+// Whether arrays overlap as those of an earlier call, whose output began `distance` bytes before the input.  UINT64_MAX:
+// they were apart.
+static inline int is_as_far(const char *send, const char *recv, uint64_t send_bytes, uint64_t recv_bytes,
+                            uint64_t distance) {
+    const int apart = !send || !recv || send + send_bytes <= recv || recv + recv_bytes <= send;
+    return apart ? distance == UINT64_MAX : distance == (uint64_t)(send - recv);
+}
+
 enum { CODE = 2, NUMBER = 4, COMPLETED, FAILED };  // of an entry of the recorder
 PyObject *nanoseconds(void);  // for it
 // Writes the next entry, like kos.comm.prepared.record_start, but as COMPLETED.  Returns a borrowed reference.  `old`

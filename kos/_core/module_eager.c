@@ -3,8 +3,8 @@
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
 // arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
 // is numbered, recorded and started here.  If that completes while it holds the GIL, nothing else runs; what is left
-// goes to Communicator._finish.  All other calls go to the method, and after that to Node.remember, which says how the
-// next such call runs.
+// goes to Communicator._finish.  A call that it knows but cannot start goes to Operations._repeat, which checks nothing.
+// All other calls go to Operations._make, which also says how the next such call runs.
 //
 // Many functions of Python's C API can run Python code: releasing an object, reading an attribute, and, up to Python
 // 3.11, any allocation that collects garbage.  That code may make the same call, set a timeout, or close the
@@ -37,10 +37,10 @@ typedef struct {
 enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
 
 typedef struct {
-    PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
+    PyObject *how;  // what Operations._make has said of it, which keeps all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
     PyObject *work, *fixed[3];                // the class of its Works; arguments of a Persistent
-    const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU
+    const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU, and if `call` is None
     int waits, send, recv, result;            // whether it returns no Work; arguments, or -1
     size_t words;                             // of its key
     uint64_t word[];
@@ -61,7 +61,7 @@ typedef struct {
 static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_remember, *s_finish, *s_asked, *s_start;
+static PyObject *s_finish, *s_repeat, *s_make;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -188,10 +188,10 @@ static known **find(Operation *o, const call_key *key) {
     return o->found = &o->calls[at];
 }
 
-// Keeps a call as Node.remember describes it:
-// (native Prepared, Prepared, description, class of the Works, waits, send, recv, result, objects); on a GPU
-// EagerCalls.remember, which gives False for one that the core will never make.  Those of a Persistent are its arrays,
-// on a GPU their addresses.
+enum { INPUT = 7, RESULT, DISTANCE, SENT_BYTES, RECEIVED_BYTES };  // indices of `how`
+
+// Keeps a call as Operations._how_in_core describes it.  The objects of a Persistent are its arrays, on a GPU their
+// addresses.
 static void remember(Operation *o, const call_key *key, PyObject *how, unsigned generation) {
     while (o->used == PLACES(o) / 2 && !*find(o, key))
         forget(o);
@@ -199,20 +199,23 @@ static void remember(Operation *o, const call_key *key, PyObject *how, unsigned 
         || *find(o, key))
         return;  // forgotten meanwhile, no memory, or a call within this one has been kept
     PyObject *objects, *unused;
+    unsigned long long number;
+    int input;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
-    if (!k || (how != Py_False
-               && !PyArg_ParseTuple(how, "OOOOpiiiO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->waits,
-                                    &k->send, &k->recv, &k->result, &objects, &unused, &unused, &unused))) {
+    if (!k || !PyArg_ParseTuple(how, "OOOOpiiiiKKKO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->waits,
+                                &k->send, &k->recv, &input, &k->result, &number, &number, &number, &objects, &unused,
+                                &unused, &unused)) {
         PyMem_Free(k);
         return;
     }
-    if (how != Py_False && PyByteArray_Check(k->call) && !find_slots(how))
-        how = Py_False;
+    if (PyByteArray_Check(k->call) && !find_slots(how))
+        k->call = Py_None;
     for (int i = 0; !o->name && i < 3; i++)
-        k->fixed[i] = how == Py_False ? Py_None : PyTuple_GetItem(objects, i);
+        k->fixed[i] = k->call == Py_None ? Py_None : PyTuple_GetItem(objects, i);
     k->words = key->words;
     memcpy(k->word, key->word, key->words * sizeof *k->word);
-    k->core = how == Py_False || PyByteArray_Check(k->call) ? NULL : prepared_of(k->call);
+    k->core = k->call == Py_None || PyByteArray_Check(k->call) ? NULL : prepared_of(k->call);
+    k->work = (PyObject *)Py_TYPE(k->work);
     k->how = Py_NewRef(how);
     *place = k;
     o->used++;
@@ -259,12 +262,12 @@ static void withdraw(PyObject *work) {
     PyErr_Restore(type, value, traceback);
 }
 
-// A call that is known; NULL without an exception: the method must make it.
+// A call that is known; NULL without an exception: Python must make it.
 static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *args, char *const *data,
                      PyObject *frame) {
     PyObject *const *objects = g->objects;
     if (!k->core)
-        return k->how == Py_False ? NULL
+        return k->call == Py_None ? NULL
             : keep(o, queue_call(g, k->how, frame, k->result < 0 ? Py_None : args[k->result],
                                  k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]));
     const int message = k->core->algorithm == KOS_MAIL, waits = k->waits;  // Python code may free k
@@ -300,7 +303,28 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     return value;
 }
 
-// Calls the method, and remembers how it went if the call has a key.  ``asked`` is the thread that waits for this.
+// Makes a call that is known, but that the core cannot start now, or never.  NULL without an exception if the call must
+// be checked, for example because its arrays do not overlap as those of the first such call.
+static PyObject *repeat(Operation *o, Group *g, const call_key *key, PyObject *const *args, char *const *data) {
+    const known *k = o->calls && o->generation == g->generation ? *find(o, key) : NULL;  // it may be forgotten meanwhile
+    if (!k)
+        return NULL;
+    PyObject *how = Py_NewRef(k->how);
+    const long x = PyLong_AsLong(PyTuple_GetItem(how, INPUT)), out = PyLong_AsLong(PyTuple_GetItem(how, RESULT));
+    uint64_t number[3];
+    for (int i = 0; i < 3; i++)
+        number[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(how, DISTANCE + i));
+    PyObject *result = NULL;
+    if (is_as_far(x < 0 ? NULL : data[x], out < 0 ? NULL : data[out], number[1], number[2], number[0]))
+        result = PyObject_CallMethodObjArgs(g->objects[COMM], s_repeat, how, x < 0 ? Py_None : args[x],
+                                            out < 0 ? Py_None : args[out], NULL);
+    Py_DECREF(how);
+    if (result == Py_NotImplemented)
+        Py_CLEAR(result);
+    return result;
+}
+
+// Has Python make a call, and remembers how it does so if the call has a key.
 static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *const *args, Py_ssize_t positional,
                      PyObject *names) {
     const unsigned generation = g->generation;
@@ -308,30 +332,21 @@ static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *cons
     uint64_t identities[ARGUMENTS];
     for (Py_ssize_t a = 0; a < count; a++)
         identities[a] = identity_of(args[a]);
-    PyObject *given, *options, *result = NULL;
-    PyObject *node = Py_NewRef(g->objects[NODE]);
-    PyObject *asked = PyLong_FromUnsignedLong(key->words ? PyThread_get_thread_ident() : 0);
-    PyObject *method = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start);
-    if (!unpack(args, positional, names, &given, &options) && asked && method && !PyObject_SetAttr(node, s_asked, asked))
-        result = PyObject_Call(method, given, options);
-    if (result && key->words) {
-        PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name ? o->name : (PyObject *)o, given, options,
-                                                   result, NULL);
-        for (Py_ssize_t a = 0; how && a < count; a++)
+    PyObject *given, *options, *result = NULL, *how = NULL, *both = NULL;
+    PyObject *make = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_make);
+    if (!unpack(args, positional, names, &given, &options) && make)
+        both = PyObject_CallFunctionObjArgs(make, given, options, key->words ? Py_True : Py_False, NULL);
+    if (both && PyArg_ParseTuple(both, "OO", &result, &how)) {
+        Py_INCREF(result);
+        for (Py_ssize_t a = 0; a < count; a++)
             if (identity_of(args[a]) != identities[a])
-                Py_CLEAR(how);  // it keeps what the array now is
-        if (how && how != Py_None)
+                how = Py_None;  // it keeps what the array now is
+        if (how != Py_None)
             remember(o, key, how, generation);
-        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
-            PyErr_Clear();  // the call itself has succeeded
-        else if (PyErr_Occurred()) {  // a signal's handler has raised
-            withdraw(result);
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(how);
+        PyErr_Clear();  // the call itself has succeeded
     }
-    PyObject *used[] = {node, asked, method, given, options};
-    for (int i = 0; i < 5; i++)
+    PyObject *used[] = {both, make, given, options};
+    for (int i = 0; i < 4; i++)
         Py_XDECREF(used[i]);
     return result;
 }
@@ -359,7 +374,9 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
         data[i] = k->fixed[i] == Py_None ? NULL
             : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
     PyObject *result = k && frame ? run(o, g, k, o->name ? args : k->fixed, data, frame) : NULL;
-    if (k || g->off)
+    if (k && !result && o->name && !PyErr_Occurred())
+        result = repeat(o, g, &key, args, data);
+    if (k)
         key.words = 0;  // nothing to remember
     if (!result && !PyErr_Occurred())
         result = ask(o, g, &key, args, positional, names);
@@ -399,7 +416,7 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_TRUE;
 }
 
-// method(name, method, docstring): what stands in for that method of the communicator.
+// method(name, make, docstring): what stands in for that method of the communicator; `make` as Operations._make.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))
@@ -467,8 +484,8 @@ PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_closed, "closed"}, {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
-        {&s_start, "_start"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+        {&s_closed, "closed"}, {&s_finish, "_finish"}, {&s_repeat, "_repeat"}, {&s_make, "_make"},
+        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
         {&s_cuda_stream, "__cuda_stream__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

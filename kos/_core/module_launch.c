@@ -22,7 +22,7 @@ typedef struct {
 } queued_call;
 _Static_assert(offsetof(queued_call, launches) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
-enum { PLAN, DESCRIPTION = 2, WORK, ORDER = 9, BACKEND, SHARED };  // indices of what EagerCalls.remember returns
+enum { PLAN, DESCRIPTION = 2, WORK, ORDER = 13, BACKEND, SHARED };  // indices of what Operations._how_in_core returns
 enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES };        // indices of its ORDER
 
 // --- A call ----------------------------------------------------------------------------------------------------------
@@ -38,11 +38,6 @@ static int is_open(const queued_call *q) {
     return same;
 }
 
-static int is_as_far(const queued_call *q, const char *send, const char *recv) {
-    const int apart = !send || !recv || send + q->send_bytes <= recv || recv + q->recv_bytes <= send;
-    return apart ? q->distance == UINT64_MAX : q->distance == (uint64_t)(send - recv);
-}
-
 // Whether Python would queue the call at once.  At every 64th collective, Python compares the calls since the last
 // comparison with those of the other ranks.
 static int may_queue(Group *g, const queued_call *q, const char *send, const char *recv) {
@@ -53,7 +48,8 @@ static int may_queue(Group *g, const queued_call *q, const char *send, const cha
     int captured = 0;
     if (!is_open(q) || *q->current != q->owner || *q->party != q->route || *g->first != Py_None || g->off
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || (failed && *failed)
-        || (room && (q->blocks > room[0] || q->blocks_per_sm < room[1])) || !is_as_far(q, send, recv)
+        || (room && (q->blocks > room[0] || q->blocks_per_sm < room[1]))
+        || !is_as_far(send, recv, q->send_bytes, q->recv_bytes, q->distance)
         || (q->fingerprint && (*g->active != Py_None
             || atomic_load_explicit(&g->core.line->arrived, memory_order_relaxed) >= g->compare_at)))
         return 0;

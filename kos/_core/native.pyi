@@ -109,7 +109,10 @@ class Group:
 
         ``example`` is an array at ``address``, 2 x 3 of float64; False too if NumPy's layout of it is another one.
         """
-    def method(self, name: str, method: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
-        """What stands in for that method of the communicator."""
+    def method(self, name: str, make: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
+        """What stands in for that method of the communicator.
+
+        It calls ``make(args, options, has_key)``, as ``Operations._make``, for calls that it does not know.
+        """
     def forget(self) -> None:
         """Forget all calls."""

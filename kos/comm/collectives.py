@@ -1,7 +1,9 @@
 """The operations of a communicator: each checks its arguments and makes an Operation of them.
 
-A call whose signature is known goes straight to its ``Prepared``, which starts it (``_find``).  Any other call is
-checked and prepared: arguments → buffers → ``Operation`` → ``Backend.prepare`` → ``Prepared`` (``_prepare``).
+Calls with the same key run alike, on whatever memory (``_key``; in the core, ``make_key`` of ``module_eager.c``).  The
+first call of a key is checked and prepared: arguments → buffers → ``Operation`` → ``Backend.prepare`` → ``Prepared``
+(``_prepare``).  Later ones are started at once.  The core has the keys of the calls that it can compare.  Those of all
+others are here, in ``Store.calls``.
 
 ``collectives.pyi`` has the overloads of each operation.  ``python tests/stubs.py`` writes it.
 """
@@ -10,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from kos._core import native
 from kos.comm import host_compressed
 from kos.comm.arguments import (
     check_algorithm,
@@ -41,14 +46,14 @@ from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
-from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
+from kos.comm.prepared import APART, BY_CAPTURE, Known, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
-from kos.memory.libraries import plain_array
+from kos.memory.libraries import library_of, plain_array
 
 Op = ReduceOp | PremulSum
 
@@ -79,6 +84,40 @@ def _document(call: Callable[..., Any]) -> str:
     return call.__doc__
 
 
+_Key = tuple[Any, ...]
+
+
+def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation whose calls ``check`` checks: it returns the Work of a call, which starts here.
+
+    A call whose key is known is not checked.  With the core, calls come here that the core cannot compare.
+    """
+    name = check.__name__
+
+    @functools.wraps(check)
+    def operation(comm: Any, *args: Any, **options: Any) -> Any:
+        arguments = (*args, *options.values()) if options else args
+        key, arrays, stream = _key(name, args, options)
+        try:
+            known, work = comm._store.calls.get(key), None
+        except TypeError:  # an argument that cannot be hashed is refused later
+            key = known = work = None
+        if known is not None:
+            prepared, x, out = known
+            given = None if x < 0 else arrays[x]
+            into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
+            work = comm._repeated(prepared, given, into, array, stream)
+        if work is None:
+            work = check(comm, *args, **options)
+            if work is None:
+                return None
+            if known is None and key is not None and (new := _known(work, arguments, *_ends(work))) is not None:
+                comm._store.add_call(key, new)
+        return work.prepared.start(comm, work)
+
+    return operation
+
+
 def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
     """The persistent form of an operation: checked once, launched by each ``start``.  Completes both docstrings."""
 
@@ -86,7 +125,7 @@ def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
     def init(comm: Any, *args: Any, **options: Any) -> Persistent[Any]:
         comm._check_open()
         builder = _Builder(comm)
-        call(builder, *args, **options)
+        call.__wrapped__(builder, *args, **options)  # type: ignore[attr-defined]
         return persistent(comm, *builder.prepared)
 
     name = call.__name__
@@ -113,12 +152,10 @@ class Operations:
     _batch: Any
     """The open batch, which gets the calls, or None."""
     _store: Store
+    _core_calls: Any = None
+    """What describes calls to the core (``Node``, ``EagerCalls``); None without the core."""
     _defaults: Options
     """The options of a call without keywords."""
-    _overlapped: Options
-    """The options of a call with ``async_op=True`` alone."""
-    _options_of: dict[Any, Options]
-    """Those of calls with other keywords.  A signature compares them by identity."""
     _closed = False
 
     def _check_open(self) -> None:
@@ -127,87 +164,96 @@ class Operations:
     _last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None
     """The last stream of an array, its handle, and the object that keeps it alive."""
 
-    def _find(
-        self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any = None, ranks: Any = None
-    ) -> Work[Any] | None:
-        """A call that need not be checked, because its signature is known; None for any other.
+    def _repeated(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
+        """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
 
-        ``x`` and ``out`` are the arrays as the caller passed them, None where this rank has none.  ``ranks`` are the
-        ranks and counts that the caller named: root, message, or root with counts.
+        ``x`` and ``out`` are the arrays of this call that are read and written, None where this rank has none;
+        ``array`` is the one to return.  ``stream`` is that of a call on GPUs.
         """
-        first = out if x is None else x
-        if type(first) is np.ndarray:
-            flags = first.flags.num & _FLAGS
-            if stream is not None or not flags & _CONTIGUOUS:
-                return None
-            if x is None:
-                signature: Any = name, op, ranks, options, None, first.dtype, first.shape, flags
-            elif out is None or out is x:
-                signature = name, op, ranks, options, first.dtype, first.shape, flags
-            elif type(out) is not np.ndarray or out.flags.num & _FLAGS != _FLAGS:
-                return None
-            else:
-                distance = _distance(x, out) if np.may_share_memory(x, out) else None
-                signature = name, op, ranks, options, x.dtype, x.shape, flags, out.dtype, out.shape, _FLAGS, distance
-            try:
-                prepared = self._store.get(signature)
-            except TypeError:  # an argument that cannot be hashed is refused later
-                prepared = None
-            if prepared is None:
-                return None
-            flat = first if first.ndim == 1 else first.reshape(-1)
-            if x is None or not prepared.gets:
-                work: Work[Any] = prepared.work(prepared, None if x is None else flat, flat, out)
-            elif out is None or out is x:
-                work = prepared.work(prepared, flat, flat, x)
-            else:
-                work = prepared.work(prepared, flat, out if out.ndim == 1 else out.reshape(-1), out)
+        o = prepared.operation
+        if not prepared.backend.on_gpu:
+            send = x if x is None or (type(x) is np.ndarray and x.ndim == 1) else _flat(x)
+            recv = out if out is None or (type(out) is np.ndarray and out.ndim == 1) else _flat(out)
+            if o.send is o.recv:
+                send = recv = recv if send is None else send
+            work: Work[Any] = prepared.work(prepared, send, recv, array)
             return work
-        if first is None:
-            prepared = None if stream is not None else self._store.get((name, op, ranks, options))
-            return None if prepared is None else prepared.work(prepared)
-        return self._find_on_gpu(name, x, out, stream, options, op, ranks)
-
-    def _find_on_gpu(
-        self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any, ranks: Any
-    ) -> Work[Any] | None:
-        """``_find`` for arrays on a GPU."""
-        send = x if x is None or type(x) is Array else plain_array(x)
-        recv = send if out is x else out if out is None or type(out) is Array else plain_array(out)
-        first = recv if x is None else send
-        if first is None or (recv is None and out is not None) or getattr(first.owner, "closed", False):
-            return None
-        given = first.stream if stream is None else stream
-        at = windows.place(first.pointer) if windows.memories else first.pointer & 15
-        signature: Any = first.dtype, first.shape, first.readonly, first.device, at
-        if x is None:
-            signature = None, *signature
-        elif send is not None and recv is not None and recv is not send:
-            if (stream is None and recv.stream is not given) or getattr(recv.owner, "closed", False):
-                return None
-            apart = send.pointer + send.nbytes <= recv.pointer or recv.pointer + recv.nbytes <= send.pointer
-            distance = None if apart else send.pointer - recv.pointer
-            at = windows.place(recv.pointer) if windows.memories else recv.pointer & 15
-            signature = *signature, recv.dtype, recv.shape, recv.readonly, recv.device, at, distance
         known, handle, keeper = self._last_stream
-        if known is not given:
-            handle, keeper = handle_and_keeper(given)
-            self._last_stream = given, handle, keeper
-        signature = name, op, ranks, options, *signature
-        try:
-            prepared = self._store.get(signature)
-        except TypeError:
-            prepared = None
-        if prepared is BY_CAPTURE:
-            prepared = self._store.get((signature, streams.is_captured(handle)))
-        if prepared is None:
+        if known is not stream:
+            handle, keeper = handle_and_keeper(stream)
+            self._last_stream = stream, handle, keeper
+        if not prepared.fixed and streams.is_captured(handle):
             return None
-        into, array = (first if recv is None else recv).pointer, x if out is None else out
-        if not prepared.gets:
-            into, array = 0, None
-        work = prepared.work(prepared, 0 if x is None else first.pointer, into, array)
+        start, end = (0 if each is None else _pointer(each) for each in (x, out))
+        if o.send is o.recv:
+            start = end = start or end
+        work = prepared.work(prepared, start, end, array)
         work.stream, work.queue, work.held = handle, keeper, x
         return work
+
+    def _repeat(self, how: tuple[Any, ...], x: Any, out: Any) -> Any:
+        """Make a call whose key the core knows, but which it cannot start now, or never.
+
+        ``how`` is of ``_how_in_core``.  Returns NotImplemented if the call must be checked.
+        """
+        work = self._repeated(how[1], x, out, out, how[3].queue)  # no variable has how[3], which may be ``_active``
+        return NotImplemented if work is None else work.prepared.start(self, work)
+
+    def _make(
+        self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
+    ) -> tuple[Any, tuple[Any, ...] | None]:
+        """Make a call that the core does not know.  Returns its result, and how the core makes such calls from now on.
+
+        The second is None if the core cannot compare such calls: then ``operation``, a function of ``Operations``,
+        does.
+        """
+        arguments = *args, *options.values()
+        if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
+            return operation(self, *args, **options), None
+        work = operation.__wrapped__(self, *args, **options)  # type: ignore[attr-defined]
+        if work is None:
+            return None, None
+        ends, how = _ends(work), None
+        try:
+            result = work.prepared.start(self, work)
+            with suppress(Exception):  # the call itself has succeeded
+                if (known := _known(work, arguments, *ends)) is not None:
+                    how = self._how_in_core(work, known, ends, arguments, options)
+        except BaseException:  # such as that of a signal's handler
+            work.withdraw()
+            raise
+        return result, how
+
+    def _how_in_core(
+        self, work: Work[Any], known: Known, ends: tuple[Any, Any], arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> tuple[Any, ...] | None:  # fmt: skip
+        """How the core makes calls like ``work``, as ``remember`` in ``module_eager.c`` reads it; None if it cannot.
+
+        The call of the core, None if it cannot start such calls.  The Prepared, what the recorder has of it, a Work
+        that stands for such calls, and whether they return no Work.  Which arguments the core reads and writes, and
+        which are input and result (-1: none).  The bytes from the result to the input if these overlap, and the bytes
+        of each.  The objects by whose identity calls are compared, which must live on.  On a GPU, what
+        ``EagerCalls.describe`` adds.
+        """
+        prepared, x, out = known
+        like: Work[Any] = prepared.work(prepared)
+        like.stream, like.queue = work.stream, work.queue
+        owners = options.get("stream"), *(each.stream for each in arguments if type(each) is Array)
+        described = self._core_calls.describe(work, x, out, owners)
+        if described is None:
+            return None
+        call, send, recv, *more = described
+        start, end = (0 if each is None else _pointer(each) for each in ends)
+        o = prepared.operation
+        sent, received = (0 if each is None else each.count * each.dtype.itemsize for each in (o.send, o.recv))
+        apart = not sent or not received or start + sent <= end or end + received <= start
+        distance = APART if apart else (start - end) % (1 << 64)
+        objects = (*map(_identity, arguments), *options)
+        return (
+            call, prepared, prepared.description, like, prepared.waits, send, recv, x, out, distance, sent, received,
+            objects, *more,
+        )  # fmt: skip
 
     def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
         """A checked call: by the Prepared of its signature, or by a new one.
@@ -250,11 +296,8 @@ class Operations:
         self, name: str, async_op: bool, timeout: float | None, algorithm: str = AUTO, deterministic: bool = False,
         on_stream: bool = False, compress: Any = None,
     ) -> Options:  # fmt: skip
-        if timeout is None and deterministic is on_stream is False and algorithm is AUTO and compress is None:
-            if async_op is False:
-                return self._defaults
-            if async_op is True and self._batch is None:
-                return self._overlapped
+        if timeout is compress is None and async_op is deterministic is on_stream is False and algorithm is AUTO:
+            return self._defaults
         seconds = self._defaults.timeout if timeout is None else check_timeout(timeout)
         ordered, overlap = check_bool("deterministic", deterministic), check_bool("async_op", async_op)
         if overlap and self._batch is not None:
@@ -262,13 +305,11 @@ class Operations:
         form = check_compress(compress)
         if form and algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected {AUTO!r} with compress, got {algorithm!r}")
-        key = seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, on_stream, "", form
-        if len(self._options_of) >= MOST_STORED:
-            self._options_of.clear()
-        return self._options_of.setdefault(key, Options(*key))
+        return Options(seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, on_stream, "", form)
 
     # Reductions.
 
+    @_operation
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                    deterministic: bool = False, compress: str | None = None, residual: Any = None) -> Any:
@@ -281,14 +322,11 @@ class Operations:
             comm.all_reduce(gradients, ReduceOp.AVG)
         """
         options = self._options("all_reduce", async_op, timeout, algorithm, deterministic, compress=compress)
-        work = None if residual is not None else self._find("all_reduce", x, out, stream, options, op)
-        if work is None:
-            send, recv = in_and_out(x, out, stream)
-            reduction = resolve(op, send.dtype, self.size)
-            o = Operation("all_reduce", self.rank, options, send, recv, reduction)
-            work = self._prepare(o if residual is None else self._with_feedback(o, residual, stream), op)
-        return work.prepared.start(self, work)
+        send, recv = in_and_out(x, out, stream)
+        o = Operation("all_reduce", self.rank, options, send, recv, resolve(op, send.dtype, self.size))
+        return self._prepare(o if residual is None else self._with_feedback(o, residual, stream), op)
 
+    @_operation
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                deterministic: bool = False) -> Any:
@@ -300,14 +338,10 @@ class Operations:
             total = comm.reduce(losses, root=0)          # on rank 0: losses itself
         """
         options = self._options("reduce", async_op, timeout, algorithm, deterministic)
-        work = None
-        if type(root) is int:
-            work = self._find("reduce", x, out if self.rank == root else None, stream, options, op, root)
-        if work is None:
-            root = check_rank("root", root, self.size)
-            work = self._prepare(self._reduction("reduce", x, out, op, options, stream, self.rank == root, root), op)
-        return work.prepared.start(self, work)
+        root = check_rank("root", root, self.size)
+        return self._prepare(self._reduction("reduce", x, out, op, options, stream, self.rank == root, root), op)
 
+    @_operation
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False, compress: str | None = None, residual: Any = None) -> Any:
@@ -320,18 +354,13 @@ class Operations:
             shard = comm.reduce_scatter(gradients)
         """
         options = self._options("reduce_scatter", async_op, timeout, algorithm, deterministic, compress=compress)
-        work = None
-        if out is not None and residual is None:
-            work = self._find("reduce_scatter", x, out, stream, options, op)
-        if work is None:
-            send = _input(x, stream)
-            shape = shard_shape(send, self.size)
-            recv = output(out, send, shape, stream, self.rank * (send.count // self.size))
-            reduction = resolve(op, send.dtype, self.size)
-            o = Operation("reduce_scatter", self.rank, options, send, recv, reduction)
-            work = self._prepare(o if residual is None else self._with_feedback(o, residual, stream), op)
-        return work.prepared.start(self, work)
+        send = _input(x, stream)
+        shape = shard_shape(send, self.size)
+        recv = output(out, send, shape, stream, self.rank * (send.count // self.size))
+        o = Operation("reduce_scatter", self.rank, options, send, recv, resolve(op, send.dtype, self.size))
+        return self._prepare(o if residual is None else self._with_feedback(o, residual, stream), op)
 
+    @_operation
     def reduce_scatter_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None,
                          compress: str | None = None) -> Any:
@@ -344,24 +373,21 @@ class Operations:
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
-        options, work = self._options("reduce_scatter_v", async_op, timeout, compress=compress), None
-        if out is not None:
-            work = self._find("reduce_scatter_v", x, out, stream, options, op, (None, _key(counts), None))
-        if work is None:
-            send = _input(x, stream)
-            reduction = resolve(op, send.dtype, self.size)
-            if counts is None:
-                if out is None:
-                    raise InvalidArgument("counts: expected numbers without out, got None")
-                size, place = size_and_place(out, send, stream)
-                counts = self._counts_of_all("reduce_scatter_v", "x", options, send, (size, send.count, place))
-            counts = check_counts("counts", counts, self.size, send)
-            recv = output(out, send, (counts[self.rank],), stream, sum(counts[: self.rank]))
-            work = self._prepare(
-                Operation("reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts), op
-            )
-        return work.prepared.start(self, work)
+        options = self._options("reduce_scatter_v", async_op, timeout, compress=compress)
+        send = _input(x, stream)
+        reduction = resolve(op, send.dtype, self.size)
+        if counts is None:
+            if out is None:
+                raise InvalidArgument("counts: expected numbers without out, got None")
+            size, place = size_and_place(out, send, stream)
+            counts = self._counts_of_all("reduce_scatter_v", "x", options, send, (size, send.count, place))
+        counts = check_counts("counts", counts, self.size, send)
+        recv = output(out, send, (counts[self.rank],), stream, sum(counts[: self.rank]))
+        return self._prepare(
+            Operation("reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts), op
+        )
 
+    @_operation
     def scan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
              timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
@@ -372,10 +398,9 @@ class Operations:
             ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
         """
         options = self._options("scan", async_op, timeout, algorithm)
-        if (work := self._find("scan", x, out, stream, options, op)) is None:
-            work = self._prepare(self._reduction("scan", x, out, op, options, stream), op)
-        return work.prepared.start(self, work)
+        return self._prepare(self._reduction("scan", x, out, op, options, stream), op)
 
+    @_operation
     def exscan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
@@ -385,11 +410,7 @@ class Operations:
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
         options = self._options("exscan", async_op, timeout, algorithm)
-        if self.rank == 0 and out is not None and out is not x:
-            in_and_out(x, out, stream)  # checked at every call, since rank 0 has no out
-        if (work := self._find("exscan", x, out if self.rank else None, stream, options, op)) is None:
-            work = self._prepare(self._reduction("exscan", x, out, op, options, stream, self.rank > 0), op)
-        return work.prepared.start(self, work)
+        return self._prepare(self._reduction("exscan", x, out, op, options, stream, self.rank > 0), op)
 
     def _reduction(
         self, name: str, x: Any, out: Any, op: Op, options: Options, stream: Any, gets: bool = True,
@@ -436,6 +457,7 @@ class Operations:
 
     # Data movement.
 
+    @_operation
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the ``x`` of rank ``root`` to every rank.
@@ -446,21 +468,17 @@ class Operations:
 
             comm.broadcast(weights, root=0)
         """
-        options, work = self._options("broadcast", async_op, timeout, algorithm), None
-        if type(root) is int:
-            given, result = (out, None) if x is None and self.rank != root else (x, out)
-            work = self._find("broadcast", given, result, stream, options, None, root)
-        if work is None:
-            root = check_rank("root", root, self.size)
-            if out is None and self.rank == root:
-                send = recv = _input(x, stream)
-            elif x is None and out is not None and self.rank != root:
-                send = recv = as_buffer(out, "out", writable=True, stream=stream)
-            else:
-                send, recv = in_and_out(x, out, stream)
-            work = self._prepare(Operation("broadcast", self.rank, options, send, recv, root=root))
-        return work.prepared.start(self, work)
+        options = self._options("broadcast", async_op, timeout, algorithm)
+        root = check_rank("root", root, self.size)
+        if out is None and self.rank == root:
+            send = recv = _input(x, stream)
+        elif x is None and out is not None and self.rank != root:
+            send = recv = as_buffer(out, "out", writable=True, stream=stream)
+        else:
+            send, recv = in_and_out(x, out, stream)
+        return self._prepare(Operation("broadcast", self.rank, options, send, recv, root=root))
 
+    @_operation
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO, compress: str | None = None) -> Any:
         """Gather all ranks' ``x``, in rank order, on every rank.
@@ -471,15 +489,12 @@ class Operations:
 
             rows = comm.all_gather(mine)                 # rows[r] is the x of rank r
         """
-        options, work = self._options("all_gather", async_op, timeout, algorithm, compress=compress), None
-        if out is not None:
-            work = self._find("all_gather", x, out, stream, options)
-        if work is None:
-            send = _input(x, stream)
-            recv = output(out, send, (self.size, *send.shape), stream, self.rank * send.count)
-            work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
-        return work.prepared.start(self, work)
+        options = self._options("all_gather", async_op, timeout, algorithm, compress=compress)
+        send = _input(x, stream)
+        recv = output(out, send, (self.size, *send.shape), stream, self.rank * send.count)
+        return self._prepare(Operation("all_gather", self.rank, options, send, recv))
 
+    @_operation
     def all_gather_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None, compress: str | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -495,16 +510,13 @@ class Operations:
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
-        options, work = self._options("all_gather_v", async_op, timeout, compress=compress), None
-        if out is not None:
-            work = self._find("all_gather_v", x, out, stream, options, None, (None, None, _key(counts)))
-        if work is None:
-            send = _input(x, stream)
-            counts = self._gather_counts("all_gather_v", counts, send, out, options, stream)
-            recv = output(out, send, (sum(counts),), stream, sum(counts[: self.rank]))
-            work = self._prepare(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
-        return work.prepared.start(self, work)
+        options = self._options("all_gather_v", async_op, timeout, compress=compress)
+        send = _input(x, stream)
+        counts = self._gather_counts("all_gather_v", counts, send, out, options, stream)
+        recv = output(out, send, (sum(counts),), stream, sum(counts[: self.rank]))
+        return self._prepare(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
 
+    @_operation
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO, compress: str | None = None) -> Any:
         """Send shard j of rank i's ``x`` to shard i of rank j's ``out``.
@@ -514,16 +526,13 @@ class Operations:
 
             columns = comm.all_to_all(rows)
         """
-        options, work = self._options("all_to_all", async_op, timeout, algorithm, compress=compress), None
-        if out is not None:
-            work = self._find("all_to_all", x, out, stream, options)
-        if work is None:
-            send = _input(x, stream)
-            shard_shape(send, self.size)
-            recv = output(out, send, send.shape, stream)
-            work = self._prepare(Operation("all_to_all", self.rank, options, send, recv))
-        return work.prepared.start(self, work)
+        options = self._options("all_to_all", async_op, timeout, algorithm, compress=compress)
+        send = _input(x, stream)
+        shard_shape(send, self.size)
+        recv = output(out, send, send.shape, stream)
+        return self._prepare(Operation("all_to_all", self.rank, options, send, recv))
 
+    @_operation
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int] | None = None,
                      out: Any = None, *, stream: Any = None, async_op: bool = False,
                      timeout: float | None = None, compress: str | None = None) -> Any:
@@ -538,31 +547,28 @@ class Operations:
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
-        options, work = self._options("all_to_all_v", async_op, timeout, compress=compress), None
-        if out is not None:
-            ranks = None, _key(send_counts), _key(recv_counts)
-            work = self._find("all_to_all_v", x, out, stream, options, None, ranks)
-        if work is None:
-            send = _input(x, stream)
-            send_counts = check_counts("send_counts", send_counts, self.size, send)
-            if recv_counts is None:
-                size, place = size_and_place(out, send, stream)
-                check_place(place, None)
-                mine = *send_counts, size
-                *to_each, sizes = self._numbers_of_all("all_to_all_v", "recv_counts", options, send, mine)
-                recv_counts = to_each[self.rank]
-                check_totals("out", sizes, [sum(counts) for counts in to_each])
-            recv_counts = check_counts("recv_counts", recv_counts, self.size)
-            own = send_counts[self.rank]
-            if own != recv_counts[self.rank]:
-                expected = f"send_counts[{self.rank}] = {own} from this rank itself"
-                raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
-            recv = output(out, send, (sum(recv_counts),), stream)
-            work = self._prepare(Operation(
-                "all_to_all_v", self.rank, options, send, recv, send_counts=send_counts, recv_counts=recv_counts
-            ))
-        return work.prepared.start(self, work)
+        options = self._options("all_to_all_v", async_op, timeout, compress=compress)
+        send = _input(x, stream)
+        send_counts = check_counts("send_counts", send_counts, self.size, send)
+        if recv_counts is None:
+            size, place = size_and_place(out, send, stream)
+            check_place(place, None)
+            mine = *send_counts, size
+            *to_each, sizes = self._numbers_of_all("all_to_all_v", "recv_counts", options, send, mine)
+            recv_counts = to_each[self.rank]
+            check_totals("out", sizes, [sum(counts) for counts in to_each])
+        recv_counts = check_counts("recv_counts", recv_counts, self.size)
+        own = send_counts[self.rank]
+        if own != recv_counts[self.rank]:
+            expected = f"send_counts[{self.rank}] = {own} from this rank itself"
+            raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
+        recv = output(out, send, (sum(recv_counts),), stream)
+        work = self._prepare(Operation(
+            "all_to_all_v", self.rank, options, send, recv, send_counts=send_counts, recv_counts=recv_counts
+        ))
+        return work
 
+    @_operation
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on rank ``root``.
@@ -572,16 +578,13 @@ class Operations:
 
             rows = comm.gather(mine, root=0)
         """
-        options, work = self._options("gather", async_op, timeout, algorithm), None
-        if type(root) is int and (out is not None) is (self.rank == root):
-            work = self._find("gather", x, out, stream, options, None, root)
-        if work is None:
-            send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-            if self._is_root("out", out, root):
-                recv = output(out, send, (self.size, *send.shape), stream, self.rank * send.count)
-            work = self._prepare(Operation("gather", self.rank, options, send, recv, root=root))
-        return work.prepared.start(self, work)
+        options = self._options("gather", async_op, timeout, algorithm)
+        send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
+        if self._is_root("out", out, root):
+            recv = output(out, send, (self.size, *send.shape), stream, self.rank * send.count)
+        return self._prepare(Operation("gather", self.rank, options, send, recv, root=root))
 
+    @_operation
     def gather_v(self, x: Any, counts: Sequence[int] | None = None, root: int = 0, out: Any = None, *,
                  stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -592,18 +595,15 @@ class Operations:
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
-        options, work = self._options("gather_v", async_op, timeout), None
-        if type(root) is int and (out is not None) is (self.rank == root):
-            work = self._find("gather_v", x, out, stream, options, None, (root, None, _key(counts)))
-        if work is None:
-            send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-            gets = self._is_root("out", out, root)
-            counts = self._gather_counts("gather_v", counts, send, out, options, stream)
-            if gets:
-                recv = output(out, send, (sum(counts),), stream, sum(counts[: self.rank]))
-            work = self._prepare(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
-        return work.prepared.start(self, work)
+        options = self._options("gather_v", async_op, timeout)
+        send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
+        gets = self._is_root("out", out, root)
+        counts = self._gather_counts("gather_v", counts, send, out, options, stream)
+        if gets:
+            recv = output(out, send, (sum(counts),), stream, sum(counts[: self.rank]))
+        return self._prepare(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
 
+    @_operation
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the r-th of ``size`` equal shards of the root's ``x`` to the ``out`` of rank r.
@@ -614,17 +614,14 @@ class Operations:
 
             comm.scatter(rows if comm.rank == 0 else None, row)
         """
-        options, work = self._options("scatter", async_op, timeout, algorithm), None
-        if type(root) is int and (x is not None) is (self.rank == root) and x is not out:
-            work = self._find("scatter", x, out, stream, options, None, root)
-        if work is None:
-            recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
-            send = self._of_root(self._whole(x, recv, root, stream), root, self.size * recv.count)
-            if send is not None:
-                refuse_overlap(send, recv, self.rank * recv.count)
-            work = self._prepare(Operation("scatter", self.rank, options, send, recv, root=root))
-        return work.prepared.start(self, work)
+        options = self._options("scatter", async_op, timeout, algorithm)
+        recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
+        send = self._of_root(self._whole(x, recv, root, stream), root, self.size * recv.count)
+        if send is not None:
+            refuse_overlap(send, recv, self.rank * recv.count)
+        return self._prepare(Operation("scatter", self.rank, options, send, recv, root=root))
 
+    @_operation
     def scatter_v(self, x: Any, counts: Sequence[int] | None, out: Any, root: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """``scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
@@ -636,25 +633,21 @@ class Operations:
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
         """
-        options, work = self._options("scatter_v", async_op, timeout), None
-        if type(root) is int and (x is not None) is (self.rank == root) and x is not out:
-            work = self._find("scatter_v", x, out, stream, options, None, (root, _key(counts), None))
-        if work is None:
-            recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
-            send = self._whole(x, recv, root, stream)
-            if counts is None:
-                size, place = (-1, -1) if send is None else (send.count, place_of(send, recv))
-                mine = recv.count, size, place if self.rank == root else -1
-                counts = self._counts_of_all("scatter_v", "x", options, recv, mine)
-            counts = check_counts("counts", counts, self.size)
-            send = self._of_root(send, root, sum(counts))
-            if counts[self.rank] != recv.count:
-                expected = f"counts[{self.rank}] = {counts[self.rank]}"
-                raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
-            if send is not None:
-                refuse_overlap(send, recv, sum(counts[: self.rank]))
-            work = self._prepare(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
-        return work.prepared.start(self, work)
+        options = self._options("scatter_v", async_op, timeout)
+        recv, root = as_buffer(out, "out", writable=True, stream=stream), check_rank("root", root, self.size)
+        send = self._whole(x, recv, root, stream)
+        if counts is None:
+            size, place = (-1, -1) if send is None else (send.count, place_of(send, recv))
+            mine = recv.count, size, place if self.rank == root else -1
+            counts = self._counts_of_all("scatter_v", "x", options, recv, mine)
+        counts = check_counts("counts", counts, self.size)
+        send = self._of_root(send, root, sum(counts))
+        if counts[self.rank] != recv.count:
+            expected = f"counts[{self.rank}] = {counts[self.rank]}"
+            raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
+        if send is not None:
+            refuse_overlap(send, recv, sum(counts[: self.rank]))
+        return self._prepare(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
 
     def _whole(self, x: Any, recv: Buffer, root: int, stream: Any) -> Buffer | None:
         """The ``x`` of a scatter to ``recv``, checked; None if a rank that is not ``root`` passes none."""
@@ -713,6 +706,7 @@ class Operations:
         rows = self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout)
         return list(zip(*rows, strict=True))
 
+    @_operation
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
 
@@ -725,10 +719,10 @@ class Operations:
             self._handle(stream)
         on_host = self.device is not None and stream is None and async_op is False and self._batch is None
         options = self._options("barrier", on_host or async_op, timeout, AUTO, False, stream is not None)
-        if (work := self._find("barrier", None, None, stream, options)) is None:
-            work = self._prepare(Operation("barrier", self.rank, options), None, stream)
-        done = work.prepared.start(self, work)
-        return done.synchronize() if on_host else done
+        work = self._prepare(Operation("barrier", self.rank, options), None, stream)
+        if on_host:
+            return work.prepared.start(self, work).synchronize()
+        return work
 
     def _handle(self, stream: Any) -> int:
         """The handle of a stream that is passed without an array."""
@@ -738,6 +732,7 @@ class Operations:
 
     # Messages.
 
+    @_operation
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst``, another rank, which calls ``recv`` with the same ``tag``.
@@ -749,14 +744,11 @@ class Operations:
 
             comm.send(activations, dst=comm.rank + 1)
         """
-        options, work = self._options("send", async_op, timeout), None
-        if type(dst) is type(tag) is int:
-            work = self._find("send", x, None, stream, options, None, (dst, None, tag, 0))
-        if work is None:
-            message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
-            work = self._prepare(Operation("send", self.rank, options, _input(x, stream), message=message))
-        return work.prepared.start(self, work)
+        options = self._options("send", async_op, timeout)
+        message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
+        return self._prepare(Operation("send", self.rank, options, _input(x, stream), message=message))
 
+    @_operation
     def recv(self, x: Any, src: int | None = None, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Receive a message of rank ``src``, another rank, with ``tag`` into ``x``; returns ``x``.
@@ -770,18 +762,13 @@ class Operations:
             comm.recv(activations, src=comm.rank - 1)
             gradients, worker = comm.recv(gradients)
         """
-        options, work = self._options("recv", async_op, timeout), None
-        if type(src) is type(tag) is int and src >= 0:
-            work = self._find("recv", None, x, stream, options, None, (None, src, 0, tag))
-        if work is None:
-            message = Message(src=self._source("recv", src), recv_tag=check_tag(tag))
-            recv = as_buffer(x, "x", writable=True, stream=stream)
-            operation = Operation("recv", self.rank, options, recv=recv, message=message)
-            if src is None:
-                return self._start_awaited(operation)
-            work = self._prepare(operation)
-        return work.prepared.start(self, work)
+        options = self._options("recv", async_op, timeout)
+        message = Message(src=self._source("recv", src), recv_tag=check_tag(tag))
+        recv = as_buffer(x, "x", writable=True, stream=stream)
+        operation = Operation("recv", self.rank, options, recv=recv, message=message)
+        return self._prepare(operation)
 
+    @_operation
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.
@@ -791,17 +778,13 @@ class Operations:
 
             comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
         """
-        options, work = self._options("send_recv", async_op, timeout), None
-        if type(dst) is type(src) is type(tag) is int:
-            work = self._find("send_recv", x, out, stream, options, None, (dst, src, tag, tag))
-        if work is None:
-            dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
-            send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
-            expect_place(recv, send)
-            refuse_overlap(send, recv)
-            message = Message(dst, src, check_tag(tag), tag)
-            work = self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
-        return work.prepared.start(self, work)
+        options = self._options("send_recv", async_op, timeout)
+        dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
+        send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
+        expect_place(recv, send)
+        refuse_overlap(send, recv)
+        message = Message(dst, src, check_tag(tag), tag)
+        return self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
 
     def send_bytes(self, data: bytes | bytearray | memoryview, dst: int, tag: int = 0, *, async_op: bool = False,
                    timeout: float | None = None) -> Any:
@@ -917,22 +900,12 @@ class _Builder(Operations):
     def __init__(self, comm: Operations) -> None:
         self.rank, self.size, self.device, self.backend = comm.rank, comm.size, comm.device, comm.backend
         self._group, self._store, self._batch = comm._group, comm._store, self
-        self._defaults, self._options_of = comm._defaults, comm._options_of
+        self._defaults = comm._defaults
         self.prepared: tuple[Operation, Any, Any, Work[Any]]
-
-    def _find(self, *_: Any) -> None:
-        """Nothing: what is prepared holds the arrays."""
 
     def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
         self.prepared = o, op, stream, super()._prepare(o, op, stream)
         return self.prepared[-1]
-
-    def add(self, work: Work[Any]) -> None:
-        """Do not start ``work``."""
-
-
-_CONTIGUOUS, _FLAGS = 1, 0x501
-"""Flags of an ndarray: C-contiguous; and also aligned and writeable."""
 
 
 def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
@@ -961,22 +934,146 @@ def _array_key(x: Buffer) -> tuple[Any, ...]:
     return x.dtype, x.shape, x.readonly, x.device, windows.place(x.pointer) if windows.memories else x.pointer & 15
 
 
-def _distance(x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> int:
-    distance: int = x.__array_interface__["data"][0] - out.__array_interface__["data"][0]
-    return distance
+_CONTIGUOUS, _FLAGS = 1, 0x501
+"""Flags of an ndarray: C-contiguous; and also aligned and writeable."""
+_COMPARED = frozenset({int, bool, str, ReduceOp})
+_PLAIN = _COMPARED | {float, type(None), PremulSum}
+_INTEGERS = frozenset({int})
+_NO_KEY: tuple[None, tuple[Any, ...], None] = None, (), None
 
 
-_INTEGERS = {int, np.int64}
+def _key(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_Key | None, Sequence[Any], Any]:
+    """What makes calls the same, as ``make_key`` in ``module_eager.c``.  None: of a call that cannot be known.
 
-
-def _key(counts: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Counts as a part of a cache key, or None, which no cached call has, if they are no list or tuple of integers.
-
-    2.0 and True equal integers, but an uncached call refuses them.
+    Arrays are compared by what they are and by how they overlap the first one, all others by type and value.  Also
+    returns the arguments, with arrays of GPUs as ``Array``, and the stream of a call on GPUs.
     """
-    if type(counts) is list or type(counts) is tuple:  # isinstance takes twice as long
-        return tuple(counts) if _INTEGERS.issuperset(map(type, counts)) else None
-    return None
+    key: list[Any] = [name, len(args)]
+    arrays: Any = args
+    stream = first = of_first = None
+    if options:
+        key += options
+        stream = options.get("stream")
+        key.append(stream is None)
+        arrays = *args, *options.values()
+    for at, x in enumerate(arrays):
+        kind = type(x)
+        if kind is np.ndarray:
+            flags = x.flags.num & _FLAGS
+            if stream is not None or not flags & _CONTIGUOUS:
+                return _NO_KEY
+            key += x.dtype, x.shape, flags
+            if first is None:
+                first = x
+            elif type(first) is not np.ndarray:
+                return _NO_KEY
+            else:
+                overlap = x is not first and np.may_share_memory(first, x)
+                key.append("same" if x is first else _pointer(first) - _pointer(x) if overlap else None)
+        elif kind in _PLAIN:
+            key += kind, x
+        elif kind is list or kind is tuple:
+            if not _INTEGERS.issuperset(map(type, x)):
+                return _NO_KEY
+            key.append(tuple(x))
+        elif x is not stream:
+            array = x if kind is Array else plain_array(x)
+            if array is None or type(first) is np.ndarray or getattr(array.owner, "closed", False):
+                return _NO_KEY
+            if array is not x:
+                arrays = [*arrays[:at], array, *arrays[at + 1 :]]
+            place = windows.place(array.pointer) if windows.memories else array.pointer & 15
+            key += array.dtype, array.shape, array.readonly, array.device, place
+            if first is None:
+                first, of_first = array, x
+            elif array.stream is not first.stream and options.get("stream") is None:
+                return _NO_KEY
+            else:
+                key.append("same" if x is of_first else _distance_on_gpu(first, array))
+    if stream is None and type(first) is Array:
+        stream = first.stream
+    return tuple(key), arrays, stream
+
+
+def _distance_on_gpu(x: Array, y: Array) -> int | None:
+    """The bytes from ``x`` to ``y``; None if they do not overlap."""
+    apart = x.pointer + x.nbytes <= y.pointer or y.pointer + y.nbytes <= x.pointer
+    return None if apart else x.pointer - y.pointer
+
+
+def _flat(x: Any) -> np.ndarray[Any, Any]:
+    """An array in host memory that is known to be contiguous, in one dimension."""
+    return x.reshape(-1) if type(x) is np.ndarray else as_buffer(x, "x", writable=False).flat
+
+
+def _pointer(x: Any) -> int:
+    """The address of an array that the core can read."""
+    if type(x) is np.ndarray:
+        return int(x.__array_interface__["data"][0])
+    return x.pointer if type(x) is Array else int(x.data_ptr())
+
+
+def _ends(work: Work[Any]) -> tuple[Any, Any]:
+    """The arrays that a checked call reads and writes, as the caller passed them; None where this rank has none."""
+    return work.held, work.array if work.prepared.gets else None
+
+
+def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> Known | None:
+    """How calls like ``work`` are repeated on other arrays: by its Prepared.
+
+    Also returns the indices of ``send`` and ``recv``, its ``_ends``, among the ``arguments``; -1 for None.  None if
+    other calls with the same key may differ: they have results of their own, exchange sizes first, or have another
+    array whose values may matter.
+    """
+    prepared = work.prepared
+    o = prepared.operation
+    sized = sum(type(x) in (list, tuple) for x in arguments) == 1 + (o.name == "all_to_all_v")
+    if not prepared.lasting or o.options.purpose or work.convert is not None or (o.name.endswith("_v") and not sized):
+        return None
+    x, out = (-1 if end is None else _place(end, arguments) for end in (send, recv))
+    unused = [each.shape for each in arguments if hasattr(each, "shape") and each is not send and each is not recv]
+    may_ignore = () not in unused and not o.name.endswith("_v") and (not prepared.gets or o.name == "scatter")
+    if x is None or out is None or (unused and not may_ignore):
+        return None
+    waits_on_host = o.name == "barrier" and prepared.backend.on_gpu and prepared.waits and not o.options.on_stream
+    if waits_on_host or (not prepared.fixed and streams.is_captured(work.stream)):
+        return None
+    return prepared, x, out
+
+
+def _place(x: Any, arguments: Sequence[Any]) -> int | None:
+    """The index of the argument that is ``x``; None if there is none."""
+    return next((i for i, each in enumerate(arguments) if each is x), None)
+
+
+def _are_fixed(arguments: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether the core can compare these arguments: by identity or value, or an array by what it is."""
+    stream = options.get("stream")
+    if stream is not None and library_of(stream):  # torch's are new each time
+        return False
+    return all(
+        x is stream or x is None or type(x) in _COMPARED or (_is_readable(x) and len(x.shape) <= 4)
+        or (type(x) in (list, tuple) and _INTEGERS.issuperset(map(type, x)))
+        for x in arguments
+    )  # fmt: skip
+
+
+def _is_readable(x: Any) -> bool:
+    """Whether the core reads such arrays: of NumPy, kos, or torch, whose tensors it takes of one type."""
+    if type(x) is np.ndarray or type(x) is Array:
+        return True
+    if library_of(x) != "torch" or type(x) is not sys.modules["torch"].Tensor:
+        return False
+    return hasattr(type(x), "__dlpack_c_exchange_api__") and bool(native.tensors(type(x)))
+
+
+def _identity(x: Any) -> Any:
+    """What the core compares of an argument by its identity, if anything: not integers and counts."""
+    if type(x) in (list, tuple):
+        return None
+    if type(x) is Array:
+        return x.dtype, x.stream
+    return x.dtype if type(x) is np.ndarray else type(x) if _is_readable(x) else x
 
 
 def _input(x: Any, stream: Any) -> Buffer:

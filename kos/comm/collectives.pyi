@@ -1,12 +1,12 @@
 """The types of collectives.py, from which tests/stubs.py writes this file."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from kos.comm.matching import Envelope
 from kos.comm.operation import Operation, Options
 from kos.comm.persistent import Persistent
-from kos.comm.prepared import Store
+from kos.comm.prepared import Known, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.work import Work
 from kos.cuda import streams
@@ -23,17 +23,18 @@ class Operations:
     _group: Any
     _batch: Any
     _store: Store
+    _core_calls: Any = None
     _defaults: Options
-    _overlapped: Options
-    _options_of: dict[Any, Options]
     def _check_open(self) -> None: ...
     _last_stream: tuple[Any, int, Any] = (None, streams.LEGACY, None)
-    def _find(
-        self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any = ..., ranks: Any = ...
-    ) -> Work[Any] | None: ...
-    def _find_on_gpu(
-        self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any, ranks: Any
-    ) -> Work[Any] | None: ...
+    def _repeated(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None: ...
+    def _repeat(self, how: tuple[Any, ...], x: Any, out: Any) -> Any: ...
+    def _make(
+        self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
+    ) -> tuple[Any, tuple[Any, ...] | None]: ...
+    def _how_in_core(
+        self, work: Work[Any], known: Known, ends: tuple[Any, Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, ...] | None: ...
     def _prepare(self, o: Operation, op: Any = ..., stream: Any = ...) -> Work[Any]: ...
     def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]: ...
     def _options(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from kos.comm import interrupts, watchdog
@@ -71,8 +71,7 @@ class Communicator(Groups):
         self.device, self._store = backend.device, backend.store
         self.rendezvous = rendezvous
         self.probes = probes
-        self._defaults, self._overlapped = Options(timeout), Options(timeout, overlap=True)
-        self._options_of: dict[Any, Options] = {}
+        self._defaults = Options(timeout)
         self._collectives, self._messages, self._splits = itertools.count(), itertools.count(), itertools.count()
         self.rank, self.size, self._suffix = rendezvous.rank, rendezvous.size, rendezvous.failures.group_suffix
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
@@ -91,7 +90,7 @@ class Communicator(Groups):
         if group is None:
             rendezvous.failures.status.publish_last_call(self.recorder.last_call)
         self._tracing = backend.tracing = tracing(backend, self.recorder)
-        self._core_group = backend.core_group(self)
+        self._core_group, self._core_calls = backend.core_calls(self)
         if self._core_group is not None:
             self._use_core()
         _communicators.add(self)
@@ -100,7 +99,8 @@ class Communicator(Groups):
         """Have the core make the operations that subclasses have not changed."""
         for name in CORE_OPERATIONS:
             if getattr(type(self), name) is (function := getattr(Operations, name)):
-                setattr(self, name, self._core_group.method(name, getattr(self, name), function.__doc__ or ""))
+                make = functools.partial(self._make, function)
+                setattr(self, name, self._core_group.method(name, make, function.__doc__ or ""))
         self._store.core = self._core_group
 
     def _open_batch(self, batch: Batch | None) -> None:
@@ -156,7 +156,7 @@ class Communicator(Groups):
     def timeout(self, seconds: float) -> None:
         seconds = self.rendezvous.timeout = check_timeout(seconds)
         self.backend.set_timeout(seconds)
-        self._defaults, self._overlapped = Options(seconds), Options(seconds, overlap=True)
+        self._defaults = Options(seconds)
         self._store.clear()
 
     def batch(self, *, async_op: bool = False) -> Batch:
@@ -221,7 +221,7 @@ class Communicator(Groups):
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
         call = f"allocate of {kind.name}{list(shape)}"
-        self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call)
+        self._agree(Operation("barrier", self.rank, self._defaults._replace(purpose=call)), call)
         if self.device is not None:
             return self.backend.allocate(shape, kind.numpy)
         with self._exchange(call):
@@ -268,7 +268,7 @@ class Communicator(Groups):
             self.synchronize()
             self._store.clear()
             call = f"register of {buffer.nbytes} bytes"
-            self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call)
+            self._agree(Operation("barrier", self.rank, self._defaults._replace(purpose=call)), call)
         return self.backend.register(buffer)
 
     def on_failure(self, callback: Callable[[KosError], None]) -> None:

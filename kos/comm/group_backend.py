@@ -154,9 +154,9 @@ class GroupBackend(ABC):
         """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         return []
 
-    def core_group(self, comm: Any) -> Any:
-        """A ``kos._core.native.Group`` for the calls of ``comm``, or None."""
-        return None
+    def core_calls(self, comm: Any) -> tuple[Any, Any]:
+        """A ``kos._core.native.Group`` for the calls of ``comm``, and what describes calls to it; or None for both."""
+        return None, None
 
     def owns(self, work: Work[Any]) -> bool:
         """Whether this backend started ``work``.  Splits share an engine."""

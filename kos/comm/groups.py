@@ -10,7 +10,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, Literal, Self, overload
 
 import numpy as np
@@ -143,7 +142,7 @@ class Groups(Operations):
             purpose = ", ".join(filter(None, (purpose, f"nccl {options}")))
         self._check_open()
         self.synchronize()
-        timed = replace(self._defaults, purpose=purpose) if purpose else self._defaults  # new ones are a new signature
+        timed = self._defaults._replace(purpose=purpose)
         operation = Operation(call, self.rank, timed)
         self._agree(operation, f"{call} for {purpose}" if purpose else call)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
@@ -377,7 +376,7 @@ class Groups(Operations):
         send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
         if operation == "broadcast":
             send = send if self.rank == root else recv
-        options = replace(self._options(operation, False, timeout), purpose=name)
+        options = self._options(operation, False, timeout)._replace(purpose=name)
         recv_counts = None if operation == "broadcast" else tuple(counts)
         call = Operation(
             operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
@@ -393,7 +392,7 @@ class Groups(Operations):
                 return [json.loads(row) for row in self.rendezvous.allgather(json.dumps(numbers).encode())]
         mine, everyone = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
         send, recv = as_buffer(mine, "counts", False), as_buffer(everyone, "counts", True)
-        options = replace(self._options("all_gather", False, timeout), purpose=purpose)
+        options = self._options("all_gather", False, timeout)._replace(purpose=purpose)
         work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
         work.prepared.start(self, work)
         rows: list[list[int]] = everyone.tolist()

@@ -46,8 +46,7 @@ class Message(NamedTuple):
 NO_MESSAGE = Message()
 
 
-@_frozen
-class Options:
+class Options(NamedTuple):
     """The options of a call.
 
     ``timeout`` is in seconds (None: no limit).  ``overlap`` runs beside the stream of the arrays (``async_op``).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import suppress
 from itertools import pairwise
 from threading import get_ident
 from typing import Any, Generic, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from kos._core import native
 from kos.comm.one_thread import check_batch
 from kos.comm.operation import Operation
+from kos.comm.prepared import APART
 from kos.comm.work import Work
 from kos.errors import InvalidArgument
 from kos.memory.buffer import address_of
@@ -61,6 +63,39 @@ class Persistent(Generic[T]):
         self._last = work
         return work
 
+    def _make(self, args: Any, options: Any, has_key: bool) -> tuple[Any, tuple[Any, ...] | None]:
+        """Start it for the core.  Returns the Work, and how the core starts it next: see ``Operations._make``."""
+        work, how = Persistent.start(self, *args, **options), None
+        try:
+            if has_key and self._comm._batch is None:
+                with suppress(Exception):  # the start itself has succeeded
+                    how = self._how_in_core(work)
+        except BaseException:  # that of a signal's handler
+            work.withdraw()
+            raise
+        return work, how
+
+    def _how_in_core(self, work: Work[T]) -> tuple[Any, ...] | None:
+        """As ``Operations._how_in_core``.  The objects are the arrays, on a GPU their addresses, and the result.
+
+        On a GPU, starts return two Works in turn.
+        """
+        prepared, arrays = work.prepared, (work.send, work.recv)
+        if not prepared.lasting or work.convert is not None:
+            return None
+        x, out = (-1 if each is None or (prepared.backend.on_gpu and not each) else i for i, each in enumerate(arrays))
+        if prepared.backend.on_gpu:
+            works: Any = work.unstarted_copy(), work.unstarted_copy()
+            objects = (*arrays, None)
+        else:
+            works, objects, out = prepared.work(prepared), (*arrays, work.array), x if work.recv is work.send else out
+        described = self._comm._core_calls.describe(work, x, out, persistent=True)
+        if described is None:
+            return None
+        call, send, recv, *more = described
+        result = -1 if prepared.backend.on_gpu else 2
+        return call, prepared, prepared.description, works, False, send, recv, -1, result, APART, 0, 0, objects, *more
+
     def _synchronized(self) -> None:
         """The communicator was synchronized."""
         if self._last is not None:
@@ -77,7 +112,7 @@ def persistent(comm: Any, *checked: Any) -> Persistent[Any]:
 
 
 if native is not None:
-    _InCore: Any = type("Persistent", (native.Operation, Persistent), {"_start": Persistent.start})
+    _InCore: Any = type("Persistent", (native.Operation, Persistent), {})
     """One whose ``start`` needs no Python once the core knows the call: the method of the first base."""
 
 
@@ -98,6 +133,8 @@ class Batch:
         opened the batch.
         """
         check_batch(self._comm, self._owner, work)
+        if not work.prepared.waits:
+            raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
         if persistent is not None and persistent in self._starts:
             what = f"{work.name}{work.arguments}"
             raise InvalidArgument(f"start: expected one start in a batch, got another of {what}")

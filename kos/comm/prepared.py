@@ -31,6 +31,9 @@ MOST_STORED = 2048
 
 _HERE = dirname(__file__) + sep  # as code objects have it
 
+APART = (1 << 64) - 1
+"""The distance of two arrays that do not overlap."""
+
 TEXTS, TEXT_BYTES = 2048, 1024
 """The number of call descriptions that a rank keeps and publishes, and the bytes of each."""
 
@@ -317,13 +320,22 @@ BY_CAPTURE: Any = object()
 """In a Store, of a signature whose calls take another route in a graph: that is part of the key then."""
 
 
+Known = tuple[Prepared, int, int]
+"""How a call is repeated on other arrays.  The numbers say which arguments are input and output; -1: none."""
+
+
 class Store(dict[Any, Prepared]):
     """The Prepared of a communicator, by signature."""
 
     generation = 0
     """How often all were dropped, because timeouts, windows or tables changed."""
     core: Any = None
-    """The ``kos._core.native.Group`` that knows some of these calls, or None."""
+    """The ``kos._core.native.Group`` that knows calls which are started by these, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, Known] = {}
+        """By its key, how a call that the core does not know is repeated (``collectives._known``)."""
 
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
         """Store the Prepared of a call on ``stream``."""
@@ -334,9 +346,16 @@ class Store(dict[Any, Prepared]):
             signature = signature, is_captured(stream)
         self[signature] = prepared
 
+    def add_call(self, key: Any, known: Known) -> None:
+        """Store how calls with that key are repeated."""
+        if len(self.calls) >= MOST_STORED:
+            self.calls.clear()
+        self.calls[key] = known
+
     def clear(self) -> None:
         """Drop all."""
         super().clear()
+        self.calls.clear()
         self.generation += 1
         if self.core is not None:
             self.core.forget()

@@ -480,7 +480,7 @@ def of_nccl(rendezvous: Rendezvous, comm: Any = None, host: HostBackend | None =
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one launch its operations by Python, as larger groups do; else they are copies, or nothing."""
     monkeypatch.setattr(device, "single_rank_route", lambda o, index: None)
-    monkeypatch.setattr(shared.CommState, "core_group", lambda *_: None)
+    monkeypatch.setattr(shared.CommState, "core_calls", lambda *_: (None, None))
 
 
 def alone() -> kos.Communicator:

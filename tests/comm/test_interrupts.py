@@ -262,12 +262,12 @@ def test_a_receive_that_ctrl_c_ends_before_it_is_returned():
     """While the first call of its kind is kept for later calls of the core."""
     text = """import numpy as np, pytest, kos
 from kos.comm.host.shared.node import Node
-keep, armed = Node.remember, []
+keep, armed = Node.describe, []
 def interrupted(*args):
     if armed:
         raise armed.pop()
     return keep(*args)
-Node.remember = interrupted
+Node.describe = interrupted
 with kos.init(timeout=60) as comm:
     lost, x = np.zeros(4), np.zeros(4)
     if comm.rank:

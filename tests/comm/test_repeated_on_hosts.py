@@ -62,7 +62,7 @@ def test_hundreds_of_signatures_stay_cached(comm, /):
     arrays, prepared, node = [np.ones(count) for count in range(1, 601)], Prepared(comm), comm.backend.messages
     for x in arrays:
         comm.all_reduce(x)
-    node.remember = lambda *_: pytest.fail("the core dropped a cached call")
+    node.describe = lambda *_: pytest.fail("the core dropped a cached call")
     assert not any(prepared.by(lambda x=x: comm.all_reduce(x)) for x in arrays)
 
 
@@ -86,6 +86,25 @@ def test_a_read_only_array_may_be_sent_and_not_written(comm, /):
         with pytest.raises(InvalidArgument, match="writable"):
             comm.all_reduce(x)
         comm.all_reduce(np.ones(3, int))
+
+
+@pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
+@on_each_rank("run", 2)
+def test_a_root_in_an_array_is_read_at_each_call(comm, /):
+    for root in (0, 0, 0, 1, 0, 1):
+        x = np.full(3, comm.rank)
+        assert comm.broadcast(x, np.array(root)).tolist() == [root] * 3
+
+
+@pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
+@on_each_rank("run", 2)
+def test_a_known_call_with_async_op_is_refused_in_a_batch(comm, /):
+    x = np.ones(3)
+    for _ in range(3):
+        comm.all_reduce(x, async_op=True).wait()
+    with pytest.raises(InvalidArgument, match="async_op: expected False in a batch"), comm.batch():
+        comm.all_reduce(x, async_op=True)
+    assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
 
 
 def test_a_slot_is_not_filled_before_every_rank_has_read_it():

@@ -200,26 +200,30 @@ def test_a_group_that_nobody_has_is_collected_with_its_calls():
 class Owner:
     """What a group is bound to: communicator, failures, node and status in one."""
 
-    __slots__ = (*Communicator.__slots__, "asked", "first", "last", "remember")
+    __slots__ = (*Communicator.__slots__, "first", "last")
 
-    def __init__(self, remember: Any) -> None:
+    def __init__(self) -> None:
         for name in self.__slots__:
             setattr(self, name, None)
-        self.remember = remember
 
 
 def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known():
     """It is not compared by value, and the program may change it."""
     with groups(1) as (group,):
         barrier = group.prepare("barrier").prepared
-        owner = Owner(lambda *call: (barrier, None, (None,), None, True, -1, -1, -1, call))
+        owner = Owner()
         example, seen = np.zeros((2, 3)), list[int]()
         core, numbers = group.core, itertools.count()
         slots = [[None] * 7 for _ in range(4)]
         assert core.bind(
             example, example.ctypes.data, owner, owner, owner, owner, [], array("Q", [0]), slots, numbers, numbers
         )
-        call = core.method("call", lambda counts: seen.append(len(counts)) or 1, "")
+
+        def make(given, options, has_key):
+            seen.append(len(given[0]))
+            return 1, (barrier, None, (None,), None, True, -1, -1, -1, -1, (1 << 64) - 1, 0, 0, given)
+
+        call = core.method("call", make, "")
         for length, calls in ((_core.native.MAX_RANKS, 1), (_core.native.MAX_RANKS + 1, 3)):
             counts = [0] * length
             for _ in range(3):

@@ -198,8 +198,8 @@ class GPUBackend(WatchedBackend):
             for messages, more in zip(self._together[stream], both, strict=True):
                 messages += more
 
-    def core_group(self, comm: Any) -> Any:
-        return self.shared.core_group(comm, self)
+    def core_calls(self, comm: Any) -> tuple[Any, Any]:
+        return self.shared.core_calls(comm, self)
 
     def party(self, prepared: Prepared) -> Any:
         """The route of a call, if the call must be ordered among those of other routes; None if not, as for a copy."""
@@ -221,9 +221,6 @@ class GPUBackend(WatchedBackend):
     def launch(self, work: Work[Any]) -> None:
         """Queue ``work`` on its stream or, if it overlaps, on the communicator's stream."""
         prepared, shared, self._last = work.prepared, self.shared, work
-        core_calls = shared.core_calls
-        if core_calls is not None and (core_calls.asked or core_calls.last):
-            core_calls.note_last(work)
         try:
             if self._failed[0]:
                 self.inspect(work)

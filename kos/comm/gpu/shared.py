@@ -51,7 +51,6 @@ class CommState:
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
         self._abort_flag: np.ndarray[Any, Any] | None = None  # made when asked
-        self.core_calls: EagerCalls | None = None
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
         self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
@@ -74,12 +73,12 @@ class CommState:
         if self._channel is not None:
             failures.reporters.append(self._channel)
 
-    def core_group(self, comm: Any, backend: Any) -> Any:
-        """The ``kos._core.native.Group`` that makes calls of ``comm`` without Python; None if there is none."""
+    def core_calls(self, comm: Any, backend: Any) -> tuple[Any, Any]:
+        """See ``GroupBackend.core_calls``."""
         if self.calls is None or comm._tracing is not None:
-            return None
-        self.core_calls = EagerCalls(comm, self, backend)
-        return self.core_calls.bind(self.calls.core)
+            return None, None
+        calls = EagerCalls(comm, self, backend)
+        return calls.bind(self.calls.core), calls
 
     @property
     def abort_flag(self) -> int:

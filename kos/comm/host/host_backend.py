@@ -93,10 +93,9 @@ class HostBackend(GroupBackend):
             return None
         return HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
 
-    def core_group(self, comm: Any) -> Any:
-        """The ``kos._core.native.Group`` that makes calls of ``comm`` without Python; None if there is none."""
+    def core_calls(self, comm: Any) -> tuple[Any, Any]:
         node = self.node
-        return None if node is None or comm._tracing is not None else node.core_group(comm, self)
+        return (None, None) if node is None or comm._tracing is not None else (node.core_group(comm, self), node)
 
     @property
     def shares_memory(self) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import get_ident
 from time import time_ns
 from typing import Any
 
@@ -31,7 +30,6 @@ from kos.comm.transport import wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.dtypes import DTYPE_CODES, dtype_of_code
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError
-from kos.memory.libraries import library_of
 
 Array = np.ndarray[Any, Any]
 
@@ -82,8 +80,6 @@ class Node:
         self._transport, self.ranks = transport, calls.segment.ranks
         self._local = {rank: local for local, rank in enumerate(self.ranks)}
         self.batch = False  # whether other calls begin at once, which this one may need
-        self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
-        self._last: tuple[int, Work[Any]] | None = None  # that call, and its thread
         self.failures, self.size = calls.failures, calls.segment.size
         self._status = self.failures.status
         self.active: set[SegmentMessage] = set()
@@ -160,10 +156,6 @@ class Node:
                 if self.waiting and self._waits(prepared.operation.message):
                     return prepared.backend.launch(work)
                 call, puts, gets = prepared.run
-                if self.asked and self.asked == get_ident():
-                    self.asked, self._last = 0, (self.asked, work)
-                elif self._last is not None and self._last[0] == get_ident():
-                    self._last = None  # one is within the other, as of a finalizer: unknown which the core waits for
                 if self._status.last is not None:
                     self._status.clear_failure()
                 waits = prepared.waits and not self.batch and not self._works
@@ -196,49 +188,22 @@ class Node:
         )  # fmt: skip
         return self._core if bound else None
 
-    def remember(
-        self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
-    ) -> tuple[Any, ...] | None:
-        """The description from which the core runs calls like the last one of this thread; None if it cannot.
+    def describe(
+        self, work: Work[Any], x: int, out: int, streams: Sequence[Any] = (), persistent: bool = False
+    ) -> tuple[Any, int, int]:
+        """The call of the core for calls like ``work``, and which arguments it reads and writes (-1: none).
 
-        ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.  The core
-        cannot run a call that has not come to ``start``: it is in a batch, or runs by a schedule.
-
-        The Prepared of the core and that of kos, what the recorder has of the call, the class of its Works, whether it
-        returns no Work, and which arguments are its input, output and result, -1 for none.  Then the objects by whose
-        identity the core compares calls, which must live on; of a Persistent its input, output and result.
+        ``x`` and ``out`` are the arguments that are input and output.  The call is None if the core cannot start such
+        calls, for example because they run by a schedule.
         """
-        thread, self.asked, last, self._last = self.asked, 0, self._last, None
-        if thread or last is None or last[0] != get_ident():
-            return None
-        work = last[1]
-        prepared, persistent = work.prepared, result is work and not isinstance(asked, str)
-        if not isinstance(prepared, Prepared) or not (persistent or prepared.name == asked):
-            return None
+        prepared = work.prepared
         returns = persistent or not prepared.waits
-        if not prepared.lasting or prepared.launch != self.start or prepared.operation.options.purpose:
-            return None
-        if returns and (self._engine.thread is not None or work.convert is not None):
-            return None
+        if prepared.launch != self.start or (returns and self._engine.thread is not None):
+            return None, x, out
+        if any(end is not None and not end.size for end in (work.send, work.recv)):
+            return None, x, out
         call, puts, gets = prepared.run
-        known = call, prepared, prepared.description, prepared.work, not returns
-        result = work.array if returns else result
-        args: tuple[Any, ...] = (work.send, work.recv) if persistent else (*positional, *keywords.values())
-        addresses = [_address(x) for x in args]
-        used = [work.send.ctypes.data if puts else -1, work.recv.ctypes.data if gets else -1]
-        places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
-        if persistent:
-            return *known, *places, 2, (*args, result)
-        arrays = {id(x): at for x, at in zip(args, addresses, strict=True) if at is not None}
-        if any(not _is_fixed(x) for x in args) or len({*arrays.values()}) != len(arrays):
-            return None
-        returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
-        if None in places or not returned:
-            return None
-        if prepared.name.endswith("_v") and not {*used, None}.issuperset(addresses):  # counts in an array
-            return None
-        objects = *map(_identity, args), *keywords
-        return *known, *places, returned[0], objects
+        return call, x if puts else -1, out if gets else -1
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
@@ -408,28 +373,3 @@ def _count(o: Operation, size: int) -> int:
 def _packed(counts: Sequence[int] | None) -> bytes | None:
     """Counts as the core reads them."""
     return None if counts is None else np.array(counts, np.uint64).tobytes()
-
-
-def _address(x: Any) -> int | None:
-    """Where an array is that the core can read; None for anything else."""
-    if type(x) is np.ndarray:
-        return int(x.ctypes.data)
-    if library_of(x) == "torch" and hasattr(type(x), "__dlpack_c_exchange_api__") and native.tensors(type(x)):
-        return int(x.data_ptr())
-    return None
-
-
-def _identity(x: Any) -> Any:
-    """The object by whose identity the core compares an argument; None of counts, which it compares by value."""
-    if type(x) in (list, tuple):
-        return None
-    return x.dtype if type(x) is np.ndarray else x if _address(x) is None else type(x)
-
-
-def _is_fixed(x: Any) -> bool:
-    """Whether the core can compare an argument: by identity or value, or an array by what it is."""
-    if type(x) is np.ndarray:
-        return x.ndim <= 4 and x.size > 0 and x.flags.carray
-    if type(x) in (list, tuple):
-        return all(type(each) is int for each in x)
-    return x is None or type(x) in (int, bool, str, ReduceOp) or _address(x) is not None
