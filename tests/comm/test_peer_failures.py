@@ -491,7 +491,8 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous, /):
 def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu, monkeypatch):
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
-    shared, status = backend.shared, Mock(awaited=lambda rank: None, failure=lambda rank: None, hosts={})
+    shared, nothing = backend.shared, lambda rank: None
+    status = Mock(awaited=nothing, failure=nothing, cause=nothing, hosts={})
     status.last_call = lambda rank: ""
     shared.failures.world, shared.failures.status, halted = [0, 3], status, set[int]()
     status.halted = status.ended = lambda rank: rank in halted
