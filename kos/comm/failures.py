@@ -132,7 +132,8 @@ class FailureLog:
         """The error that further exchanges of the control plane raise, because one failed or the group is closed."""
         self.reported: tuple[int, KosError] | None = None
         """The earliest collective in which a rank is known to have failed, and its error."""
-        self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
+        self.left: dict[int, tuple[int, str, KosError | None]] = {}
+        """The ranks that have left the group: the first collective that each does not begin, why, and the cause."""
         self.ring: Any = None
         """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
         self.reporters: list[Any] = []
@@ -168,9 +169,9 @@ class FailureLog:
             if self.reported is None or sequence < self.reported[0]:
                 self.reported = sequence, error
 
-    def record_end(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
+    def record_left(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
         """Record that the rank begins neither collective ``sequence`` nor a later one."""
-        self.ends.setdefault(rank, (sequence, why, cause))
+        self.left.setdefault(rank, (sequence, why, cause))
 
     def report(self, work: Any, error: KosError, begun: int, lost: bool = False) -> None:
         """Report to the other ranks that ``work`` failed, which ends the group.
@@ -204,8 +205,8 @@ class FailureLog:
         if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
             raise self.reported[1].copy()
         if sequence is not None:
-            for rank, (end, why, cause) in self.ends.copy().items():
-                if end <= sequence and not (begun and end == 0 and why in DEATHS):
+            for rank, (first, why, cause) in self.left.copy().items():
+                if first <= sequence and not (begun and first == 0 and why in DEATHS):
                     raise self.lost(rank, why, what, cause)
 
     def refuse(self, what: object) -> None:
@@ -383,7 +384,7 @@ class FailureLog:
     def suspects(self) -> list[int]:
         """The ranks of this group that are known to have ended or failed; ended ones first."""
         others = [rank for rank in range(len(self.world)) if rank != self.rank]
-        gone = [rank for rank in others if rank in self.ends or self.status.ended(self.world[rank])]
+        gone = [rank for rank in others if rank in self.left or self.status.ended(self.world[rank])]
         return gone + [rank for rank in others if rank not in gone and self._failure_of(self.world[rank]) is not None]
 
     def names(self, ranks: Sequence[int], several: bool = True) -> str:

@@ -110,8 +110,8 @@ def test_ends_that_arrive_while_a_call_asks():
     interleaving, left = Interleaving("comm/failures.py"), True
     while left:
         log = FailureLog(range(4), 0)
-        log.record_end(1, 7, "it closed")
-        left = interleaving(lambda log=log: log.raise_reported(3), lambda log=log: log.record_end(2, 9, "it closed"))
+        log.record_left(1, 7, "it closed")
+        left = interleaving(lambda log=log: log.raise_reported(3), lambda log=log: log.record_left(2, 9, "it closed"))
 
 
 def test_deaths_that_arrive_while_a_call_reads_them():

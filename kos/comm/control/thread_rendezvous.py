@@ -159,7 +159,7 @@ class ThreadGroup:
         The reason is the one with which the rank aborted or closed the group.  The end of its thread follows this at an
         unknown time, so the reason of the thread counts only if the rank gave none, because it crashed.
         """
-        _, why, cause = failures.ends.get(rank, (0, "", None))
+        _, why, cause = failures.left.get(rank, (0, "", None))
         if why := why or self.world.ends.get(self.members[rank], ""):
             raise failures.lost(rank, why, what, cause)
 

@@ -278,8 +278,8 @@ class MPITransport(Backend):
         checked, checks_left = self.checks, LAST_CHECKS
         try:
             while not request.Test():
-                ends = self.failures.ends.copy().values() if checked != self.checks else ()
-                if any(end <= work.sequence for end, *_ in ends):
+                left = self.failures.left.copy().values() if checked != self.checks else ()
+                if any(first <= work.sequence for first, *_ in left):
                     checked, checks_left = self.checks, checks_left - 1
                     if checks_left < 0:  # MPI may not report that a process has ended
                         self.failures.raise_reported(work.sequence, work)
@@ -309,7 +309,7 @@ class MPITransport(Backend):
         failures, calls = self.failures, self.failures.ring
         if failures.reported is not None:
             return failures.reported[1].copy()
-        _, why, cause = failures.ends.get(peer, (0, None, None))
+        _, why, cause = failures.left.get(peer, (0, None, None))
         deaths = {} if self._channel is None else self._channel.deaths()
         if why is None and 0 in deaths:
             return failures.lost(0, deaths[0])  # whatever happens to the peer, nobody reports it
@@ -327,7 +327,7 @@ class MPITransport(Backend):
         """Whether a collective of that tag may complete although the peer has ended, or a later one has failed."""
         if tag < COLLECTIVE_TAGS:
             return False
-        if (end := self.failures.ends.get(peer)) is None:
+        if (end := self.failures.left.get(peer)) is None:
             return self.failures.reported is not None  # ``agree`` raises it if it concerns this collective
         return end[0] > 0 and 0 < (self.tag(end[0]) - tag) % COLLECTIVE_TAGS < COLLECTIVE_TAGS // 2
 
@@ -351,8 +351,8 @@ class MPITransport(Backend):
         while not late:
             late = time.monotonic() > deadline
             self.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
-            ends = self.failures.ends.copy().items()
-            yield from ((rank, why) for rank, (_, why, _) in ends if late or why != CHANGES)
+            left = self.failures.left.copy().items()
+            yield from ((rank, why) for rank, (_, why, _) in left if late or why != CHANGES)
             time.sleep(0.001)
 
     def explain(self, work: Work[Any], error: Exception) -> Exception:

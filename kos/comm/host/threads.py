@@ -265,8 +265,8 @@ class ThreadTransport(Backend):
         with self.group.world.lock:
             try:
                 self.raise_reported(0)
-                for rank in range(self.size) if self.rank not in self.failures.ends else ():
-                    if self.failures.ends.get(rank, (0, ""))[1] != WHY_CLOSED:
+                for rank in range(self.size) if self.rank not in self.failures.left else ():
+                    if self.failures.left.get(rank, (0, ""))[1] != WHY_CLOSED:
                         self.group.raise_end(rank, self.failures)
             except KosError as error:
                 return error.with_traceback(None)
@@ -276,7 +276,7 @@ class ThreadTransport(Backend):
         self.group.report(lambda log: log.record(sequence, failure.copy()))
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
-        self.group.report(lambda log: log.record_end(self.rank, sequence, reason, cause))
+        self.group.report(lambda log: log.record_left(self.rank, sequence, reason, cause))
 
     def close(self, begun: int) -> None:
         self.report_end(begun, WHY_CLOSED, self.failures.closing())
