@@ -130,7 +130,7 @@ class FailureLog:
         """The error that further calls of this rank raise, because a call failed and the ranks are out of step."""
         self.over: KosError | None = None
         """The error that further exchanges of the control plane raise, because one failed or the group is closed."""
-        self.reported: tuple[int, KosError] | None = None
+        self.earliest: tuple[int, KosError] | None = None
         """The earliest collective in which a rank is known to have failed, and its error."""
         self.left: dict[int, tuple[int, str, KosError | None]] = {}
         """The ranks that have left the group: the first collective that each does not begin, why, and the cause."""
@@ -166,8 +166,8 @@ class FailureLog:
     def record(self, sequence: int, error: KosError) -> None:
         """Record that a rank failed in collective ``sequence``.  Only the earliest collective is kept."""
         with self._lock:
-            if self.reported is None or sequence < self.reported[0]:
-                self.reported = sequence, error
+            if self.earliest is None or sequence < self.earliest[0]:
+                self.earliest = sequence, error
 
     def record_left(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
         """Record that the rank begins neither collective ``sequence`` nor a later one."""
@@ -202,8 +202,8 @@ class FailureLog:
         ``begun``: all ranks have begun it.  Then the end of a process raises nothing, because that rank may have
         completed it.
         """
-        if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
-            raise self.reported[1].copy()
+        if self.earliest is not None and (sequence is None or self.earliest[0] <= sequence):
+            raise self.earliest[1].copy()
         if sequence is not None:
             for rank, (first, why, cause) in self.left.copy().items():
                 if first <= sequence and not (begun and first == 0 and why in DEATHS):
@@ -372,8 +372,8 @@ class FailureLog:
 
     def _reported(self) -> KosError | None:
         """The failure that a rank of the group has reported; None if this rank knows of none."""
-        if self.reported is not None:
-            return self.reported[1]
+        if self.earliest is not None:
+            return self.earliest[1]
         known = None if (ring := self.ring) is None else ring.failure()
         return None if known is None else known[0]
 

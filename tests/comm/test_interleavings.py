@@ -76,7 +76,7 @@ def test_the_earliest_failure_of_two_threads_counts():
     while left:
         log = FailureLog([0, 1], 0)
         left = interleaving(lambda log=log: log.record(5, _failure(1)), lambda log=log: log.record(3, _failure(0)))
-        assert log.reported is not None and log.reported[0] == (3 if left else 5)
+        assert log.earliest is not None and log.earliest[0] == (3 if left else 5)
 
 
 class _Link:

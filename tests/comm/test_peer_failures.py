@@ -354,7 +354,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu, monkeypatch):
     reported.clear()
     for known in (None, late):
         calls.check.side_effect, backend.shared.ended, backend.failures.first = known, False, None
-        backend.failures.reported = backend.failures._sent = None
+        backend.failures.earliest = backend.failures._sent = None
         refused = CompileError("sum.cu:3: undefined")
         assert backend.to_error(work_of("all_reduce", backend, 7), refused) is (known or refused)
     assert [(type(each), str(each)) for each in reported] == [

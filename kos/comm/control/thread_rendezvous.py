@@ -117,11 +117,11 @@ class ThreadGroup:
         newcomer.update(answer)
         self.answered.notify_all()
 
-    def report(self, record: Callable[[FailureLog], None]) -> None:
-        """Call ``record`` with the failure log of each rank, and wake all ranks."""
+    def for_each_log(self, call: Callable[[FailureLog], None]) -> None:
+        """Call ``call`` with the failure log of each rank, and wake all ranks."""
         with self.world.lock:
             for log in self.logs:
-                record(log)
+                call(log)
             self.notify_all()
 
     def fail(self, failure: KosError) -> None:
@@ -130,7 +130,7 @@ class ThreadGroup:
         def record(log: FailureLog) -> None:
             log.over = log.over or failure.copy()
 
-        self.report(record)
+        self.for_each_log(record)
 
     def notify_all(self) -> None:
         self.world.notify(self.members)
@@ -139,7 +139,7 @@ class ThreadGroup:
         """Raise if all groups have failed, or this one in collective ``sequence`` (None: in any) or earlier."""
         if self.world.failure is not None:
             raise self.world.failure.copy()
-        if failures.reported is not None and (sequence is None or failures.reported[0] <= sequence):
+        if failures.earliest is not None and (sequence is None or failures.earliest[0] <= sequence):
             failures.raise_reported(None)  # with ``sequence`` also for a rank that is gone, for which only some wait
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:

@@ -307,8 +307,8 @@ class MPITransport(Backend):
         Without ``processes`` it does not check whether a process has ended, which takes as long as a message.
         """
         failures, calls = self.failures, self.failures.ring
-        if failures.reported is not None:
-            return failures.reported[1].copy()
+        if failures.earliest is not None:
+            return failures.earliest[1].copy()
         _, why, cause = failures.left.get(peer, (0, None, None))
         deaths = {} if self._channel is None else self._channel.deaths()
         if why is None and 0 in deaths:
@@ -328,7 +328,7 @@ class MPITransport(Backend):
         if tag < COLLECTIVE_TAGS:
             return False
         if (end := self.failures.left.get(peer)) is None:
-            return self.failures.reported is not None  # ``agree`` raises it if it concerns this collective
+            return self.failures.earliest is not None  # ``agree`` raises it if it concerns this collective
         return end[0] > 0 and 0 < (self.tag(end[0]) - tag) % COLLECTIVE_TAGS < COLLECTIVE_TAGS // 2
 
     def check_sender(self, peer: int) -> None:

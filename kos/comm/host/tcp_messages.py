@@ -166,7 +166,7 @@ class Peer:
         lost = self.transport.lost if self.gone is None else self
         if lost is None:
             return
-        if lost is not self and (failures.reported is not None or (tag if collective else sys.maxsize) < lost.ends_at):
+        if lost is not self and (failures.earliest is not None or (tag if collective else sys.maxsize) < lost.ends_at):
             return  # the lost rank may have completed this collective; else the ranks that wait for it report it
         failures.raise_reported(None)
         raise lost.loss()

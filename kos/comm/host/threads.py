@@ -273,10 +273,10 @@ class ThreadTransport(Backend):
         return None
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        self.group.report(lambda log: log.record(sequence, failure.copy()))
+        self.group.for_each_log(lambda log: log.record(sequence, failure.copy()))
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
-        self.group.report(lambda log: log.record_left(self.rank, sequence, reason, cause))
+        self.group.for_each_log(lambda log: log.record_left(self.rank, sequence, reason, cause))
 
     def close(self, begun: int) -> None:
         self.report_end(begun, WHY_CLOSED, self.failures.closing())
