@@ -34,7 +34,10 @@ _COMPUTED = (
     "all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "all_gather", "gather", "scatter",
     "all_to_all", "barrier", "split", "duplicate",
 )  # fmt: skip
-"""The collectives that ``compute`` supports: the pieces of all ranks have the same length."""
+"""The collectives that ``compute`` supports: the pieces of all ranks have the same length.
+
+All others run by messages, as ``transport.py`` says.
+"""
 
 
 class ThreadTransport(Backend):
