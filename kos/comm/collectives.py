@@ -431,8 +431,13 @@ class Operations:
         These are the ranks of each host, on communicators of several hosts: with host memory if all hosts have equally
         many ranks, numbered host by host; on GPUs if collectives between hosts can run in phases there
         (docs/guides/hosts.md).  Else 1: every rank compresses what it sends.  ``device`` is that of the arrays, None
-        for host memory.  Not collective, and the same on all ranks.
+        for host memory.  Not collective, and the same on all ranks.  Raises CollectiveError if the communicator is
+        closed.
+
+            residual = np.zeros(x.size // comm.exact_group_size(), x.dtype)
+            shard = comm.reduce_scatter(x, compress="int8", residual=residual)
         """
+        self._check_open()
         return self.backend.exact_group_size(device is not None)
 
     def _with_feedback(self, o: Operation, residual: Any, stream: Any) -> Operation:
