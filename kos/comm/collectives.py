@@ -910,7 +910,7 @@ class _Builder(Operations):
 
 
 def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
-    """What a call depends on, but its memory, as ``_find`` has it."""
+    """What a call depends on, but its memory: the key of its Prepared."""
     send, recv, first = o.send, o.recv, o.send or o.recv
     ranks: Any = o.message if o.message is not NO_MESSAGE else o.root
     if o.send_counts is not None or o.recv_counts is not None:
