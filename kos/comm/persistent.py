@@ -180,7 +180,7 @@ def _refuse_clashes(works: list[Work[Any]]) -> None:
             read, written = (read, (None, None)) if o.name == "broadcast" and o.rank == o.root else ((None, None), read)
         kept = o.residual, work.residual if o.residual is None or o.residual.device is None else o.residual.pointer
         changed: tuple[Any, Any] = None, None
-        if o.residual is not None and o.send is not None and o.recv is not o.send:  # what was lost is added to the input
+        if o.residual is not None and o.send is not None and o.recv is not o.send:  # the input is overwritten
             is_within = 0 <= address_of(work.recv) - address_of(work.send) < o.send.nbytes
             read, written, changed = changed, changed if is_within else written, read
         for (buffer, memory), spans in ((read, reads), (written, writes), (changed, writes), (kept, writes)):
