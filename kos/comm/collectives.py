@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -914,7 +915,7 @@ class _Builder(Operations):
 
 
 def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
-    """What a call depends on, but its memory, as ``_find`` has it."""
+    """What a call depends on, but its memory: the key of its Prepared."""
     send, recv, first = o.send, o.recv, o.send or o.recv
     ranks: Any = o.message if o.message is not NO_MESSAGE else o.root
     if o.send_counts is not None or o.recv_counts is not None:
@@ -1036,14 +1037,20 @@ def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> K
     if not prepared.lasting or o.options.purpose or work.convert is not None or (o.name.endswith("_v") and not sized):
         return None
     x, out = (-1 if end is None else _place(end, arguments) for end in (send, recv))
-    unused = [each.shape for each in arguments if hasattr(each, "shape") and each is not send and each is not recv]
-    may_ignore = () not in unused and not o.name.endswith("_v") and (not prepared.gets or o.name == "scatter")
+    unused = [each for each in arguments if hasattr(each, "shape") and each is not send and each is not recv]
+    may_ignore = not o.name.endswith("_v") and (not prepared.gets or o.name == "scatter")
+    may_ignore = may_ignore and not any(map(_may_be_number, unused))
     if x is None or out is None or (unused and not may_ignore):
         return None
     waits_on_host = o.name == "barrier" and prepared.backend.on_gpu and prepared.waits and not o.options.on_stream
     if waits_on_host or (not prepared.fixed and streams.is_captured(work.stream)):
         return None
     return prepared, x, out
+
+
+def _may_be_number(x: Any) -> bool:
+    """Whether an array may be passed as a rank or a tag: one of torch may, if it has one element."""
+    return x.shape == () or (type(x) is not np.ndarray and hasattr(type(x), "__index__") and math.prod(x.shape) == 1)
 
 
 def _place(x: Any, arguments: Sequence[Any]) -> int | None:

@@ -101,8 +101,10 @@ class PeerStatus:
 
     def announce_wait(self) -> None:
         """Send other hosts the ranks that this rank waits for, because it will not answer queries for a while."""
-        self._queried = time.monotonic()
-        self._answer()
+        plane = self._plane()
+        if plane is not None and len(plane.failures.world) <= _MOST_ASKED:  # among more ranks, nobody asks
+            self._queried = time.monotonic()
+            self._answer()
 
     def _answer(self) -> None:
         """Answer the last query, unless that is done or too late, or this rank does not wait."""

@@ -179,7 +179,11 @@ def _refuse_clashes(works: list[Work[Any]]) -> None:
         if o.send is o.recv:  # in place: the root of a broadcast only reads, all others write
             read, written = (read, (None, None)) if o.name == "broadcast" and o.rank == o.root else ((None, None), read)
         kept = o.residual, work.residual if o.residual is None or o.residual.device is None else o.residual.pointer
-        for (buffer, memory), spans in ((read, reads), (written, writes), (kept, writes)):
+        changed: tuple[Any, Any] = None, None
+        if o.residual is not None and o.send is not None and o.recv is not o.send:  # the input is overwritten
+            is_within = 0 <= address_of(work.recv) - address_of(work.send) < o.send.nbytes
+            read, written, changed = changed, changed if is_within else written, read
+        for (buffer, memory), spans in ((read, reads), (written, writes), (changed, writes), (kept, writes)):
             if buffer is not None and buffer.count:
                 start, device = address_of(memory), -1 if buffer.device is None else buffer.device
                 spans.append((device, start, start + buffer.nbytes, number))

@@ -220,17 +220,18 @@ class NCCLBackend(Backend):
         with self._lock:
             comm, joining, self._comm = self._handle, self._joining, None
             if comm is not None:
-                self._abort_comm(comm)
+                self._ending = self._abort_comm(comm)
         if joining is not None:  # the ranks may still join
             joining.add_done_callback(self._abort_joined)
         return reason
 
-    def _abort_comm(self, comm: Any) -> None:
-        self._ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
-        self._ending.add_done_callback(self._aborted)
+    def _abort_comm(self, comm: Any) -> Future[Any]:
+        ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
+        ending.add_done_callback(self._aborted)
+        return ending
 
     def _abort_joined(self, joining: Future[Any]) -> None:
-        """Abort the communicator that the ranks have joined after its end."""
+        """Abort the communicator that the ranks have joined too late."""
         if joining.exception() is None and (comm := joining.result()) is not None:
             self._abort_comm(comm)
 
@@ -244,7 +245,8 @@ class NCCLBackend(Backend):
         error = ending.exception()
         if error is not None and not isinstance(self.failures.first, CudaError):  # else this error follows from it
             log.warning("rank %d: abort of NCCL: %s", self.rank, error)
-        self._windows.free(self._windows.unused())
+        if self._has_ended():  # not if only a split came too late
+            self._windows.free(self._windows.unused())
 
     def _has_ended(self) -> bool:
         """Whether NCCL no longer uses memory of this communicator."""
