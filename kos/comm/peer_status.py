@@ -159,7 +159,7 @@ class PeerStatus:
             return tuple(dict.fromkeys(rank for each in queued.values() for rank in each))
         return wait
 
-    def ask(self) -> int | None:
+    def query(self) -> int | None:
         """Query all ranks for the ranks that they wait for; ``awaited`` then waits for the answers.
 
         Returns the rank of the hub if that has not forwarded the query, so nobody can answer.

@@ -58,7 +58,7 @@ _OPERATIONS = {
         "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv",
     ))
 }  # fmt: skip
-"""In the order of ``core.h``, as the next two."""
+"""In the order of ``core.h``, as the next two.  Operations that are not here run by messages (``transport.py``)."""
 _OPERATIONS |= {"split": 0, "duplicate": 0}  # to the core barriers
 _REDUCTIONS = {
     op: code for code, op in enumerate((
