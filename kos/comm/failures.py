@@ -6,8 +6,8 @@ because of another rank.  So every rank of a job names the ranks that failed fir
 
 Backends, transports, the watchdog and the control plane **report** failures to the log.  Code that may have to raise
 calls ``raise_reported``.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter
-is the shared memory of a host, a transport, or the hub.  ``peer_status.py`` has what each rank waits for, and the last
-failure of each rank in any group.
+is the shared memory of a host, a transport, or the hub.  ``peer_status.py`` has the ranks that each rank waits for, and
+the last failure of each rank in any group.
 
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 """
@@ -303,7 +303,7 @@ class FailureLog:
             error = self.overdue(Late(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
-            # A rank that runs and has failed since this call began may have left the call at its own timeout.
+            # A running rank that has failed since this call began may have ended the call at its own timeout.
             runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
             since = (self.timeout if seconds is None else seconds) + RECENT_SECONDS
             left = any(self.status.failed_within(rank, since) for rank in runs)
@@ -418,12 +418,12 @@ class FailureLog:
         return "".join(f"; {self._ranks(r)} {'is' if len(r) == 1 else 'are'} on {host}" for host, r in on.items())
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
-        """The last failure of that rank if it names ranks, and is less than ``window`` seconds old."""
+        """The last failure of that rank, if it names ranks and is less than ``window`` seconds old; else None."""
         known = self._recent(rank, window)
         return known if known is not None and known.ranks else None
 
     def _recent(self, rank: int, window: float | None = None) -> KosError | None:
-        """As ``_failure_of``; also a timeout without ranks, after which the rank has made no other call."""
+        """As ``_failure_of``, but also a timeout that names no ranks, if the rank has made no other call since."""
         known = self.status.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]

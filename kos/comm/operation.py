@@ -72,7 +72,7 @@ class Operation:
     """A checked request of the caller.  Counts are elements, one for each rank.
 
     Its buffers are those of the caller, or in a ``Prepared`` their descriptions (``prepared.without_memory``).
-    ``residual`` is the error feedback of a compressed reduction, None without one.
+    ``residual`` is the array for the error feedback of a compressed reduction, or None.
     """
 
     name: str

@@ -156,8 +156,8 @@ class ThreadGroup:
     def raise_end(self, rank: int, failures: FailureLog, what: object = None) -> None:
         """Raise, for ``what``, if group rank ``rank`` has aborted or closed this group, or its thread has ended.
 
-        The reason is the one with which the rank aborted or closed the group.  The end of its thread follows this at an
-        unknown time, so the reason of the thread counts only if the rank gave none, because it crashed.
+        If the rank aborted or closed the group, it gave a reason, which the error has.  Its thread ends at some later
+        time.  So the reason why the thread ended is used only if the rank gave none, because it crashed.
         """
         _, why, cause = failures.left.get(rank, (0, "", None))
         if why := why or self.world.ends.get(self.members[rank], ""):

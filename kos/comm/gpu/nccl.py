@@ -116,7 +116,7 @@ class NCCLBackend(Backend):
         if joining is not None:
             comm = self._named(lambda: self._finish(joining, "nccl: init", self.backend.timeout), "nccl: init")
             with self._lock:
-                if self._joining is joining:  # else it has ended since
+                if self._joining is joining:  # else it was aborted meanwhile
                     self._comm = comm
         return self._handle
 
@@ -221,7 +221,7 @@ class NCCLBackend(Backend):
             comm, joining, self._comm = self._handle, self._joining, None
             if comm is not None:
                 self._ending = self._abort_comm(comm)
-        if joining is not None:  # the ranks may still join
+        if joining is not None:  # NCCL may still complete the communicator
             joining.add_done_callback(self._abort_joined)
         return reason
 
@@ -231,7 +231,7 @@ class NCCLBackend(Backend):
         return ending
 
     def _abort_joined(self, joining: Future[Any]) -> None:
-        """Abort the communicator that the ranks have joined too late."""
+        """Abort a communicator that NCCL has completed too late."""
         if joining.exception() is None and (comm := joining.result()) is not None:
             self._abort_comm(comm)
 

@@ -191,10 +191,10 @@ class Node:
     def describe(
         self, work: Work[Any], x: int, out: int, streams: Sequence[Any] = (), persistent: bool = False
     ) -> tuple[Any, int, int]:
-        """The call of the core for calls like ``work``, and which arguments it reads and writes (-1: none).
+        """The call of the core for calls like ``work``, and the indices of the arguments that it reads and writes.
 
-        ``x`` and ``out`` are the arguments that are input and output.  The call is None if the core cannot start such
-        calls, for example because they run by a schedule.
+        An index is -1 if there is no such argument.  ``x`` and ``out`` are the indices of input and output.  The call
+        is None if the core cannot start such calls, for example because they run by a schedule.
         """
         prepared = work.prepared
         returns = persistent or not prepared.waits
