@@ -219,8 +219,7 @@ class NCCLBackend(Backend):
         """
         with self._lock:
             comm, joining, self._comm = self._handle, self._joining, None
-            if comm is not None:
-                self._ending = self._abort_comm(comm)
+            self._ending = self._ending if comm is None else self._abort_comm(comm)
         if joining is not None:  # NCCL may still complete the communicator
             joining.add_done_callback(self._abort_joined)
         return reason
@@ -237,8 +236,7 @@ class NCCLBackend(Backend):
 
     def drained(self, final: bool) -> None:
         """Wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""
-        if self._ending is not None:
-            wait([self._ending], _FREE_SECONDS)
+        wait([self._ending] if self._ending else [], _FREE_SECONDS)
 
     def _aborted(self, ending: Future[Any]) -> None:
         """Log the error of an abort, and free the windows that it has left without arrays."""
