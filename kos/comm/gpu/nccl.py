@@ -358,7 +358,8 @@ class NCCLBackend(Backend):
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group.  Operations that also launch kernels of kos follow one by one."""
-        alone = [work for work in works if isinstance(self._innermost(work), InScratch)]
+        fed = [work for work in works if work.operation.residual is not None]  # which first launches error feedback
+        alone = [work for work in works if work in fed or isinstance(self._innermost(work), InScratch)]
         together = [work for work in works if work not in alone]
         if not together or (not alone and len(together) < 2):  # with both kinds, all ranks need the same order
             return self.backend.queue_each(works, stream)
