@@ -249,9 +249,9 @@ def test_the_failure_of_the_earliest_collective_counts():
         log.report(work_of("barrier", sequence=sequence), RankLost(f"lost in #{sequence}", ranks=[1]), 0)
     assert carried == [5, 3] and str(log.first) == "lost in #5"
     log.record(4, RankLost("of another rank"))
-    log.ask(2)
+    log.raise_reported(2)
     with pytest.raises(RankLost, match="lost in #3"):
-        log.ask(3)
+        log.raise_reported(3)
 
 
 def test_a_wait_for_ranks_of_other_groups():

@@ -345,6 +345,14 @@ def test_an_error_in_a_thread_is_one_line(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_metrics_of_a_file_or_of_the_folder_of_a_run(tmp_path):
+    rows = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3')
+    for place in (tmp_path / "metrics.jsonl", str(tmp_path)):
+        assert kos.train.read_metrics(place) == rows
+    assert kos.train.read_metrics(tmp_path / "missing") == []
+
+
 FOLDERS = ["plain", "it's", 'a "quoted" one', "$HOME `date` \\ *", "é %s {0} !x"]
 
 TRANSFORMERS = """

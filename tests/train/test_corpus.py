@@ -59,6 +59,16 @@ def token_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, coun
 # Text files and folders
 
 
+def test_validation_data_may_be_a_folder(tmp_path):
+    for name in ("data/a.txt", "data/b.txt", "other/c.txt", "other/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    data, other = tmp_path / "data", tmp_path / "other"
+    assert documents(data, other) == (["data/a.txt", "data/b.txt"], ["other/c.txt", "other/d.txt"])
+    said = load_data(parse([f"--data={data}", f"--val-data={other}", "--seq-len=9"])).held_out
+    assert f"for validation: {other} (--val-data); " in said
+
+
 @pytest.mark.parametrize(("sizes", "share"), [((100, 900), "90%"), ((900, 101), None), ((790, 210), "21%")])
 def test_much_that_is_held_out_is_said(tmp_path, sizes, share):
     """Of two files, one is held out as a whole, however large it is."""

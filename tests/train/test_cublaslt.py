@@ -1,6 +1,7 @@
 """Matrix products' algorithms: what is chosen on a GPU whose clock a power limit holds down, and what is kept."""
 
 import ctypes
+import errno
 import fcntl
 import itertools
 import json
@@ -352,6 +353,15 @@ def test_two_searches_that_end_at_the_same_time_have_one_result(path, monkeypatc
     second.join(20)
     assert mine.known == {"a": "1"}
     assert kept().known == other.known == {"a": "1", "b": "2"}
+
+
+def test_what_was_found_is_kept_on_a_file_system_without_locks(path, caplog, monkeypatch):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    kept().keep({"a": "1"})
+    assert kept().known == {"a": "1"} and not warnings(caplog)
 
 
 def test_what_cublaslt_no_longer_takes_is_replaced(path):

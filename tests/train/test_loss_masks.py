@@ -22,6 +22,7 @@ from kos.train.data.batches import Dataset, load_data
 from kos.train.run import Trainer
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
+from tests.train.sharded import tensors_of_run
 from tests.train.test_corpus import token_bytes
 from tests.train.test_left_out_targets import mean_loss
 from tests.train.tokenizer_files import byte_level_bpe
@@ -380,3 +381,13 @@ def test_a_checkpoint_has_the_template_for_the_next_run(tmp_path, folder, alone)
         for step in (1, 2)
     ]
     assert prints[0]["data_fingerprint"] == prints[1]["data_fingerprint"]
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_in_which_nothing_counts(tmp_path, ranks):
+    """Its loss and gradients are 0, and the weights stay as they are."""
+    path = write_lines(tmp_path / "long.jsonl", [{"prompt": "x" * 4000, "completion": "yes"}] * 2)
+    how = {"weight_decay": 0.5, "batch_size": 2, "seq_len": 16, "save_every": 1, "keep": 9, "eval_batches": 0}
+    rows = _train(path, tmp_path / "out", ranks, steps=2, fit="cut", **how)
+    assert [(row["loss"], row["grad_norm"], row.get("no_targets")) for row in rows] == [(0, 0, True)] * 2
+    one, two = (tensors_of_run(tmp_path / f"out/checkpoints/step-{step}") for step in (1, 2))
+    assert one == two

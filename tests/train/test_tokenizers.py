@@ -106,6 +106,18 @@ def test_huggingface_is_the_library(huggingface_file):
     assert make_tokenizer(str(huggingface_file.parent)).encode(TEXT).tolist() == ids.tolist()
 
 
+def test_long_text_is_encoded_in_pieces(huggingface_file, monkeypatch):
+    """At most so long, also where no line ends."""
+    tokenizer = make_tokenizer(str(huggingface_file))
+    text = "def f(x):\nreturn the the\n" * 40
+    whole = tokenizer.encode(text).tolist()
+    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
+    assert tokenizer.encode(text).tolist() == whole
+    assert sum(part.pieces for part in tokenizer.encode_documents([text], True)) > 20
+    pieces = [tokenizer.encode("x" * count).tolist()[1:] for count in (37, 37, 26)]
+    assert tokenizer.encode("x" * 100).tolist()[1:] == [token for piece in pieces for token in piece]
+
+
 ADDED = {
     "begin": ("<|begin|> $A", [0], []), "end": ("$A <|end|>", [], [1]), "both": ("<|begin|> $A <|end|>", [0], [1]),
     "none": (None, [], []),

@@ -116,7 +116,7 @@ class NCCLBackend(Backend):
         if joining is not None:
             comm = self._named(lambda: self._finish(joining, "nccl: init", self.backend.timeout), "nccl: init")
             with self._lock:
-                if self._joining is joining:  # else it has ended since
+                if self._joining is joining:  # else it was aborted meanwhile
                     self._comm = comm
         return self._handle
 
@@ -219,9 +219,8 @@ class NCCLBackend(Backend):
         """
         with self._lock:
             comm, joining, self._comm = self._handle, self._joining, None
-            if comm is not None:
-                self._ending = self._abort_comm(comm)
-        if joining is not None:  # the ranks may still join
+            self._ending = self._ending if comm is None else self._abort_comm(comm)
+        if joining is not None:  # NCCL may still complete the communicator
             joining.add_done_callback(self._abort_joined)
         return reason
 
@@ -231,14 +230,13 @@ class NCCLBackend(Backend):
         return ending
 
     def _abort_joined(self, joining: Future[Any]) -> None:
-        """Abort the communicator that the ranks have joined too late."""
+        """Abort a communicator that NCCL has completed too late."""
         if joining.exception() is None and (comm := joining.result()) is not None:
             self._abort_comm(comm)
 
     def drained(self, final: bool) -> None:
         """Wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""
-        if self._ending is not None:
-            wait([self._ending], _FREE_SECONDS)
+        wait([self._ending] if self._ending else [], _FREE_SECONDS)
 
     def _aborted(self, ending: Future[Any]) -> None:
         """Log the error of an abort, and free the windows that it has left without arrays."""

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -387,7 +388,8 @@ class Stored:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path.with_suffix(".lock"), "ab") as lock:  # closing it unlocks it
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                with suppress(OSError):  # of a file system without locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 self.known.update(self._read().items() - before.items())
                 replace_file(self._path, json.dumps(self.known).encode())
         except OSError as error:
