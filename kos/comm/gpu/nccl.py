@@ -243,8 +243,7 @@ class NCCLBackend(Backend):
         error = ending.exception()
         if error is not None and not isinstance(self.failures.first, CudaError):  # else this error follows from it
             log.warning("rank %d: abort of NCCL: %s", self.rank, error)
-        if self._has_ended():  # not if only a split came too late
-            self._windows.free(self._windows.unused())
+        self._windows.free(self._windows.unused() if self._has_ended() else ())  # a split may have come too late
 
     def _has_ended(self) -> bool:
         """Whether NCCL no longer uses memory of this communicator."""
@@ -356,7 +355,7 @@ class NCCLBackend(Backend):
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group.  Operations that also launch kernels of kos follow one by one."""
-        alone = [work for work in works if isinstance(self._innermost(work), InScratch)]
+        alone = [work for work in works if work.operation.residual or isinstance(self._innermost(work), InScratch)]
         together = [work for work in works if work not in alone]
         if not together or (not alone and len(together) < 2):  # with both kinds, all ranks need the same order
             return self.backend.queue_each(works, stream)
