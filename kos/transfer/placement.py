@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.dtypes import DType
-from kos.errors import InvalidArgument
+from kos.errors import InvalidArgument, raised_as
 from kos.memory.array import Array
 
 Sizes = tuple[int, ...]
@@ -171,7 +171,8 @@ class Placement:
         """InvalidArgument unless every element of the array belongs to exactly one part."""
         seen = np.zeros(self.count, np.uint8)
         for part in self.parts:
-            view = part.view(seen, part.start, part.size)
+            with raised_as(InvalidArgument, f"{what}: expected parts within the array", InvalidArgument):
+                view = part.view(seen, part.start, part.size)
             view += 1
         if not (seen == 1).all():
             raise InvalidArgument(f"{what}: expected each element in one part, got {int((seen != 1).sum())} others")

@@ -40,6 +40,15 @@ def test_tensor_cores(rng, stream, kernels, dtype, shape):
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
+@on_devices("kernels", product(SETS), product(EMULATED))
+def test_large_scores(rng, stream, kernels):
+    """Scores of hundreds, in several blocks of keys: only the shift by the largest so far keeps them finite."""
+    case = cases.make_case(rng, stream, (1, 200, 1, 1, 64), "bfloat16", spread=16.0)
+    ops.attention(case.attend, cases.launcher(stream, kernels))
+    got, expected = case.attend.out.numpy(stream).astype(np.float64), case.expected["out"]
+    assert np.linalg.norm(got - expected) < 2 * cases.EPSILON["bfloat16"] * np.linalg.norm(expected)
+
+
 @pytest.mark.skipif("hopper" not in SETS, reason="needs a Hopper GPU")
 @on_devices("consumers", [(2,), (3,)])
 def test_blocks_that_stay(rng, stream, consumers, monkeypatch):
