@@ -1054,7 +1054,7 @@ def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> K
 
 
 def _may_be_number(x: Any) -> bool:
-    """Whether an array may be passed as a rank or a tag: one of torch may, if it has one element."""
+    """Whether a program may pass this array as a rank or a tag.  It may pass a torch tensor of one element."""
     return x.shape == () or (type(x) is not np.ndarray and hasattr(type(x), "__index__") and math.prod(x.shape) == 1)
 
 

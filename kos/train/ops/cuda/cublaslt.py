@@ -388,7 +388,7 @@ class Stored:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path.with_suffix(".lock"), "ab") as lock:  # closing it unlocks it
-                with suppress(OSError):  # of a file system without locks
+                with suppress(OSError):  # the file system may have no locks
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 self.known.update(self._read().items() - before.items())
                 replace_file(self._path, json.dumps(self.known).encode())
