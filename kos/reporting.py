@@ -95,9 +95,9 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
 
 def end_command(error: Exception, rank: int = 0, ranks: int = 1, inputs: bool = True, debug: bool = False) -> int:
-    """Report the ``error`` with which a command ends.  Returns its exit status; with several ranks, ends the process.
+    """Report the ``error`` with which a command ends, and return its exit status.  With several ranks, end the process.
 
-    ``inputs``: whether its inputs exist.  If not, the status says that the user must change something first.
+    ``inputs``: whether the inputs of the command exist.  If they do not, the status is 2, as for a wrong argument.
     """
     report(error, rank, debug=debug, alone=ranks == 1)
     status = exit_status(error) if inputs else 2

@@ -3,6 +3,9 @@
 An operation has three overloads, by ``async_op``: without it the result, with True a Work, else either of them; and
 three more if it receives from any rank.  So programs are checked against more than a method with one signature could
 say, and collectives.py has one for each.
+
+Names in the types must come from a ``from … import`` or an assignment at the top of collectives.py.  The stub copies
+those of them that it uses, and no ``import …``.
 """
 
 import ast

@@ -44,8 +44,8 @@ typedef struct {
     char reported;             // whether the program has the outcome
 } State;
 
-// Whether arrays overlap as those of an earlier call, whose output began `distance` bytes before the input.  UINT64_MAX:
-// they were apart.
+// Whether two arrays overlap in the same way as those of an earlier call.  In that call, the output began `distance`
+// bytes before the input, or the arrays did not overlap (UINT64_MAX).
 static inline int is_as_far(const char *send, const char *recv, uint64_t send_bytes, uint64_t recv_bytes,
                             uint64_t distance) {
     const int apart = !send || !recv || send + send_bytes <= recv || recv + recv_bytes <= send;

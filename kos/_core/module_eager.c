@@ -2,9 +2,9 @@
 //
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
 // arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
-// is numbered, recorded and started here.  If that completes while it holds the GIL, nothing else runs; what is left
-// goes to Communicator._finish.  A call that it knows but cannot start goes to Operations._repeat, which checks nothing.
-// All other calls go to Operations._make, which also says how the next such call runs.
+// is numbered, recorded and started here.  If the call completes while the GIL is held, no Python code runs.  Otherwise
+// Communicator._finish completes it.  If the core knows a call but cannot start it, Operations._repeat starts it and
+// checks nothing.  Operations._make starts all other calls, and describes them so that the core can repeat them.
 //
 // Many functions of Python's C API can run Python code: releasing an object, reading an attribute, and, up to Python
 // 3.11, any allocation that collects garbage.  That code may make the same call, set a timeout, or close the
@@ -27,17 +27,18 @@ typedef struct {
 
 enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
 
-// What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then what and
-// of which kind: the object, the value of an integer, the length of a list and its integers, or of an array the dtype,
-// the dimensions and flags, which argument it is first, and the shape.  Objects are compared by identity.
+// The cache key of a call, in words.  It begins with the number of arguments.  Each argument has its keyword, if any,
+// then a value and the kind of the value: an object, an integer, or the length of a list and then its integers.  An
+// array has its dtype, its flags and number of dimensions, the index of the first argument that is the same array, and
+// its shape.  Objects are compared by identity.
 typedef struct {
-    size_t words;  // 0: of a call that cannot be known
+    size_t words;  // 0: the call cannot be cached
     uint64_t word[MOST_WORDS];
 } call_key;
 enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
 
 typedef struct {
-    PyObject *how;  // what Operations._make has said of it, which keeps all objects of this call and of its key
+    PyObject *how;  // from Operations._how_in_core; it holds references to all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
     PyObject *work, *fixed[3];                // the class of its Works; arguments of a Persistent
     const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU, and if `call` is None
@@ -175,7 +176,7 @@ static int is_same(const known *k, const call_key *key) {
     return k->words == key->words && !memcmp(k->word, key->word, key->words * sizeof *key->word);
 }
 
-// The place of the call with this key; it is empty if the call is not known.
+// The place of the call with this key in the hash table; it is empty if the call is not known.
 static known **find(Operation *o, const call_key *key) {
     if (o->found && *o->found && is_same(*o->found, key))
         return o->found;
@@ -190,14 +191,14 @@ static known **find(Operation *o, const call_key *key) {
 
 enum { INPUT = 7, RESULT, DISTANCE, SENT_BYTES, RECEIVED_BYTES };  // indices of `how`
 
-// Keeps a call as Operations._how_in_core describes it.  The objects of a Persistent are its arrays, on a GPU their
+// Stores a call as Operations._how_in_core describes it.  The objects of a Persistent are its arrays, or on a GPU their
 // addresses.
 static void remember(Operation *o, const call_key *key, PyObject *how, unsigned generation) {
     while (o->used == PLACES(o) / 2 && !*find(o, key))
         forget(o);
     if (o->generation != generation || (!o->calls && !(o->calls = PyMem_Calloc(PLACES(o), sizeof *o->calls)))
         || *find(o, key))
-        return;  // forgotten meanwhile, no memory, or a call within this one has been kept
+        return;  // the cache was cleared meanwhile, there is no memory, or a call within this one is stored already
     PyObject *objects, *unused;
     unsigned long long number;
     int input;
@@ -262,7 +263,7 @@ static void withdraw(PyObject *work) {
     PyErr_Restore(type, value, traceback);
 }
 
-// A call that is known; NULL without an exception: Python must make it.
+// Starts a known call.  Returns NULL without an exception if Python must start it.
 static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *args, char *const *data,
                      PyObject *frame) {
     PyObject *const *objects = g->objects;
@@ -303,10 +304,10 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     return value;
 }
 
-// Makes a call that is known, but that the core cannot start now, or never.  NULL without an exception if the call must
-// be checked, for example because its arrays do not overlap as those of the first such call.
+// Has Python start a known call that the core cannot start.  Returns NULL without an exception if the call must be
+// checked, for example because its arrays overlap in another way than those of the first such call.
 static PyObject *repeat(Operation *o, Group *g, const call_key *key, PyObject *const *args, char *const *data) {
-    const known *k = o->calls && o->generation == g->generation ? *find(o, key) : NULL;  // it may be forgotten meanwhile
+    const known *k = o->calls && o->generation == g->generation ? *find(o, key) : NULL;  // run() may have cleared it
     if (!k)
         return NULL;
     PyObject *how = Py_NewRef(k->how);
@@ -324,7 +325,7 @@ static PyObject *repeat(Operation *o, Group *g, const call_key *key, PyObject *c
     return result;
 }
 
-// Has Python make a call, and remembers how it does so if the call has a key.
+// Has Python check and start a call, and stores the call if it has a key.
 static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *const *args, Py_ssize_t positional,
                      PyObject *names) {
     const unsigned generation = g->generation;
@@ -340,7 +341,7 @@ static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *cons
         Py_INCREF(result);
         for (Py_ssize_t a = 0; a < count; a++)
             if (identity_of(args[a]) != identities[a])
-                how = Py_None;  // it keeps what the array now is
+                how = Py_None;  // the argument has changed, and `how` holds the new objects
         if (how != Py_None)
             remember(o, key, how, generation);
         PyErr_Clear();  // the call itself has succeeded
@@ -416,7 +417,8 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_TRUE;
 }
 
-// method(name, make, docstring): what stands in for that method of the communicator; `make` as Operations._make.
+// method(name, make, docstring): the object that replaces that method of the communicator.  `make` is like
+// Operations._make.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))

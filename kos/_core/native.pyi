@@ -110,9 +110,9 @@ class Group:
         ``example`` is an array at ``address``, 2 x 3 of float64; False too if NumPy's layout of it is another one.
         """
     def method(self, name: str, make: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
-        """What stands in for that method of the communicator.
+        """The object that replaces that method of the communicator.
 
-        It calls ``make(args, options, has_key)``, as ``Operations._make``, for calls that it does not know.
+        For calls that it does not know, it calls ``make(args, options, has_key)``, which is like ``Operations._make``.
         """
     def forget(self) -> None:
         """Forget all calls."""

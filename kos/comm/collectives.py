@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -64,13 +65,14 @@ _KEYWORDS = {
     "algorithm": 'the name of a schedule of kos.comm.schedules; "auto" lets the backend choose.',
     "deterministic": "True adds in rank order: the same bits from run to run and on every backend.",
     "compress": 'None, or the format in which floats travel: "fp8", "int8" or "int4" (``kos.comm.compression``).',
-    "residual": """error feedback for ``compress``, or None.  The residual begins with zeros.  A call adds to what this
-rank compresses what earlier calls have lost, and stores in ``residual`` what it loses itself, so that nothing is lost
-over many calls (Seide et al. 2014; Karimireddy et al. 2019).  An all_reduce rounds the sum once more, which is not fed
-back, and parts of a reduce_scatter should be whole blocks (64 elements).  ``x`` is undefined afterwards, unless it
-holds the result.  ``residual`` has the dtype of ``x``, and at least one element for each one that this rank compresses.
-As many as ``x`` has are enough; with l = ``exact_group_size`` ranks, it is ``x.size / l``, in an all_reduce rounded up
-to whole blocks.  It stays 0 where there are infinities or NaN.  A group of one does not change it.""",
+    "residual": """error feedback for ``compress``, or None.  Pass an array of zeros to the first call.  ``residual``
+holds the rounding errors of earlier calls.  Each call adds them to the data that this rank compresses, and then stores
+its own rounding errors, so that nothing is lost over many calls (Seide et al. 2014; Karimireddy et al. 2019).  An
+all_reduce also rounds the sum, and this error is not fed back.  The shards of a reduce_scatter should be whole blocks
+of 64 elements.  The call overwrites ``x``; if the result goes elsewhere, ``x`` is undefined afterwards.
+``residual`` has the dtype of ``x``, and at least one element for each element that this rank compresses.  ``x.size``
+elements are always enough.  With l = ``exact_group_size``, ``x.size / l`` are enough; for an all_reduce, round this up
+to whole blocks.  ``residual`` stays 0 where there are infinities or NaN.  A group of one rank does not change it.""",
 }
 """What ``help`` says of the keywords that operations share."""
 _ERRORS = """Raises InvalidArgument for wrong arguments, before anything is sent; CollectiveMismatch if the ranks made
@@ -88,9 +90,10 @@ _Key = tuple[Any, ...]
 
 
 def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation whose calls ``check`` checks: it returns the Work of a call, which starts here.
+    """An operation of the communicator.  ``check`` checks the arguments of a call, and returns its Work to start.
 
-    A call whose key is known is not checked.  With the core, calls come here that the core cannot compare.
+    A call whose key is known is not checked again.  If the core was built, only the calls that it cannot compare come
+    here.
     """
     name = check.__name__
 
@@ -153,7 +156,7 @@ class Operations:
     """The open batch, which gets the calls, or None."""
     _store: Store
     _core_calls: Any = None
-    """What describes calls to the core (``Node``, ``EagerCalls``); None without the core."""
+    """The object that describes calls to the core (``Node``, ``EagerCalls``); None without the core."""
     _defaults: Options
     """The options of a call without keywords."""
     _closed = False
@@ -167,8 +170,8 @@ class Operations:
     def _repeated(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
         """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
 
-        ``x`` and ``out`` are the arrays of this call that are read and written, None where this rank has none;
-        ``array`` is the one to return.  ``stream`` is that of a call on GPUs.
+        The call reads ``x``, writes ``out`` and returns ``array``.  ``x`` or ``out`` is None if this rank has no such
+        array.  ``stream`` is the stream of a call on GPUs.
         """
         o = prepared.operation
         if not prepared.backend.on_gpu:
@@ -192,20 +195,20 @@ class Operations:
         return work
 
     def _repeat(self, how: tuple[Any, ...], x: Any, out: Any) -> Any:
-        """Make a call whose key the core knows, but which it cannot start now, or never.
+        """Start a call whose key the core knows, but which the core cannot start.
 
-        ``how`` is of ``_how_in_core``.  Returns NotImplemented if the call must be checked.
+        ``how`` is a result of ``_how_in_core``.  Returns NotImplemented if the call must be checked.
         """
-        work = self._repeated(how[1], x, out, out, how[3].queue)  # no variable has how[3], which may be ``_active``
+        work = self._repeated(how[1], x, out, out, how[3].queue)  # no variable holds how[3], which may be ``_active``
         return NotImplemented if work is None else work.prepared.start(self, work)
 
     def _make(
         self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
     ) -> tuple[Any, tuple[Any, ...] | None]:
-        """Make a call that the core does not know.  Returns its result, and how the core makes such calls from now on.
+        """Start a call that the core does not know.
 
-        The second is None if the core cannot compare such calls: then ``operation``, a function of ``Operations``,
-        does.
+        Returns its result, and what ``_how_in_core`` returns, by which the core starts such calls from now on.  That is
+        None if the core cannot compare such calls.  Python compares these, in ``operation``, a function of this class.
         """
         arguments = *args, *options.values()
         if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
@@ -219,7 +222,7 @@ class Operations:
             with suppress(Exception):  # the call itself has succeeded
                 if (known := _known(work, arguments, *ends)) is not None:
                     how = self._how_in_core(work, known, ends, arguments, options)
-        except BaseException:  # such as that of a signal's handler
+        except BaseException:  # for example one that a signal handler raises
             work.withdraw()
             raise
         return result, how
@@ -228,13 +231,16 @@ class Operations:
         self, work: Work[Any], known: Known, ends: tuple[Any, Any], arguments: tuple[Any, ...],
         options: dict[str, Any],
     ) -> tuple[Any, ...] | None:  # fmt: skip
-        """How the core makes calls like ``work``, as ``remember`` in ``module_eager.c`` reads it; None if it cannot.
+        """How the core starts calls like ``work``; None if no later call can be like it.
 
-        The call of the core, None if it cannot start such calls.  The Prepared, what the recorder has of it, a Work
-        that stands for such calls, and whether they return no Work.  Which arguments the core reads and writes, and
-        which are input and result (-1: none).  The bytes from the result to the input if these overlap, and the bytes
-        of each.  The objects by whose identity calls are compared, which must live on.  On a GPU, what
-        ``EagerCalls.describe`` adds.
+        ``remember`` in ``module_eager.c`` reads this tuple:
+
+        - the call of the core, or None if the core cannot start such calls;
+        - the Prepared, its description for the recorder, a Work as an example, and whether such calls return no Work;
+        - the indices of the arguments that the core reads and writes, and of input and result (-1: none);
+        - the bytes from the result to the input if these overlap, else APART, and the size of each in bytes;
+        - the objects that the core compares by identity, which must therefore stay alive;
+        - on a GPU, what ``EagerCalls.describe`` adds.
         """
         prepared, x, out = known
         like: Work[Any] = prepared.work(prepared)
@@ -426,13 +432,18 @@ class Operations:
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
     def exact_group_size(self, device: int | None = None) -> int:
-        """How many ranks sum exactly before a compressed all_reduce or reduce_scatter compresses.
+        """How many ranks add exactly before a compressed all_reduce or reduce_scatter compresses.
 
-        These are the ranks of each host, on communicators of several hosts: with host memory if all hosts have equally
-        many ranks, numbered host by host; on GPUs if collectives between hosts can run in phases there
-        (docs/guides/hosts.md).  Else 1: every rank compresses what it sends.  ``device`` is that of the arrays, None
-        for host memory.  Not collective, and the same on all ranks.
+        On several hosts, this is the number of ranks of each host, under one of two conditions.  In host memory, all
+        hosts must have the same number of ranks, numbered host by host.  On GPUs, collectives between hosts must be
+        able to run in phases (docs/guides/hosts.md).  Otherwise it is 1: every rank compresses the data that it sends.
+        ``device`` is the GPU of the arrays, or None for host memory.  The method is not collective, and returns the
+        same number on all ranks.  Raises CollectiveError if the communicator is closed.
+
+            residual = np.zeros(x.size // comm.exact_group_size(), x.dtype)
+            shard = comm.reduce_scatter(x, compress="int8", residual=residual)
         """
+        self._check_open()
         return self.backend.exact_group_size(device is not None)
 
     def _with_feedback(self, o: Operation, residual: Any, stream: Any) -> Operation:
@@ -909,7 +920,7 @@ class _Builder(Operations):
 
 
 def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
-    """What a call depends on, but its memory, as ``_find`` has it."""
+    """Everything that a call depends on except its memory, by which its Prepared is found."""
     send, recv, first = o.send, o.recv, o.send or o.recv
     ranks: Any = o.message if o.message is not NO_MESSAGE else o.root
     if o.send_counts is not None or o.recv_counts is not None:
@@ -928,7 +939,7 @@ def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
 
 
 def _array_key(x: Buffer) -> tuple[Any, ...]:
-    """What a call depends on of an array."""
+    """The properties of an array that a call depends on."""
     if x.device is None:
         return x.flat.dtype, x.shape, x.flat.flags.num & _FLAGS
     return x.dtype, x.shape, x.readonly, x.device, windows.place(x.pointer) if windows.memories else x.pointer & 15
@@ -943,10 +954,10 @@ _NO_KEY: tuple[None, tuple[Any, ...], None] = None, (), None
 
 
 def _key(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_Key | None, Sequence[Any], Any]:
-    """What makes calls the same, as ``make_key`` in ``module_eager.c``.  None: of a call that cannot be known.
+    """The cache key of a call, as ``make_key`` in ``module_eager.c``; None if the call cannot be cached.
 
-    Arrays are compared by what they are and by how they overlap the first one, all others by type and value.  Also
-    returns the arguments, with arrays of GPUs as ``Array``, and the stream of a call on GPUs.
+    An array is compared by its properties and by its overlap with the first array, and every other argument by type
+    and value.  Also returns the arguments, with arrays on GPUs as ``Array``, and the stream of a call on GPUs.
     """
     key: list[Any] = [name, len(args)]
     arrays: Any = args
@@ -1002,7 +1013,7 @@ def _distance_on_gpu(x: Array, y: Array) -> int | None:
 
 
 def _flat(x: Any) -> np.ndarray[Any, Any]:
-    """An array in host memory that is known to be contiguous, in one dimension."""
+    """An array in host memory as a 1-D array.  It must be contiguous."""
     return x.reshape(-1) if type(x) is np.ndarray else as_buffer(x, "x", writable=False).flat
 
 
@@ -1019,11 +1030,11 @@ def _ends(work: Work[Any]) -> tuple[Any, Any]:
 
 
 def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> Known | None:
-    """How calls like ``work`` are repeated on other arrays: by its Prepared.
+    """How calls like ``work`` are repeated on other arrays.
 
-    Also returns the indices of ``send`` and ``recv``, its ``_ends``, among the ``arguments``; -1 for None.  None if
-    other calls with the same key may differ: they have results of their own, exchange sizes first, or have another
-    array whose values may matter.
+    It has the Prepared, and the indices of ``send`` and ``recv`` (from ``_ends``) among the ``arguments``, or -1 for
+    None.  Returns None if another call with the same key may have to run in another way.  This is so if each call
+    allocates its result, if the ranks exchange sizes first, or if the values of a further array may matter.
     """
     prepared = work.prepared
     o = prepared.operation
@@ -1031,8 +1042,9 @@ def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> K
     if not prepared.lasting or o.options.purpose or work.convert is not None or (o.name.endswith("_v") and not sized):
         return None
     x, out = (-1 if end is None else _place(end, arguments) for end in (send, recv))
-    unused = [each.shape for each in arguments if hasattr(each, "shape") and each is not send and each is not recv]
-    may_ignore = () not in unused and not o.name.endswith("_v") and (not prepared.gets or o.name == "scatter")
+    unused = [each for each in arguments if hasattr(each, "shape") and each is not send and each is not recv]
+    may_ignore = not o.name.endswith("_v") and (not prepared.gets or o.name == "scatter")
+    may_ignore = may_ignore and not any(map(_may_be_number, unused))
     if x is None or out is None or (unused and not may_ignore):
         return None
     waits_on_host = o.name == "barrier" and prepared.backend.on_gpu and prepared.waits and not o.options.on_stream
@@ -1041,15 +1053,20 @@ def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> K
     return prepared, x, out
 
 
+def _may_be_number(x: Any) -> bool:
+    """Whether an array may be passed as a rank or a tag: one of torch may, if it has one element."""
+    return x.shape == () or (type(x) is not np.ndarray and hasattr(type(x), "__index__") and math.prod(x.shape) == 1)
+
+
 def _place(x: Any, arguments: Sequence[Any]) -> int | None:
-    """The index of the argument that is ``x``; None if there is none."""
+    """The index of the argument that is ``x``; None if no argument is."""
     return next((i for i, each in enumerate(arguments) if each is x), None)
 
 
 def _are_fixed(arguments: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Whether the core can compare these arguments: by identity or value, or an array by what it is."""
+    """Whether the core can compare these arguments: by identity, by value, or by the properties of an array."""
     stream = options.get("stream")
-    if stream is not None and library_of(stream):  # torch's are new each time
+    if stream is not None and library_of(stream):  # torch makes a new object for a stream each time
         return False
     return all(
         x is stream or x is None or type(x) in _COMPARED or (_is_readable(x) and len(x.shape) <= 4)
@@ -1059,7 +1076,7 @@ def _are_fixed(arguments: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 def _is_readable(x: Any) -> bool:
-    """Whether the core reads such arrays: of NumPy, kos, or torch, whose tensors it takes of one type."""
+    """Whether the core can read this array.  It reads arrays of NumPy and kos, and tensors of one type of torch."""
     if type(x) is np.ndarray or type(x) is Array:
         return True
     if library_of(x) != "torch" or type(x) is not sys.modules["torch"].Tensor:
@@ -1068,7 +1085,7 @@ def _is_readable(x: Any) -> bool:
 
 
 def _identity(x: Any) -> Any:
-    """What the core compares of an argument by its identity, if anything: not integers and counts."""
+    """The object that the core compares by identity for an argument, if any.  It compares counts by value."""
     if type(x) in (list, tuple):
         return None
     if type(x) is Array:

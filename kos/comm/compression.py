@@ -181,7 +181,10 @@ def _decode_floats(codes: Array, scales: Array) -> Array:
 
 
 def shards(count: int, size: int) -> list[int]:
-    """The elements of each of ``size`` shards of a vector: of whole blocks, equal but for the last ones."""
+    """The number of elements of each of ``size`` shards of a vector.
+
+    Shards are whole blocks and equally large, but the last ones may be smaller or empty.
+    """
     shard = -(-count // (size * BLOCK)) * BLOCK
     return [max(0, min(shard, count - rank * shard)) for rank in range(size)]
 

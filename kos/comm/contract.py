@@ -102,7 +102,7 @@ class Backend(ABC):
     processes: ClassVar[bool] = False
     """Whether ranks are processes.  If so, kos moves data within a host through shared memory where it can."""
     exact_group_size: int = 1
-    """On a GPU, how many neighbouring ranks this backend sums exactly before it compresses."""
+    """On a GPU, how many ranks with consecutive numbers add exactly before this backend compresses."""
 
     @classmethod
     @abstractmethod

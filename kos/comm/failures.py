@@ -5,9 +5,9 @@ counts.  A cause takes precedence over its consequences: an error does not name 
 because of another rank.  So every rank of a job names the ranks that failed first.
 
 Backends, transports, the watchdog and the control plane **report** failures to the log.  Code that may have to raise
-**asks** the log.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter is the
-shared memory of a host, a transport, or the hub.  ``peer_status.py`` has what each rank waits for, and the last failure
-of each rank in any group.
+calls ``raise_reported``.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter
+is the shared memory of a host, a transport, or the hub.  ``peer_status.py`` has the ranks that each rank waits for, and
+the last failure of each rank in any group.
 
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 """
@@ -130,9 +130,10 @@ class FailureLog:
         """The error that further calls of this rank raise, because a call failed and the ranks are out of step."""
         self.over: KosError | None = None
         """The error that further exchanges of the control plane raise, because one failed or the group is closed."""
-        self.reported: tuple[int, KosError] | None = None
+        self.earliest: tuple[int, KosError] | None = None
         """The earliest collective in which a rank is known to have failed, and its error."""
-        self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
+        self.left: dict[int, tuple[int, str, KosError | None]] = {}
+        """The ranks that have left the group: the first collective that each does not begin, why, and the cause."""
         self.ring: Any = None
         """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
         self.reporters: list[Any] = []
@@ -165,12 +166,12 @@ class FailureLog:
     def record(self, sequence: int, error: KosError) -> None:
         """Record that a rank failed in collective ``sequence``.  Only the earliest collective is kept."""
         with self._lock:
-            if self.reported is None or sequence < self.reported[0]:
-                self.reported = sequence, error
+            if self.earliest is None or sequence < self.earliest[0]:
+                self.earliest = sequence, error
 
-    def record_end(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
+    def record_left(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
         """Record that the rank begins neither collective ``sequence`` nor a later one."""
-        self.ends.setdefault(rank, (sequence, why, cause))
+        self.left.setdefault(rank, (sequence, why, cause))
 
     def report(self, work: Any, error: KosError, begun: int, lost: bool = False) -> None:
         """Report to the other ranks that ``work`` failed, which ends the group.
@@ -195,17 +196,17 @@ class FailureLog:
 
     # Questions.
 
-    def ask(self, sequence: int | None, what: object = None, begun: bool = False) -> None:
+    def raise_reported(self, sequence: int | None, what: object = None, begun: bool = False) -> None:
         """Raise the reported failure, if any, that ends collective ``sequence`` (None: any message) of this group.
 
         ``begun``: all ranks have begun it.  Then the end of a process raises nothing, because that rank may have
         completed it.
         """
-        if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
-            raise self.reported[1].copy()
+        if self.earliest is not None and (sequence is None or self.earliest[0] <= sequence):
+            raise self.earliest[1].copy()
         if sequence is not None:
-            for rank, (end, why, cause) in self.ends.copy().items():
-                if end <= sequence and not (begun and end == 0 and why in DEATHS):
+            for rank, (first, why, cause) in self.left.copy().items():
+                if first <= sequence and not (begun and first == 0 and why in DEATHS):
                     raise self.lost(rank, why, what, cause)
 
     def refuse(self, what: object) -> None:
@@ -302,7 +303,7 @@ class FailureLog:
             error = self.overdue(Late(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
-            # A rank that runs and has failed since this call began may have left the call at its own timeout.
+            # A running rank that has failed since this call began may have ended the call at its own timeout.
             runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
             since = (self.timeout if seconds is None else seconds) + RECENT_SECONDS
             left = any(self.status.failed_within(rank, since) for rank in runs)
@@ -371,8 +372,8 @@ class FailureLog:
 
     def _reported(self) -> KosError | None:
         """The failure that a rank of the group has reported; None if this rank knows of none."""
-        if self.reported is not None:
-            return self.reported[1]
+        if self.earliest is not None:
+            return self.earliest[1]
         known = None if (ring := self.ring) is None else ring.failure()
         return None if known is None else known[0]
 
@@ -383,7 +384,7 @@ class FailureLog:
     def suspects(self) -> list[int]:
         """The ranks of this group that are known to have ended or failed; ended ones first."""
         others = [rank for rank in range(len(self.world)) if rank != self.rank]
-        gone = [rank for rank in others if rank in self.ends or self.status.ended(self.world[rank])]
+        gone = [rank for rank in others if rank in self.left or self.status.ended(self.world[rank])]
         return gone + [rank for rank in others if rank not in gone and self._failure_of(self.world[rank]) is not None]
 
     def names(self, ranks: Sequence[int], several: bool = True) -> str:
@@ -417,12 +418,12 @@ class FailureLog:
         return "".join(f"; {self._ranks(r)} {'is' if len(r) == 1 else 'are'} on {host}" for host, r in on.items())
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
-        """The last failure of that rank if it names ranks, and is less than ``window`` seconds old."""
+        """The last failure of that rank, if it names ranks and is less than ``window`` seconds old; else None."""
         known = self._recent(rank, window)
         return known if known is not None and known.ranks else None
 
     def _recent(self, rank: int, window: float | None = None) -> KosError | None:
-        """As ``_failure_of``; also a timeout without ranks, after which the rank has made no other call."""
+        """As ``_failure_of``, but also a timeout that names no ranks, if the rank has made no other call since."""
         known = self.status.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
@@ -441,7 +442,7 @@ class FailureLog:
                 continue
             seen.add(rank)
             if not self.status.sees(rank):
-                silent = self.status.ask()
+                silent = self.status.query()
             awaited: Iterable[int] | None = self.status.awaited(rank)
             if awaited is None and (failure := self._recent(rank)) is not None:
                 awaited = None if rank in failure.ranks else failure.ranks  # it failed because of those

@@ -155,7 +155,10 @@ class GroupBackend(ABC):
         return []
 
     def core_calls(self, comm: Any) -> tuple[Any, Any]:
-        """A ``kos._core.native.Group`` for the calls of ``comm``, and what describes calls to it; or None for both."""
+        """A ``kos._core.native.Group`` for the calls of ``comm``, and the object that describes calls to it.
+
+        Both are None if the core does not make calls of ``comm``.
+        """
         return None, None
 
     def owns(self, work: Work[Any]) -> bool:

@@ -5,10 +5,14 @@ ranks.  Every rank decodes the same bytes, also for its own part, so the result 
 run and on every backend.  The vector of an all_reduce has a part for each rank, which consists of whole blocks.
 ``gpu/compressed.py`` does the same in kernels.
 
-*Between hosts* of several ranks each, an all_reduce and a reduce_scatter run in three phases.  The ranks of a host sum
-exactly, in rank order, and round to the dtype; each rank gets a shard of this sum.  The ranks with the same shard, one
-on each host, sum it compressed, as above.  The ranks of a host gather the result of an all_reduce exactly.  So only the
-sums of hosts are compressed, and l ranks of a host send 1/l of the bytes.  ``gpu/hierarchical.py`` does the same.
+*Between hosts* of several ranks each, an all_reduce and a reduce_scatter run in three phases:
+
+1. The ranks of each host add exactly, in rank order.  The sum is rounded to the dtype.  Each rank gets a shard of it.
+2. The ranks that have the same shard, one on each host, add it with compression, as above.
+3. In an all_reduce, the ranks of each host then gather the shards without compression.
+
+So only the sums of hosts are compressed.  With l ranks on each host, each rank compresses 1/l of the array.
+``gpu/hierarchical.py`` does the same.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ def steps(work: Work[Any], calls: Any) -> Steps:
 def _to_all(
     work: Work[Any], calls: Any, form: Format, mine: Iterator[Array | None], out: Array, counts: Sequence[int]
 ) -> Steps:  # fmt: skip
-    """Send the encoded segments of this rank to all, and decode those of all ranks into ``out``."""
+    """Send the encoded segments ``mine`` to all ranks, and decode the segments of all ranks into ``out``."""
     targets = [_segments(part) for part in split(out, counts)]
     arrived = [[_encoded_buffer(form, each.size) for each in target] for target in targets]
     yield from calls.send_to_all(work, mine, arrived)
@@ -86,7 +90,7 @@ def _to_all(
 
 
 def _in_phases(work: Work[Any], calls: Any, form: Format, out: Array) -> Steps:
-    """An exact sum within the host, a compressed one of shards between hosts, an exact gather within the host."""
+    """Add exactly within the host, add shards with compression between hosts, and gather exactly within the host."""
     o, x, (node, rail) = work.operation, work.send, calls.phases()
     assert o.reduction is not None
     of_host, between = (replace(o.reduction, size=part.size) for part in (node, rail))
@@ -114,7 +118,7 @@ def _in_phases(work: Work[Any], calls: Any, form: Format, out: Array) -> Steps:
 def _reduce(
     work: Work[Any], calls: Any, form: Format, x: Array, out: Array, reduction: Reduction, counts: Sequence[int]
 ) -> Steps:  # fmt: skip
-    """A compressed sum: the whole of an all_reduce, or else this rank's part."""
+    """A compressed sum.  ``out`` gets all of it in an all_reduce, and this rank's part in other reductions."""
     sums = _sums(work, calls, form, x, reduction, counts)
     if work.operation.name == "all_reduce":
         encoded = (None if each is None else form.encode(each) for each in sums)
@@ -189,7 +193,7 @@ def _all_to_all(work: Work[Any], calls: Any, form: Format) -> Steps:
 
 
 def feed_back(x: Array, residual: Array, form: Format) -> None:
-    """Error feedback: add to ``x`` what earlier calls lost, and keep in ``residual`` what sending ``x`` will lose.
+    """Error feedback: add ``residual`` to ``x``, and store in it the rounding errors that sending ``x`` will have.
 
     Both arrays have one dimension.  The residual is 0 where ``x`` has infinities or NaN.
     """

@@ -19,7 +19,7 @@ CORE_OPERATIONS = (
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
     "all_to_all_v",
 )  # fmt: skip
-"""Operations that the compiled core may start by itself (``kos/_core/module_eager.c``)."""
+"""Operations that the compiled core may start by itself (``kos/_core/module_eager.c``).  Python starts all others."""
 ANY = -1
 """The source of a message that any rank may send."""
 AUTO = "auto"
@@ -72,7 +72,7 @@ class Operation:
     """A checked request of the caller.  Counts are elements, one for each rank.
 
     Its buffers are those of the caller, or in a ``Prepared`` their descriptions (``prepared.without_memory``).
-    ``residual`` is the error feedback of a compressed reduction, None without one.
+    ``residual`` is the array for the error feedback of a compressed reduction, or None.
     """
 
     name: str

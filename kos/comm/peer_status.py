@@ -33,9 +33,9 @@ class PeerStatus:
         self._rank = rank
         known, self._shared = self if tables is None else tables, tables is not None
         self.failures: dict[int, tuple[KosError, float]] = {} if known is self else known.failures
-        """The last failure of each rank, and when it was posted; without those that the rank has handled."""
+        """The last failure of each rank and the time of its post.  A failure that the rank has handled is removed."""
         self.failed_at: dict[int, float] = {} if known is self else known.failed_at
-        """When each rank last posted a failure."""
+        """The monotonic time at which each rank last posted a failure, even if it has handled the failure."""
         self.waits: dict[int, tuple[int, ...]] = {} if known is self else known.waits
         """The ranks that each rank waits for."""
         self.ends: dict[int, str] = {} if known is self else known.ends
@@ -47,7 +47,7 @@ class PeerStatus:
         self.last: KosError | None = None
         self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
-        self._asked = self._answered = self._queried = -_ANSWER_SECONDS * 2  # when this rank asked, answered, was asked
+        self._asked = self._answered = self._queried = -_ANSWER_SECONDS * 2  # when this rank sent, answered or got one
         self._forwarded = True  # its last query
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
@@ -100,12 +100,14 @@ class PeerStatus:
             self.failures.pop(rank, None)
 
     def announce_wait(self) -> None:
-        """Send other hosts the ranks that this rank waits for, because it will not answer queries for a while."""
-        self._queried = time.monotonic()
-        self._answer()
+        """Send the ranks that this rank waits for to other hosts.  Called before it stops answering for a while."""
+        plane = self._plane()
+        if plane is not None and len(plane.failures.world) <= _MOST_ASKED:  # among more ranks, nobody asks
+            self._queried = time.monotonic()
+            self._answer()
 
     def _answer(self) -> None:
-        """Answer the last query, unless that is done or too late, or this rank does not wait."""
+        """Answer the last query, unless it is answered or too old, or this rank waits for no rank."""
         now = time.monotonic()
         due = now < self._queried + _ANSWER_SECONDS and now > self._answered + _ANSWER_SECONDS
         if due and (waits := self._awaits()) is not None:
@@ -128,7 +130,8 @@ class PeerStatus:
     def post_failure(self, error: KosError) -> None:
         """Post that this rank failed because of ``error.ranks``.
 
-        Of errors without ranks, only the first timeout is posted: this rank has waited, so it was not late itself.
+        An error that names no ranks is posted only if it is a timeout, and this rank has posted no other failure.  It
+        shows that this rank has waited in the call, so that it was not late itself.
         """
         if error.ranks or (isinstance(error, CollectiveTimeout) and self.last is None):
             self.last = error.copy()  # a copy, which is kept without the frames of the error
@@ -149,7 +152,7 @@ class PeerStatus:
             self.waits.pop(self._rank, None)
         else:
             self.waits[self._rank] = self._wait
-            self._answer()  # a query that came shortly before this wait
+            self._answer()  # a query may have come shortly before this wait
 
     def _awaits(self) -> tuple[int, ...] | None:
         """The ranks that this rank waits for, itself or on its GPU."""
@@ -158,7 +161,7 @@ class PeerStatus:
             return tuple(dict.fromkeys(rank for each in queued.values() for rank in each))
         return wait
 
-    def ask(self) -> int | None:
+    def query(self) -> int | None:
         """Query all ranks for the ranks that they wait for; ``awaited`` then waits for the answers.
 
         Returns the rank of the hub if that has not forwarded the query, so nobody can answer.

@@ -64,21 +64,21 @@ class Persistent(Generic[T]):
         return work
 
     def _make(self, args: Any, options: Any, has_key: bool) -> tuple[Any, tuple[Any, ...] | None]:
-        """Start it for the core.  Returns the Work, and how the core starts it next: see ``Operations._make``."""
+        """Start a call that the core does not know.  Returns the Work, and the result of ``_how_in_core``."""
         work, how = Persistent.start(self, *args, **options), None
         try:
             if has_key and self._comm._batch is None:
                 with suppress(Exception):  # the start itself has succeeded
                     how = self._how_in_core(work)
-        except BaseException:  # that of a signal's handler
+        except BaseException:  # for example one that a signal handler raises
             work.withdraw()
             raise
         return work, how
 
     def _how_in_core(self, work: Work[T]) -> tuple[Any, ...] | None:
-        """As ``Operations._how_in_core``.  The objects are the arrays, on a GPU their addresses, and the result.
+        """As ``Operations._how_in_core``.  The objects are the arrays (on a GPU, their addresses) and the result.
 
-        On a GPU, starts return two Works in turn.
+        On a GPU there are two Works, which the starts return in turn.
         """
         prepared, arrays = work.prepared, (work.send, work.recv)
         if not prepared.lasting or work.convert is not None:
@@ -179,7 +179,11 @@ def _refuse_clashes(works: list[Work[Any]]) -> None:
         if o.send is o.recv:  # in place: the root of a broadcast only reads, all others write
             read, written = (read, (None, None)) if o.name == "broadcast" and o.rank == o.root else ((None, None), read)
         kept = o.residual, work.residual if o.residual is None or o.residual.device is None else o.residual.pointer
-        for (buffer, memory), spans in ((read, reads), (written, writes), (kept, writes)):
+        changed: tuple[Any, Any] = None, None
+        if o.residual is not None and o.send is not None and o.recv is not o.send:  # the input is overwritten
+            is_within = 0 <= address_of(work.recv) - address_of(work.send) < o.send.nbytes
+            read, written, changed = changed, changed if is_within else written, read
+        for (buffer, memory), spans in ((read, reads), (written, writes), (changed, writes), (kept, writes)):
             if buffer is not None and buffer.count:
                 start, device = address_of(memory), -1 if buffer.device is None else buffer.device
                 spans.append((device, start, start + buffer.nbytes, number))

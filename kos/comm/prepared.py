@@ -321,7 +321,7 @@ BY_CAPTURE: Any = object()
 
 
 Known = tuple[Prepared, int, int]
-"""How a call is repeated on other arrays.  The numbers say which arguments are input and output; -1: none."""
+"""How a call is repeated on other arrays: its Prepared, and the indices of input and output (-1: none)."""
 
 
 class Store(dict[Any, Prepared]):
@@ -330,12 +330,12 @@ class Store(dict[Any, Prepared]):
     generation = 0
     """How often all were dropped, because timeouts, windows or tables changed."""
     core: Any = None
-    """The ``kos._core.native.Group`` that knows calls which are started by these, or None."""
+    """The ``kos._core.native.Group`` whose cached calls use these Prepareds, or None."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Any, Known] = {}
-        """By its key, how a call that the core does not know is repeated (``collectives._known``)."""
+        """The cached calls that the core does not know, by cache key (``collectives._known``)."""
 
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
         """Store the Prepared of a call on ``stream``."""
@@ -347,7 +347,7 @@ class Store(dict[Any, Prepared]):
         self[signature] = prepared
 
     def add_call(self, key: Any, known: Known) -> None:
-        """Store how calls with that key are repeated."""
+        """Cache a call.  If there are too many, all others are dropped."""
         if len(self.calls) >= MOST_STORED:
             self.calls.clear()
         self.calls[key] = known

@@ -48,6 +48,11 @@ class PremulSum:
 
     factor: float
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not PremulSum or self.factor != other.factor:
+            return self is other
+        return self.factor != 0 or str(self.factor) == str(other.factor)  # products with 0.0 and -0.0 differ
+
 
 _ACCUMULATING = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, ReduceOp.PROD})
 _COMPARING = frozenset({ReduceOp.MIN, ReduceOp.MAX})

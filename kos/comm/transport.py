@@ -48,6 +48,10 @@ class ScheduledCalls:
     """The operations of one rank over ``transport``, whose messages go through ``messages``.
 
     ``messages`` is the transport itself, or the shared memory of the group's host, which has the same methods.
+
+    The method ``_NAME`` has the steps of the collective NAME.  They write the result into ``work.recv``.  If the call
+    returns several objects, the steps replace ``work.array`` by a tuple, as for a ``recv`` from any rank.  In this case
+    the method of ``Operations`` sets a ``Buffer.convert`` that takes this tuple before it makes the Work.
     """
 
     def __init__(self, transport: Backend, messages: Any) -> None:
@@ -55,7 +59,7 @@ class ScheduledCalls:
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = set[int]()  # the numbers of the collectives that wait for other ranks to begin them
         self.local = transport.ranks_per_host or 1
-        """The number of ranks of each host, if several hosts have equally many; else 1."""
+        """The number of ranks on each host, if there are several hosts with the same number of ranks; else 1."""
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
         self.peers = sorted(others, key=self._inside.__contains__)  # those of other hosts first
@@ -67,12 +71,12 @@ class ScheduledCalls:
         return inside, [(self.rank + step) % self.size for step in range(local, self.size, local)]
 
     def phases(self) -> tuple[ScheduledCalls, ScheduledCalls]:
-        """The calls among the ranks of this host, and among the ranks with this local rank, one on each host."""
+        """The calls among the ranks of this host, and those among the ranks with this local rank on all hosts."""
         first, place = self.rank - self.rank % self.local, self.rank % self.local
         return self._among(range(first, first + self.local)), self._among(range(place, self.size, self.local))
 
     def _among(self, ranks: range) -> ScheduledCalls:
-        """The calls among these ranks, which are numbered from 0 on.  They exchange messages alone."""
+        """The calls among these ranks, which are numbered from 0 on.  They use messages only."""
         part, messages = copy(self), self.messages
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part.messages = SimpleNamespace(

@@ -209,7 +209,7 @@ class Work(_Base, Generic[T]):
     held: Any = None
     """The array that is read, which must live until the GPU has done so."""
     residual: Any = None
-    """The error feedback of a compressed reduction, in host memory as a 1-D array."""
+    """The array for the error feedback of a compressed reduction; in host memory it is 1-D."""
     polled_at: float | None = None
     """Monotonic time of the first ``done`` that found it in flight."""
     _report_at: float | None = None

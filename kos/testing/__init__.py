@@ -106,8 +106,8 @@ def spawn(
                     errors.append((rank, error))  # before the others fail because of it
                     raise
         except BaseException as error:
-            why = f"{type(error).__name__}: {error}"
-            errors.append((rank, error))
+            why = f"{type(error).__name__}: {error}"  # only for groups that the rank has neither aborted nor closed
+            errors.append((rank, error))  # of init or close; an error of ``fn`` is in the list already
         finally:
             group.world.end(rank, why)
 

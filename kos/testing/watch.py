@@ -151,7 +151,7 @@ class Watch:
     def unreceived(self) -> list[str]:
         """Messages that were never received, in groups without a failure."""
         groups: dict[ThreadGroup, Any] = {}
-        failed = {group for group, backend in self._backends if backend.failures.first or backend.failures.reported}
+        failed = {group for group, backend in self._backends if backend.failures.first or backend.failures.earliest}
         for group, backend in self._backends:
             if group not in failed:
                 groups.setdefault(group, backend)

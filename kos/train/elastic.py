@@ -327,9 +327,10 @@ class Kept:
     def _pieces(
         self, parts: Sequence[slice], shards: Sequence[tuple[int, int, int]] | None, end: int, largest: int
     ) -> Iterator[tuple[slice, set[int]]]:
-        """What was held, in pieces of at most ``largest`` elements, and by which ranks: the same on all ranks.
+        """Pieces of at most ``largest`` elements, each with the ranks that held it.  The same on all ranks.
 
-        Every rank held all ``parts``, or each of the ``shards`` was on two ranks. What is beyond ``end`` is left out.
+        Either every rank held all ``parts``, or two ranks held each of the ``shards``. Elements from ``end`` on are not
+        in any piece.
         """
         size = self.layout.size
         whole = [(part, {*range(size)}) for part in parts]
@@ -349,15 +350,15 @@ class Kept:
 
 
 def _arrays(device: Device) -> dict[str, Parameters | OwnedSlices]:
-    """What the optimizer holds, by name; the weights are ``weights``, and ``frozen`` those that it does not have."""
+    """The state of the optimizer by name, the weights that it trains (``weights``), and all others (``frozen``)."""
     optimizer = device.step.optimizer
     return {"weights": optimizer.weights, "frozen": device.step.frozen, **optimizer.state}
 
 
 def _frozen_parts(state: ShardedState) -> list[slice]:
-    """The parts of the frozen weights that ranks get from each other.
+    """The parts of the frozen weights that ranks receive from each other.
 
-    With adapters these are the frozen adapters: each rank reads the base from its files.
+    With adapters, these are only the frozen adapters, because each rank reads the base model from its files.
     """
     if state.model.lora is None:
         return [_whole(state.frozen)]

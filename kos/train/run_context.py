@@ -308,7 +308,7 @@ def read_kept_files(run: RunContext) -> None:
     named = run.data.tokenizer.kind == HuggingFaceTokenizer.kind and run.config.tokenizer != "auto"
     run.extra = beside = read_tokenizer_settings(run.config.tokenizer) if named else {}
     if run.source is not None:
-        theirs = read_extra(Path(run.source))  # a checkpoint has those beside the tokenizer too
+        theirs = read_extra(Path(run.source))  # a checkpoint already has the tokenizer's files
         run.extra = {**beside, **theirs} if run.resumes else with_tokenizer(theirs, beside)
         home, by_base = str(tokenizer_folder(run.source)), run.config.tokenizer == "auto"
         if by_base and home != run.source and run.data.tokenizer.kind != NumberTokenizer.kind:  # adapters without one

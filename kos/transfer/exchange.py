@@ -1,8 +1,7 @@
-"""What publishers and subscribers say to each other, over the authenticated connections of ``kos.comm.control.wire``.
+"""The protocol between publishers and subscribers, over the authenticated connections of ``kos.comm.control.wire``.
 
-A request and its answer are JSON, in messages with an HMAC each.  Both carry the version of the protocol and the
-incarnation of the publisher.  The bytes of tensors follow an answer as they are, without an HMAC, in the order of the
-request.
+A request and its answer are JSON, in messages with an HMAC each.  Both contain the version of the protocol and the
+incarnation of the publisher.  The bytes of tensors follow an answer without an HMAC, in the order of the request.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ GRACE = 2.0
 
 
 class Stale(Exception):
-    """The version is no longer there: its buffer is used again, or the publisher has another incarnation."""
+    """The version no longer exists: its buffer was used again, or the publisher was restarted (a new incarnation)."""
 
 
 class Address(NamedTuple):
@@ -52,9 +51,9 @@ class Address(NamedTuple):
     file: int
     """The descriptor of its memory."""
     token: str
-    """The random number at the beginning of its memory.  That of rank 0 is the incarnation of the publisher."""
+    """The random number at the beginning of its memory.  The token of rank 0 is the incarnation of the publisher."""
     nbytes: int
-    """Of the arrays that it publishes."""
+    """The size of the arrays that it publishes."""
     gpus: Sequence[str] = ()
     """The CUDA IPC handles of its memory on GPUs."""
 
@@ -73,7 +72,7 @@ class Catalogue:
 
 
 def place() -> str:
-    """What processes that can share memory have in common: the machine, ``KOS_HOST`` and the namespaces."""
+    """A string that is equal in processes that can share memory: the machine, ``KOS_HOST`` and the namespaces."""
     return json.dumps([machine_id(), pretended_host(), sorted(namespaces().items())])
 
 
@@ -97,9 +96,9 @@ def network(host: str) -> Network:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Rank 0's listener at an address of this host; with ``KOS_BIND``, ``host`` may be one that leads to it.
+    """The listener of rank 0.  ``host`` is an address of this host, or with ``KOS_BIND`` one that is routed to it.
 
-    Raises InvalidArgument if this host has no such address, OSError for another problem, RendezvousError.
+    Raises InvalidArgument if this host has no such address, OSError for another problem, and RendezvousError.
     """
     if not bound():
         try:
@@ -143,7 +142,7 @@ def receive_into(memory: memoryview, connection: Connection, deadline: float) ->
 
 
 def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
-    """A message of this protocol and incarnation ("": any) that is no error.  Raises Stale, TransferError."""
+    """The message, if it has this protocol and incarnation ("": any) and is no error.  Raises Stale, TransferError."""
     if message["protocol"] != PROTOCOL:
         raise TransferError(f"expected protocol {PROTOCOL} of kos.transfer, got {message['protocol']}")
     theirs = message["incarnation"]
@@ -170,8 +169,9 @@ def checksum(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
 def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadline: float | None = None) -> list[Any]:
     """The results of ``work`` on all ranks, in JSON.  Collective.
 
-    The error of one rank is raised on all, Stale only if no rank has another one.  The other ranks name it as ``who``
-    and its number.  They wait for its result until ``GRACE`` seconds after the deadline, or as long as ``comm`` does.
+    If one rank raises an error, all ranks raise it; Stale is raised only if no rank has another error.  The error names
+    that rank on the others, as ``who`` and its number.  They wait for its result until ``GRACE`` seconds after the
+    deadline, or without a deadline for the timeout of ``comm``.
     """
     result, error = None, None
     try:
@@ -198,9 +198,9 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
 
 @contextmanager
 def naming(peer: Callable[[], str], deadline: float, ranks: Sequence[int] = ()) -> Iterator[None]:
-    """A context whose errors become a TransferError that names ``peer``, which has ended or is late.
+    """A context that turns errors into a TransferError that names ``peer``, which has ended or is late.
 
-    Errors of a GPU of this process stay as they are.
+    Errors of a GPU of this process are not changed.
     """
     try:
         yield

@@ -39,7 +39,7 @@ Launch = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A copy of consecutive bytes by a copy engine: a Launch."""
+    """A Launch that copies consecutive bytes by a copy engine."""
 
     target: int
     source: int
@@ -56,9 +56,9 @@ class Run:
 
 
 def merged(copies: Iterable[Launch]) -> list[Launch]:
-    """The same copies; one that continues the copy before on both sides is made together with it.
+    """The same copies, in which a copy that continues the previous copy on both sides is joined to it.
 
-    Both are within one allocation on each side, as CUDA requires of a copy.
+    The joined copy stays within one allocation on each side, as CUDA requires.
     """
     found = list[Launch]()
     for each in copies:
@@ -70,7 +70,7 @@ def merged(copies: Iterable[Launch]) -> list[Launch]:
 
 
 def _allocation(pointer: int) -> int:
-    """Where the allocation of a pointer on a GPU begins.  0: it is unknown, as that of memory on the host."""
+    """The address at which the allocation of a GPU pointer begins; 0 if it is unknown, as for memory on the host."""
     status, base, _ = cu.cuMemGetAddressRange(pointer)
     return 0 if status else int(base)
 
@@ -170,7 +170,10 @@ class Copier:
         self.queue([*launches(target, source, self.device)])
 
     def copy_all(self, pairs: Iterable[tuple[Box, Box]], prepared: dict[K, list[Launch]], key: K) -> None:
-        """Queue copies between boxes (target, source).  ``prepared`` keeps the launches for this ``key``."""
+        """Queue copies between boxes (target, source).
+
+        ``prepared`` stores the launches under ``key``, and later calls use them again.
+        """
         if key not in prepared:
             with self._relaxed():
                 prepared[key] = merged(launch for pair in pairs for launch in launches(*pair, self.device))
@@ -216,7 +219,7 @@ class Copiers(dict[int, Copier]):
     """The copiers of a thread by their GPU."""
 
     def of(self, device: int, deadline: float = math.inf) -> Copier:
-        """The copier of a GPU, which is made at the first use."""
+        """The copier of a GPU.  The first call makes it."""
         if device not in self:
             self[device] = Copier(device)
         self[device].deadline = deadline

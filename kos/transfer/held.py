@@ -21,8 +21,8 @@ from kos.transfer.scales import BlockScales
 class Held:
     """The flattened memory of the arrays, their layout, and a copier for each of their GPUs.
 
-    The layout numbers the GPUs from 1 on, and leaves out the arrays of scales of a subscriber, which writes to its
-    arrays.  Raises InvalidArgument.
+    ``writable`` is True on a subscriber, which writes to its arrays, and False on a publisher.  The layout numbers the
+    GPUs from 1 on.  It does not contain a subscriber's arrays of scales.  Raises InvalidArgument.
     """
 
     def __init__(self, arrays: Arrays, writable: bool) -> None:
@@ -48,7 +48,7 @@ class Held:
     def follow(self) -> None:
         """Order the next copies behind the work that is queued on the streams of the arrays.
 
-        Raises InvalidArgument if such a stream is being captured, or if an array has other memory than at first.
+        Raises InvalidArgument if one of these streams is being captured, or if the memory of an array has changed.
         """
         seen = set[tuple[int, int]]()
         for name, (array, _) in self._arrays.items():
@@ -65,9 +65,9 @@ class Held:
             self.copiers[device].follow(buffer.stream)
 
     def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]]) -> None:
-        """Copy arrays: pairs of a target and a source, of which one is this rank's.  On GPUs this queues the copies.
+        """Copy arrays; on GPUs, queue the copies.  Each pair has a target and a source, one of which is this rank's.
 
-        Pairs with the same ``key`` are always the same memory, for which the copies are prepared once.
+        Calls with the same ``key`` must always copy the same memory, because their copies are prepared only once.
         """
         for device, copier in self.copiers.items():
             boxes = ((whole(to), whole(x)) for to, x in pairs if isinstance(x, Array) and x.device == device)
@@ -77,7 +77,10 @@ class Held:
                 np.copyto(target, source)
 
     def staging(self, dtypes: Mapping[str, DType]) -> dict[str, Flat]:
-        """Uninitialised memory like these arrays, in these dtypes.  That of a GPU is one piece, as a publisher's."""
+        """Uninitialised memory for the named arrays, in these dtypes.
+
+        The memory on each GPU is one allocation, as on a publisher, so that neighbouring arrays are copied together.
+        """
         found, on_gpus = dict[str, Flat](), dict[int, list[str]]()
         for name, dtype in dtypes.items():
             flat = self.flat[name]

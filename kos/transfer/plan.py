@@ -146,8 +146,9 @@ class Offers:
 class Plan:
     """What each subscriber rank reads.  ``wants`` are the arrays of each, ``offers`` those of the publisher.
 
-    ``first`` is the number of the first subscriber rank, where a plan is for one of several.  InvalidArgument if a
-    tensor or a part of one is held by no publisher rank, if shapes differ, or if a dtype cannot be converted.
+    ``first`` is the number of the first subscriber rank, if the plan is for one rank of several.  Raises
+    InvalidArgument if no publisher rank holds a tensor or a part of it, if shapes differ, or if a dtype cannot be
+    converted.
     """
 
     def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0) -> None:

@@ -38,7 +38,7 @@ from kos.transfer.held import Held
 from kos.transfer.placement import Arrays, box
 
 IDLE_SECONDS = 3600.0
-"""A connection is closed when the subscriber has sent nothing for so long; it then connects again."""
+"""A connection is closed if the subscriber sends nothing for this time.  The subscriber then connects again."""
 SEND_SECONDS = 60.0
 """The longest that a subscriber may take to receive the answer to one request."""
 LONGEST_LEASE = 600.0
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Board:
-    """Which version is visible, and who reads which version; on rank 0 of a publisher."""
+    """The visible version, and the version that each subscriber reads; on rank 0 of a publisher."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -57,9 +57,10 @@ class Board:
         self._leases: dict[Connection, tuple[int, float]] = {}  # -> serial, deadline
 
     def lease(self, holder: Connection, have: int | None, wait: float, seconds: float) -> tuple[int | None, int]:
-        """Serial and version of the newest one; ``holder`` pins it, unless it is the one that it has.
+        """The serial and the number of the newest version; (None, 0) if there is none.
 
-        Waits at most ``wait`` seconds for the first version.
+        ``holder`` gets a lease on it for ``seconds``, unless it already has the version (``have``).  Waits at most
+        ``wait`` seconds for the first version.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._newest is not None, wait)
@@ -77,7 +78,7 @@ class Board:
     def reclaim(self, serial: int, patience: float, hide: bool) -> int:
         """Wait at most ``patience`` seconds for the readers of ``serial``; returns how many still read it.
 
-        ``hide``: it is visible, and is not from now on.
+        ``hide``: this version is visible now, and is no longer visible from now on.
         """
         limit = time.monotonic() + patience
         with self._changed:
@@ -102,17 +103,17 @@ class Publisher:
     Args:
         comm: the communicator; None: one process alone.
         arrays: the arrays of this rank, on the host or on GPUs, and what each holds.  ``publish`` copies them.
-        address: "HOST:PORT" by which subscribers reach rank 0: an address of its host, or with ``KOS_BIND`` another
-            one that leads there.  Port 0: a free one, see ``address``.
+        address: "HOST:PORT" at which subscribers reach rank 0.  HOST is an address of its host, or with ``KOS_BIND``
+            another address that is routed to it.  With port 0, a free port is chosen; see ``self.address``.
         name: the name of the publisher in errors.
-        buffers: how many versions are in memory at once; each takes as much memory as the arrays.  With 2, the
-            last version can be read while the next one is written.  With 1, no version is visible meanwhile.
+        buffers: how many versions are in memory at once.  Each takes as much memory as the arrays.  With 2, the last
+            version can be read while the next one is written.  With 1, no version is visible while one is written.
         memory: where the copies of arrays on a GPU are: "device", on that GPU, or "host", in pinned host memory.
         patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
-            Less than the timeout of ``comm``: the other ranks wait for rank 0 meanwhile.
+            This must be less than the timeout of ``comm``, because the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
 
-    Raises InvalidArgument on all ranks for wrong arguments of one; RendezvousError if rank 0 cannot listen at
+    Raises InvalidArgument on all ranks if one has wrong arguments; RendezvousError if rank 0 cannot listen at
     ``address``; OutOfMemory.
     """
 
@@ -127,7 +128,7 @@ class Publisher:
         self._board = Board()
 
         def start() -> list[Any]:
-            limit = math.inf if comm is None else comm.timeout  # with which the others wait meanwhile
+            limit = math.inf if comm is None else comm.timeout  # the others wait for at most this time
             if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
                 expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
                 raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
@@ -147,7 +148,7 @@ class Publisher:
             if all(layout == "{}" for *_, layout in facts):
                 raise InvalidArgument("arrays: expected at least one on some rank, got none")
         except BaseException:
-            for each in ("_acceptor", "_buffers"):  # of this rank, if another one has failed
+            for each in ("_acceptor", "_buffers"):  # this rank may have made them before another one failed
                 if hasattr(self, each):
                     getattr(self, each).close()
             raise
@@ -163,7 +164,7 @@ class Publisher:
         self._thread.start()
 
     def _allocate(self, buffers: int, memory: str) -> None:
-        """The buffers, on the GPUs of the arrays or on the host."""
+        """Allocate the buffers, on the GPUs of the arrays or on the host."""
         self._layout, devices = self._held.layout, [*self._held.copiers]
         if memory == "host":
             self._layout = {name: each._replace(gpu=0) for name, each in self._layout.items()}
@@ -195,12 +196,12 @@ class Publisher:
     def publish(self, version: int) -> int:
         """Copy the arrays, and make them visible as ``version``.  Collective.
 
-        Returns how many subscribers still read the version whose buffer was used again; their reads are stale, and
-        they go on with the newest version.  The arrays may change afterwards.  On a GPU, the copy comes after the work
-        that is queued on the current stream of the array's library, and ``publish`` waits for it.  An error on one rank
-        is raised on all ranks, and then the version is not visible.
+        Returns how many subscribers still read the version whose buffer was used again.  These subscribers discard what
+        they have read, and read the newest version instead.  The arrays may change after the call.  On a GPU, the copy
+        is ordered behind the work that is queued on the current stream of the array's library, and ``publish`` waits
+        for the copy.  An error on one rank is raised on all ranks, and then the version is not visible.
 
-        Raises InvalidArgument for a version that is no whole number, or while that stream is captured;
+        Raises InvalidArgument if the version is not a whole number, or while that stream is captured;
         CollectiveMismatch for different versions; TransferTimeout if a GPU has not made its copies within half of the
         timeout of ``comm`` (120 s without one); and TransferError after ``close``.
         """
@@ -210,7 +211,7 @@ class Publisher:
             if self._closed:
                 raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
             self._held.follow()
-            number = check_int("version", version)  # before anything is given up; only rank 0 has leases
+            number = check_int("version", version)  # before an old version is hidden; only rank 0 has leases
             return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
 
         first, *others = self._together(begin)
@@ -224,7 +225,7 @@ class Publisher:
 
     def _write(self, serial: int) -> None:
         self._buffers.write(serial, lambda: self._copy(serial))
-        self._sums.pop(serial - self._buffers.count, None)  # not earlier: who reads that version may still compare
+        self._sums.pop(serial - self._buffers.count, None)  # not earlier: its readers may still compare
         if self._checksums:
             copiers = self._held.copiers
             self._sums[serial] = {name: self._checksum(name, serial, copiers) for name in self._layout}
@@ -304,13 +305,13 @@ class Publisher:
             exchange.send(connection, {"stale": not self._buffers.holds(request["serial"])}, self.incarnation, deadline)
 
     def _read(self, request: dict[str, Any], copiers: Copiers) -> list[np.ndarray[Any, Any]]:
-        """The boxes that a subscriber asks for, of arrays on the host or on one GPU, in the dtypes that it asks for."""
+        """The requested boxes in the requested dtypes.  All are from arrays on the host, or all are from one GPU."""
         serial, boxes = int(request["serial"]), request["boxes"]
         if not self._buffers.holds(serial):
             raise Stale
         for name in request.get("compare", ()) if self._checksums else ():
             self._compare(serial, name, copiers)
-        arrays = [self._buffers.array(name, serial) for name, *_ in boxes]  # they keep the memory, also after ``close``
+        arrays = [self._buffers.array(name, serial) for name, *_ in boxes]  # they keep memory alive after ``close``
         views = [
             (box(array, int(offset), tuple(size), tuple(strides)), DTYPES[dtype])
             for array, (_, dtype, offset, size, strides) in zip(arrays, boxes, strict=True)
@@ -330,9 +331,9 @@ class Publisher:
     def close(self) -> None:
         """Stop answering, and free the memory.  Not collective; waits for no other process.
 
-        A subscriber that reads meanwhile raises TransferError.  The kernel frees memory of the host when the last
-        subscriber has unmapped it.  Memory of a GPU is freed now, unless subscribers of this process map it.  CUDA
-        leaves undefined what other processes would read from it, and their ``update`` raises when it sees the end.
+        A subscriber that reads meanwhile raises TransferError.  The kernel frees host memory when the last subscriber
+        has unmapped it.  GPU memory is freed now, unless subscribers in this process map it.  CUDA does not define what
+        other processes then read from it; their ``update`` detects the end of the publisher and raises.
         After a ``publish`` that timed out, ``close`` waits at most 5 s for the copies that are still queued.
         """
         if self._closed:
@@ -340,7 +341,7 @@ class Publisher:
         self._closed = True
         for each in self._connections.copy():
             with suppress(OSError):
-                each.sock.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+                each.sock.shutdown(socket.SHUT_RDWR)  # its thread then ends, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free
         for device in self._held.copiers:
             with suppress(KosError):

@@ -55,12 +55,12 @@ class Target:
         self._staging = self._held.staging(wanted)
         self._into = self.flat | self._staging
         self._sources: list[Source] = []
-        self._workers: list[Copiers] = []  # of the threads
-        self.failed = False  # whether a source has failed, so that the others end
+        self._workers: list[Copiers] = []  # one for each thread
+        self.failed = False  # whether reading a source has failed, so that the other threads end
 
     def read(self, plan: Plan, known: Catalogue, serial: int, deadline: float, verify: bool) -> int:
         """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
-        for copiers in (self._held.copiers, *self._workers):  # for the copies of an update that was late
+        for copiers in (self._held.copiers, *self._workers):  # an earlier update that timed out may still copy
             copiers.wait(deadline)
         self._held.follow()
         if not self.staged:
@@ -71,7 +71,7 @@ class Target:
             self.failed = False
             work = [part for source in self._sources for part in source.parts(serial, deadline, verify)]
             nbytes = self._in_threads(work)
-            self._held.copiers.wait(deadline)  # so that staging memory can be copied to the arrays
+            self._held.copiers.wait(deadline)  # before staging memory is copied to the arrays
             return nbytes
         except Stale:
             for source in self._sources:
@@ -129,8 +129,10 @@ class Target:
 
 
 class Source:
-    """What a subscriber reads from one publisher rank: from its host memory (``gpu`` 0) or the memory of one of its
-    GPUs, into the subscriber's arrays on ``device`` (None: the host).
+    """The copies that a subscriber reads from one memory of a publisher rank.
+
+    This memory is the rank's host memory (``gpu`` 0), or the memory of one of its GPUs.  The copies go to the
+    subscriber's arrays on ``device`` (None: the host).
     """
 
     def __init__(self, target: Target, known: Catalogue, rank: int, gpu: int, device: int | None) -> None:
@@ -139,11 +141,11 @@ class Source:
         self._name = f"{known.name}: {self._where.name(rank)}"
         self.copies = list[Copy]()
         self.connections = dict[int, Connection]()  # by the number of the stream
-        self._launches = dict[int, list[Launch]]()  # from GPU to GPU, by the index of the buffer
+        self._launches = dict[int, list[Launch]]()  # copies from GPU to GPU, by the index of the buffer
         self._memory = None if target.transport == "tcp" else self._map(known)
 
     def _map(self, known: Catalogue) -> Buffers | None:
-        """The publisher's memory.  None if it cannot be mapped; TransferError then for ``transport="shared"``."""
+        """Map the publisher's memory.  If it cannot be mapped, returns None; raises TransferError with "shared"."""
         try:
             if self._where.place != exchange.place():
                 raise PeerMemoryError(f"it is on another host, or in other namespaces: {self._where.place}")
@@ -172,7 +174,10 @@ class Source:
         return [*_requests(chain.from_iterable(chunks))]
 
     def parts(self, serial: int, deadline: float, verify: bool) -> Iterator[Callable[[Copiers], int]]:
-        """Functions that read a part each, with the copiers of their thread.  With checksums, all is read over TCP."""
+        """Functions that each read a part of the copies, given the copiers of their thread.
+
+        With checksums (``verify``), everything is read over TCP.
+        """
         self._serial, self._deadline, self._verify = serial, deadline, verify
         mapped = None if verify else self._memory
         requests = [self.copies] if mapped is not None and self._gpu else self._requests
@@ -184,7 +189,7 @@ class Source:
         self, mapped: Buffers | None, stream: int, requests: Sequence[Sequence[Copy]], names: Sequence[str],
         copiers: Copiers,
     ) -> int:  # fmt: skip
-        """Read some requests; ``names`` are arrays that the publisher compares with their checksums."""
+        """Read the copies of ``requests``.  The publisher compares the arrays ``names`` with their checksums."""
         copies = [copy for request in requests for copy in request]
 
         def name() -> str:
@@ -251,7 +256,7 @@ class Source:
         post(0)
         for index, request in enumerate(requests):
             found = answer()
-            if index + 1 < len(requests):  # before the bytes of this one are received
+            if index + 1 < len(requests):  # send it before the bytes of this request are received
                 post(index + 1)
             for copy in request:
                 view, dtype = self._target.view(copy), self._dtype(copy)
@@ -261,7 +266,7 @@ class Source:
                 if not direct:
                     self._put(copy, scratch[: len(memory)].view(dtype.numpy).reshape(copy.size), copier)
                 nbytes += len(memory)
-            answer()  # the publisher still had the version after it sent the bytes, or Stale
+            answer()  # raises Stale unless the publisher still had the version after it had sent the bytes
             if self._verify:
                 self._check(request, found["sum"], copier)
         return nbytes

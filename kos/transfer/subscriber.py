@@ -33,9 +33,9 @@ class Update(NamedTuple):
     version: int
     """The version that the arrays hold now."""
     changed: bool
-    """Whether it was read: it is another one than some rank held before."""
+    """Whether it was read.  It is not read if all ranks already held it."""
     restarted: bool
-    """Whether the publisher is another one than before: its incarnation has changed."""
+    """Whether the publisher was restarted since the update before: its incarnation has changed."""
     seconds: float
     nbytes: int
     """Bytes that this rank has read."""
@@ -63,16 +63,18 @@ class Subscriber:
     """Pulls versions of a publisher's tensors into ``arrays``.
 
     Args:
-        address: "HOST:PORT" of the publisher's rank 0.  It may come later than the subscriber.
-        arrays: arrays on the host or on GPUs (NumPy, torch, CuPy, kos), and which tensors' elements each gets.
-            A float8_e4m3fn matrix for whose scales there is an array (``BlockScales``) is quantized in blocks.
-        comm: the communicator of several ranks that subscribe together; None: one process.  ``update`` is then
-            collective, and all ranks get the same version or none.
+        address: "HOST:PORT" of the publisher's rank 0.  The publisher may start later than the subscriber.
+        arrays: arrays on the host or on GPUs (NumPy, torch, CuPy, kos), and the tensors or parts of tensors that each
+            of them gets.  A float8_e4m3fn matrix is quantized in blocks if there is an array for its scales
+            (``BlockScales``).
+        comm: the communicator of several ranks that subscribe together; None: one process.  With a communicator,
+            ``update`` is collective, and all ranks get the same version or none.
         streams: TCP connections to each publisher rank.
         transport: "shared" maps the publisher's memory, on the same host; "tcp" does not map it; "auto" maps it where
-            it can, and uses TCP otherwise.  GPU memory is not mapped for arrays on the host.
-        staged: read into staging memory, as large as the arrays, so that the arrays never hold a part of a version.
-            Without it an update takes one copy less, and a failed one leaves the arrays undefined until the next.
+            possible, and uses TCP otherwise.  GPU memory is not mapped for arrays on the host.
+        staged: read into staging memory, which is as large as the arrays, so that the arrays never hold a part of a
+            version.  Without staging memory, an update makes one copy less, but a failed update leaves the arrays
+            undefined until the next one.
 
     Raises InvalidArgument; OutOfMemory.
     """
@@ -105,13 +107,14 @@ class Subscriber:
         """Pull the newest version.  Collective if there is a communicator.
 
         Waits at most ``timeout`` seconds in all, until the publisher answers, has a version, and has sent its bytes.
-        If the publisher uses the buffer of the version again, the update begins again with the newest one.
-        ``verify`` reads over TCP, and compares checksums of all bytes with the publisher's, and where it was made with
-        ``checksums``, these with the checksums at ``publish``.
+        If the publisher uses the buffer of the version again, the update begins again with the newest version.
+        With ``verify``, the update reads over TCP, and compares checksums of all bytes with those of the publisher.  If
+        the publisher was made with ``checksums``, it also compares its arrays with their checksums at ``publish``.
 
-        Raises TransferError, which names the publisher's rank and what it holds, if it has ended or its bytes are
-        wrong; TransferTimeout if it or a GPU of this process is late.  The arrays then hold the version from before,
-        unless ``staged`` is False or the copy from staging memory was late.  A later ``update`` connects again.
+        Raises TransferError if a publisher rank has ended or its bytes are wrong; the error names this rank and the
+        tensors that it holds.  Raises TransferTimeout if a publisher rank or a GPU of this process is late.  The arrays
+        then hold the previous version, unless ``staged`` is False or the copy from staging memory was late.  A later
+        ``update`` connects again.
         """
         began, before = time.monotonic(), self._held
         deadline = began + check_timeout(timeout)
@@ -136,7 +139,7 @@ class Subscriber:
             try:
                 found = Catalogue(self._ask("catalogue", deadline, incarnation=""))
                 break
-            except TransferError as error:  # it may still come
+            except TransferError as error:  # the publisher may not have started yet
                 if isinstance(error.__cause__, socket.gaierror) or not isinstance(error.__cause__, OSError):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
@@ -181,8 +184,8 @@ class Subscriber:
                     self._lead = self._connect(self._host, self._port, deadline)
                 exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
                 answer = exchange.receive(self._lead, deadline)
-        except BaseException:  # the answer to this request may still come: not on the next connection
-            self.close()  # and unmap the memory: GPU memory of a killed publisher is not freed while it is mapped
+        except BaseException:  # a late answer to this request must not be read as the answer to the next one
+            self.close()  # also unmaps: GPU memory of a killed publisher is not freed while it is mapped
             raise
         return exchange.answered(answer, incarnation)
 
@@ -191,7 +194,10 @@ class Subscriber:
         return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
 
     def _newest(self, deadline: float) -> Version | None:
-        """The newest version, and a lease unless it is held here already; None on other ranks than 0."""
+        """The newest version; None on ranks other than 0.  Takes a lease, unless the arrays hold this version already.
+
+        Raises TransferError, TransferTimeout.
+        """
         if self._rank:
             return None
         if self._lead is not None and self._lead.drain():  # the publisher may have been restarted since the last update
@@ -213,11 +219,11 @@ class Subscriber:
         raise TransferTimeout(f"{self._name()}: expected a version, got none in time ({why})")
 
     def _release(self) -> None:
-        """End the lease.  Nobody waits for an answer, as there is nothing to do about it."""
+        """End the lease.  This does not wait for an answer."""
         if self._lead is not None:
             try:
                 exchange.send(self._lead, {"ask": "release"}, "", time.monotonic())
-            except OSError:  # which ends it, too
+            except OSError:  # to close the connection ends the lease too
                 self._drop_lead()
 
     def _drop_lead(self) -> None:
@@ -228,7 +234,7 @@ class Subscriber:
     # --- several ranks that subscribe together --------------------------------------------------------------
 
     def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
-        """Read a version, and copy it to the arrays if all ranks have it.  Raises Stale on all ranks if on one."""
+        """Read a version, and copy it to the arrays if all ranks have read it.  If one rank is Stale, all raise it."""
         self._held = self._held if self._target.staged else None
 
         def pull() -> int:

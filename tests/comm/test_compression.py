@@ -295,12 +295,17 @@ def test_what_a_residual_may_be():
             comm.reduce_scatter(fixed, compress="int8", residual=out)
         with pytest.raises(TypeError, match="residual"):
             comm.all_gather(x, compress="int8", residual=out)
-        batch = comm.batch()
-        batch.__enter__()
-        comm.all_reduce(x, compress="int8", residual=out)
-        comm.all_reduce(x.copy(), compress="int8", residual=out)
-        with pytest.raises(InvalidArgument, match="batch: expected no memory that another operation writes"):
-            batch.__exit__(None, None, None)
+        for shared in ("residual", "input"):
+            batch = comm.batch()
+            batch.__enter__()
+            for _ in range(2):
+                given, kept = (x.copy(), out) if shared == "residual" else (x, np.zeros_like(x))
+                comm.all_reduce(given, out=np.zeros_like(x), compress="int8", residual=kept)
+            with pytest.raises(InvalidArgument, match="batch: expected no memory that another operation writes"):
+                batch.__exit__(None, None, None)
+        with comm.batch():
+            for given in (x, x.copy()):
+                comm.reduce_scatter(given, given, compress="int8", residual=np.zeros_like(x))
 
 
 def test_a_residual_between_hosts_has_a_shard_and_calls_of_other_ones_stay_apart(seed):

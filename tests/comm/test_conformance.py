@@ -1,6 +1,7 @@
 """The promises of ``kos.testing.conformance`` for every dtype, on mock and MPI; other files collect them by name."""
 
 import os
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.group_backend import GroupBackend
 from kos.comm.schedules import algorithms
 from kos.testing import spawn
-from kos.testing.conformance import cases, intact, model, order, results
+from kos.testing.conformance import cases, model, results
 from kos.testing.conformance.__main__ import main
+from kos.testing.conformance.failures import SCENARIOS
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs, vector
 from tests.comm import compression_bounds as bounds
@@ -45,13 +47,26 @@ reductions = pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: getat
 FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
 DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-WHOLE = {*vars(intact), *vars(order)}
-ENDS = ("in rank order", "large numbers", "with NaN", "float16 SUM by every schedule")
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, *_ in cases(full=True) if name.split()[0] in WHOLE or name.endswith(ENDS)]
+CALLS = (
+    "all_reduce|reduce|reduce_scatter|reduce_scatter_v|scan|exscan|broadcast|all_gather|all_gather_v|all_to_all|"
+    "all_to_all_v|gather|gather_v|scatter|scatter_v|send_recv"
 )
+ELSEWHERE = re.compile(
+    rf"({CALLS}) \w+( [A-Z_]+)?( deterministic)?|(all_gather|broadcast|send_recv) float32 large|"
+    r"(all_reduce|reduce_scatter) float32 SUM by every schedule|"
+    r"(compressed|feedback_keeps_what_is_lost) \w+ \w+|shapes_and_scalars"
+)
+"""The names of the promises that the other tests of this file check, for dtypes and sizes of their own."""
+
+
+def checked_here(full: bool) -> list[str]:
+    """All promises but those that other tests check: those of ``ELSEWHERE``, and failures (test_scenarios.py)."""
+    failing = {*map(str, SCENARIOS)}
+    names = [case.name for case in cases(full)]
+    return [name for name in names if name not in failing and not ELSEWHERE.fullmatch(name)]
+
+
+@pytest.mark.parametrize("name", checked_here(full=True))
 def test_promise(ranks, seed, name):
     (case,) = (each for each in cases(full=True, seed=seed) if each.name == name)
     ranks.run(lambda comm: case.applies(comm) and case.call(comm))

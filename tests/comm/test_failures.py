@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.failures import WHY_CLOSED
 from kos.comm.group_backend import UNMADE
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadMessage
@@ -242,11 +243,13 @@ WAITS: dict[str, Callable[[kos.Communicator, kos.Communicator], Any]] = {
 
 @pytest.mark.parametrize("waiting", WAITS)
 @pytest.mark.parametrize(("end", "why"), [
-    ("raises", "ZeroDivisionError: boom"), ("returns", "its function returned"), ("aborts", "the data are damaged"),
+    ("raises", "ZeroDivisionError: boom"), ("returns", WHY_CLOSED), ("aborts", "the data are damaged"),
 ])  # fmt: skip
 def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting, end, why):
     """Also by a rank that waits after the thread of that rank has ended."""
     told = []
+    if (end, waiting) == ("returns", "in a part"):  # which nothing closes
+        why = "its function returned"
 
     def body(comm):
         part = comm.split(0)
@@ -266,6 +269,28 @@ def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting, end, why):
     with pytest.raises(ZeroDivisionError, match="boom") if end == "raises" else contextlib.nullcontext() as caught:
         spawn(body, 3, timeout=40)
     assert len(told) == 2 and (end != "raises" or caught.value.__notes__ == ["raised on rank 1 of 3"])
+
+
+@pytest.mark.parametrize("waiting", ["barrier", "recv", "rendezvous"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_reason_of_an_early_return_does_not_depend_on_the_end_of_the_thread(ended, waiting, monkeypatch):
+    """Rank 0 finds that rank 1 is gone before its thread has ended, or after that."""
+    over, raised, end = threading.Event(), threading.Event(), ThreadWorld.end
+
+    def end_in_order(world, rank, why):
+        assert rank != 1 or ended or raised.wait(TIMEOUT)
+        end(world, rank, why)
+        over.set()
+
+    def body(comm):
+        if comm.rank == 0:
+            assert not ended or over.wait(TIMEOUT)
+            with pytest.raises(RankLost, match=f"rank 1 is gone: {WHY_CLOSED}$"):
+                WAITS[waiting](comm, None)
+            raised.set()
+
+    monkeypatch.setattr(ThreadWorld, "end", end_in_order)
+    spawn(body, 2)
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch):

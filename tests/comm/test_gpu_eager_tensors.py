@@ -48,6 +48,7 @@ class FakeTensor:
     def data_ptr(self): return self.values.ctypes.data
     def get_device(self): return 0
     def is_contiguous(self): return True
+    def __index__(self): return int(self.values[0])
     def is_neg(self): return self.negated
 
 FakeTensor.__module__, FakeTensor.__name__ = "torch", "Tensor"
@@ -91,6 +92,11 @@ def body(gpu):
                 print(error, file=sys.stderr)
     with by(comm, 1):
         comm.all_reduce(FakeTensor([5, 6]))
+    for root in (1, 1, 0):  # passed as a tensor: the values count, also where the rank has no result
+        x = FakeTensor([1, 2])
+        got = comm.reduce(x, FakeTensor([root]))
+        assert (got is x) == (comm.rank == root)
+        meet()
     print("done", flush=True)
 
 with pytest.MonkeyPatch.context() as patch, no_gpu(patch):

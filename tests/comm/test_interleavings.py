@@ -76,7 +76,7 @@ def test_the_earliest_failure_of_two_threads_counts():
     while left:
         log = FailureLog([0, 1], 0)
         left = interleaving(lambda log=log: log.record(5, _failure(1)), lambda log=log: log.record(3, _failure(0)))
-        assert log.reported is not None and log.reported[0] == (3 if left else 5)
+        assert log.earliest is not None and log.earliest[0] == (3 if left else 5)
 
 
 class _Link:
@@ -110,8 +110,8 @@ def test_ends_that_arrive_while_a_call_asks():
     interleaving, left = Interleaving("comm/failures.py"), True
     while left:
         log = FailureLog(range(4), 0)
-        log.record_end(1, 7, "it closed")
-        left = interleaving(lambda log=log: log.ask(3), lambda log=log: log.record_end(2, 9, "it closed"))
+        log.record_left(1, 7, "it closed")
+        left = interleaving(lambda log=log: log.raise_reported(3), lambda log=log: log.record_left(2, 9, "it closed"))
 
 
 def test_deaths_that_arrive_while_a_call_reads_them():

@@ -168,7 +168,7 @@ SEQUENCES = pytest.mark.parametrize("sequence", [7, COLLECTIVE_TAGS - 1, 3 * COL
 
 @SEQUENCES
 def test_a_message_of_mpi_of_a_rank_that_left_later_is_awaited(mpi, sequence):
-    mpi.failures.record_end(1, sequence + 1, WHY_CLOSED)
+    mpi.failures.record_left(1, sequence + 1, WHY_CLOSED)
     message = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence))
     for _ in range(10 * LAST_CHECKS):
         mpi.receive_notices()
@@ -181,7 +181,7 @@ def test_a_message_of_mpi_of_a_rank_that_left_later_is_awaited(mpi, sequence):
 @pytest.mark.parametrize("collective", [True, False])
 def test_a_message_of_mpi_that_never_comes_fails_after_some_time(mpi, sequence, collective):
     """However often it was polled meanwhile."""
-    mpi.failures.record_end(1, sequence, WHY_CLOSED)
+    mpi.failures.record_left(1, sequence, WHY_CLOSED)
     message = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence) if collective else 3)
     for _ in range(LAST_CHECKS):
         mpi.receive_notices()
@@ -195,7 +195,7 @@ def test_a_message_of_mpi_that_never_comes_fails_after_some_time(mpi, sequence, 
 
 def test_messages_of_others_do_not_shorten_the_wait_for_last_messages_of_mpi(mpi):
     """After each message of another rank, this rank reads notices."""
-    mpi.failures.record_end(1, 0, "its process ended")
+    mpi.failures.record_left(1, 0, "its process ended")
     message = mpi.irecv(np.zeros(1), 1, 3)
     for _ in range(2 * LAST_CHECKS):
         mpi.check_sender(2)
@@ -207,9 +207,9 @@ def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi)
     work = SimpleNamespace(sequence=4, prepared=SimpleNamespace(fingerprint=1, text=b""))
     arrived = mpi.agree(work, None)
     assert arrived is not None and arrived()
-    mpi.failures.record_end(1, 0, "its process ended")
+    mpi.failures.record_left(1, 0, "its process ended")
     assert arrived()
-    mpi.failures.record_end(2, 4, "it was aborted")
+    mpi.failures.record_left(2, 4, "it was aborted")
     with pytest.raises(RankLost, match="rank 2 is gone: it was aborted"):
         arrived()
     late = mpi.agree(SimpleNamespace(sequence=5, prepared=work.prepared), None)
@@ -223,7 +223,7 @@ def test_a_collective_of_mpi_itself_fails_some_time_after_the_end_of_a_rank(mpi)
     operation = SimpleNamespace(options=options, reduction=None, root=1)
     steps = mpi.native(SimpleNamespace(sequence=4, operation=operation), {"data": np.zeros(1)}, "broadcast")
     next(steps)
-    mpi.failures.record_end(1, 0, "its process ended")
+    mpi.failures.record_left(1, 0, "its process ended")
     for _ in range(LAST_CHECKS):
         mpi.receive_notices()
         for _ in range(3):

@@ -296,11 +296,16 @@ def test_a_split_that_ends_too_late_is_ended(fake, monkeypatch):
     monkeypatch.setattr(fake, "comm_split", lambda *arguments: may_end.wait(20) and "late")
     monkeypatch.setattr(fake, "comm_abort", ended.put)
     backend = of_nccl(alone, Comm(Group(1), 0))
+    assert backend.allocate(4, np.float32) is not None  # the array is gone, but other ranks may use the window
     backend.timeout = 0.1
     with pytest.raises(CollectiveTimeout, match="nccl: init"):
         backend.split(alone, 0)
     may_end.set()
     assert ended.get(timeout=20) == "late"
+    for thread in threading.enumerate():
+        if thread.name == "nccl: abort":
+            thread.join(20)
+    assert [what for what, _ in fake.windows] == ["register"]
 
 
 def test_a_communicator_that_nothing_needed_is_closed_without_it(fake, monkeypatch, caplog):

@@ -354,7 +354,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu, monkeypatch):
     reported.clear()
     for known in (None, late):
         calls.check.side_effect, backend.shared.ended, backend.failures.first = known, False, None
-        backend.failures.reported = backend.failures._sent = None
+        backend.failures.earliest = backend.failures._sent = None
         refused = CompileError("sum.cu:3: undefined")
         assert backend.to_error(work_of("all_reduce", backend, 7), refused) is (known or refused)
     assert [(type(each), str(each)) for each in reported] == [
@@ -491,7 +491,8 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous, /):
 def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu, monkeypatch):
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
-    shared, status = backend.shared, Mock(awaited=lambda rank: None, failure=lambda rank: None, hosts={})
+    shared, nothing = backend.shared, lambda rank: None
+    status = Mock(awaited=nothing, failure=nothing, cause=nothing, hosts={})
     status.last_call = lambda rank: ""
     shared.failures.world, shared.failures.status, halted = [0, 3], status, set[int]()
     status.halted = status.ended = lambda rank: rank in halted

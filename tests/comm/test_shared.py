@@ -42,6 +42,13 @@ def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm, /):
             np.full(5, 3e38, np.float32) * np.float32(10)
 
 
+@on_each_rank(run, 2)
+def test_a_factor_of_minus_zero_is_another_one(comm, /):
+    for factor in (0.0, -0.0, 0.0):
+        x = comm.all_reduce(np.ones(5, np.float32), PremulSum(factor))
+        assert (x == 0).all() and (np.signbit(x) == np.signbit(factor)).all()
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(program=programs())
 @pytest.mark.usefixtures("large")

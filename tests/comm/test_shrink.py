@@ -352,12 +352,12 @@ def test_ranks_of_mpi_go_on_without_mpi(comm, /, memory):
 def test_who_shrinks_is_not_who_failed(monkeypatch):
     """Another rank may have learned first of the one that failed, and say that it goes on without it."""
     failures = FailureLog([0, 1, 2], rank=2)
-    failures.record_end(0, 3, CHANGES)
+    failures.record_left(0, 3, CHANGES)
     reads = iter(range(3))
 
     def receive():
         if next(reads) == 2:
-            failures.record_end(1, 0, "its connection was closed")
+            failures.record_left(1, 0, "its connection was closed")
 
     transport = SimpleNamespace(ring=None, receive_notices=receive, failures=failures)
     monkeypatch.setattr("kos.comm.host.mpi.NAMING_SECONDS", 0.0)

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from array import array
-from typing import Any
 
 import numpy as np
 import pytest

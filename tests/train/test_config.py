@@ -125,7 +125,7 @@ def test_options_of_other_optimizers_in_files(tmp_path, caplog):
     assert not caplog.messages
     assert parse(["--config", file, "--optimizer", "adamw"]) == parse([])
     lost = [f"{file}: momentum: 0.5", f"{file}: muon_lr: 0.02"]
-    assert caplog.messages == [f"{each} is left out, --optimizer adamw does not take it" for each in lost]
+    assert caplog.messages == [f"{each} is ignored: --optimizer adamw does not take it" for each in lost]
     with refused(ConfigError, "--muon-lr: expected none with --optimizer adamw, got 0.01"):
         parse(["--config", file, "--optimizer", "adamw", "--muon-lr", "0.01"])
     file = write(tmp_path / "mine.toml", "momentum = 0.5")
@@ -458,7 +458,7 @@ def test_flags_without_effect_are_named():
 
 
 def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):
-    """A file of an earlier version has the key pp_chunks, which is left out; a value is reported."""
+    """A file of an earlier version has the key pp_chunks, which is ignored; a value is reported."""
     with refused(ConfigError, "--pp-schedule: expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--pp", "2", "--pp-schedule", "interleaved"])
     path = tmp_path / "old.json"
@@ -468,7 +468,7 @@ def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):
     with refused(ConfigError, "expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--config", str(path)])
     assert parse(["--config", str(path), "--pp-schedule", "zero-bubble-v"]).pp_schedule == "zero-bubble-v"
-    assert caplog.messages == [f"{path}: pp_chunks: 2 is left out, it was of interleaved alone"]
+    assert caplog.messages == [f"{path}: pp_chunks: 2 is ignored: only the removed schedule interleaved used it"]
     with refused(ConfigError, "(here: --pp-schedule zero-bubble-v, which replaces interleaved), got '--pp-chunks'"):
         parse(["--pp", "2", "--pp-chunks", "2"])
 

@@ -76,11 +76,11 @@ class Channel:
                 self._failures.record(sequence, from_record(what))
             elif kind == "gone":
                 why, cause = what
-                self._failures.record_end(rank, sequence, why, None if cause is None else from_record(cause))
+                self._failures.record_left(rank, sequence, why, None if cause is None else from_record(cause))
             else:
                 yield rank, kind, sequence, what
         for rank, why in self.deaths().items():
-            self._failures.record_end(rank, 0, why)
+            self._failures.record_left(rank, 0, why)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         """Make the other ranks raise the failure from collective ``sequence`` on."""

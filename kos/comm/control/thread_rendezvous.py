@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import GRACE_SECONDS, misfit
-from kos.comm.failures import WHY_CLOSED, FailureLog
+from kos.comm.failures import FailureLog
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
@@ -117,11 +117,11 @@ class ThreadGroup:
         newcomer.update(answer)
         self.answered.notify_all()
 
-    def report(self, record: Callable[[FailureLog], None]) -> None:
-        """Call ``record`` with the failure log of each rank, and wake all ranks."""
+    def for_each_log(self, call: Callable[[FailureLog], None]) -> None:
+        """Call ``call`` with the failure log of each rank, and wake all ranks."""
         with self.world.lock:
             for log in self.logs:
-                record(log)
+                call(log)
             self.notify_all()
 
     def fail(self, failure: KosError) -> None:
@@ -130,17 +130,17 @@ class ThreadGroup:
         def record(log: FailureLog) -> None:
             log.over = log.over or failure.copy()
 
-        self.report(record)
+        self.for_each_log(record)
 
     def notify_all(self) -> None:
         self.world.notify(self.members)
 
-    def ask(self, failures: FailureLog, sequence: int | None) -> None:
+    def raise_reported(self, failures: FailureLog, sequence: int | None) -> None:
         """Raise if all groups have failed, or this one in collective ``sequence`` (None: in any) or earlier."""
         if self.world.failure is not None:
             raise self.world.failure.copy()
-        if failures.reported is not None and (sequence is None or failures.reported[0] <= sequence):
-            failures.ask(None)
+        if failures.earliest is not None and (sequence is None or failures.earliest[0] <= sequence):
+            failures.raise_reported(None)  # with ``sequence`` also for a rank that is gone, for which only some wait
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
         """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.
@@ -154,11 +154,13 @@ class ThreadGroup:
         return True
 
     def raise_end(self, rank: int, failures: FailureLog, what: object = None) -> None:
-        """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
-        ended, (_, why, cause) = self.world.ends.get(self.members[rank]), failures.ends.get(rank, (0, "", None))
-        if ended is not None and why in ("", WHY_CLOSED):  # an earlier abort has given a better reason
-            raise failures.lost(rank, ended, what)
-        if why:
+        """Raise, for ``what``, if group rank ``rank`` has aborted or closed this group, or its thread has ended.
+
+        If the rank aborted or closed the group, it gave a reason, which the error has.  Its thread ends at some later
+        time.  So the reason why the thread ended is used only if the rank gave none, because it crashed.
+        """
+        _, why, cause = failures.left.get(rank, (0, "", None))
+        if why := why or self.world.ends.get(self.members[rank], ""):
             raise failures.lost(rank, why, what, cause)
 
 

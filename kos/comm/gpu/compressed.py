@@ -32,7 +32,7 @@ _MOST_BLOCKS = 2048
 
 
 def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> Run:
-    """The launch of ``host_compressed.feed_back`` on ``x``, an array of the launch or of scratch memory."""
+    """The launch of ``host_compressed.feed_back`` on ``x``, which is an array of the launch or in scratch memory."""
     form, count = check_float8(route, compress), x.count
     if not count:
         return nothing
@@ -43,7 +43,7 @@ def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -
 
 
 def with_feedback(route: Backend, o: Operation, run: Run) -> Run:
-    """``run``, the launch of a compressed reduction, with error feedback before it."""
+    """A launch of error feedback and then of ``run``, a compressed reduction."""
     assert o.send is not None and o.residual is not None
     first = bind_feed_back(route, o.send, o.residual, o.options.compress)
 

@@ -64,16 +64,16 @@ class EagerCalls:
     def describe(
         self, work: Work[Any], x: int, out: int, streams: Sequence[Any] = (), persistent: bool = False
     ) -> tuple[Any, ...] | None:
-        """The packed launches of calls like ``work``, and which arguments they read and write (-1: none).
+        """The packed launches of calls like ``work``, and the indices of the arguments that they read and write.
 
-        ``x`` and ``out`` are the arguments that are input and output; ``streams`` are those that arguments have.  The
-        launches are None if the core cannot make them.  They are followed by the objects of ``_plan``, the backend and
-        the shared state, which hold the last Work.  None for a call that no later one can follow.
+        An index is -1 if there is no such argument.  ``x`` and ``out`` are the indices of input and output, and
+        ``streams`` are the owners of the streams of the arguments.  The launches are None if the core cannot make them.
+        After the indices come the other results of ``_plan``.  Returns None if no later call can be like this one.
         """
         prepared = work.prepared
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
-        if not persistent:  # whose owner keeps its stream
+        if not persistent:  # a Persistent keeps its stream alive itself
             self._limit_streams([work.queue, *streams])
         ends = (x, work.send), (out, work.recv)
         if prepared.backend is not self._backend or not prepared.waits or any(at >= 0 and not end for at, end in ends):
@@ -92,9 +92,10 @@ class EagerCalls:
     def _plan(self, work: Work[Any]) -> tuple[Any, ...]:
         """The launches of a call, packed for the core, and the objects that the core compares or keeps.
 
-        These are, in a tuple, the Streams, the owner of the stream and the party that the Streams must have, the handle
-        of the stream (None if its owner cannot close it), and the launches.  The backend and the shared state follow.
-        Only None if the core cannot make the call, or if the stream is not kept alive.
+        The first of these objects is a tuple: the Streams, the owner of the stream and the party that the Streams must
+        have, the handle of the stream (None if its owner cannot close it), and the launches.  The backend and the
+        shared state follow, which hold the last Work.  Returns ``(None,)`` if the core cannot make the call, or if
+        nothing keeps the stream alive.
         """
         prepared, stream, owner = work.prepared, work.stream, work.queue
         o, route = prepared.operation, prepared.route

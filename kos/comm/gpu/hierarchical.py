@@ -13,8 +13,8 @@ all ranks (``ordered_sum``).  It adds in rank order, ((x0 + x1) + x2) + x3, and 
 (x0 + x1) + (x2 + x3).  So do calls for which neither a measured tuning table nor the prediction of ``links`` finds
 phases faster.
 
-A compressed all_reduce or reduce_scatter always runs in phases, which compress on the rails alone
-(``host_compressed``).
+A compressed all_reduce or reduce_scatter always runs in phases.  They compress only on the rails (see
+``host_compressed``).
 """
 
 from __future__ import annotations

@@ -136,9 +136,9 @@ class ScratchPool:
         return pieces[-1].pointer
 
     def trim(self) -> list[Scratch]:
-        """Remove the pieces that neither graphs nor the next operation on the same stream use; the caller frees them.
+        """Remove the pieces that neither graphs nor the next operation on the same stream use, and return them.
 
-        All other work that uses them must have completed.
+        The caller frees them.  All other work that uses them must have completed.
         """
         removed = []
         for key, pieces in list(self._pieces.items()):

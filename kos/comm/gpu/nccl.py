@@ -116,7 +116,7 @@ class NCCLBackend(Backend):
         if joining is not None:
             comm = self._named(lambda: self._finish(joining, "nccl: init", self.backend.timeout), "nccl: init")
             with self._lock:
-                if self._joining is joining:  # else it has ended since
+                if self._joining is joining:  # else it was aborted meanwhile
                     self._comm = comm
         return self._handle
 
@@ -219,32 +219,31 @@ class NCCLBackend(Backend):
         """
         with self._lock:
             comm, joining, self._comm = self._handle, self._joining, None
-            if comm is not None:
-                self._abort_comm(comm)
-        if joining is not None:  # the ranks may still join
+            self._ending = self._ending if comm is None else self._abort_comm(comm)
+        if joining is not None:  # NCCL may still complete the communicator
             joining.add_done_callback(self._abort_joined)
         return reason
 
-    def _abort_comm(self, comm: Any) -> None:
-        self._ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
-        self._ending.add_done_callback(self._aborted)
+    def _abort_comm(self, comm: Any) -> Future[Any]:
+        ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
+        ending.add_done_callback(self._aborted)
+        return ending
 
     def _abort_joined(self, joining: Future[Any]) -> None:
-        """Abort the communicator that the ranks have joined after its end."""
+        """Abort a communicator that NCCL has completed too late."""
         if joining.exception() is None and (comm := joining.result()) is not None:
             self._abort_comm(comm)
 
     def drained(self, final: bool) -> None:
         """Wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""
-        if self._ending is not None:
-            wait([self._ending], _FREE_SECONDS)
+        wait([self._ending] if self._ending else [], _FREE_SECONDS)
 
     def _aborted(self, ending: Future[Any]) -> None:
         """Log the error of an abort, and free the windows that it has left without arrays."""
         error = ending.exception()
         if error is not None and not isinstance(self.failures.first, CudaError):  # else this error follows from it
             log.warning("rank %d: abort of NCCL: %s", self.rank, error)
-        self._windows.free(self._windows.unused())
+        self._windows.free(self._windows.unused() if self._has_ended() else ())  # a split may have come too late
 
     def _has_ended(self) -> bool:
         """Whether NCCL no longer uses memory of this communicator."""
@@ -356,7 +355,7 @@ class NCCLBackend(Backend):
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group.  Operations that also launch kernels of kos follow one by one."""
-        alone = [work for work in works if isinstance(self._innermost(work), InScratch)]
+        alone = [work for work in works if work.operation.residual or isinstance(self._innermost(work), InScratch)]
         together = [work for work in works if work not in alone]
         if not together or (not alone and len(together) < 2):  # with both kinds, all ranks need the same order
             return self.backend.queue_each(works, stream)

@@ -41,14 +41,17 @@ class Streams:
         self._event = Event(device)
 
     def hold(self, stream: int, keeper: Any, beside: Collection[int] = ()) -> None:
-        """Hold ``keeper`` before work is queued on ``stream``, and on the streams ``beside``, which may be idle yet."""
+        """Hold ``keeper`` before work is queued on ``stream``.
+
+        The same batch queues work on the streams ``beside``, so these are kept even if they are still idle.
+        """
         self.current = self.NONE
         if stream not in self.keepers:
             if len(self.keepers) >= _MANY:
                 self._remove_idle(beside)
         elif type(keeper) is int and self.is_kept(stream):
             if not self._waited_if_closed(stream, self.keepers[stream]):
-                return  # work that no event follows may be on it, and the handle is that of the object that is held
+                return  # keep the object: the handle is its own, and work without an event may be queued on the stream
         elif not self.is_kept(stream) and keeper is not self.keepers[stream] and not capture_of(stream):
             end = self._ends.get((0, stream))
             if end is not None:  # perhaps another stream had this handle

@@ -184,7 +184,7 @@ class CommState:
             return
         self.confirm()  # also finds the end of a rank that has not begun the last call
         self._read_reports()
-        self.failures.ask(calls.begun - 1, latest)
+        self.failures.raise_reported(calls.begun - 1, latest)
         calls.raise_failure(calls.begun - 1)
         now = time.monotonic()
         if now < self._look_at:
@@ -249,7 +249,7 @@ class CommState:
             self._read_reports()
             if early:
                 calls.raise_failure(sys.maxsize)  # of any call: it ended this one
-            self.failures.ask(sys.maxsize if early else o.sequence if o.collective else -1)
+            self.failures.raise_reported(sys.maxsize if early else o.sequence if o.collective else -1)
             if o.collective and o.sequence >= 0:  # else a wait, which was no call
                 calls.check(o)
         except KosError as known:

@@ -139,7 +139,7 @@ class WatchedBackend(GroupBackend):
             self._in_flight.clear()
             unused = self._scratch.trim()
             if unused and self.store.core is not None:
-                self.store.core.forget()  # first: its launches use this memory, and other threads may make such calls
+                self.store.core.forget()  # before the memory is freed: other threads may still make such launches
             for piece in unused:
                 piece.close()
 

@@ -212,7 +212,7 @@ class MPITransport(Backend):
                 local()
             if time.monotonic() >= self.next_check:
                 self.receive_notices()
-            self.failures.ask(work.sequence, work, agreed)
+            self.failures.raise_reported(work.sequence, work, agreed)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
@@ -278,11 +278,11 @@ class MPITransport(Backend):
         checked, checks_left = self.checks, LAST_CHECKS
         try:
             while not request.Test():
-                ends = self.failures.ends.copy().values() if checked != self.checks else ()
-                if any(end <= work.sequence for end, *_ in ends):
+                left = self.failures.left.copy().values() if checked != self.checks else ()
+                if any(first <= work.sequence for first, *_ in left):
                     checked, checks_left = self.checks, checks_left - 1
                     if checks_left < 0:  # MPI may not report that a process has ended
-                        self.failures.ask(work.sequence, work)
+                        self.failures.raise_reported(work.sequence, work)
                 yield
         except GeneratorExit:
             log.warning("%s: MPI may still use the arrays of this call, so they are kept", work)
@@ -307,9 +307,9 @@ class MPITransport(Backend):
         Without ``processes`` it does not check whether a process has ended, which takes as long as a message.
         """
         failures, calls = self.failures, self.failures.ring
-        if failures.reported is not None:
-            return failures.reported[1].copy()
-        _, why, cause = failures.ends.get(peer, (0, None, None))
+        if failures.earliest is not None:
+            return failures.earliest[1].copy()
+        _, why, cause = failures.left.get(peer, (0, None, None))
         deaths = {} if self._channel is None else self._channel.deaths()
         if why is None and 0 in deaths:
             return failures.lost(0, deaths[0])  # whatever happens to the peer, nobody reports it
@@ -327,8 +327,8 @@ class MPITransport(Backend):
         """Whether a collective of that tag may complete although the peer has ended, or a later one has failed."""
         if tag < COLLECTIVE_TAGS:
             return False
-        if (end := self.failures.ends.get(peer)) is None:
-            return self.failures.reported is not None  # ``agree`` raises it if it concerns this collective
+        if (end := self.failures.left.get(peer)) is None:
+            return self.failures.earliest is not None  # ``agree`` raises it if it concerns this collective
         return end[0] > 0 and 0 < (self.tag(end[0]) - tag) % COLLECTIVE_TAGS < COLLECTIVE_TAGS // 2
 
     def check_sender(self, peer: int) -> None:
@@ -351,8 +351,8 @@ class MPITransport(Backend):
         while not late:
             late = time.monotonic() > deadline
             self.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
-            ends = self.failures.ends.copy().items()
-            yield from ((rank, why) for rank, (_, why, _) in ends if late or why != CHANGES)
+            left = self.failures.left.copy().items()
+            yield from ((rank, why) for rank, (_, why, _) in left if late or why != CHANGES)
             time.sleep(0.001)
 
     def explain(self, work: Work[Any], error: Exception) -> Exception:

@@ -127,8 +127,8 @@ class TCPTransport(Backend):
                 describe_at = math.inf
                 for rank in self.peers:
                     self.describe(rank, tag)
-            if self.failures.reported is not None:
-                self.failures.ask(work.sequence)
+            if self.failures.earliest is not None:
+                self.failures.raise_reported(work.sequence)
             if local is None:
                 return True
             arrived = local()
@@ -193,7 +193,7 @@ class TCPTransport(Backend):
                 self.poller.progress()
             finally:
                 self.engine.lock.release()
-        if (failure := self.failures.reported) is not None:
+        if (failure := self.failures.earliest) is not None:
             return failure[1].copy()
         ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, CLOSED_HERE))
         lost = self.lost or next(ended, None)
@@ -211,14 +211,14 @@ class TCPTransport(Backend):
         with self.engine.lock:
             self.poller.progress()  # reads the descriptions of ranks that wait in another call
         self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing(), begun)
-        if self.mismatched and self.failures.reported is not None:  # of a call that was complete on this rank
-            raise self.failures.reported[1].copy()
+        if self.mismatched and self.failures.earliest is not None:  # of a call that was complete on this rank
+            raise self.failures.earliest[1].copy()
 
     def _disconnect(self, kind: int, why: str, cause: KosError | None, sequence: int) -> None:
         """Report why, and close all connections."""
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
-            self._linger(lambda: self.mismatched and self.failures.reported is None)
-            if (failure := self.failures.reported) is not None:  # perhaps only this rank has received it
+            self._linger(lambda: self.mismatched and self.failures.earliest is None)
+            if (failure := self.failures.earliest) is not None:  # perhaps only this rank has received it
                 self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
             data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
             for rank, peer in self.peers.items():

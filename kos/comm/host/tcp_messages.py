@@ -162,13 +162,13 @@ class Peer:
         on: that rank may have sent all of its data, and the ranks that wait for it report its end.
         """
         failures, collective = self.transport.failures, tag >= COLLECTIVE_TAGS
-        failures.ask(tag - COLLECTIVE_TAGS if collective else None)
+        failures.raise_reported(tag - COLLECTIVE_TAGS if collective else None)
         lost = self.transport.lost if self.gone is None else self
         if lost is None:
             return
-        if lost is not self and (failures.reported is not None or (tag if collective else sys.maxsize) < lost.ends_at):
+        if lost is not self and (failures.earliest is not None or (tag if collective else sys.maxsize) < lost.ends_at):
             return  # the lost rank may have completed this collective; else the ranks that wait for it report it
-        failures.ask(None)
+        failures.raise_reported(None)
         raise lost.loss()
 
     def loss(self) -> KosError:

@@ -34,7 +34,10 @@ _COMPUTED = (
     "all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "all_gather", "gather", "scatter",
     "all_to_all", "barrier", "split", "duplicate",
 )  # fmt: skip
-"""The collectives that ``compute`` supports: the pieces of all ranks have the same length."""
+"""The collectives that ``compute`` supports: the pieces of all ranks have the same length.
+
+All others run by messages, as ``transport.py`` says.
+"""
 
 
 class ThreadTransport(Backend):
@@ -72,9 +75,9 @@ class ThreadTransport(Backend):
     def tag(self, sequence: int) -> int:
         return COLLECTIVE_TAGS + sequence  # as on tcp, the tag identifies the collective
 
-    def ask(self, tag: int) -> None:
+    def raise_reported(self, tag: int) -> None:
         """Raise the failure that ends messages with that tag."""
-        self.group.ask(self.failures, tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
+        self.group.raise_reported(self.failures, tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
 
     # Messages.
 
@@ -82,7 +85,7 @@ class ThreadTransport(Backend):
         group, key = self.group, (self.rank, peer, tag)
         message = ThreadMessage(self, key, array, peer)
         with group.world.lock:
-            self.ask(tag)
+            self.raise_reported(tag)
             if on_discard := self._discarded.get(tag):
                 on_discard()
                 message.complete = True
@@ -119,10 +122,7 @@ class ThreadTransport(Backend):
     def end_of(self, rank: int) -> KosError | None:
         with self.group.world.lock:
             try:
-                self.ask(0)
-                _, why, cause = self.failures.ends.get(rank, (0, "", None))
-                if why == WHY_CLOSED:  # even if a failure followed
-                    return self.failures.lost(rank, why, None, cause)
+                self.raise_reported(0)
                 self.group.raise_end(rank, self.failures)
             except KosError as error:
                 return error.with_traceback(None)
@@ -224,7 +224,7 @@ class ThreadTransport(Backend):
         """Compare the call with those of the other ranks.  The last rank computes.  Returns what ``agree`` returns."""
         group, rank = self.group, self.rank
         with group.world.lock:
-            group.ask(self.failures, work.sequence)
+            group.raise_reported(self.failures, work.sequence)
             calls = self._calls.setdefault(work.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
@@ -243,7 +243,7 @@ class ThreadTransport(Backend):
             with group.world.lock:
                 if len(calls) == self.size:
                     return True
-                group.ask(self.failures, work.sequence)
+                group.raise_reported(self.failures, work.sequence)
                 for peer in set(range(self.size)) - set(calls):
                     group.raise_end(peer, self.failures, work)
             return False
@@ -267,19 +267,19 @@ class ThreadTransport(Backend):
         """The failure of this group, or the loss of a rank that has not closed its communicator."""
         with self.group.world.lock:
             try:
-                self.ask(0)
-                for rank in range(self.size) if self.rank not in self.failures.ends else ():
-                    if self.failures.ends.get(rank, (0, ""))[1] != WHY_CLOSED:
+                self.raise_reported(0)
+                for rank in range(self.size) if self.rank not in self.failures.left else ():
+                    if self.failures.left.get(rank, (0, ""))[1] != WHY_CLOSED:
                         self.group.raise_end(rank, self.failures)
             except KosError as error:
                 return error.with_traceback(None)
         return None
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        self.group.report(lambda log: log.record(sequence, failure.copy()))
+        self.group.for_each_log(lambda log: log.record(sequence, failure.copy()))
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
-        self.group.report(lambda log: log.record_end(self.rank, sequence, reason, cause))
+        self.group.for_each_log(lambda log: log.record_left(self.rank, sequence, reason, cause))
 
     def close(self, begun: int) -> None:
         self.report_end(begun, WHY_CLOSED, self.failures.closing())
@@ -316,7 +316,7 @@ class ThreadMessage:
                 return True
             if self.error is not None:
                 raise self.error
-            self._transport.ask(self.tag)
+            self._transport.raise_reported(self.tag)
             group.raise_end(self.other, self._transport.failures)
         return False
 

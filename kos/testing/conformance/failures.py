@@ -52,7 +52,7 @@ class Scenario(NamedTuple):
         return f"{self.program}, {self.fault}"
 
     def applies(self, comm: Any) -> bool:
-        """Whether ``comm`` has enough ranks, and a backend that promises it."""
+        """Whether ``comm`` has enough ranks, and its backend makes this promise."""
         backend = GPU if _on_gpus(comm) else comm.backend_name
         promised = self.program not in ENVELOPES or comm.backend.has_envelopes
         return comm.size >= self.ranks and promised and not any(name in backend for name in self.never)
@@ -463,7 +463,7 @@ FEW = {(what, "calls differ") for what in (
 def check(comm: Any, row: Scenario, limit: float = SHORT, meet: Meet = _sleep) -> None:
     """Check one row on the ranks of ``comm``, which stays intact; what must time out does so after ``limit`` seconds.
 
-    Without a ``meet`` of its own, a rank that is late sleeps.  Does nothing if the row does not apply to ``comm``.
+    A rank that is late sleeps, unless ``meet`` is given.  Does nothing if the row does not apply to ``comm``.
     """
     if row.applies(comm):
         part = comm.duplicate()

@@ -1,6 +1,6 @@
 """The semantics of every operation, as a serial model in NumPy: arguments, results, calls in place, rounding.
 
-A ``Step`` describes one call.  ``contributions`` are its inputs on all ranks, and ``result`` is what a rank gets.  A
+A ``Step`` describes one call.  ``contributions`` returns its inputs on all ranks, and ``result`` what a rank gets.  A
 ``Trial`` makes the call on one rank and checks what it returned and wrote.
 """
 
@@ -59,8 +59,8 @@ class Step:
     in_place: bool = False
     sized: bool = field(default=True, kw_only=True)  # whether a form with counts gets them
     made: bool = field(default=False, kw_only=True)  # whether the call makes the array of its result
-    other: bool = field(default=False, kw_only=True)  # ranks other than the root pass None, or an array that is unused
-    counts: Any = field(default=None, kw_only=True)  # of a form with counts, a tuple; if None, they follow from count
+    other: bool = field(default=False, kw_only=True)  # ranks other than the root pass None, or an unused array
+    counts: Any = field(default=None, kw_only=True)  # a tuple, for a form with counts; None: they follow from count
     compress: str = field(default="", kw_only=True)
     values: str = field(default="any", kw_only=True)  # the kind of numbers: see ``vector``
 
@@ -96,7 +96,7 @@ def pairs(step: Step, n: int) -> list[list[int]]:
 
 
 def shards(step: Step, n: int) -> list[list[int]]:
-    """The elements of each part of each rank's longer array (a row for each rank)."""
+    """The elements of each part of the longer array of each rank, one row per rank."""
     if step.name == "all_to_all_v":
         return pairs(step, n)
     return [uneven(step, n) if step.name.endswith("_v") else [step.count] * n] * n
@@ -151,8 +151,8 @@ def result(step: Step, xs: list[Array], me: int, exact: int = 1) -> Array | None
     """What rank ``me`` gets, as one vector; None if it has no result.
 
     Reductions add in rank order, 16-bit and 8-bit floats in fp32, and round once.  With compression, the
-    receiver decodes what arrives, and an all_reduce compresses the sums again before it sends them.  So many
-    neighbouring ranks add up ``exact``ly first, in an all_reduce or a reduce_scatter.
+    receiver decodes what arrives, and an all_reduce compresses the sums again before it sends them.  Before an
+    all_reduce or a reduce_scatter compresses, each ``exact`` ranks with consecutive numbers add exactly.
     """
     mine, n = parts(step, xs, me), len(xs)
     if mine is None:
@@ -204,9 +204,9 @@ def in_rank_order(xs: Sequence[Array], op: ReduceOp = ReduceOp.SUM, factors: Seq
 
 
 def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
-    """Integers and comparisons exactly; sums and products within the rounding of the type they run in.
+    """Check a result: integers and comparisons exactly, sums and products within the rounding of their type.
 
-    The expected result is computed in 64 bits.  A NaN of one rank is in the result, whatever the operation.
+    The expected result is computed in 64 bits.  With any operation, a NaN of one rank makes the result NaN.
     """
     dtype = contributions[0].dtype
     wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}.get(dtype.kind, np.float64)
@@ -233,16 +233,16 @@ def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[fl
 
 
 def decoded(form: Format, x: Array) -> Array:
-    """What arrives of ``x``, as float32."""
+    """``x`` after it was encoded and decoded, as float32."""
     out = np.empty(x.size, np.float32)
     form.decode(form.encode(np.ascontiguousarray(x)), out)
     return out
 
 
 def fed_back(form: Format, x: Array, residual: Array) -> tuple[Array, Array]:
-    """What a compressed call with a ``residual`` sends for ``x``, and the residual that it leaves.
+    """What a compressed call with a ``residual`` sends for ``x``, and the residual after the call.
 
-    A finite number stays finite, and the residual of a number that does not arrive as a finite one is 0.
+    A finite number stays finite.  If a number does not arrive as a finite one, its residual is 0.
     """
     largest = float(ml_dtypes.finfo(x.dtype).max)
     with np.errstate(all="ignore"):

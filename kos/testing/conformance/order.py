@@ -98,9 +98,9 @@ def split_of_a_split(comm: Communicator) -> None:
 def messages_keep_their_order(
     comm: Communicator, seed: int, dtype: Any, counts: Sequence[int] = (*SIZES, 70_001)
 ) -> None:  # fmt: skip
-    """Messages of these sizes keep the order of their tag; those of another tag or communicator are received first.
+    """Messages of these sizes with one tag keep their order; those of another tag or communicator are received first.
 
-    Their receives are posted before or after they arrive.
+    Receives are posted before the messages arrive, or after.
     """
     n, me = comm.size, comm.rank
     with comm.duplicate() as other:
@@ -168,7 +168,7 @@ def receives_keep_their_order(comm: Communicator) -> None:
 
 
 def views_put_and_get(comm: Communicator) -> None:
-    """Where ranks share host memory, each reads and writes the arrays of all."""
+    """If ranks share host memory, each rank reads and writes the arrays of all ranks."""
     n, me = comm.size, comm.rank
     x, other = (comm.allocate((n, 3), np.float32) for _ in range(2))
     x[:] = -1.0

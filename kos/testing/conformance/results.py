@@ -27,7 +27,7 @@ from kos.testing.conformance.values import (
 )
 
 REPEATED = 7
-"""The size of calls with an argument that only the root uses that are made three times, on other data each."""
+"""The size of the calls that are made three times, each on other data, if only the root uses their argument."""
 
 
 def correct(
@@ -35,7 +35,8 @@ def correct(
 ) -> None:  # fmt: skip
     """Calls like ``step`` of these sizes with every root, and all their forms, which have the same result.
 
-    ``every_schedule``: by each that the call may name, which add in rank order if ``step`` is deterministic.
+    With ``every_schedule``, each call is made by every schedule that it may name.  If ``step`` is deterministic, these
+    are the schedules that add in rank order.
     """
     if step.name == "send_recv" and comm.size == 1:
         return
@@ -86,7 +87,7 @@ def shapes_and_scalars(comm: Communicator) -> None:
 
 
 def feedback_keeps_what_is_lost(comm: Communicator, seed: int, name: str, dtype: Any) -> None:
-    """The sum of what was sent, and the residuals, are the sum of all vectors, up to rounding; infinities are not kept.
+    """What was sent and the residuals together are the sum of all vectors, up to rounding.  Infinities are not kept.
 
     Every backend computes the same bits.  A group of one, which compresses nothing, loses nothing.
     """

@@ -1,4 +1,4 @@
-"""The table of promises: each row is a name, who it applies to, and the check.
+"""The table of promises.  Each row has a name, a condition on the communicators to which it applies, and a check.
 
 The checks of results compare a ``Step`` with the model of the semantics (``model.py``).
 """
@@ -41,15 +41,15 @@ class Case(NamedTuple):
     ranks: int = 1
     """The least number of ranks."""
     host: bool = False
-    """Whether it is a promise for host memory alone."""
+    """Whether the promise is only for host memory."""
     needs: Callable[[Communicator], bool] = _every_backend
-    """Whether the backend of a communicator promises it."""
+    """Whether the backend of a communicator makes this promise."""
 
     def __str__(self) -> str:
         return self.name
 
     def applies(self, comm: Communicator) -> bool:
-        """Whether the ranks and the backend of ``comm`` are those of this promise."""
+        """Whether ``comm`` has enough ranks, and its backend makes this promise."""
         return comm.size >= self.ranks and self.needs(comm)
 
 
@@ -68,7 +68,7 @@ _F4, _F2, _BF2 = (np.dtype(each) for each in (np.float32, np.float16, ml_dtypes.
 
 
 def _row(check: Callable[..., None], *arguments: Any, seed: int | None = None, **options: Any) -> Case:
-    """A promise that is named by its check and the arguments, before which the check gets ``seed`` if that is given."""
+    """A promise whose name is that of its check and the arguments.  A ``seed``, if given, is passed before these."""
     name = " ".join([check.__name__, *map(str, arguments)])
     given = arguments if seed is None else (seed, *arguments)
     return Case(name, lambda comm: check(comm, *given), **options)
@@ -83,13 +83,13 @@ def _dtypes(full: bool) -> list[np.dtype[Any]]:
 
 
 def _first() -> Iterator[Case]:
-    """If one of these two is broken, most others time out."""
+    """Two promises that come first, because most others time out if one of them is broken."""
     yield _row(order.sends_need_no_further_call, ranks=2, host=True)
     yield _row(order.one_poll_advances_all_messages, ranks=2, host=True)
 
 
 def _of_results(full: bool, seed: int) -> Iterator[Case]:
-    """The results of calls (``results.correct``): the call, what its name says of it, and how it is made."""
+    """The results of calls (``results.correct``)."""
 
     def row(step: Step, how: str = "", host: bool = False, **options: Any) -> Case:
         op = [step.op.name] if step.name in REDUCING else []
@@ -134,7 +134,7 @@ def _of_compression(seed: int) -> Iterator[Case]:
 
 
 def _of_order(full: bool, seed: int) -> Iterator[Case]:
-    """Concurrent and repeated operations, and messages, all of host memory."""
+    """Concurrent and repeated operations, and messages, all in host memory."""
     for check in (order.barrier_waits_for_all_ranks, order.split_of_a_split, order.close):
         yield _row(check, host=True)
     for seeded in (order.several_in_flight, order.persistent):

@@ -32,9 +32,11 @@ def inputs(seed: int, size: int, count: int, dtype: Any) -> list[Array]:
 def vector(seed: Sequence[int], count: int, dtype: Any, kind: str = "any") -> Array:
     """Random numbers of one ``kind``; the last word of ``seed`` is the rank.
 
-    "any" value of the dtype, or "with NaN" among them; "whole" numbers from 0 to 4; "large" ones, of which no two have
-    a sum that the dtype can hold; numbers "apart", which are of another size on the next rank, so that another order of
-    additions rounds differently; "hostile" ones, and those whose errors are "near the bounds", for compression.
+    - "any": any values of the dtype; "with NaN": the same with some NaN;
+    - "whole": whole numbers from 0 to 4;
+    - "large": numbers so large that the dtype cannot hold the sum of any two;
+    - "apart": numbers whose magnitude differs from rank to rank, so that another order of additions rounds differently;
+    - "hostile" and "near the bounds": for compression, difficult numbers, and numbers with errors near the bounds.
     """
     rng, dtype = np.random.default_rng([*seed, count]), np.dtype(dtype)
     if kind == "large":

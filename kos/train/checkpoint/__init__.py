@@ -343,14 +343,14 @@ def read_tokenizer_settings(tokenizer: str) -> dict[str, bytes]:
 
 
 def with_tokenizer(extra: Extra, beside: Extra) -> dict[str, bytes]:
-    """``extra``, the files of ``--init-from``, with those ``beside`` the tokenizer that ``--tokenizer`` names.
+    """The files of ``--init-from`` (``extra``), joined with those ``beside`` the tokenizer that ``--tokenizer`` names.
 
-    Settings and the chat template of the latter take precedence.  What the latter lacks is kept.
+    The settings and the chat template beside the tokenizer take precedence.  Those that it lacks come from ``extra``.
     """
     theirs, ours = _settings(extra, TOKENIZER_CONFIG), _settings(beside, TOKENIZER_CONFIG)
     files = dict(extra)
     if TEMPLATE in beside or "chat_template" in ours:
-        files.pop(TEMPLATE, None)  # which would take precedence over that in the settings
+        files.pop(TEMPLATE, None)  # this file would take precedence over a template in the settings
         theirs.pop("chat_template", None)
     if theirs or ours:
         files[TOKENIZER_CONFIG] = json.dumps(theirs | ours).encode()

@@ -253,7 +253,8 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
     other_order = (theirs.get("epochs") is None) != (config.epochs is None)
     changed += ["order of sequences (--epochs)"] * (other_order and isinstance(config.data, str))
-    changed += ["ranks of a host"] * (not other_layout and before.get("local_replicas", 1) != now["local_replicas"])
+    other_hosts = not other_layout and before.get("local_replicas", 1) != now["local_replicas"]
+    changed += ["number of ranks per host"] * other_hosts
     changed += ["loss"] * (before.get("own_loss", False) != now.get("own_loss", False))
     changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
     if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):

@@ -55,10 +55,10 @@ REMOVED_SCHEDULES = ("gpipe", "zero-bubble")
 """Values of ``pp_schedule`` that are read as ``1f1b``, which has the same stages and adds in the same order."""
 
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
-    "pp_chunks": (None, "it was of interleaved alone"),
-    "compress_scope": ("all", "compress sends gradients in fewer bits between hosts only, or within one host"),
+    "pp_chunks": (None, "only the removed schedule interleaved used it"),
+    "compress_scope": ("all", "on several hosts, compress now always compresses only between hosts"),
 }
-"""Keys that files of earlier versions may have, with their defaults, and why a value is left out."""
+"""Keys that files of earlier versions may have: the default of each, and why any other value is ignored."""
 
 _log = logging.getLogger(__name__)
 
@@ -208,8 +208,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes. If a rank has several
     micro-batches, gradients are float32, because sums in bfloat16 would lose digits; the run then says so."""
     compress: Literal["none", "fp8", "int8", "int4"] = option("none")
-    """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none). On several hosts,
-    gradients are compressed between hosts only, after exact sums within each host."""
+    """Send gradients to other ranks as fp8, int8 or int4, with error feedback, or without compression (none). On
+    several hosts, ranks first add gradients exactly within each host, and compress only what leaves a host."""
     deterministic: bool = option(False)
     """Give the same bits for any number of ranks, and on CPUs in any layout. Steps take longer."""
     seed: int = option(1337, ge=0, lt=2**63)
@@ -611,7 +611,7 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
             continue
         if sources.get("optimizer") != "flags" or sources[key] == "flags":
             raise ConfigError(f"{labels[key]}: expected none with --optimizer {optimizer}, got {merged[key]}")
-        _log.warning("%s: %s is left out, --optimizer %s does not take it", labels[key], merged.pop(key), optimizer)
+        _log.warning("%s: %s is ignored: --optimizer %s does not take it", labels[key], merged.pop(key), optimizer)
     for name in getattr(FAMILIES.get(str(merged.get("model.model_type"))), "fixed", ()):
         if sources.get(key := f"model.{name}", "").startswith("preset"):
             del merged[key]
@@ -619,7 +619,7 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
         raise SettingError(labels["pp_schedule"], "zero-bubble-v, which replaces it", old).about("pp_schedule")
     for key, (default, why) in REMOVED_KEYS.items():
         if (value := merged.pop(key, default)) != default:
-            _log.warning("%s: %s is left out, %s", labels[key], value, why)
+            _log.warning("%s: %s is ignored: %s", labels[key], value, why)
     if old in REMOVED_SCHEDULES:
         merged["pp_schedule"] = "1f1b"
         _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)

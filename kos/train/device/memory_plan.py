@@ -219,7 +219,7 @@ def plan_memory(
         "versions for servers": _published(run, buckets, ranks) * DTYPES[dtype if has_copy else master].itemsize,
         **others,
     }
-    # Between the two halves of a backward, what was recomputed is kept: memory for it is reserved.
+    # If the backward is split in two halves, recomputed activations stay in memory between them.
     splits = any(action.kind == "W" for action in chain(*schedule.actions))
     micro, place = config.micro_batch_size or 1, "this machine" if on_cpu else f"cuda:{ops.device}"
     savings = {

@@ -8,8 +8,8 @@ have one more than others.
 of the flat gradient are summed over the ranks as soon as they are complete.
 
 *Compressed*: buckets are sent in fewer bits (``kos.comm.compression``).  A rank keeps the compression error of its
-gradients, the residual, and adds it to its gradients of the next step (error feedback).  Between hosts, the ranks of a
-host first sum exactly (``Communicator.exact_group_size``), and the residual covers only the shard of this rank.
+gradients, the residual, and adds it to its gradients of the next step (error feedback).  On several hosts, the ranks of
+each host first add exactly (``Communicator.exact_group_size``).  The residual then covers only the shard of this rank.
 
 *Deterministic*: gradients are summed after the backward, in one order for any number of ranks (``TreeSum``).
 
@@ -226,7 +226,7 @@ class DataParallel:
     - ``uncut``: tensors that one rank must hold whole.  With ``sharded``, a rank's parts are then whole buckets.
     - ``twice``: a rank also holds the parts of the rank before it.  ``own`` returns its parts without these.
     - ``compress``: the format in which buckets are sent.  ``residual`` then holds the compression error of this rank
-      so far.  ``exact`` neighbours of ``reduction.replicas`` sum exactly before they compress.
+      so far.  ``exact`` ranks of ``reduction.replicas`` with consecutive numbers add exactly before they compress.
     - ``in_order``: the number of micro-batches of all ranks, for a deterministic sum.  The caller then calls ``add`` of
       ``tree`` in place of ``gradient_ready``.
     """
@@ -301,7 +301,7 @@ class DataParallel:
         return work
 
     def _compressed(self, bucket: slice) -> list[slice]:
-        """The slices of a bucket that this rank compresses: one, or with ZeRO-1 the parts of the ranks that add it."""
+        """The slices of a bucket that this rank compresses: one, or with ZeRO-1 the parts of all ranks of its rail."""
         place = self.replicas.rank % self.exact
         if not self.sharded or self.exact == 1:
             return [self.part(bucket, place, self.exact)]

@@ -140,7 +140,7 @@ class Mesh:
         return Reduction(self.replicas, self.dp, self.model_parallel)
 
     def exact(self, device: str) -> int:
-        """How many neighbours of ``replicas`` sum gradients exactly before they compress, on ``cpu`` or ``cuda``."""
+        """How many ranks of ``replicas`` add gradients exactly before they compress, on ``cpu`` or ``cuda``."""
         comm = self.replicas.group
         return 1 if comm is None else comm.exact_group_size(comm.device if device == "cuda" else None)
 

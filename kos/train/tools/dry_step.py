@@ -64,7 +64,7 @@ ONE_HOST = Network(1, 0.0)
 
 
 class Job(NamedTuple):
-    """The job to plan: the settings of all ranks, with every choice made."""
+    """The job to plan: the settings of all ranks, after all automatic choices."""
 
     config: TrainConfig
     model: LlamaConfig

@@ -58,7 +58,7 @@ _OPERATIONS = {
         "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv",
     ))
 }  # fmt: skip
-"""In the order of ``core.h``, as the next two."""
+"""In the order of ``core.h``, as the next two.  Operations that are not here run by messages (``transport.py``)."""
 _OPERATIONS |= {"split": 0, "duplicate": 0}  # to the core barriers
 _REDUCTIONS = {
     op: code for code, op in enumerate((
@@ -191,10 +191,10 @@ class Node:
     def describe(
         self, work: Work[Any], x: int, out: int, streams: Sequence[Any] = (), persistent: bool = False
     ) -> tuple[Any, int, int]:
-        """The call of the core for calls like ``work``, and which arguments it reads and writes (-1: none).
+        """The call of the core for calls like ``work``, and the indices of the arguments that it reads and writes.
 
-        ``x`` and ``out`` are the arguments that are input and output.  The call is None if the core cannot start such
-        calls, for example because they run by a schedule.
+        An index is -1 if there is no such argument.  ``x`` and ``out`` are the indices of input and output.  The call
+        is None if the core cannot start such calls, for example because they run by a schedule.
         """
         prepared = work.prepared
         returns = persistent or not prepared.waits
