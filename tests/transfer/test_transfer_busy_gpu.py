@@ -118,6 +118,27 @@ def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged, queues)
         assert (into.numpy() == 2).all()
 
 
+def test_without_staging_memory_an_update_writes_after_the_work_that_was_queued_before(hung, monkeypatch):
+    into, follow = of(0), Copier.follow
+
+    def behind(copier, stream):
+        follow(copier, stream)
+        hung.add(threading.get_ident())
+
+    with (
+        Publisher(None, {"w": (of(1), WHOLE)}) as publisher,
+        Subscriber(publisher.address, {"w": (into, WHOLE)}, staged=False) as subscriber,
+    ):
+        publisher.publish(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Copier, "follow", behind)
+            with pytest.raises(TransferTimeout, match=LATE):
+                subscriber.update(0.3)
+        hung.clear()
+        assert (into.numpy() == 0).all()
+        assert subscriber.update(30).version == 1 and (into.numpy() == 1).all()
+
+
 @pytest.mark.timeout(60)
 def test_a_copy_from_staging_memory_that_is_late(queues, monkeypatch):
     """``update`` ends, and the copy is over when the next one begins."""
