@@ -208,7 +208,7 @@ class Operations:
         """Start a call that the core does not know.
 
         Returns its result, and what ``_how_in_core`` returns, by which the core starts such calls from now on.  That is
-        None if the core cannot compare such calls.  Python compares these, in ``operation``, a function of this class.
+        None if the core cannot compare such calls.  Then ``operation`` compares them in Python.
         """
         arguments = *args, *options.values()
         if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):

@@ -225,7 +225,8 @@ def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[fl
     good = np.abs(result - expected) <= 4 * bound
     low, high = expected - bound, expected + bound
     if carrier != dtype:
-        # Rounded once: the exact result, less and plus the carrier's error, brackets it when rounded.
+        # The result is rounded once. It lies between the exact result minus and plus the
+        # error of the type that carries the sum, each rounded.
         low, high = (each.astype(np.float32).astype(dtype).astype(np.float64) for each in (low, high))
         good = (low <= result) & (result <= high)
     good |= np.isnan(result) & (np.isnan(low) | np.isnan(high))

@@ -100,7 +100,7 @@ def messages_keep_their_order(
 ) -> None:  # fmt: skip
     """Messages of these sizes with one tag keep their order; those of another tag or communicator are received first.
 
-    Receives are posted before the messages arrive, or after.
+    The ranks post some receives before the messages arrive, and others after.
     """
     n, me = comm.size, comm.rank
     with comm.duplicate() as other:
