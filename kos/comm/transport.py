@@ -50,9 +50,9 @@ class ScheduledCalls:
     ``messages`` is the transport itself, or the shared memory of the group's host, which has the same methods.
 
     The method ``_NAME`` runs the collective NAME, for example ``_all_reduce``, as a generator of steps.  The steps
-    write the result into ``work.recv``.  If the call returns several objects, the steps replace ``work.array`` by a tuple, as
-    for a ``recv`` from any rank.  In this case the method of ``Operations`` sets a ``Buffer.convert`` that takes this
-    tuple before it makes the Work.
+    write the result into ``work.recv``.  If the call returns several objects, the steps replace ``work.array`` by a
+    tuple, as for a ``recv`` from any rank.  In this case the method of ``Operations`` sets a ``Buffer.convert`` that
+    takes this tuple before it makes the Work.
     """
 
     def __init__(self, transport: Backend, messages: Any) -> None:
