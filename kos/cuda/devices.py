@@ -66,13 +66,14 @@ def _inspect(index: int) -> DeviceInfo:
     from cuda.core import Device
 
     device = Device(index)
-    address = device.pci_bus_id.lower()  # as sysfs writes it: "0000:1b:00.0"
+    # cuda.core would start the CUDA runtime to get the address, and reports only the memory of the current GPU.
+    address = call(cu.cuDeviceGetPCIBusId, 32, index).split(b"\0")[0].decode().lower()[-12:]  # as in sysfs
     return DeviceInfo(
         index=index,
         name=device.name,
         uuid=device.uuid.replace("-", ""),
         compute_capability=(device.compute_capability.major, device.compute_capability.minor),
-        memory=int(call(cu.cuDeviceTotalMem, index)),  # cuda.core tells it only of the current device
+        memory=int(call(cu.cuDeviceTotalMem, index)),
         multiprocessors=device.properties.multiprocessor_count,
         pci_address=address,
         numa_node=_numa_node(SYSFS / "bus/pci/devices" / address),
