@@ -34,7 +34,7 @@ from kos.bench.report import provenance
 from kos.commands import program
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = [sys.executable, "-m"]
+COMMAND, RANKS = [sys.executable, "-m"], "benchmarks.transfer_ranks"
 STEP_SECONDS, STEP_ROUNDS = 0.6, 8
 UNCHANGED = 200  # updates without a newer version
 
@@ -130,13 +130,10 @@ class Size(NamedTuple):
 def start(processes: Processes, size: Size, pattern: Pattern, memory: str) -> tuple[Ranks, Ranks, int]:
     """Publishers, subscribers, and the bytes of the arrays of a subscriber."""
     common = {"model": size.model, "layers": size.layers, "memory": memory}
-    sides = [
-        [{**common, "side": side, "layout": layout, "device": device} for device in devices]
-        for side, layout, devices in (("publisher", *pattern[:2]), ("subscriber", *pattern[2:]))
-    ]
-    publishers = processes.start("benchmarks.transfer_ranks", sides[0])
-    address = publishers.answers()[0]
-    subscribers = processes.start("benchmarks.transfer_ranks", [{**each, "address": address} for each in sides[1]])
+    offers = {**common, "side": "publisher", "layout": pattern.publish}
+    publishers = processes.start(RANKS, [{**offers, "device": device} for device in pattern.publishers])
+    wants = {**common, "side": "subscriber", "layout": pattern.subscribe, "address": publishers.answers()[0]}
+    subscribers = processes.start(RANKS, [{**wants, "device": device} for device in pattern.subscribers])
     return publishers, subscribers, max(subscribers.answers())
 
 
@@ -152,7 +149,7 @@ def measure(
         version = 0
         for staged in cases:
             name = f"{transport}, {'staged' if staged else 'unstaged'}"
-            of_case = taken[name], taken[f"limit of {name}"] = [], []
+            taken[name], taken[f"limit of {name}"] = updates, limits = list[float](), list[float]()
             subscribers.ask("open", transport, staged)
             for turn in range(size.rounds + 2):
                 version += 1
@@ -161,8 +158,8 @@ def measure(
                 limit = max(subscribers.ask("limit")) if memory == "device" and transport == "shared" else 0.0
                 if turn > 1:  # each buffer was read once
                     taken["publish"].append(published)
-                    for each, took in zip(of_case, (updated, limit), strict=True):
-                        each.append(took)
+                    updates.append(updated)
+                    limits.append(limit)
             found[f"{name}, unchanged, ms"] = round(1e3 * max(subscribers.ask("unchanged", UNCHANGED)), 3)
     medians = {name: statistics.median(each) for name, each in taken.items() if each and min(each)}
     found["ms"] = {name: round(1e3 * each, 3) for name, each in medians.items()}
@@ -235,13 +232,12 @@ def parts(size: Size, gpus: int) -> dict[str, Callable[[float], dict[str, Any]]]
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How many times as fast as NCCL's ways the updates without staging memory are."""
-    found, rates = {}, {row["part"]: row["GB/s"] for row in rows if "GB/s" in row}
-    for name in ("tp 2 to dp 2", "two GPUs"):
-        for way, rate in rates.get(f"{name}, torch's NCCL", {}).items():
-            if name in rates:
-                found[f"{name}: update / {way}"] = round(rates[name]["shared, unstaged"] / rate, 3)
-    return found
+    """The seconds of NCCL's ways over those of updates without staging memory."""
+    took = {row["part"]: row["ms"] for row in rows if "ms" in row}
+    return {
+        f"{name}: {way} / update": round(seconds / took[name]["shared, unstaged"], 3)
+        for name in took for way, seconds in took.get(f"{name}, torch's NCCL", {}).items()
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -251,7 +247,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--gpus", type=int, help="use so many; default: all")
     parser.add_argument("--only", nargs="*", default=[""], help="the parts whose names begin so")
-    parser.add_argument("--seconds", type=float, default=75.0, help="the longest that a part may take")
+    parser.add_argument("--seconds", type=float, default=90.0, help="the longest that a part may take")
     parser.add_argument("--minutes", type=float, default=6.0, help="the longest that all parts may take")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -265,7 +261,7 @@ def main() -> int:
         row: dict[str, Any] = {"part": name}
         try:
             row |= part(max(0.001, min(args.seconds, ends - began)))
-        except (OSError, RuntimeError, ValueError) as error:  # also of a process that was killed at the deadline
+        except Exception as error:  # also of a process that was killed at the deadline
             row["error"] = f"{type(error).__name__}: {error}"
         row["seconds"] = round(time.monotonic() - began, 1)
         found["rows"].append(row)

@@ -115,7 +115,8 @@ class PublisherRank(Rank):
             hidden, _, inner, _ = MODELS["8b"]
             self._layer = torch.nn.TransformerEncoderLayer(hidden, 32, inner, dropout=0.0, batch_first=True, **place)
             self._optimizer = torch.optim.AdamW(self._layer.parameters(), fused=True)
-        x, limit, found = torch.randn(1, 4096, MODELS["8b"][0], **place), time.monotonic() + seconds, []
+        x, found = torch.randn(1, 4096, MODELS["8b"][0], **place), list[tuple[float, float]]()
+        limit = time.monotonic() + seconds
         while (began := time.monotonic()) < limit:
             self._layer(x).square().mean().backward()
             self._optimizer.step()

@@ -23,7 +23,7 @@ import pytest
 
 from kos.cuda import driver, streams
 from kos.memory import array, ipc
-from kos.transfer import buffers, gpu, scales
+from kos.transfer import buffers, gpu, reader, scales
 from tests.comm.fake_nccl import Memory, no_gpu
 from tests.comm.host_kernel import HostKernel
 
@@ -111,7 +111,8 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         patch.setattr(array, "pool_of", lambda device: SimpleNamespace(allocate=memory.from_pool))
         patch.setattr(driver, "device_of", lambda pointer: 0)
         patch.setattr(streams, "create_stream", lambda device, **_: next(numbers))
-        patch.setattr(ipc, "device_info", lambda device: SimpleNamespace(uuid=f"emulated {device}", name="emulated"))
+        for module in (ipc, reader):
+            patch.setattr(module, "device_info", lambda n: SimpleNamespace(uuid=f"emulated {n}", name="emulated"))
         for module in (gpu, scales):
             patch.setattr(module, "load_kernel", load)
         patch.setattr(gpu, "pinned_empty", lambda shape, dtype, device: np.empty(shape, dtype))

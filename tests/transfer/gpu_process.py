@@ -1,7 +1,7 @@
 """A publisher on a GPU, as a process of its own.
 
-``python -m tests.transfer.gpu_process DEVICE '{"memory": "device"}'`` prints its address.  Then it publishes each version
-whose number is a line of its input, and prints how many subscribers were late.
+``python -m tests.transfer.gpu_process DEVICE '{"memory": "device"}'`` prints its address.  Then it publishes each
+version whose number is a line of its input, and prints how many subscribers were late.
 """
 
 import json
