@@ -40,7 +40,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from tests import grow_faults
 from tests.comm.model import ramps
 from tests.comm.tcp_ranks import free_port
 from tests.forked import PATHS, Forked, fork_server, remove_session
-from tests.launcher import MPIRUN
+from tests.launcher import MPIRUN, open_mpi
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
@@ -85,7 +85,7 @@ class Trial:
     victim: int  # -1: none
     step: int  # the call before which, or within which, it happens
     delay: float | None  # seconds after the call began; None: before it
-    fault_tolerant: bool  # of mpi: under ULFM
+    fault_tolerant: bool  # of mpi: under ULFM, if it is Open MPI 5
     timeout: float
     program: list[tuple[Any, ...]]
 
@@ -431,6 +431,8 @@ def campaign(
     began, counts, wrong = time.monotonic(), dict[str, Counter[str]](), list[dict[str, str]]()
     chosen = [Trial.of(seed + index, backend, timeout, largest) for index in range(trials)]
     print(f"seed {seed}: {trials} trials on {backend}, timeout {timeout:g} s, {jobs} at a time", flush=True)
+    if backend == "mpi" and open_mpi() < 5:
+        chosen = [replace(trial, fault_tolerant=False) for trial in chosen]
     faultless = [Trial.of(-size, backend, timeout) for size in range(2, 1 + largest) if backend in GPU_BACKENDS]
 
     def summary() -> dict[str, Any]:

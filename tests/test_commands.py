@@ -108,9 +108,9 @@ def test_the_options_that_started_this_job_are_kept(tmp_path, script):
     file.chmod(0o755)
     program = [str(file)] if script else [sys.executable, "-c", code]
     options = ["--map-by", ":OVERSUBSCRIBE", "-x", "KOS_A=b c", "-n", "1"]
-    done = run_program(MPIRUN, *options, *program, "a", "b c", env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    done = run_program(MPIRUN, *options, *program, "a", "b c", env=OUTSIDE)
     assert json.loads(done.stdout)[-6:] == options, done.stderr
-    two = run_program(MPIRUN, *options, *program, ":", *options, *program, env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    two = run_program(MPIRUN, *options, *program, ":", *options, *program, env=OUTSIDE)
     assert [json.loads(line)[-2:] for line in two.stdout.splitlines()] == [["-n", "1"]] * 2, two.stderr
 
 

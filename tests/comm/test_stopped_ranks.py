@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.comm.tcp_ranks import environment, free_port, run_processes
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 STOPS = """
 import os, signal, time
 import kos, numpy as np
@@ -84,7 +82,7 @@ def test_a_stopped_hub_is_not_awaited_longer_than_another_rank():
 def test_a_stopped_rank_on_mpi(tmp_path, way, stopped):
     path, began = tmp_path / "program.py", time.monotonic()
     path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped, timeout=50))
-    environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**OUTSIDE, "OPENBLAS_NUM_THREADS": "1"}
     done = run_program(MPIRUN, "-n", "3", *python(), str(path), env=environment, cwd="/")
     check(done.stdout, way, stopped, done.stderr)
     assert time.monotonic() - began < 40
@@ -124,7 +122,7 @@ def test_ranks_without_shared_memory_are_asked_for_whom_they_wait():
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", AWAITED], stdout=subprocess.PIPE, text=True,
-            env={**OUTSIDE, **environment(rank, 4, port, PYTHONPATH=str(ROOT), KOS_CORE="0")},
+            env={**OUTSIDE, **environment(rank, 4, port, KOS_CORE="0")},
         )
         for rank in range(4)
     ]  # fmt: skip
