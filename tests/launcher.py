@@ -54,8 +54,7 @@ def open_mpi() -> int:
 def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The program's end and output, as of ``subprocess.run``; of a job that mpirun never started, the next try's.
 
-    The environment is ``OUTSIDE`` unless ``env`` is given.  MPI_Init of Open MPI 4 in this process would add variables
-    to the environment that programs inherit, though not to ``os.environ``, and mpirun would refuse to start.
+    The environment is ``OUTSIDE`` unless ``env`` is given.
     """
     options.setdefault("env", OUTSIDE)
     if options.pop("capture_output", True):
