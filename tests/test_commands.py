@@ -205,7 +205,7 @@ def test_nothing_is_said_of_equal_values_and_of_options_of_several(kind, caplog)
 def test_the_trainer_says_it_once_for_all_ranks(tmp_path):
     pytest.importorskip("pydantic", reason="needs the extra 'train'")
     command = [sys.executable, "-m", "kos.train", "--steps", "4", "--steps=3", "--plan", "--ranks=1"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    ran = run_program(*command, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("--steps is given twice: 3 counts, not 4") == 1
 
