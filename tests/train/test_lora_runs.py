@@ -21,8 +21,7 @@ from kos.train.evaluator import evaluate
 from kos.train.export import main as export
 from kos.train.layers.lora import is_adapter
 from kos.train.run import Trainer
-from kos.train.tools.metrics import read_metrics
-from tests.train import elastic_runs, test_elastic_joins
+from tests.train import elastic_runs, runs, test_elastic_joins
 from tests.train.elastic_runs import no_dry_run, ranks_of
 
 __all__ = ["no_dry_run"]
@@ -42,9 +41,8 @@ def text(tmp_path_factory):
 
 
 def run(text: Path, out: Path, *flags: str, ranks: int = 1) -> np.ndarray:
-    config = parse([f"--data={text}", *SHORT, f"--out={out}", *flags])
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
-    return np.array([[row["loss"], row["grad_norm"]] for row in read_metrics(out / "metrics.jsonl")])
+    rows = runs.run(parse([f"--data={text}", *SHORT, f"--out={out}", *flags]), ranks)
+    return np.array([[row["loss"], row["grad_norm"]] for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -431,9 +429,7 @@ def test_a_rank_is_lost_or_two_join(zero, freeze, dtype, text, small, tmp_path, 
 
     monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
     assert elastic_runs.train(text, tmp_path / "joined", ranks=1, **{**how, "elastic": "1:3"}) == plain
-    for thread, errors in threads:
-        thread.join(30)
-        assert not errors and not thread.is_alive()
+    assert test_elastic_joins.ended(threads) == [[]] * len(threads)
     assert ranks_of(tmp_path / "joined") == [(1, 0)] * 3 + [(3, 1)] * 3
 
 
@@ -466,9 +462,7 @@ def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_pat
     monkeypatch.setattr(elastic.Kept, "load", counting)
     threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "elastic": "1:3"})
-    for thread, errors in threads:
-        thread.join(30)
-        assert not errors and not thread.is_alive()
+    assert test_elastic_joins.ended(threads) == [[]] * len(threads)
     assert counted and all(count <= expected for count, expected in counted)
 
 
@@ -477,6 +471,5 @@ def test_a_newcomer_with_another_base_is_refused(text, small, tmp_path, monkeypa
     how = {**OF_ELASTIC, "init_from": str(other)}
     threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "init_from": small, "elastic": "1:3"})
-    for thread, errors in threads:
-        thread.join(30)
-        assert "--init-from: expected the base that the run adapts" in str(errors[0]) and not thread.is_alive()
+    ((error,),) = test_elastic_joins.ended(threads)
+    assert "--init-from: expected the base that the run adapts" in str(error)
