@@ -421,7 +421,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (of(USER, {**ANSWER, "content": None, "refusal": "no"}),
      "content in message 2, got a refusal, which templates do not write; put its text into content"),
     (of(USER, ANSWER, weight=0.5), "a weight of 0 or 1, got 0.5"),
-    (of(USER, ANSWER, rejected=[USER, ANSWER]), "without the field 'rejected', which the trainer does not read, got [{"),
+    (of(USER, ANSWER, rejected=[USER, ANSWER]),
+     "without the field 'rejected', which the trainer does not read, got [{"),
     (of(USER, {**ANSWER, "label": 3}), "content, weight, train, name, tool_call_id, got 'label' in message 2"),
     (of(USER, {**ANSWER, "reasoning": "hm"}), "got 'reasoning' in message 2"),
     (of(USER, {**ANSWER, "train": "no"}), "expected train true or false, got 'no'"),
@@ -446,7 +447,8 @@ WRONG_IN_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
     (of(USER, ANSWER, tools=TOOLS), "a chat template that uses tools, got /", CHATML),
     *((called(arguments), said, bare(QWEN)) for arguments, said in (
         ("{not", f"{JSON}'{{not' ("), ('{"city": NaN}', JSON), ({"city": float("nan")}, JSON),
-        ('{"a": {"b": 1, "b": 2}}', JSON), (DEEP, f"{JSON}'[[["), ('"\\"a\\""', OBJECT), ([1], OBJECT), ("null", OBJECT),
+        ('{"a": {"b": 1, "b": 2}}', JSON), (DEEP, f"{JSON}'[[["),
+        ('"\\"a\\""', OBJECT), ([1], OBJECT), ("null", OBJECT),
     )),
 ]  # fmt: skip
 

@@ -29,11 +29,15 @@ __all__ = ["no_dry_run", "text", "unhurt"]
 
 def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading.Thread, list[BaseException]]:
     """A newcomer, on a thread of its own, and its error."""
+    return started(lambda: Newcomer(config_of(text, out, elastic="1", join=address, **changes)))
+
+
+def started(make: Callable[[], Newcomer]) -> tuple[threading.Thread, list[BaseException]]:
     errors = list[BaseException]()
 
     def run() -> None:
         try:
-            newcomer = Newcomer(config_of(text, out, elastic="1", join=address, **changes))
+            newcomer = make()
             try:
                 newcomer.run()
             finally:
@@ -85,12 +89,24 @@ def invite(
     address: str = "", **changes: Any,
 ) -> list[tuple[threading.Thread, list[BaseException]]]:  # fmt: skip
     """A newcomer calls after step ``at`` of a run of at most 5 ranks; ``admit`` is called before they let it join."""
+
+    def call(of_run: str) -> tuple[threading.Thread, list[BaseException]]:
+        return join(text, out, address or of_run, **changes)
+
+    return invited(monkeypatch, call, admit, at)
+
+
+def invited(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[str], tuple[threading.Thread, list[BaseException]]],
+    admit: Callable[[elastic.Elastic], None] = lambda run: None, at: int = 2,
+) -> list[tuple[threading.Thread, list[BaseException]]]:  # fmt: skip
+    """The same of a newcomer that ``call`` starts with the address of the run."""
     threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
 
     def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
         comm = self.run.comm
         if step == at and comm.rank == 0 and not threads:
-            threads.append(join(text, out, address or comm.address, **changes))
+            threads.append(call(comm.address))
             while not comm.newcomers() and threads[0][0].is_alive():
                 time.sleep(0.01)
         if self._last is not None and self._last[1].joining:

@@ -88,6 +88,13 @@ def test_a_checkpoint_holds_adapters_alone(whole, base):
     assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (3, 5.0, str(base))
 
 
+def edit(folder: Path, **settings: Any) -> Path:
+    """Change settings of the adapters in a folder."""
+    path = folder / adapter.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
 def changed(base: Path, folder: Path) -> Path:
     """The same model with another number in one weight."""
     shutil.copytree(base, folder)
@@ -104,10 +111,8 @@ def test_another_base_is_refused(text, base, whole, tmp_path):
         run(text, tmp_path / "a", f"--init-from={other}", *ADAPT, "--steps=7", resume)
     shutil.copytree(base, moved)
     run(text, tmp_path / "b", f"--init-from={moved}", *ADAPT, "--steps=7", resume)
-    mine = tmp_path / "step-6"
-    shutil.copytree(checkpoint.find(whole[0]).path, mine)
-    settings = json.loads((mine / "adapter_config.json").read_text())
-    (mine / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(other)}))
+    mine = shutil.copytree(checkpoint.find(whole[0]).path, tmp_path / "step-6")
+    edit(mine, base_model_name_or_path=str(other))
     with pytest.raises(CheckpointError, match="expected the base of its run"):
         adapter.Merged(mine)
 
@@ -202,11 +207,9 @@ def of_peft(whole, base, folder, **changes):
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [7]}')
     (folder / "base" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "peft").mkdir()
-    settings = json.loads((folder / "all" / adapter.CONFIG).read_text())
-    settings |= {"base_model_name_or_path": str(folder / "base"), **changes}
-    (folder / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
-    shutil.copy(folder / "all" / adapter.WEIGHTS, folder / "peft")
-    return folder / "peft"
+    for name in (adapter.CONFIG, adapter.WEIGHTS):
+        shutil.copy(folder / "all" / name, folder / "peft")
+    return edit(folder / "peft", **{"base_model_name_or_path": str(folder / "base"), **changes})
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
@@ -271,21 +274,17 @@ def test_a_folder_of_adapters_is_merged(name, whole, base, tmp_path, capsys):
     capsys.readouterr()
     assert export([str(folder), str(tmp_path / "none")]) == 2
     assert "expected a run or a checkpoint, got a folder of adapters; --merge" in capsys.readouterr().err
-    settings = json.loads((folder / adapter.CONFIG).read_text()) | {"base_model_name_or_path": "gone"}
-    (folder / adapter.CONFIG).write_text(json.dumps(settings))
+    edit(folder, base_model_name_or_path="gone")
     assert export([str(folder), str(tmp_path / "none"), "--merge"]) == 1
     assert "base_model_name_or_path: expected a folder" in capsys.readouterr().err
 
 
 def test_ends_are_those_of_the_base(whole, base, tmp_path):
     """A folder of peft has no generation_config.json."""
-    settings = json.loads((checkpoint.find(whole[0]).path / adapter.CONFIG).read_text())
     export([str(whole[0]), str(tmp_path / "peft")])
     shutil.copytree(base, tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    settings["base_model_name_or_path"] = str(tmp_path / "base")
-    (tmp_path / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
-    assert load(tmp_path / "peft").ends == (7, 9)
+    assert load(edit(tmp_path / "peft", base_model_name_or_path=str(tmp_path / "base"))).ends == (7, 9)
 
 
 def test_a_run_whose_base_has_moved_resumes(text, base, tmp_path):
@@ -329,29 +328,23 @@ def test_a_run_whose_base_has_moved_resumes(text, base, tmp_path):
     ids=str,
 )  # fmt: skip
 def test_adapters_that_are_refused_by_name(changes, said, whole, tmp_path):
-    folder = tmp_path / "peft"
-    shutil.copytree(checkpoint.find(whole[0]).path, folder)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    folder = edit(shutil.copytree(checkpoint.find(whole[0]).path, tmp_path / "peft"), **changes)
     with pytest.raises(ConfigError, match=f"--init-from: .*{said}"):
         parse([f"--init-from={folder}"])
 
 
 def test_an_edited_alpha_of_a_checkpoint_is_refused(text, base, whole, tmp_path):
     """To resume from, to load and to merge.  An exported folder may be edited."""
-    out = tmp_path / "run"
-    shutil.copytree(whole[0], out)
-    path = checkpoint.find(out).path / adapter.CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 10.0}))
+    out = shutil.copytree(whole[0], tmp_path / "run")
+    folder = edit(checkpoint.find(out).path, lora_alpha=10.0)
     said = r"adapter_config.json: lora_alpha: expected 5.0, which the run had, got 10.0; kos export writes"
     with pytest.raises(CheckpointError, match=said):
         run(text, tmp_path / "more", f"--init-from={base}", *ADAPT, "--lora-alpha=10", "--steps=7", f"--resume={out}")
     for use in (load, adapter.Merged):
         with pytest.raises(CheckpointError, match=said):
-            use(path.parent)
+            use(folder)
     export([str(whole[0]), str(tmp_path / "peft"), "--dtype", "float32"])
-    settings = json.loads((tmp_path / "peft" / adapter.CONFIG).read_text())
-    (tmp_path / "peft" / adapter.CONFIG).write_text(json.dumps(settings | {"lora_alpha": 10}))
+    edit(tmp_path / "peft", lora_alpha=10)
     plain, once, twice = (load(each).weights["model.layers.0.mlp.up_proj.weight"]
                           for each in (base, whole[0], tmp_path / "peft"))  # fmt: skip
     np.testing.assert_allclose(twice - plain, 2 * (once - plain), rtol=1e-3, atol=1e-6)
@@ -374,10 +367,8 @@ def test_a_base_in_8_bits(text, base, tmp_path):
 def test_adapters_of_another_shape_are_refused(whole, tmp_path):
     folder = tmp_path / "peft"
     export([str(whole[0]), str(folder), "--dtype", "float32"])
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 2}))
     with pytest.raises(CheckpointError, match=r"expected shape .*, got"):
-        load(folder)
+        load(edit(folder, r=2))
 
 
 def test_adapters_of_some_layers_are_frozen(text, base, tmp_path):
