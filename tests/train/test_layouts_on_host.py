@@ -1,5 +1,7 @@
 """Layouts on the emulated GPU give the run of one rank, as ``test_layouts.py`` has it of CPUs."""
 
+import pytest
+
 from kos.train.ops import Attend, fixed_order
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES

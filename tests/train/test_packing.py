@@ -464,8 +464,8 @@ def test_a_batch_in_which_nothing_counts_moves_nothing(emulated, nothing, pairs,
     steps = [{name: each for name, each in step.items() if not name.startswith("residual.")} for step in steps]
     assert steps[0] == steps[1] != steps[2] == steps[3]
     assert [row.get("no_targets") for row in rows] == [None, True, None, True]
-    assert [(row["loss"], row["grad_norm"]) for row in rows[1::2]] == [(0, 0)] * 2
-    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert [row["loss"] for row in rows[1::2]] == [0, 0] and all(np.isfinite(row["loss"]) for row in rows)
+    assert "compress" in how or [row["grad_norm"] for row in rows[1::2]] == [0, 0], "nothing but residuals is sent"
     assert rows[2]["lr"] == pytest.approx(parse_rate(2))
     said, warned = capfd.readouterr()
     text = "the loss counts no token of the batch, so the weights stay as they are"
