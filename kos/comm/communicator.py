@@ -99,8 +99,8 @@ class Communicator(Groups):
         """Have the core make the operations that subclasses have not changed."""
         for name in CORE_OPERATIONS:
             if getattr(type(self), name) is (function := getattr(Operations, name)):
-                make = functools.partial(self._make, function)
-                setattr(self, name, self._core_group.method(name, make, function.__doc__ or ""))
+                start = functools.partial(self._start_uncached, function)
+                setattr(self, name, self._core_group.method(name, start, function.__doc__ or ""))
         self._store.core = self._core_group
 
     def _open_batch(self, batch: Batch | None) -> None:
