@@ -953,7 +953,7 @@ def _cache_key(
         stream = options.get("stream")
         key += len(args), *options, stream is None
         arrays = *args, *options.values()
-    for at, x in enumerate(arrays):
+    for x in arrays:
         kind = type(x)
         if kind is ndarray:
             flags = x.flags.num & _FLAGS
@@ -978,7 +978,7 @@ def _cache_key(
             if array is None or type(first) is ndarray or getattr(array.owner, "closed", False):
                 return _NO_KEY
             if array is not x:
-                arrays = [*arrays[:at], array, *arrays[at + 1 :]]
+                arrays = [array if each is x else each for each in arrays]
             place = windows.place(array.pointer) if windows.memories else array.pointer & 15
             key += array.dtype, array.shape, array.readonly, array.device, place
             if first is None:

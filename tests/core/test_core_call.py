@@ -14,6 +14,7 @@ import pytest
 
 from kos import _core
 from kos.comm.communicator import Communicator
+from kos.comm.prepared import APART, CoreCall
 from tests.core.core_ranks import groups, needs_core, on_threads, run_threads
 from tests.core.group import CoreError
 
@@ -218,11 +219,11 @@ def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known():
             example, example.ctypes.data, owner, owner, owner, owner, [], array("Q", [0]), slots, numbers, numbers
         )
 
-        def make(given, options, has_key):
+        def start(given, options, has_key):
             seen.append(len(given[0]))
-            return 1, (barrier, None, (None,), None, True, -1, -1, -1, -1, (1 << 64) - 1, 0, 0, given)
+            return 1, CoreCall(barrier, None, (None,), None, None, True, -1, -1, -1, -1, APART, 0, 0, given, None)
 
-        call = core.method("call", make, "")
+        call = core.method("call", start, "")
         for length, calls in ((_core.native.MAX_RANKS, 1), (_core.native.MAX_RANKS + 1, 3)):
             counts = [0] * length
             for _ in range(3):
