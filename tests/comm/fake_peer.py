@@ -30,7 +30,8 @@ from kos.comm.work import Engine
 from kos.cuda import driver
 from kos.errors import RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import WAIT, FakeNCCL, Memory, no_gpu
+from tests.comm.fake_gpu import Memory
+from tests.comm.fake_nccl import WAIT, FakeNCCL, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.host_kernel import HostKernel
 

@@ -27,7 +27,8 @@ from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, Stream
+from tests.comm.fake_gpu import Stream
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_eager import by, hits, known, needs_compiler, on_gpu
 from tests.comm.ranks import on_threads

@@ -17,7 +17,8 @@ from kos.cuda import driver, kernels
 from kos.errors import CudaError, KosError
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, call, contributions, lengths, result
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, Stream, at, captures
+from tests.comm.fake_gpu import Memory, Stream, at, captures
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks
 from tests.comm.gpu_eager import by, hits, on_gpu
 from tests.comm.shared_ranks import needs_core
 
