@@ -3,7 +3,7 @@
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
 // arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
 // is numbered, recorded and started here.  If the call completes while the GIL is held, no Python code runs.  Otherwise
-// Communicator._finish completes it.  If the core knows a call but cannot start it, Operations._start_cached starts it
+// Prepared.start completes it.  If the core knows a call but cannot start it, Operations._start_cached starts it
 // and checks nothing.  Operations._start_uncached starts all other calls, and describes them by a CoreCall
 // (kos/comm/prepared.py), so that the core can repeat them.
 //
@@ -63,7 +63,7 @@ typedef struct {
 static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_finish, *s_start_cached, *s_start_uncached;
+static PyObject *s_start, *s_start_cached, *s_start_uncached;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +291,8 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *con
         : keep(o, in_flight(o, k, send, recv, result, sequence, slot, left));
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
-        value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, work, waits ? Py_True : Py_False, NULL);
+        value = PyObject_CallMethodObjArgs(PyTuple_GetItem(core_call, CALL_PREPARED), s_start, objects[COMM], work,
+                                           waits ? Py_True : Py_False, Py_True, NULL);
         if (!value && message)  // such as Ctrl-C before the method holds it back
             withdraw(work);
         Py_DECREF(work);
@@ -486,7 +487,7 @@ PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_closed, "closed"}, {&s_finish, "_finish"}, {&s_start_cached, "_start_cached"},
+        {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"},
         {&s_start_uncached, "_start_uncached"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
         {&s_cuda_stream, "__cuda_stream__"},
     };

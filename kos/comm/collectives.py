@@ -164,9 +164,6 @@ class Operations:
     def _check_open(self) -> None:
         """Raise CollectiveError if this communicator is closed."""
 
-    _last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None
-    """The last stream of an array, its handle, and the object that keeps it alive."""
-
     def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
         """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
 
@@ -183,10 +180,7 @@ class Operations:
                 send = recv = recv if send is None else send
             work: Work[Any] = prepared.work(prepared, send, recv, array)
             return work
-        known, handle, keeper = self._last_stream
-        if known is not stream:
-            handle, keeper = handle_and_keeper(stream)
-            self._last_stream = stream, handle, keeper
+        handle, keeper = handle_and_keeper(stream)
         if not prepared.fixed and streams.is_captured(handle):
             return None
         start, end = (0 if each is None else _pointer(each) for each in (x, out))

@@ -109,19 +109,6 @@ class Communicator(Groups):
         if self._core_group is not None:
             self._core_group.off = batch is not None
 
-    def _finish(self, work: Work[Any], waits: bool) -> Any:
-        """The result of a call that the core has begun, and that was not complete then; the Work unless it ``waits``.
-
-        The engine has the Work already.  If Ctrl-C comes before it is held back, a collective or a send stays in
-        flight, and the core withdraws a receive.
-        """
-        held = self.device is None and interrupts.hold()
-        try:
-            return work.prepared.start(self, work, waits, begun=True)
-        finally:
-            if held:
-                interrupts.release()
-
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
         return f"<Communicator {self._label}{closed}>"

@@ -94,8 +94,8 @@ class Prepared:
     def start(self, comm: Any, work: Work[Any], waits: bool = True, begun: bool = False) -> Any:
         """Number ``work``, record its call site, and launch it.
 
-        If the core has ``begun`` the call, it has its number and record already, and this method completes it.  Returns
-        the result, or the Work itself with ``async_op`` or without ``waits``.
+        If the core has ``begun`` the call, it has its number and record already, and the engine has the Work; this
+        method completes it.  Returns the result, or the Work itself with ``async_op`` or without ``waits``.
         """
         held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
         try:

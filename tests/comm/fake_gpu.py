@@ -135,10 +135,9 @@ def driver_functions(virtual: set[int]) -> SimpleNamespace:
         return (0,)
 
     return SimpleNamespace(
-        cuMemcpyAsync=copy, cuMemcpyDtoDAsync=copy, cuMemsetD8Async=fill,
-        cuStreamSynchronize=nothing, cuEventRecord=nothing,
-        cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
-        cuCtxSynchronize=nothing,
+        cuMemcpyAsync=copy, cuMemcpyDtoDAsync=copy, cuMemsetD8Async=fill, cuStreamSynchronize=nothing,
+        cuCtxSynchronize=nothing, cuEventRecord=nothing, cuEventQuery=nothing, cuEventDestroy=nothing,
+        cuStreamWaitEvent=nothing, cuStreamQuery=nothing,
         cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),),
         cuStreamIsCapturing=lambda stream: (0, int(is_capturing())),
         cuStreamGetCaptureInfo=lambda stream: (0, 1, _capturing.graph.number, _capturing.graph, [], [], 0),

@@ -101,10 +101,18 @@ def _at_the_end(run: Callable[..., None]) -> Callable[..., None]:
     return lambda nccl, *arguments: nccl._do("collective", partial(run, nccl, *arguments))
 
 
+class NCCLError(Exception):
+    """The error of a function of NCCL."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
 class FakeNCCL:
     """The functions of ``nccl.bindings.nccl`` that kos calls."""
 
-    Config = Config
+    Config, NCCLError = Config, NCCLError
 
     def __init__(self) -> None:
         self.driver = fake_driver.FakeDriver(is_capturing)

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import signal
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 from kos import _core
 from kos.comm.communicator import Communicator
 from kos.comm.prepared import APART, CoreCall
-from tests.core.core_ranks import groups, needs_core, on_threads, run_threads
+from tests.core.core_ranks import groups, interrupted, needs_core, on_threads, run_threads
 from tests.core.group import CoreError
 
 pytestmark = needs_core
@@ -153,25 +152,13 @@ def test_calls_of_several_threads_of_a_rank():
     assert on_threads(2, body) == [[2.0] * 400] * 2
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_a_signal_interrupts_a_wait_and_the_call_completes_later():
-    def handler(*_):
-        raise Interrupted
-
-    previous = signal.signal(signal.SIGALRM, handler)
-    try:
-        with groups(2) as (a, b):
-            x, y = np.ones(2), np.ones(3)
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Interrupted):
-                a.all_reduce(x)
-            run_threads(lambda: a.all_reduce(y), lambda: [b.all_reduce(np.ones(2)), b.all_reduce(np.ones(3))])
-            assert (x == 2).all() and (y == 2).all()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
+    with groups(2) as (a, b):
+        x, y = np.ones(2), np.ones(3)
+        with interrupted(0.05):
+            a.all_reduce(x)
+        run_threads(lambda: a.all_reduce(y), lambda: [b.all_reduce(np.ones(2)), b.all_reduce(np.ones(3))])
+        assert (x == 2).all() and (y == 2).all()
 
 
 def test_a_closed_group_releases_arrays_and_memory():
