@@ -82,11 +82,12 @@ class Persistent(Generic[T]):
             return None
         on_gpu = prepared.backend.on_gpu
         x, out = (-1 if each is None or (on_gpu and not each) else i for i, each in enumerate(arrays))
+        array = None if on_gpu else work.array
         if on_gpu:
             examples: Any = work.unstarted_copy(), work.unstarted_copy()
-            result, array, distance = -1, None, overlap(prepared.operation, *arrays)
+            result, distance = -1, overlap(prepared.operation, *arrays)
         else:
-            examples, result, array, distance = prepared.work(prepared), 2, work.array, (APART, 0, 0)
+            examples, result, distance = prepared.work(prepared), 2, (APART, 0, 0)
             out = x if work.recv is work.send else out
         core_call = CoreCall(
             None, prepared, prepared.description, examples, None, False, x, out, -1, result, *distance,
