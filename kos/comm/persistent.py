@@ -82,7 +82,6 @@ class Persistent(Generic[T]):
             return None
         on_gpu = prepared.backend.on_gpu
         x, out = (-1 if each is None or (on_gpu and not each) else i for i, each in enumerate(arrays))
-        array = None if on_gpu else work.array
         if on_gpu:
             examples: Any = work.unstarted_copy(), work.unstarted_copy()
             result, distance = -1, overlap(prepared.operation, *arrays)
@@ -91,7 +90,7 @@ class Persistent(Generic[T]):
             out = x if work.recv is work.send else out
         core_call = CoreCall(
             None, prepared, prepared.description, examples, None, False, x, out, -1, result, *distance,
-            (*arrays, array), None,
+            (*arrays, None if on_gpu else work.array), None,
         )  # fmt: skip
         described: CoreCall | None = self._comm._core_calls.describe(core_call, work)
         return described
