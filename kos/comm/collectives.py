@@ -48,7 +48,7 @@ from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
-from kos.comm.prepared import BY_CAPTURE, CachedCall, CoreCall, Prepared, Store, overlap
+from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
@@ -112,10 +112,8 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
             work = check(comm, *args, **options)
             if work is None:
                 return None
-            if cached is None and key is not None:
-                new = _cached_call(work, arguments, *_input_and_output(work))
-                if new is not None:
-                    comm._store.add_call(key, new)
+            if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
+                comm._store.add_call(key, new)
         return work.prepared.start(comm, work)
 
     return operation
@@ -234,11 +232,18 @@ class Operations:
         start, end = (0 if each is None else _pointer(each) for each in ends)
         core_call = CoreCall(
             None, prepared, prepared.description, example, work.queue, prepared.waits, x, out, x, out,
-            *overlap(prepared.operation, start, end), (*map(_identity, arguments), *options), None,
+            *self._overlap(prepared.operation, start, end), (*map(_identity, arguments), *options), None,
         )  # fmt: skip
         owners = options.get("stream"), *(each.stream for each in arguments if type(each) is Array)
         described: CoreCall | None = self._core_calls.describe(core_call, work, owners)
         return described
+
+    @staticmethod
+    def _overlap(o: Operation, start: int, end: int) -> tuple[int, int, int]:
+        """``distance``, ``input_bytes`` and ``output_bytes`` of a CoreCall; input and output are at these addresses."""
+        sent, received = (0 if each is None else each.count * each.dtype.itemsize for each in (o.send, o.recv))
+        apart = not sent or not received or start + sent <= end or end + received <= start
+        return APART if apart else (start - end) % (1 << 64), sent, received
 
     def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
         """A checked call: by the Prepared of its signature, or by a new one.

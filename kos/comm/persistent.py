@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from kos._core import native
 from kos.comm.one_thread import check_batch
 from kos.comm.operation import Operation
-from kos.comm.prepared import APART, CoreCall, overlap
+from kos.comm.prepared import APART, CoreCall
 from kos.comm.work import Work
 from kos.errors import InvalidArgument
 from kos.memory.buffer import address_of
@@ -84,7 +84,7 @@ class Persistent(Generic[T]):
         x, out = (-1 if each is None or (on_gpu and not each) else i for i, each in enumerate(arrays))
         if on_gpu:
             examples: Any = work.unstarted_copy(), work.unstarted_copy()
-            result, distance = -1, overlap(prepared.operation, *arrays)
+            result, distance = -1, self._comm._overlap(prepared.operation, *arrays)
         else:
             examples, result, distance = prepared.work(prepared), 2, (APART, 0, 0)
             out = x if work.recv is work.send else out

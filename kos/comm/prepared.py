@@ -378,13 +378,6 @@ class Guards(NamedTuple):
     shared: Any
 
 
-def overlap(o: Operation, start: int, end: int) -> tuple[int, int, int]:
-    """``distance``, ``input_bytes`` and ``output_bytes`` of a CoreCall, with input and output at these addresses."""
-    sent, received = (0 if each is None else each.nbytes for each in (o.send, o.recv))
-    apart = not sent or not received or start + sent <= end or end + received <= start
-    return APART if apart else (start - end) % (1 << 64), sent, received
-
-
 class Store(dict[Any, Prepared]):
     """The Prepared of a communicator, by signature."""
 
