@@ -12,7 +12,7 @@ import kos
 from kos.comm.communicator import Communicator
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import SLOTS
-from tests.comm.fake_nccl import Stream
+from tests.comm.fake_gpu import Stream
 from tests.comm.gpu_eager import by, known, on_gpu
 from tests.comm.shared_ranks import needs_core
 

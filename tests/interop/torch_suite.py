@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.forked import PATHS
+
 ROOT = Path(__file__).resolve().parents[2]
 EXCEPT = {
     "test_monitored_barrier_gloo": "dist.monitored_barrier refuses every backend but gloo by its name",
