@@ -105,11 +105,6 @@ def test_a_probe_takes_nothing(comm, /):
         comm.barrier()
 
 
-def poll_for_ever(comm: kos.Communicator, src: int | None) -> None:
-    while comm.probe(src, 2, wait=False) is None:
-        pass
-
-
 WAITS: dict[str, Callable[..., Any]] = {
     "recv": lambda comm, src, **options: comm.recv(np.zeros(1), src, 2, **options),
     "recv_bytes": lambda comm, src, **options: comm.recv_bytes(src, 2, **options),
@@ -136,26 +131,6 @@ def test_a_timeout_names_those_that_sent_nothing(comm, /, name, source, meet, ki
         comm.send(np.ones(1), 0, 2)
     if comm.rank == 0:
         assert comm.recv(np.zeros(1), tag=2)[1] == 1, "a receive that timed out took a later message"
-    comm.barrier()
-
-
-@pytest.mark.parametrize("source", [None, 1])
-@pytest.mark.parametrize("name", [*WAITS, "polled"])
-@on_each_rank("run")
-def test_a_rank_that_aborts_is_named(comm, /, name, source):
-    part = comm.duplicate()
-    if comm.rank == 1:
-        part.send_bytes(b"last", 0, 2)
-        part.abort(reason="it had enough")
-    elif comm.rank == 0:
-        assert part.recv_bytes(source, 2) in (b"last", (b"last", 1)), "it was sent before"
-        call = (lambda: poll_for_ever(part, source)) if name == "polled" else lambda: WAITS[name](part, source)
-        with pytest.raises(RankLost, match="rank 1 is gone: .*it had enough") as caught:
-            call()
-        assert caught.value.ranks == (1,)
-        part.abort()
-    comm.rendezvous.barrier()
-    part.abort()
     comm.barrier()
 
 

@@ -137,23 +137,6 @@ def test_changes_that_differ(backend, last):
     assert run(backend, 2, body) == [(0, 2), (1, 2)]
 
 
-@both
-def test_a_member_that_does_not_come_is_named(backend):
-    def body(comm):
-        if comm.rank == 1:
-            assert done.wait(20)
-        else:
-            with pytest.raises(RendezvousError, match=r"grow: ranks \[1\] did not arrive within 0.3 s") as caught:
-                comm.grow(1, timeout=0.3)
-            assert caught.value.ranks == (1,)
-            done.set()
-        comm.barrier()
-        comm.close()
-
-    done = threading.Event()
-    run(backend, 2, body)
-
-
 def test_a_member_that_is_lost_fails_a_grow_and_is_replaced():
     def body(comm):
         comm.barrier()
