@@ -7,8 +7,8 @@ survivors call ``shrink``, or ``replace`` and then ``shrink``; when newcomers wa
 chooses what happens: ranks are killed (rank 0, two at once, a second one during the recovery), stopped and continued,
 and newcomers join, or die or are stopped while they join.  In half of the trials the ranks pretend to be on two hosts.
 
-The trial is right if all live ranks end in time with one membership, which is that of the live processes, if no result
-was wrong, and if a rank that was stopped ends with an error that says so, or is still a member.
+The trial is right if all live ranks end in time with one membership, which is that of the live processes in their
+order, if no result was wrong, and if a rank that was stopped ends with an error that says so, or is still a member.
 
 On ``peer``, ranks share the GPUs, and all are on one host.
 """
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 import kos
+from kos import _core
 from kos.errors import KosError
 from kos.memory import Array
 from kos.testing.conformance import model
@@ -108,7 +109,11 @@ def _play(trial: Trial, comm: kos.Communicator, folder: Path) -> list[int]:
     while True:
         try:
             if fresh:
-                members = [int(each) for each in comm.all_gather_bytes(me)]
+                before, members = members, [int(each) for each in comm.all_gather_bytes(me)]
+                kept = [pid for pid in before if pid in members]
+                assert members[: len(kept)] == kept, f"the order of members has changed: {before}, {members}"
+                shared = _core.native is not None and len(comm.node) > 1
+                assert comm.device is not None or comm.backend.shares_memory == shared, "ranks of a host share memory"
                 number, fresh = int(_table(comm, number).max()), False
                 write(folder / f"at-{os.getpid()}.json", {"members": members, "round": number})
             table = _table(comm, number, (folder / "end").exists(), comm.newcomers())
