@@ -127,22 +127,19 @@ def test_no_sender_is_served_alone(comm, /):
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
 @pytest.mark.parametrize("source", [None, 1])
-def test_a_wait_reports_late_ranks_while_another_thread_aborts(memory, source):
+@on_each_rank(TCPRanks(2).run)
+def test_a_wait_reports_late_ranks_while_another_thread_aborts(comm, /, memory, source):
     """Between the release of shared memory and the end of the operations, which the abort cancels then."""
-
-    def body(comm):
-        part = comm.duplicate()
-        if comm.rank == 0:
-            waiting = part.recv(np.zeros(1), source, async_op=True)
-            part.backend.abort("as by another thread")
-            assert not part.backend.late(waiting).ranks
-        comm.rendezvous.barrier()
-        part.abort()
-        if comm.rank == 0:
-            with pytest.raises(CollectiveError, match="the communicator was aborted"):
-                waiting.wait()
-
-    TCPRanks(2).run(body)
+    part = comm.duplicate()
+    if comm.rank == 0:
+        waiting = part.recv(np.zeros(1), source, async_op=True)
+        part.backend.abort("as by another thread")
+        assert not part.backend.late(waiting).ranks
+    comm.rendezvous.barrier()
+    part.abort()
+    if comm.rank == 0:
+        with pytest.raises(CollectiveError, match="the communicator was aborted"):
+            waiting.wait()
 
 
 @on_each_rank("run")
@@ -213,22 +210,19 @@ def test_faults_of_a_sender_name_it(kind):
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
-def test_a_receive_behind_another_is_named_at_its_timeout(memory):
+@on_each_rank(TCPRanks(2).run)
+def test_a_receive_behind_another_is_named_at_its_timeout(comm, /, memory):
     """Of a send_recv whose receive has not begun, since it comes after one from any rank."""
-
-    def body(comm):
-        if comm.rank == 0:
-            wild = comm.recv(np.zeros(1), async_op=True, timeout=20)
-            with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing with tag 0") as caught:
-                comm.send_recv(np.zeros(1), np.zeros(1), 1, 1, timeout=0.3)
-            assert caught.value.ranks == (1,)
-            wild.cancel(CollectiveError("not needed"))
-        else:
-            comm.recv(np.zeros(1), 0)
-        comm.rendezvous.barrier()
-        comm.abort()
-
-    TCPRanks(2).run(body)
+    if comm.rank == 0:
+        wild = comm.recv(np.zeros(1), async_op=True, timeout=20)
+        with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing with tag 0") as caught:
+            comm.send_recv(np.zeros(1), np.zeros(1), 1, 1, timeout=0.3)
+        assert caught.value.ranks == (1,)
+        wild.cancel(CollectiveError("not needed"))
+    else:
+        comm.recv(np.zeros(1), 0)
+    comm.rendezvous.barrier()
+    comm.abort()
 
 
 def test_mpi_shows_no_more_messages_than_are_taken():

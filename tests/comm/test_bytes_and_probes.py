@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kos
 from kos import _core
 from kos.comm.contract import Backend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.matching import Expected
-from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
+from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, InvalidArgument
 from kos.testing import spawn
 from tests.comm.any_source import LONG, kind, meet, run, wait_for_marks
 from tests.comm.ranks import MockRanks, on_each_rank
@@ -163,13 +162,11 @@ def test_wrong_arguments_raise_before_anything_is_sent(comm, /):
     comm.barrier()
 
 
-def test_a_group_of_one_has_no_other_rank():
-    def body(comm):
-        for call in (lambda: comm.recv(np.zeros(1)), comm.recv_bytes, comm.probe):
-            with pytest.raises(InvalidArgument, match="src: expected another rank, got None in a group of one"):
-                call()
-
-    spawn(body, 1)
+@on_each_rank(spawn, 1)
+def test_a_group_of_one_has_no_other_rank(comm, /):
+    for call in (lambda: comm.recv(np.zeros(1)), comm.recv_bytes, comm.probe):
+        with pytest.raises(InvalidArgument, match="src: expected another rank, got None in a group of one"):
+            call()
 
 
 DEAD = """
@@ -206,30 +203,27 @@ def test_a_rank_whose_process_ends_is_named(call, core):
 
 
 @pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
-def test_a_message_whose_sender_has_cancelled_it_is_passed():
+@on_each_rank(TCPRanks(2).run)
+def test_a_message_whose_sender_has_cancelled_it_is_passed(comm, /):
     """Not as a probe's, and not by a receive of bytes, whose length would be that of the cancelled one."""
-
-    def body(comm):
-        if comm.rank == 1:
-            work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
-            comm.rendezvous.barrier()
-            comm.rendezvous.barrier()
-            work.cancel(CollectiveMismatch("cancelled, as after the loss of another rank"))
-            comm.rendezvous.barrier()
-            comm.rendezvous.barrier()
-            comm.send_bytes(b"next", 0)
-        else:
-            comm.rendezvous.barrier()
-            assert comm.probe() == (1, np.uint8, LONG)
-            comm.rendezvous.barrier()
-            comm.rendezvous.barrier()
-            assert comm.probe(wait=False) is None
-            waiting = comm.recv_bytes(async_op=True)
-            comm.rendezvous.barrier()
-            assert waiting.wait() == (b"next", 1)
-        comm.barrier()
-
-    TCPRanks(2).run(body)
+    if comm.rank == 1:
+        work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
+        comm.rendezvous.barrier()
+        comm.rendezvous.barrier()
+        work.cancel(CollectiveMismatch("cancelled, as after the loss of another rank"))
+        comm.rendezvous.barrier()
+        comm.rendezvous.barrier()
+        comm.send_bytes(b"next", 0)
+    else:
+        comm.rendezvous.barrier()
+        assert comm.probe() == (1, np.uint8, LONG)
+        comm.rendezvous.barrier()
+        comm.rendezvous.barrier()
+        assert comm.probe(wait=False) is None
+        waiting = comm.recv_bytes(async_op=True)
+        comm.rendezvous.barrier()
+        assert waiting.wait() == (b"next", 1)
+    comm.barrier()
 
 
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
@@ -261,15 +255,13 @@ def test_a_transport_without_envelopes_refuses(monkeypatch):
     spawn(body, 2)
 
 
-def test_backends_for_gpus_refuse(gpu_run):
-    def body(comm):
-        x, name = comm.allocate(3, np.float32), comm.backend_name
-        for what, call in {
-            "recv from any rank": lambda: comm.recv(x), "recv_bytes": comm.recv_bytes, "probe": comm.probe,
-            "send_bytes": lambda: comm.send_bytes(b"", 1 - comm.rank),
-        }.items():  # fmt: skip
-            with pytest.raises(BackendUnavailable, match=f"{what}: expected a backend for host memory.*, got {name}"):
-                call()
-        comm.barrier()
-
-    gpu_run(body)
+@on_each_rank("gpu_run")
+def test_backends_for_gpus_refuse(comm, /):
+    x, name = comm.allocate(3, np.float32), comm.backend_name
+    for what, call in {
+        "recv from any rank": lambda: comm.recv(x), "recv_bytes": comm.recv_bytes, "probe": comm.probe,
+        "send_bytes": lambda: comm.send_bytes(b"", 1 - comm.rank),
+    }.items():  # fmt: skip
+        with pytest.raises(BackendUnavailable, match=f"{what}: expected a backend for host memory.*, got {name}"):
+            call()
+    comm.barrier()

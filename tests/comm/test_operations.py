@@ -479,9 +479,7 @@ def test_an_array_without_an_address():
 
 
 @pytest.mark.mpi
-def test_an_array_without_an_address_on_mpi(ranks_of_mpi, apart):
-    def body(comm):
-        x = Empty()
-        assert comm.all_reduce(x) is x and comm.all_gather(x).shape == (comm.size, 0, 3)
-
-    ranks_of_mpi.run(body)
+@on_each_rank("ranks_of_mpi.run")
+def test_an_array_without_an_address_on_mpi(comm, /, apart):
+    x = Empty()
+    assert comm.all_reduce(x) is x and comm.all_gather(x).shape == (comm.size, 0, 3)

@@ -301,19 +301,17 @@ def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last():
     assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
 
 
-def test_a_long_path_of_a_last_call_is_cut_not_lost():
-    def body(comm):
-        status = comm.rendezvous.failures.status
-        status._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
-        status.watch()
-        comm.barrier()
-        text = status.last_call(1 - comm.rank)
-        assert text.endswith("é/train.py:6") and len(text.encode()) <= CALL_BYTES + 2
-        status.free()
-        status.watch()
-        assert status.last_call(1 - comm.rank) == ""
-
-    run(body, 2, close=False)
+@on_each_rank(run, 2, close=False)
+def test_a_long_path_of_a_last_call_is_cut_not_lost(comm, /):
+    status = comm.rendezvous.failures.status
+    status._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
+    status.watch()
+    comm.barrier()
+    text = status.last_call(1 - comm.rank)
+    assert text.endswith("é/train.py:6") and len(text.encode()) <= CALL_BYTES + 2
+    status.free()
+    status.watch()
+    assert status.last_call(1 - comm.rank) == ""
 
 
 @on_each_rank(run, 3, close=False)

@@ -231,33 +231,27 @@ def test_no_thread_polls_connections_that_are_being_closed(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("memory", ["none"], indirect=True)
-def test_more_messages_than_descriptions_are_kept(memory):
+@on_each_rank(TCPRanks(2).run)
+def test_more_messages_than_descriptions_are_kept(comm, /, memory):
     """Messages have no descriptions, and take none of those of collectives away."""
-
-    def body(comm):
-        x = np.zeros(3)
-        for number in range(RECENT + 10):
-            comm.send(x + number, 1) if comm.rank == 0 else comm.recv(x, 0)
-        assert comm.rank == 0 or (x == RECENT + 9).all()
-
-    TCPRanks(2).run(body)
+    x = np.zeros(3)
+    for number in range(RECENT + 10):
+        comm.send(x + number, 1) if comm.rank == 0 else comm.recv(x, 0)
+    assert comm.rank == 0 or (x == RECENT + 9).all()
 
 
-def test_many_collectives_in_flight(ranks):
+@on_each_rank("ranks.run")
+def test_many_collectives_in_flight(comm, /):
     """More than the complete ones whose descriptions a rank keeps."""
-
-    def body(comm):
-        x = np.arange(1100.0)
-        if comm.rank == 1:
-            comm.rendezvous.barrier()
-        works = [comm.all_reduce(x[at : at + 1], algorithm="ring", async_op=True) for at in range(x.size)]
-        if comm.rank != 1:
-            comm.rendezvous.barrier()
-        for work in works:
-            work.wait(10)
-        assert (x == comm.size * np.arange(x.size)).all()
-
-    ranks.run(body)
+    x = np.arange(1100.0)
+    if comm.rank == 1:
+        comm.rendezvous.barrier()
+    works = [comm.all_reduce(x[at : at + 1], algorithm="ring", async_op=True) for at in range(x.size)]
+    if comm.rank != 1:
+        comm.rendezvous.barrier()
+    for work in works:
+        work.wait(10)
+    assert (x == comm.size * np.arange(x.size)).all()
 
 
 @pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])

@@ -47,23 +47,6 @@ def test_the_ranks_that_are_left_meet(gone, waiting):
     assert run_ranks(4, body) == [expected if rank in left else None for rank in range(4)]
 
 
-def test_twice():
-    def body(rendezvous):
-        part = rendezvous
-        for gone in (0, 2):
-            part.barrier()
-            if rendezvous.rank == gone:
-                die(part)
-                return 0
-            part = part.shrink()
-        size = part.size
-        part.barrier()
-        part.close()
-        return size
-
-    assert run_ranks(4, body) == [0, 2, 0, 2]
-
-
 @pytest.mark.parametrize("of_a_part", [False, True])
 def test_a_rank_that_lives_and_does_not_come(of_a_part):
     """All that come name it, by its rank in the world, and none goes on without it."""

@@ -14,6 +14,7 @@ import kos
 from kos.errors import CollectiveError, KosError
 from kos.testing import spawn
 from tests.comm import shared_ranks
+from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 
 HERE = __file__.replace(".", r"\.")
@@ -73,11 +74,9 @@ def test_a_call_into_the_batch_of_another_thread():
         spawn(into_a_batch, 2)
 
 
-def test_spawn_that_is_not_strict():
-    def alike(comm):
-        assert outcomes(*[lambda: comm.all_reduce(np.ones(2))] * 2) == [None, None]
-
-    spawn(alike, 2, strict=False)
+@on_each_rank(spawn, 2, strict=False)
+def test_spawn_that_is_not_strict(comm, /):
+    assert outcomes(*[lambda: comm.all_reduce(np.ones(2))] * 2) == [None, None]
 
 
 def joined(comm: kos.Communicator) -> None:
