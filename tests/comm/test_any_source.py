@@ -4,7 +4,6 @@ import threading
 from contextlib import suppress
 from math import inf
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,46 +12,11 @@ import kos
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
-from tests.comm.any_source import LONG, kind, meet, run, wait_for_marks
+from tests.comm.any_source import kind, meet, run, wait_for_marks
 from tests.comm.ranks import MockRanks, on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_ranks
 
 __all__ = ["kind", "meet", "run"]  # fixtures
-
-
-@on_each_rank("run")
-def test_a_receive_from_any_rank_fixes_no_size(comm, /):
-    """A parameter server, and then another exchange with the same tag."""
-    if comm.rank == 0:
-        for _ in range(2):
-            got = [comm.recv(np.zeros(1)) for _ in range(comm.size - 1)]
-            assert sorted(source for _, source in got) == list(range(1, comm.size))
-            assert all(x[0] == source for x, source in got)
-            comm.barrier()
-        for rank in range(1, comm.size):
-            assert (comm.recv(np.zeros(4, np.int32), rank) == rank).all()
-    else:
-        for _ in range(2):
-            comm.send(np.full(1, float(comm.rank)), 0)
-            comm.barrier()
-        comm.send(np.full(4, comm.rank, np.int32), 0)
-
-
-@on_each_rank("run")
-def test_sizes_and_dtypes_of_one_tag_keep_the_order_of_each_sender(comm, /):
-    kinds = [(3, np.float32), (0, np.int8), (70_001, np.float64), (LONG, np.uint8), (5, np.int16), (1, np.float32)]
-    if comm.rank:
-        works = [comm.send(np.full(n, comm.rank, kind), 0, 7, async_op=True) for n, kind in kinds]
-        for work in works:
-            work.wait()
-        return
-    seen = {rank: list[Any]() for rank in range(1, comm.size)}
-    for _ in range(len(kinds) * (comm.size - 1)):
-        envelope = comm.probe(tag=7)
-        x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src, 7)
-        assert x.nbytes == envelope.nbytes and (x == envelope.src).all()
-        seen[envelope.src].append((x.size, x.dtype.type))
-    assert all(each == kinds for each in seen.values()), seen
 
 
 @on_each_rank("run")

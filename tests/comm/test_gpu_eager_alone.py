@@ -14,9 +14,10 @@ from kos.comm.failures import EndedEarly
 from kos.cuda import driver, kernels
 from kos.errors import CollectiveTimeout, CudaError
 from tests.comm.fake_nccl import Stream, captures
-from tests.comm.gpu_eager import by, known, needs_compiler, on_gpu
+from tests.comm.gpu_eager import by, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
+from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, needs_compiler, pytest.mark.usefixtures("no_looks")]
 

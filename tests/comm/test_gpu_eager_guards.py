@@ -29,9 +29,10 @@ from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
 from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, Stream
 from tests.comm.fake_peer import ThreadRanks, no_gpus
-from tests.comm.gpu_eager import by, hits, known, needs_compiler, on_gpu
+from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
+from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 

@@ -1,6 +1,5 @@
 """What Python runs within a call on a GPU that the compiled core makes; the driver, NCCL and memory are stand-ins."""
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,9 @@ import pytest
 
 import kos
 from kos.comm.communicator import Communicator
-from kos.comm.prepared import Prepared
 from kos.comm.recorder import SLOTS
 from tests.comm.fake_nccl import Stream
-from tests.comm.gpu_eager import by, known, on_gpu
+from tests.comm.gpu_eager import by, call_during_start, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 
@@ -78,16 +76,7 @@ def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(comm, /)
     x = on_gpu(np.ones(4, np.int32))
     known(comm, on_gpu(np.ones(8, np.int32)), op=kos.ReduceOp.MAX)
 
-    def profile(frame, event, argument):
-        if event == "call" and frame.f_code is Prepared.start.__code__:
-            sys.setprofile(None)
-            Communicator.all_reduce(comm, x, kos.ReduceOp.MAX)
-
-    sys.setprofile(profile)
-    try:
-        comm.all_reduce(x)
-    finally:
-        sys.setprofile(None)
+    call_during_start(comm, x, "call", lambda: Communicator.all_reduce(comm, x, kos.ReduceOp.MAX))
     for count in range(3):
         assert x.numpy().tolist() == [2 * 2**count] * 4
         comm.all_reduce(x)

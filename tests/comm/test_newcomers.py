@@ -161,34 +161,23 @@ def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch):
     healthy_beside(stranger, refused, body)
 
 
-def test_a_newcomer_that_knows_another_member_is_shown_the_leader():
-    def body(comm):
-        counted = []
-        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)
-        return check(comm.grow(1))
-
-    def newcomer(address):
-        return check(join(address.split(",")[1]))
-
-    assert sorted(run("tcp", 3, body, newcomer)) == [(rank, 4) for rank in range(4)]
-
-
-def test_a_newcomer_that_the_leader_has_dropped_calls_there_again():
-    """Also if it knows the leader from another member alone, which still counts it."""
+@pytest.mark.parametrize(("members", "dropped"), [(3, False), (2, True)])
+def test_a_newcomer_that_knows_another_member_is_shown_the_leader(members, dropped):
+    """If the leader has dropped it, it calls there again, while the other member still counts it."""
 
     def body(comm):
         counted = []
         poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)
-        while not comm.all_gather(np.array(comm.newcomers())).all():
+        while dropped and not comm.all_gather(np.array(comm.newcomers())).all():
             pass
-        if comm.rank == 0:
+        if dropped and comm.rank == 0:
             comm.rendezvous.joining.close()
-        return check(comm.grow(1, timeout=4.0))
+        return check(comm.grow(1, timeout=4.0 if dropped else None))
 
     def newcomer(address):
         return check(join(address.split(",")[1]))
 
-    assert sorted(run("tcp", 2, body, newcomer)) == [(rank, 3) for rank in range(3)]
+    assert sorted(run("tcp", members, body, newcomer)) == [(rank, members + 1) for rank in range(members + 1)]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from tests.core.core_ranks import (
     group,
     groups,
     needs_core,
-    on_processes,
     run_threads,
-    said_by_a_child,
     segment,
     together,
 )
@@ -331,21 +329,3 @@ def test_an_interrupted_receive_leaves_the_message_to_the_next(pair):
             signal.signal(signal.SIGALRM, previous)
         end(send(b, x, 0), recv(a, y, 1))
         assert (y == x).all() and not lost.any()
-
-
-def forks(_: CoreGroup) -> str:
-    """A forked child with a message in flight; its parent goes on."""
-    with groups(2) as (a, b):
-        assert run_threads(a.connect, b.connect) == [True, True]
-        x, y = data(500_000, 3), np.zeros(500_000, np.uint8)
-        work, theirs = send(a, x, 1), recv(b, y[:5], 0, 8)
-
-        def beside() -> None:
-            end(work, recv(b, y, 0), theirs, send(a, x[:5], 1, 8))
-            assert (x[5:] == y[5:]).all()
-
-        return said_by_a_child(a, [work.wait, theirs.done, lambda: send(a, x, 1), lambda: recv(b, y, 0)], beside)
-
-
-def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path):
-    assert on_processes(1, forks, tmp_path) == ["FORKED"]
