@@ -80,30 +80,6 @@ def test_messages_that_differ_are_named(comm, /):
     comm.barrier()
 
 
-@on_each_rank(TCPRanks(2).run)
-def test_two_threads_are_found(comm, /):
-    part, x, begun = comm.duplicate(), np.ones(3), threading.Event()
-    for _ in range(3):
-        part.all_reduce(x)
-    if comm.rank == 0:
-
-        def first():
-            begun.set()
-            with pytest.raises(CollectiveError, match="two threads|threads"):
-                part.all_reduce(x)
-
-        thread = threading.Thread(target=first)
-        thread.start()
-        assert begun.wait(10)
-        while part._active is None:
-            pass
-        with pytest.raises(CollectiveError, match="threads"):
-            part.all_reduce(x)
-        thread.join(10)
-    comm.rendezvous.barrier()
-    part.abort()
-
-
 def test_a_subclass_keeps_its_methods():
     class Counting(Communicator):
         calls = 0

@@ -156,8 +156,14 @@ def test_a_signal_handler_is_the_same_thread():
             signal.signal(signal.SIGUSR1, former)
 
 
-def at_once(comm: kos.Communicator) -> None:
-    """The threads of the ranks begin in different orders, so each rank waits in another call than its peer."""
+def at_once(comm: kos.Communicator, calls_before: int = 0) -> None:
+    """The threads of the ranks begin in different orders, so each rank waits in another call than its peer.
+
+    After some calls, the compiled core knows both.
+    """
+    for _ in range(calls_before):
+        comm.all_reduce(np.ones(2))
+        comm.barrier()
     first, second = [lambda: comm.all_reduce(np.ones(2)), comm.barrier][:: 1 if comm.rank == 0 else -1]
 
     def later() -> None:
@@ -177,8 +183,9 @@ def patient(monkeypatch):
 
 
 @pytest.mark.usefixtures("patient")
-def test_ranks_that_share_memory():
-    shared_ranks.run(at_once, 2, close=False)
+@pytest.mark.parametrize("calls_before", [0, 3])
+def test_ranks_that_share_memory(calls_before):
+    shared_ranks.run(lambda comm: at_once(comm, calls_before), 2, close=False)
 
 
 @pytest.mark.usefixtures("patient")
