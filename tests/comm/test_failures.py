@@ -39,41 +39,6 @@ def F4() -> np.ndarray:
 
 
 @pytest.mark.mpi
-def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi, memory):
-    """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
-
-    def leaves(comm):
-        left = comm.duplicate()
-        if comm.rank == 0:
-            left.send(np.ones(1), 1)
-            left.abort(0, "it had enough")
-        else:
-            if comm.rank == 1:
-                assert left.recv(np.zeros(1), 0) == 1
-                with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
-                    left.recv(np.zeros(1), 0)
-            with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
-                left.barrier()
-
-    def leaves_for_a_failure(comm):
-        """Rank 1 hears of it in a message, and leaves at once."""
-        left = comm.duplicate()
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
-                left.all_reduce(np.ones(1), timeout=0.1)
-        else:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
-                left.recv(np.ones(1), 0) if comm.rank == 1 else left.all_reduce(np.ones(1))
-            left.abort(0, "it had enough")
-        comm.rendezvous.barrier()
-        left.abort(0, "it had enough")
-
-    ranks_of_mpi.run(leaves_for_a_failure)
-    ranks_of_mpi.run(leaves)
-
-
-@pytest.mark.mpi
 @on_each_rank("ranks_of_mpi.run")
 def test_a_call_that_mpi_still_holds_is_named(comm, /, apart, caplog):
     part = comm.duplicate()
