@@ -21,7 +21,7 @@ from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED
 from kos.comm.host.shared.status import SharedStatus
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
-from kos.testing import Fault, spawn
+from kos.testing import spawn
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import TIMEOUT, needs_core, run
 from tests.comm.test_failures import F4
@@ -314,23 +314,6 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(comm, /, monkeypatch):
     if comm.rank == 0:
         with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):
             comm.barrier()
-
-
-def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock():
-    """Rank 1 loses rank 2 in their group of two and leaves; rank 0 waits for rank 1 alone."""
-
-    def body(comm):
-        part = comm.split(int(comm.rank == 0))
-        if comm.rank:
-            with pytest.raises(RankLost, match="rank 2 of world is gone: it crashed"):
-                part.barrier()
-            comm.abort(reason="it had enough")
-            return ()
-        with pytest.raises(RankLost, match="rank 2 of world is gone: .*; rank 1 aborted because of it") as caught:
-            comm.recv(F4(), 1)
-        return caught.value.ranks
-
-    assert spawn(body, 3, 20, faults=[Fault("crash", 2)])[0] == (2,)
 
 
 ULFM = ["--with-ft", "ulfm"]
