@@ -1,265 +1,277 @@
-"""Weights from a publisher on a GPU to a subscriber on the same GPU or on another, and the copy limit in the same run.
+"""Weights from publishers on GPUs to subscribers on GPUs: updates, the copy limit, and torch's NCCL, in one call.
 
-    python -m benchmarks.transfer_gpu --layers 32 --out benchmarks/results/transfer-gpu.json
+    python -m benchmarks.transfer_gpu --out benchmarks/results/transfer-gpu.json
 
-Both are processes, with the bfloat16 tensors of LLaMA 3 8B (or fewer layers).  The limit is one copy of as many bytes,
-from the memory of the publisher that the subscriber has mapped, to the same place.  Limit and update are measured in
-turn, and the median is reported.  On two GPUs, torch's NCCL broadcasts of the same tensors are measured too.
+The ranks are processes (``benchmarks.transfer_ranks``), with the bfloat16 tensors of LLaMA 3 8B or fewer of its layers.
+A part measures one pattern of publishers and subscribers.  Its limit is plain copies of as many bytes from the memory
+of each publisher that the subscriber has mapped, all at once.  Updates and limit are measured in turn.  Rates are the
+bytes of a subscriber rank over the median of the seconds of the slowest rank.  The first version is compared with what
+was published: one layer element by element.
+
+Each part that the GPUs suffice for has processes and a deadline of its own, and the results are written after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from benchmarks.transfer import ROOT
+from benchmarks.transfer_ranks import MODELS
 from kos import cuda
-from kos.cuda import driver
-from kos.cuda.driver import call, cu
-from kos.memory import Array, ipc
-from kos.transfer import Placement, Publisher, Subscriber
+from kos.bench.report import provenance
+from kos.commands import program
 
-HIDDEN, KV, INNER, VOCABULARY = 4096, 1024, 14336, 128256
-
-
-def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of LLaMA 3 8B with so many layers."""
-    layer = {
-        "q": (HIDDEN, HIDDEN), "k": (KV, HIDDEN), "v": (KV, HIDDEN), "o": (HIDDEN, HIDDEN), "gate": (INNER, HIDDEN),
-        "up": (INNER, HIDDEN), "down": (HIDDEN, INNER), "norm": (HIDDEN,), "norm2": (HIDDEN,),
-    }  # fmt: skip
-    found = {f"{index}.{name}": shape for index in range(layers) for name, shape in layer.items()}
-    return {"embedding": (VOCABULARY, HIDDEN), **found, "norm": (HIDDEN,), "head": (VOCABULARY, HIDDEN)}
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND, RANKS = [sys.executable, "-m"], "benchmarks.transfer_ranks"
+STEP_SECONDS, STEP_ROUNDS = 0.6, 8
+UNCHANGED = 200  # updates without a newer version
 
 
-def allocate(layers: int, device: int) -> tuple[Array, dict[str, tuple[Array, Placement]]]:
-    """One piece of memory, and the tensors in it."""
-    wanted, at = shapes(layers), 0
-    sizes = {name: Placement.whole(shape).count for name, shape in wanted.items()}
-    flat, arrays = Array.empty((sum(sizes.values()),), "bfloat16", device), {}
-    for name, shape in wanted.items():
-        arrays[name] = flat[at : at + sizes[name]].reshape(shape), Placement.whole(shape)
-        at += sizes[name]
-    return flat, arrays
+class Pattern(NamedTuple):
+    """The layouts of both sides, as ``transfer_ranks.placements`` has them, and the GPU of each rank."""
+
+    publish: str
+    publishers: Sequence[int]
+    subscribe: str
+    subscribers: Sequence[int]
 
 
-def publish(layers: int, device: int, memory: Any) -> None:
-    """The publisher: prints its address, then publishes for each line of its input, and prints the seconds."""
-    flat, arrays = allocate(layers, device)
-    with Publisher(None, arrays, memory=memory, patience=0.0, buffers=2) as publisher:
-        print(publisher.address, flush=True)
+ONE = Pattern("whole", [0], "whole", [0])
+TWO = Pattern("whole", [0], "whole", [1])
+SHARED = Pattern("tp", [0, 1], "tp", [0, 1])
+REPLICAS = Pattern("tp", [0, 1], "whole", [2, 3])
+ZERO = Pattern("zero", [0, 1], "tp", [2, 3])
+
+
+class Processes:
+    """The processes of a part of the benchmark.  They are killed at its deadline, or at its end."""
+
+    def __init__(self, seconds: float) -> None:
+        self._started, self._limit = list[subprocess.Popen[str]](), threading.Timer(seconds, self._kill)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def start(self, module: str, specs: Sequence[dict[str, Any]]) -> Ranks:
+        """A process for each rank, with the variables by which the ranks find each other."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_NVLS_ENABLE": "0",
+               "WORLD_SIZE": str(len(specs))}  # fmt: skip
+        pipe = subprocess.PIPE
+        found = [
+            subprocess.Popen([*COMMAND, module, json.dumps({**spec, "rank": rank, "ranks": len(specs)})], cwd=ROOT,
+                             env={**env, "RANK": str(rank)}, stdin=pipe, stdout=pipe, text=True)
+            for rank, spec in enumerate(specs)
+        ]  # fmt: skip
+        self._started += found
+        return Ranks(module, found)
+
+    def _kill(self) -> None:
+        for each in self._started:
+            each.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._limit.cancel()
+        self._kill()
+        for each in self._started:
+            with contextlib.suppress(OSError):  # a pipe to a process that has ended
+                each.communicate()
+
+
+class Ranks:
+    """The processes of one side."""
+
+    def __init__(self, name: str, processes: Sequence[subprocess.Popen[str]]) -> None:
+        self._name, self._processes = name, processes
+
+    def post(self, method: str, *arguments: Any) -> None:
+        for each in self._processes:
+            assert each.stdin is not None
+            each.stdin.write(json.dumps([method, *arguments]) + "\n")
+            each.stdin.flush()
+
+    def answers(self) -> list[Any]:
+        found = []
+        for rank, each in enumerate(self._processes):
+            assert each.stdout is not None
+            line = each.stdout.readline()
+            if not line:
+                raise RuntimeError(f"{self._name}, rank {rank}: expected an answer, got its end")
+            found.append(json.loads(line))
+        return found
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """The results of all ranks, which call the method at the same time."""
+        self.post(method, *arguments)
+        return self.answers()
+
+
+class Size(NamedTuple):
+    model: str
+    layers: int
+    rounds: int
+
+
+def start(processes: Processes, size: Size, pattern: Pattern, memory: str) -> tuple[Ranks, Ranks, int]:
+    """Publishers, subscribers, and the bytes of the arrays of a subscriber."""
+    common = {"model": size.model, "layers": size.layers, "memory": memory}
+    offers = {**common, "side": "publisher", "layout": pattern.publish}
+    publishers = processes.start(RANKS, [{**offers, "device": device} for device in pattern.publishers])
+    wants = {**common, "side": "subscriber", "layout": pattern.subscribe, "address": publishers.answers()[0]}
+    subscribers = processes.start(RANKS, [{**wants, "device": device} for device in pattern.subscribers])
+    return publishers, subscribers, max(subscribers.answers())
+
+
+def measure(
+    size: Size, pattern: Pattern, seconds: float, *, memory: str = "device", transport: str = "shared",
+    cases: Sequence[bool] = (False, True),
+) -> dict[str, Any]:  # fmt: skip
+    """GB/s of updates and of the limit, without staging memory and with it (``cases``)."""
+    taken: dict[str, list[float]] = {"publish": []}
+    with Processes(seconds) as processes:
+        publishers, subscribers, nbytes = start(processes, size, pattern, memory)
+        found: dict[str, Any] = {"pattern": pattern._asdict(), "memory": memory, "bytes of a subscriber": nbytes}
         version = 0
-        for line in sys.stdin:
-            if line == "multiply\n":
-                print(multiply(device), flush=True)
-                continue
-            version += 1
-            flat.fill_bytes(version % 100)
-            cuda.synchronize(device)
-            began = time.perf_counter()
-            publisher.publish(version)
-            print(time.perf_counter() - began, flush=True)
-
-
-def multiply(device: int) -> float:
-    """Seconds of a product of matrices, as a trainer makes them all the time; the median of many."""
-    try:
-        import torch
-    except ImportError:
-        return 0.0
-    x = torch.ones(8192, 8192, dtype=torch.bfloat16, device=f"cuda:{device}")
-    seconds = []
-    for _ in range(500):
-        began = time.perf_counter()
-        x @ x
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-class Other:
-    def __init__(self, *command: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transfer_gpu", *command], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-        self.first = self.line()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def go(self, what: str = "") -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{what}\n")
-        self.process.stdin.flush()
-        return self.line()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def measure(layers: int, rounds: int, source: int, target: int, memory: str, cases: list[tuple[Any, bool]]) -> Any:
-    """Rates in GB/s of updates of a subscriber on ``target``, for each transport and whether it is staged."""
-    other = Other("--publish", memory, "--layers", str(layers), "--device", str(source))
-    flat, arrays = allocate(layers, target)
-    found: dict[str, Any] = {"publisher": source, "subscriber": target, "memory": memory, "bytes": flat.nbytes}
-    seconds: dict[str, list[float]] = {"publish": []}
-    try:
-        for transport, staged in cases:
+        for staged in cases:
             name = f"{transport}, {'staged' if staged else 'unstaged'}"
-            seconds[name], seconds[f"limit of {name}"], version, mapped = [], [], len(seconds["publish"]), None
-            with Subscriber(other.first, arrays, transport=transport, staged=staged) as subscriber:
-                for turn in range(rounds + 2):
-                    seconds["publish"].append(float(other.go()))
-                    version += 1
-                    took = timed(lambda: subscriber.update(300))
-                    check(arrays, version % 100)
-                    if mapped is None and (gpus := subscriber.catalogue().ranks[0].gpus):
-                        mapped = ipc.attach(ipc.IpcHandle.from_bytes(gpus[0].encode()), target)
-                    limit = timed(partial(copy, flat, mapped.pointer)) if mapped else 0.0
-                    if turn > 1:  # each buffer was read once
-                        seconds[name].append(took)
-                        seconds[f"limit of {name}"].append(limit)
-                unchanged = [1e3 * timed(lambda: subscriber.update(10)) for _ in range(200)]
-                found["unchanged, ms"] = round(statistics.median(unchanged), 3)
-            if mapped:
-                mapped.close()
-    finally:
-        other.close()
-    rates = {n: flat.nbytes / 1e9 / statistics.median(each) for n, each in seconds.items() if each and min(each)}
-    found["GB/s"] = {name: round(rate, 1) for name, rate in rates.items()}
-    for name in [n for n in rates if f"limit of {n}" in rates]:
-        found[f"{name}, of the limit"] = round(rates[name] / rates[f"limit of {name}"], 3)
+            taken[name], taken[f"limit of {name}"] = updates, limits = list[float](), list[float]()
+            subscribers.ask("open", transport, staged)
+            for turn in range(size.rounds + 2):
+                version += 1
+                published = max(publishers.ask("publish", version))
+                updated = max(ended - began for began, ended in subscribers.ask("update", version))
+                limit = max(subscribers.ask("limit")) if memory == "device" and transport == "shared" else 0.0
+                if turn > 1:  # each buffer was read once
+                    taken["publish"].append(published)
+                    updates.append(updated)
+                    limits.append(limit)
+            found[f"{name}, unchanged, ms"] = round(1e3 * max(subscribers.ask("unchanged", UNCHANGED)), 3)
+    medians = {name: statistics.median(each) for name, each in taken.items() if each and min(each)}
+    found["ms"] = {name: round(1e3 * each, 3) for name, each in medians.items()}
+    found["GB/s"] = {name: round(nbytes / 1e9 / each, 1) for name, each in medians.items() if name != "publish"}
+    for name in [name for name in medians if f"limit of {name}" in medians]:
+        found[f"{name}, of the limit"] = round(medians[f"limit of {name}"] / medians[name], 3)
     return found
 
 
-def slower(layers: int, source: int, target: int) -> dict[str, float]:
-    """Milliseconds of products on the publisher's GPU, alone and while a subscriber reads all the time."""
-    other, (_, arrays) = Other("--publish", "device", "--layers", str(layers), "--device", str(source)), allocate(
-        layers, target)  # fmt: skip
-    reads, ends = 0, threading.Event()
-
-    def read() -> None:
-        nonlocal reads
-        while not ends.is_set():
-            with Subscriber(other.first, arrays, transport="shared", staged=False) as subscriber:
-                subscriber.update(60)
-            reads += 1
-
-    try:
-        other.go()
-        other.go("multiply")
-        alone, thread = float(other.go("multiply")), threading.Thread(target=read, daemon=True)
-        thread.start()
-        read_too = float(other.go("multiply"))
-        ends.set()
-        thread.join(60)
-        seconds = {"alone": alone, "while it is read": read_too, "alone again": float(other.go("multiply"))}
-    finally:
-        other.close()
-    return {**{f"ms {name}": round(1e3 * each, 4) for name, each in seconds.items()}, "reads": reads}
-
-
-def copy(flat: Array, source: int) -> None:
-    with driver.on_device(flat.device):
-        call(cu.cuMemcpyAsync, flat.pointer, source, flat.nbytes, 1)
-        call(cu.cuStreamSynchronize, 1)
-
-
-def check(arrays: dict[str, tuple[Array, Placement]], value: int) -> None:
-    for name, (array, _) in arrays.items():
-        for row in (array[:1], array[-1:]):
-            assert (row.numpy().view("u1") == value).all(), f"{name}: not {value}"
-
-
-def broadcasts(layers: int, rounds: int) -> dict[str, Any] | None:
-    """GB/s of torch's broadcasts of each tensor from GPU 0 to GPU 1, over a group of both processes."""
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "NCCL_NVLS_ENABLE": "0"}
-    command = [sys.executable, "-m", "benchmarks.transfer_gpu", "--layers", str(layers), "--rounds", str(rounds)]
-    ranks = [
-        subprocess.Popen([*command, "--broadcast", str(rank)], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        texts = [each.communicate(timeout=300)[0] for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-    return json.loads(texts[1]) if texts[1] else None
-
-
-def broadcast(rank: int, layers: int, rounds: int) -> None:
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError:
-        return
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2)
-    tensors = [torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes(layers).values()]
-    nbytes = sum(each.nbytes for each in tensors)
-
-    def run() -> None:
-        for each in tensors:
-            dist.broadcast(each, 0)
-        torch.cuda.synchronize()
-
-    run()
-    seconds = [timed(run) for _ in range(rounds)]
-    dist.destroy_process_group()
-    print(json.dumps({"torch": torch.__version__, "GB/s": round(nbytes / 1e9 / statistics.median(seconds), 1)}))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer_gpu", description=__doc__)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--publish", choices=["device", "host"], help=argparse.SUPPRESS)
-    parser.add_argument("--device", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--broadcast", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.publish:
-        return publish(args.layers, args.device, args.publish)
-    if args.broadcast is not None:
-        return broadcast(args.broadcast, args.layers, args.rounds)
-    shared, few, two = [("shared", False), ("shared", True)], min(args.layers, 2), len(cuda.visible_devices()) > 1
-    work: list[Callable[[], Any]] = [lambda: measure(args.layers, args.rounds, 0, 0, "device", shared)]
-    if two:
-        work.append(lambda: measure(args.layers, args.rounds, 0, 1, "device", shared))
-        work.append(lambda: {"a product of matrices": slower(args.layers, 0, 1)})
-        work.append(lambda: {"torch's broadcasts": broadcasts(args.layers, args.rounds)})
-    work.append(lambda: measure(few, 3, 0, int(two), "device", [("tcp", False)]))
-    work.append(lambda: measure(few, 3, 0, 0, "host", [("shared", False)]))
-    found: dict[str, Any] = {
-        "gpus": [each.name for each in cuda.visible_devices()], "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m benchmarks.transfer_gpu", *sys.argv[1:]]), "rows": [],
+def steps(size: Size, pattern: Pattern, seconds: float) -> dict[str, Any]:
+    """The training steps of a publisher, alone and while a subscriber reads.  Steps that are both are not counted."""
+    alone, beside = list[float](), list[float]()
+    with Processes(seconds) as processes:
+        publishers, subscribers, nbytes = start(processes, size, pattern, "device")
+        subscribers.ask("open", "shared", False)
+        warm = publishers.ask("steps", 2.0)[0]
+        for version in range(1, STEP_ROUNDS + 1) if warm else ():
+            publishers.ask("publish", version)
+            publishers.post("steps", STEP_SECONDS)
+            time.sleep(STEP_SECONDS / 3)
+            (reads_from, reads_until), *_ = subscribers.ask("update", version)
+            for began, ended in publishers.answers()[0]:
+                if reads_from <= began and ended <= reads_until:
+                    beside.append(ended - began)
+                elif ended <= reads_from or reads_until <= began:
+                    alone.append(ended - began)
+    found: dict[str, Any] = {"pattern": pattern._asdict(), "bytes of a subscriber": nbytes}
+    if not beside:
+        return {**found, "steps while it is read": 0}
+    both = statistics.median(alone), statistics.median(beside)
+    return {
+        **found, "ms alone": round(1e3 * both[0], 3), "ms while it is read": round(1e3 * both[1], 3),
+        "ratio": round(both[1] / both[0], 4), "steps while it is read": len(beside),
     }  # fmt: skip
-    for each in work:
-        found["rows"].append(each())
-        print(json.dumps(found["rows"][-1], indent=1), flush=True)
+
+
+def nccl(size: Size, trainers: int, ranks: int, seconds: float) -> dict[str, Any]:
+    """GB/s of torch's NCCL for the same weights (``benchmarks.transfer_nccl``); the first ranks are the trainers."""
+    spec = {"model": size.model, "layers": size.layers, "rounds": size.rounds, "trainers": trainers}
+    with Processes(seconds) as processes:
+        found = processes.start("benchmarks.transfer_nccl", [spec] * ranks).answers()
+    nbytes, slowest = found[0]["bytes"], {
+        way: max(each["seconds"][way] for each in found[trainers:]) for way in found[0]["seconds"]
+    }
+    rates = {way: round(nbytes / 1e9 / each, 1) for way, each in slowest.items()}
+    return {
+        "torch": found[0]["torch"], "trainers": trainers, "servers": ranks - trainers, "bytes of a server": nbytes,
+        "ms": {way: round(1e3 * each, 3) for way, each in slowest.items()}, "GB/s": rates,
+    }  # fmt: skip
+
+
+def parts(size: Size, gpus: int) -> dict[str, Callable[[float], dict[str, Any]]]:
+    """What so many GPUs suffice for, the most important first.  Each part is called with its seconds."""
+    half, few = size._replace(layers=max(1, size.layers // 2)), size._replace(layers=min(2, size.layers), rounds=3)
+    found: dict[str, Callable[[float], dict[str, Any]]] = {}
+    if gpus >= 4:
+        found["tp 2 to dp 2"] = partial(measure, size, REPLICAS)
+        found["tp 2 to dp 2, torch's NCCL"] = partial(nccl, size, 2, 4)
+        found["ZeRO-1 of dp 2 to tp 2"] = partial(measure, size, ZERO)
+    if gpus >= 2:
+        found["two GPUs"] = partial(measure, size, TWO)
+        found["two GPUs, torch's NCCL"] = partial(nccl, size, 1, 2)
+        found["two publishers and two subscribers share two GPUs"] = partial(measure, size, SHARED)
+        found["training steps while a version is read"] = partial(steps, size, TWO)
+    found["one GPU"] = partial(measure, half, ONE)
+    across = TWO if gpus >= 2 else ONE
+    found["over TCP"] = partial(measure, few, across, transport="tcp", cases=(False,))
+    found["the publisher's memory on the host"] = partial(measure, few, ONE, memory="host", cases=(False,))
+    return found
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The seconds of NCCL's ways over those of updates without staging memory."""
+    took = {row["part"]: row["ms"] for row in rows if "ms" in row}
+    return {
+        f"{name}: {way} / update": round(seconds / took[name]["shared, unstaged"], 3)
+        for name in took for way, seconds in took.get(f"{name}, torch's NCCL", {}).items()
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=program("benchmarks.transfer_gpu"), description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--gpus", type=int, help="use so many; default: all")
+    parser.add_argument("--only", nargs="*", default=[""], help="the parts whose names begin so")
+    parser.add_argument("--seconds", type=float, default=90.0, help="the longest that a part may take")
+    parser.add_argument("--minutes", type=float, default=6.0, help="the longest that all parts may take")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    gpus, ends = len(cuda.visible_devices()) if args.gpus is None else args.gpus, time.monotonic() + 60 * args.minutes
+    device = 0 if cuda.visible_devices() else None
+    found: dict[str, Any] = {**provenance("benchmarks.transfer_gpu", device, gpus), "rows": []}
+    for name, part in parts(Size(args.model, args.layers, args.rounds), gpus).items():
+        if not name.startswith(tuple(args.only)):
+            continue
+        began = time.monotonic()
+        row: dict[str, Any] = {"part": name}
+        try:
+            row |= part(max(0.001, min(args.seconds, ends - began)))
+        except Exception as error:  # also of a process that was killed at the deadline
+            row["error"] = f"{type(error).__name__}: {error}"
+        row["seconds"] = round(time.monotonic() - began, 1)
+        found["rows"].append(row)
+        found["ratios"] = ratios(found["rows"])
+        print(json.dumps(row), flush=True)
         if args.out:
             args.out.write_text(json.dumps(found, indent=1) + "\n")
-    return None
+    print(json.dumps(found["ratios"]))
+    return any("error" in row for row in found["rows"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -258,11 +258,17 @@ class ScheduledCalls:
             for request in post:
                 requests.append(request)
             wrong: CollectiveMismatch | None = None
-            for request in requests:
-                try:
-                    yield from _wait_for(request)
-                except CollectiveMismatch as error:  # of the receive; the send continues
-                    wrong = wrong or error
+            waiting = list(requests)
+            while waiting:
+                for request in list(waiting):  # either may progress only while it is polled
+                    try:
+                        over = request.done()
+                    except CollectiveMismatch as error:  # of the receive; the send continues
+                        over, wrong = True, wrong or error
+                    if over:
+                        waiting.remove(request)
+                if waiting:
+                    yield
             if wrong is not None:
                 raise wrong
         except BaseException:  # such as a timeout: cancel only these requests, not others with their tag
@@ -317,8 +323,21 @@ class ScheduledCalls:
 
 
 def _wait_for(*requests: Request) -> Steps:
+    """Wait for all of them.
+
+    Messages within a host and messages between hosts are polled in turn: either kind progresses only while a rank polls
+    one of them, and another rank may wait for it.
+    """
+    waiting: dict[type, deque[Request]] = {}
     for request in requests:
-        while not request.done():
+        waiting.setdefault(type(request), deque()).append(request)
+    while waiting:
+        for kind, queue in list(waiting.items()):
+            while queue and queue[0].done():
+                queue.popleft()
+            if not queue:
+                del waiting[kind]
+        if waiting:
             yield
 
 

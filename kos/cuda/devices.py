@@ -63,26 +63,21 @@ def visible_devices() -> tuple[DeviceInfo, ...]:
 
 
 def _inspect(index: int) -> DeviceInfo:
-    device = call(cu.cuDeviceGet, index)
+    from cuda.core import Device
 
-    def attribute(name: str) -> int:
-        kind = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(call(cu.cuDeviceGetAttribute, kind, device))
-
-    name = call(cu.cuDeviceGetName, 128, device).split(b"\0")[0].decode()
-    address = call(cu.cuDeviceGetPCIBusId, 32, device).split(b"\0")[0].decode().lower()
-    if len(address.split(":")[0]) == 8:  # sysfs writes the domain with four digits
-        address = address[4:]
+    device = Device(index)
+    # cuda.core would start the CUDA runtime to get the address, and reports only the memory of the current GPU.
+    address = call(cu.cuDeviceGetPCIBusId, 32, index).split(b"\0")[0].decode().lower()[-12:]  # as in sysfs
     return DeviceInfo(
         index=index,
-        name=name,
-        uuid=bytes(call(cu.cuDeviceGetUuid, device).bytes).hex(),
-        compute_capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
-        memory=int(call(cu.cuDeviceTotalMem, device)),
-        multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
+        name=device.name,
+        uuid=device.uuid.replace("-", ""),
+        compute_capability=(device.compute_capability.major, device.compute_capability.minor),
+        memory=int(call(cu.cuDeviceTotalMem, index)),
+        multiprocessors=device.properties.multiprocessor_count,
         pci_address=address,
         numa_node=_numa_node(SYSFS / "bus/pci/devices" / address),
-        mig=" MIG " in name,
+        mig=" MIG " in device.name,
     )
 
 

@@ -102,7 +102,8 @@ class KernelCache:
     """Compiled kernels on disk, shared by all processes of the user.
 
     Entries are written atomically and carry a checksum.  Processes that miss at the same time compile at the same
-    time.  An unusable folder causes one warning and is then ignored.
+    time.  An unusable folder causes one warning and is then ignored.  The FileStreamProgramCache of cuda.core has no
+    checksums, and raises an error if the folder cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -148,24 +149,24 @@ def compile_kernels(
     """
     cache = cache or _cache(cache_folder() / "kernels")
     path = Path(path)
-    source, headers, places = _read_sources(path)
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--generate-line-info"]
-    options += [f"-D{name}={int(value) if isinstance(value, bool) else value}"
-                for name, value in sorted((defines or {}).items())]  # fmt: skip
-    parts = ["kos-1", repr(nvrtc_version()), *options, path.name, source]
+    source, headers = read_sources(path)
+    version, options = nvrtc_version(), _options(path, arch, defines or {})
+    flags = b" ".join(options.as_bytes("nvrtc")).decode()
+    parts = ["kos-2", repr(version), flags, path.name, source]
     parts += [text for header in sorted(headers.items()) for text in header]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     cubin = cache.get(key)
     if cubin is None:
-        cubin = _compile(path, source, headers, places, options)
+        started = time.perf_counter()
+        cubin = _compile(path, source, options)
+        log.debug("compiled %s in %.0f ms: %s", path, 1e3 * (time.perf_counter() - started), flags)
         cache.put(key, cubin)
     return cubin
 
 
-def _read_sources(path: Path) -> tuple[str, dict[str, str], dict[str, Path]]:
-    """The text of ``path``, and the texts and paths of all files that it includes, by the names in the includes."""
+def read_sources(path: Path) -> tuple[str, dict[str, str]]:
+    """The text of ``path``, and the texts of all files that it includes, by the names in the includes."""
     headers: dict[str, str] = {}
-    places: dict[str, Path] = {}
 
     def read(file: Path) -> str:
         try:
@@ -176,62 +177,49 @@ def _read_sources(path: Path) -> tuple[str, dict[str, str], dict[str, Path]]:
         for name in _INCLUDE.findall(text):
             if name not in headers:
                 headers[name] = ""  # a file that includes itself ends here
-                places[name] = file.parent / name
-                headers[name] = read(places[name])
+                headers[name] = read(file.parent / name)
         return text
 
-    return read(path), headers, places
-
-
-def _nvrtc(name: str, *arguments: Any) -> Any:
-    from cuda.bindings import nvrtc
-
-    status, *values = getattr(nvrtc, name)(*arguments)
-    if status:
-        raise CompileError(f"{name} failed: {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
+    return read(path), headers
 
 
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
     """Version of the compiler. Raises BackendUnavailable if there is none."""
     try:
-        return tuple(_nvrtc("nvrtcVersion"))
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise BackendUnavailable(f"NVRTC is not installed: {install('cuda')} ({reason})") from error
+    return major, minor
 
 
-def _compile(
-    path: Path, source: str, headers: Mapping[str, str], places: Mapping[str, Path], options: list[str]
-) -> bytes:
-    from cuda.bindings import nvrtc
+def _options(path: Path, arch: str, defines: Mapping[str, Define]) -> Any:
+    from cuda.core import ProgramOptions
 
-    names = [name.encode() for name in headers]
-    texts = [text.encode() for text in headers.values()]
-    program = _nvrtc("nvrtcCreateProgram", source.encode(), str(path).encode(), len(names), texts, names)
+    macros = [(name, str(int(value) if isinstance(value, bool) else value)) for name, value in sorted(defines.items())]
+    return ProgramOptions(name=str(path), arch=arch, std="c++17", lineinfo=True, define_macro=macros or None)
+
+
+def _compile(path: Path, source: str, options: Any) -> bytes:
+    from cuda.core import Program
+
     try:
-        started = time.perf_counter()
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        if status:
-            text = b" " * _nvrtc("nvrtcGetProgramLogSize", program)
-            _nvrtc("nvrtcGetProgramLog", program, text)
-            raise _compile_error(path, places, text.rstrip(b"\0 \n").decode(), options)
-        cubin = b" " * _nvrtc("nvrtcGetCUBINSize", program)
-        _nvrtc("nvrtcGetCUBIN", program, cubin)
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    log.debug("compiled %s in %.0f ms: %s", path, 1e3 * (time.perf_counter() - started), " ".join(options))
-    return cubin
+        return bytes(Program(source, "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core gives its NVRTCError no public name
+        raise _compile_error(path, str(error), options) from error
 
 
-def _compile_error(path: Path, places: Mapping[str, Path], text: str, options: list[str]) -> CompileError:
+def _compile_error(path: Path, text: str, options: Any) -> CompileError:
     """The error, headed by the compiler's first error; warnings may precede that in the log."""
+    text = text.rpartition("compilation log:")[2].strip("\0 \n")
     found, other = _ERROR.search(text), _TOOL_ERROR.search(text)
     where = f"{path}: " + (other[0] if other else text.partition("\n")[0])
     if found:
-        where = f"{places.get(found['file'], found['file'])}:{found['line']}: {found['text']}"
-    return CompileError(f"{where} ({' '.join(options)})\n{text}")
+        where = f"{found['file']}:{found['line']}: {found['text']}"
+    return CompileError(f"{where} ({b' '.join(options.as_bytes('nvrtc')).decode()})\n{text}")
 
 
 class Kernel:

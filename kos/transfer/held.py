@@ -50,19 +50,20 @@ class Held:
 
         Raises InvalidArgument if one of these streams is being captured, or if the memory of an array has changed.
         """
-        seen = set[tuple[int, int]]()
+        found = dict[tuple[int, int], str]()  # device and stream -> an array
         for name, (array, _) in self._arrays.items():
-            buffer, (device, address) = as_buffer(current(array), name, self._writable), self._places[name]
-            if self.flat[name].size and (buffer.device, buffer.address) != (device, address):
+            buffer = as_buffer(current(array), name, self._writable)
+            if (buffer.device, buffer.address) != self._places[name] and self.flat[name].size:
+                device, address = self._places[name]
                 place = "the host" if device is None else f"cuda:{device}"
                 expected = f"the same memory as before ({place}, {address:#x})"
                 raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
-            if device is None or (device, buffer.stream) in seen:
-                continue
-            seen.add((device, buffer.stream))
-            if streams.is_captured(buffer.stream):
+            if buffer.device is not None:
+                found[buffer.device, buffer.stream] = name
+        for (gpu, stream), name in found.items():
+            if streams.is_captured(stream):
                 raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
-            self.copiers[device].follow(buffer.stream)
+            self.copiers[gpu].follow(stream)
 
     def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]]) -> None:
         """Copy arrays; on GPUs, queue the copies.  Each pair has a target and a source, one of which is this rank's.

@@ -146,13 +146,13 @@ class Offers:
 class Plan:
     """What each subscriber rank reads.  ``wants`` are the arrays of each, ``offers`` those of the publisher.
 
-    ``first`` is the number of the first subscriber rank, if the plan is for one rank of several.  Raises
-    InvalidArgument if no publisher rank holds a tensor or a part of it, if shapes differ, or if a dtype cannot be
-    converted.
+    ``first`` is the number of the first subscriber rank, if the plan is for one rank of several.  Of several publisher
+    ranks that hold a box, those of the first set in ``near`` that has one of them are used.  Raises InvalidArgument if
+    no publisher rank holds a tensor or a part of it, if shapes differ, or if a dtype cannot be converted.
     """
 
-    def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0) -> None:
-        self.offers, self.wants, self.first = offers, wants, first
+    def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0, near: Sequence[set[int]] = ()) -> None:
+        self.offers, self.wants, self.first, self._near = offers, wants, first, near
         self.check()
 
     def copies(self, rank: int) -> Iterator[Copy]:
@@ -161,6 +161,8 @@ class Plan:
         for name, (_, placement, _) in self.wants[rank].items():
             for part in placement.parts:
                 for start, size, holders in self.offers.pieces(part):
+                    near = ([each for each in holders if each.rank in ranks] for ranks in self._near)
+                    holders = next(filter(None, near), holders)
                     yield Copy(start, size, holders[turn % len(holders)], name, part)
                     turn += 1
 
@@ -169,7 +171,7 @@ class Plan:
         found, known = Counter[tuple[int, int]](), dict[tuple[int, int], Counter[int]]()
         cycle = math.lcm(*self.offers.replicas)  # after so many turns the same ranks are chosen
         for rank, layout in enumerate(self.wants, self.first):
-            key = id(layout), rank % cycle
+            key = id(layout), rank if self._near else rank % cycle
             if key not in known:
                 known[key] = Counter()
                 for copy in self.copies(rank - self.first):

@@ -124,8 +124,7 @@ class Publisher:
         self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
         self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
         self._sums: dict[int, dict[str, int]] = {}
-        self._connections = set[Connection]()
-        self._board = Board()
+        self._connections, self._board = set[Connection](), Board()
 
         def start() -> list[Any]:
             limit = math.inf if comm is None else comm.timeout  # the others wait for at most this time

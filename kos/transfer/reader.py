@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.control.wire import Connection
+from kos.cuda.devices import device_info
 from kos.dtypes import DType
 from kos.errors import KosError, PeerMemoryError, TransferError
 from kos.memory import ipc
@@ -54,9 +55,16 @@ class Target:
         wanted = {n: dtype for n, (dtype, *_) in self.layout.items() if staged or n in self._quantized}
         self._staging = self._held.staging(wanted)
         self._into = self.flat | self._staging
-        self._sources: list[Source] = []
-        self._workers: list[Copiers] = []  # one for each thread
+        # each thread has copiers of its own
+        self._sources, self._workers = dict[tuple[int, int, int | None], Source](), list[Copiers]()
         self.failed = False  # whether reading a source has failed, so that the other threads end
+
+    def near(self, known: Catalogue) -> list[set[int]]:
+        """The publisher ranks that have memory on a GPU of these arrays, and those on this host."""
+        mine, here = {device_info(device).uuid for device in self._held.copiers}, exchange.place()
+        local = {rank: where.gpus for rank, where in enumerate(known.ranks) if where.place == here}
+        handles = [(rank, ipc.IpcHandle.from_bytes(each.encode())) for rank, gpus in local.items() for each in gpus]
+        return [{rank for rank, handle in handles if handle.uuid in mine}, {*local}]
 
     def read(self, plan: Plan, known: Catalogue, serial: int, deadline: float, verify: bool) -> int:
         """Read all boxes of a version; returns the bytes read.  Raises Stale, TransferError."""
@@ -69,12 +77,12 @@ class Target:
             if not self._sources:
                 self._find_sources(plan, known)
             self.failed = False
-            work = [part for source in self._sources for part in source.parts(serial, deadline, verify)]
+            work = [part for each in self._sources.values() for part in each.parts(serial, deadline, verify)]
             nbytes = self._in_threads(work)
             self._held.copiers.wait(deadline)  # before staging memory is copied to the arrays
             return nbytes
         except Stale:
-            for source in self._sources:
+            for source in self._sources.values():
                 source.disconnect()
             raise
         except BaseException:
@@ -82,14 +90,12 @@ class Target:
             raise
 
     def _find_sources(self, plan: Plan, known: Catalogue) -> None:
-        found = dict[tuple[int, int, int | None], Source]()
         for copy in plan.copies(0):
             array = self.flat[copy.array]
             key = copy.source.rank, copy.source.gpu, array.device if isinstance(array, GpuArray) else None
-            if key not in found:
-                found[key] = Source(self, known, *key)
-                self._sources.append(found[key])
-            found[key].copies.append(copy)
+            if key not in self._sources:
+                self._sources[key] = Source(self, known, *key)
+            self._sources[key].copies.append(copy)
 
     def _in_threads(self, work: Sequence[Callable[[Copiers], int]]) -> int:
         threads = min(_MOST_THREADS, len(work))
@@ -105,7 +111,7 @@ class Target:
                 return sum(each.result() for each in as_completed([pool.submit(run, n) for n in range(threads)]))
             except BaseException:
                 self.failed = True
-                for connection in [each for source in self._sources for each in list(source.connections.values())]:
+                for connection in [each for s in self._sources.values() for each in list(s.connections.values())]:
                     with suppress(OSError):
                         connection.sock.shutdown(socket.SHUT_RDWR)  # so that the other readers end now
                 raise
@@ -119,9 +125,9 @@ class Target:
 
     def close(self) -> None:
         """Close the connections, and unmap the publisher's memory."""
-        for source in self._sources:
+        for source in self._sources.values():
             source.close()
-        self._sources = []
+        self._sources.clear()
 
     def view(self, copy: Copy) -> Any:
         """The destination of a copy: an ndarray, or a Box on a GPU."""
@@ -207,20 +213,21 @@ class Source:
         """Copy from mapped memory."""
         if not memory.holds(self._serial):
             raise Stale
-        if self._gpu:
-            assert copier is not None
+        if copier is not None and self._gpu:
             copier.uses = memory.gpus
             boxes = ((self._target.view(copy), self._source(copy, memory)) for copy in copies)
             copier.copy_all(boxes, self._launches, self._serial % memory.count)
-            copier.wait()
         else:
             for copy in copies:
                 if time.monotonic() > self._deadline:
                     raise TimeoutError
                 self._put(copy, self._source(copy, memory), copier)
+        nbytes = sum(copy.elements * copy.source.dtype.itemsize for copy in copies)  # while the GPU copies
+        if copier is not None:
+            copier.wait()
         if not memory.holds(self._serial):
             raise Stale
-        return sum(copy.elements * copy.source.dtype.itemsize for copy in copies)
+        return nbytes
 
     def _source(self, copy: Copy, memory: Buffers) -> Any:
         """The box of a copy in mapped memory: an ndarray, or a Box on a GPU."""

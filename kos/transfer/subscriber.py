@@ -156,7 +156,7 @@ class Subscriber:
         """Which bytes this rank reads from which publisher rank."""
         known = self._known or self.catalogue(timeout)
         if self._plan is None:
-            self._plan = Plan(known.offers, [self._target.layout], self._rank)
+            self._plan = Plan(known.offers, [self._target.layout], self._rank, self._target.near(known))
         return self._plan
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kos.cuda.kernels import BoundKernel, _read_sources
+from kos.cuda.kernels import BoundKernel, read_sources
 from tests.comm import fake_driver
 from tests.host_compiler import compiled
 
@@ -38,7 +38,7 @@ THREADS = {
 @functools.cache
 def library(path: Path, defines: tuple[tuple[str, Any], ...]) -> Any:
     """C functions ``run_<kernel>`` that run the kernels of a file: (blocks, threads, seed, arguments)."""
-    source, headers, _ = _read_sources(path)
+    source, headers = read_sources(path)
     headers["ptx.cuh"] = f'#pragma once\n#include "{SIMT}"\n#include "{HERE / "ptx_host.h"}"\n'
     source += "\n".join(f"RUN({name})" for name in NAMES.get(path.stem, (path.stem,)))
     defines += (("AT_ONCE", path.stem == "all_reduce_specialized"),)

@@ -77,6 +77,26 @@ print("done", flush=True)
 comm.close()
 """
 
+COMPRESSED = START + """
+from dataclasses import replace
+import ml_dtypes
+from kos.comm.compression import FORMATS
+from kos.testing.conformance import results
+from kos.testing.conformance.model import Step
+from kos.testing.conformance.on_gpu import OnGPU
+ranks = OnGPU(comm)
+assert ranks.exact_group_size() == comm.local_size == 2
+for form in FORMATS:
+    for dtype in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)):
+        for name in ("all_reduce", "reduce_scatter"):
+            step = Step(name, dtype=dtype, compress=form, values="hostile")
+            results.correct(ranks, {seed}, step, (1, 65, 5011, 1 << 20))
+            results.correct(ranks, {seed}, replace(step, op=kos.ReduceOp.AVG), (1000,))
+        results.feedback_keeps_what_is_lost(ranks, {seed}, form, dtype)
+print("done", flush=True)
+comm.close()
+"""
+
 LATE = """
 import time
 comm.all_reduce(filled(1000))
@@ -115,6 +135,13 @@ def hosts() -> list[str]:
 def test_results(tmp_path):
     lines = job(tmp_path, 4, PHASES.format(names=hosts(), backend="auto") + RESULTS)
     assert sorted(lines) == ["2 hosts of 2 ranks"] * 4 + ["done"] * 4
+
+
+@needs_mpirun
+def test_compressed_between_hosts(tmp_path, seed):
+    """Exact sums by peer within a host, compressed ones by NCCL between hosts: the bits that ranks of CPUs have."""
+    lines = job(tmp_path, 4, COMPRESSED.format(names=hosts(), backend="auto", seed=seed))
+    assert lines == ["done"] * 4
 
 
 @needs_mpirun

@@ -72,9 +72,11 @@ def gpus(installed, monkeypatch):
         yield
 
 
-def on_ranks(body: Callable[[kos.Communicator], Any], backend: str = "relay", size: int = SIZE) -> list[Any]:
+def on_ranks(
+    body: Callable[[kos.Communicator], Any], backend: str = "relay", size: int = SIZE, device: int | None = None
+) -> list[Any]:
     def rank(rendezvous: ThreadRendezvous) -> Any:
-        with kos.init(backend, rendezvous=rendezvous, timeout=20.0) as comm:
+        with kos.init(backend, rendezvous=rendezvous, timeout=20.0, device=device) as comm:
             return body(comm)
 
     return on_threads(size, rank, 90.0)  # whose limit is twice that: a busy machine takes 60 s for the whole suite
@@ -369,7 +371,7 @@ def test_auto_takes_it_for_host_memory(installed, monkeypatch, tmp_path, caplog,
 
 
 @pytest.mark.gpu
-@on_each_rank(on_ranks, size=2)
+@on_each_rank(on_ranks, size=2, device=0)
 def test_on_one_gpu(comm, /, installed):
     """Two ranks, which are threads, and share a GPU."""
     assert comm.device is not None and comm.backend_name == "relay"

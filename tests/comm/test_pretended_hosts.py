@@ -167,6 +167,29 @@ def test_every_schedule(comm, /, call):
             assert (call == "reduce" and comm.rank) or (x == expected).all(), algorithm
 
 
+LARGE = """
+import os
+import numpy as np, kos
+os.environ["KOS_HOST"] = "aabb"[int(os.environ["OMPI_COMM_WORLD_RANK"])]
+comm = kos.init("mpi", timeout=20)
+count, after, before = 4_194_307, {0: 2, 2: 3, 3: 1, 1: 0}, {2: 0, 3: 2, 1: 3, 0: 1}
+x, y = np.full(count, comm.rank, np.float32), np.empty(count, np.float32)
+for _ in range(2):
+    gathered = comm.all_gather_v(x, counts=[count] * 4).reshape(4, count)
+    assert (gathered == np.arange(4)[:, None]).all()
+    assert (comm.send_recv(x, y, after[comm.rank], before[comm.rank]) == before[comm.rank]).all()
+    assert (comm.all_to_all(x[:-3]).reshape(4, -1) == np.arange(4)[:, None]).all()
+print("done", flush=True)
+comm.close()
+"""
+
+
+@needs_mpirun
+def test_large_messages_of_mpi_progress_while_a_rank_waits_within_its_host(tmp_path):
+    """Over sockets, a message of MPI is sent only while the sender calls MPI."""
+    assert job(tmp_path, 4, LARGE, "--mca", "btl", "self,tcp") == ["done"] * 4
+
+
 KILLED = """
 import os
 import numpy as np, kos

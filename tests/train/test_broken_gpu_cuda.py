@@ -77,7 +77,8 @@ def test_a_kernel_goes_astray(tmp_path, ranks, victim, backend, how):
     print(f"over after {took:.1f} s: {said}")
     errors = [line for line in said.splitlines() if line.startswith("kos: error:")]
     assert code == 1 and len(errors) == 1 and "Traceback" not in said and "Exception ignored" not in said, said
-    where = rf"kos: error: rank {victim}: after step {AT} on cuda:\d+ \([^)]+\): .*ILLEGAL_ADDRESS.*"
+    who = f"rank {victim}: " if ranks > 1 else ""
+    where = rf"kos: error: {who}after step {AT} on cuda:\d+ \([^)]+\): .*ILLEGAL_ADDRESS.*"
     left = rf"; the last checkpoint, of step {AT}, is good; resume with: .* --resume auto"
     assert re.fullmatch(where + left, errors[0])
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")

@@ -1,6 +1,7 @@
 """A GPU whose memory is that of the host: files of their own, so that other processes can map it by CUDA's IPC.
 
 Its kernels are the real ones, compiled by the host's compiler.  Copies have ended when they return.
+``python -m tests.transfer.emulated_gpu MODULE ARGUMENTS`` runs a program on it.
 """
 
 import ctypes
@@ -8,6 +9,8 @@ import gc
 import itertools
 import mmap
 import os
+import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,7 @@ import pytest
 
 from kos.cuda import driver, streams
 from kos.memory import array, ipc
-from kos.transfer import buffers, gpu, scales
+from kos.transfer import buffers, gpu, reader, scales
 from tests.comm.fake_nccl import Memory, no_gpu
 from tests.comm.host_kernel import HostKernel
 
@@ -108,9 +111,16 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         patch.setattr(array, "pool_of", lambda device: SimpleNamespace(allocate=memory.from_pool))
         patch.setattr(driver, "device_of", lambda pointer: 0)
         patch.setattr(streams, "create_stream", lambda device, **_: next(numbers))
-        patch.setattr(ipc, "device_info", lambda device: SimpleNamespace(uuid=f"emulated {device}", name="emulated"))
+        for module in (ipc, reader):
+            patch.setattr(module, "device_info", lambda n: SimpleNamespace(uuid=f"emulated {n}", name="emulated"))
         for module in (gpu, scales):
             patch.setattr(module, "load_kernel", load)
         patch.setattr(gpu, "pinned_empty", lambda shape, dtype, device: np.empty(shape, dtype))
         yield memory
         gc.collect()  # objects in cycles free their memory now, and not in a later test that has the same addresses
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    with emulated_gpu():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
 """A publisher on a GPU, as a process of its own.
 
-``python -m tests.transfer.gpu_process DEVICE '{"memory": "device"}' [--emulated]`` prints its address.  Then it
-publishes each version whose number is a line of its input, and prints how many subscribers were late.
+``python -m tests.transfer.gpu_process DEVICE '{"memory": "device"}'`` prints its address.  Then it publishes each
+version whose number is a line of its input, and prints how many subscribers were late.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +16,11 @@ import numpy as np
 
 from kos.memory import Array
 from kos.transfer import Placement, Publisher
-from tests.transfer.emulated_gpu import emulated_gpu
 from tests.transfer.publishing import SHAPES, contents
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
+EMULATED = ["tests.transfer.emulated_gpu"]
 
 
 def main(device: int, options: dict[str, Any]) -> None:
@@ -46,9 +45,9 @@ class OtherPublisher:
     """That process, started."""
 
     def __init__(self, device: int, emulated: bool, **options: Any) -> None:
-        command = [sys.executable, "-m", "tests.transfer.gpu_process", str(device), json.dumps(options)]
+        program = [*EMULATED * emulated, "tests.transfer.gpu_process", str(device), json.dumps(options)]
         self.process = subprocess.Popen(
-            command + ["--emulated"] * emulated, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            [sys.executable, "-m", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**os.environ, "KOS_SECRET": "of the tests"},
         )  # fmt: skip
         self.limit = threading.Timer(SECONDS, self.process.kill)
@@ -82,5 +81,4 @@ class OtherPublisher:
 
 
 if __name__ == "__main__":
-    with emulated_gpu() if "--emulated" in sys.argv else nullcontext():
-        main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

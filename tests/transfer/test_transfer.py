@@ -198,11 +198,11 @@ def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch):
                 expect_version(arrays, version)
                 return version
 
-        def slow(offers, wants, first):
+        def slow(offers, wants, first, near):
             if first == 1:
                 ranks.publish(2)
                 ranks.publish(3)
-            return Plan(offers, wants, first)
+            return Plan(offers, wants, first, near)
 
         monkeypatch.setattr(module, "Plan", slow)
         assert spawn(subscribe, 2, timeout=60) == [3, 3]

@@ -150,3 +150,16 @@ def test_other_memory_than_device_or_host_is_refused():
 def test_conversions(source, target):
     """From and to each type; all pairs are compared on GPUs."""
     checks.check_conversions(source, target)
+
+
+def test_a_replica_on_the_same_gpu_is_read():
+    """And not in turn with that on another GPU."""
+
+    def run(comm):
+        with Publisher(comm, {"w": (Array.zeros((6,), "f4", comm.rank), Placement.whole((6,)))}) as publisher:
+            mine = {"w": (Array.zeros((6,), "f4", comm.rank), Placement.whole((6,)))}
+            with Subscriber(publisher.address, mine) as subscriber:
+                assert subscriber.plan().traffic() == {(comm.rank, 0): 24}
+            comm.barrier()
+
+    spawn(run, 2, timeout=60)

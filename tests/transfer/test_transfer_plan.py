@@ -117,6 +117,15 @@ def test_replicas_take_turns():
     assert "a[0:4, 0:4] float32: rank 0 a+0 -> a+0" in text
 
 
+def test_replicas_that_are_near_are_preferred():
+    """Those of the first set with a holder; they take turns, too.  The last rank has only one of the tensors."""
+    layout = {name: Array(F32, Placement.whole((4, 4)).named(name)) for name in "abcd"}
+    offers = Offers.of([layout, layout, layout, {"a": layout["a"]}])
+    some = {0: 64, 1: 64, 2: 64, 3: 64}
+    for near, right in (([{2}, {1}], {2: 256}), ([{3}, {1, 2}], {1: 64, 2: 128, 3: 64}), ([{3}], some)):
+        assert Plan(offers, [layout], near=near).traffic() == {(source, 0): n for source, n in right.items()}
+
+
 def test_dp2_of_zero_to_tp2_is_planned_to_the_byte():
     offers = [{"w": Array(F32, Placement.whole((4, 6)).flat(12 * r, 12 * r + 12).named("w"))} for r in range(2)]
     rows = [{"w": Array(F32, Placement.shard((4, 6), 0, r, 2).named("w"))} for r in range(2)]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kos.cuda.kernels import _read_sources
+from kos.cuda.kernels import read_sources
 from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
@@ -97,7 +97,7 @@ class HostMap(ctypes.Structure):
 
 def to_host_source(path: Path, causal: bool = True, masked: bool = False) -> tuple[str, dict[str, list[type]]]:
     """A kernel file as C++ with a C function ``run_<kernel>`` for each kernel, and their parameters' types."""
-    source, headers, _ = _read_sources(path)
+    source, headers = read_sources(path)
     while any(f'#include "{name}"' in source for name in headers):
         for name, text in headers.items():
             source = source.replace(f'#include "{name}"', text)
