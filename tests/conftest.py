@@ -5,6 +5,7 @@ import json
 import runpy
 import shlex
 import sys
+import traceback
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,5 +70,26 @@ def program(monkeypatch, capsys, tmp_path):
         if isinstance(code, str):  # an error that Python prints
             code, err = 1, f"{err}{code}\n"
         return Ended(code, out, err, json.loads(file.read_text()) if file.exists() else None)
+
+    return run
+
+
+@pytest.fixture
+def on_all(mpi_world):
+    """Run a test's body on every rank, and raise on all what failed on any."""
+
+    def run(body):
+        failure = b""
+        try:
+            body()
+        except pytest.skip.Exception:
+            failure = b"skipped"
+        except BaseException:
+            failure = traceback.format_exc().encode()
+        failures = mpi_world.rendezvous.allgather(failure)
+        if b"skipped" in failures:
+            pytest.skip("a rank lacks the library or a GPU for it")
+        for rank, text in enumerate(failures):
+            assert not text, f"rank {rank} failed:\n{text.decode()}"
 
     return run

@@ -37,7 +37,8 @@ from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train.config import PRESETS
 from kos.train.ops.cuda.cublaslt import scale_mode
-from tests.comm.fake_nccl import FakeRanks, Group, at, communicator, no_gpu
+from tests.comm.fake_gpu import at
+from tests.comm.fake_nccl import FakeRanks, Group, communicator, no_gpu
 from tests.comm.shared_ranks import needs_core
 from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES

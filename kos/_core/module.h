@@ -52,6 +52,9 @@ static inline int is_as_far(const char *send, const char *recv, uint64_t send_by
     return apart ? distance == UINT64_MAX : distance == (uint64_t)(send - recv);
 }
 
+// Fields of kos.comm.prepared.CoreCall, which describes a cached call.
+enum { CALL, CALL_PREPARED, DESCRIPTION, EXAMPLE, STREAM, INPUT = 8, OUTPUT, DISTANCE, GUARDS = 14 };
+
 enum { CODE = 2, NUMBER = 4, COMPLETED, FAILED };  // of an entry of the recorder
 PyObject *nanoseconds(void);  // for it
 // Writes the next entry, like kos.comm.prepared.record_start, but as COMPLETED.  Returns a borrowed reference.  `old`
@@ -121,10 +124,10 @@ int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 int read_tensor(PyObject *x, array_words *words, tensor *t);
 uint64_t key_of(const char *data);  // the property of an address on which a call depends: kos.memory.windows.place
 // Of module_launch.c.
-int find_slots(PyObject *how);  // fills in `how` for queue_call; 0 if queue_call cannot make its calls
-// Queues the call that `how` describes, and returns `result`, or a Work for a Persistent.  Returns NULL without an
+int find_slots(PyObject *core_call);  // fills in a CoreCall for queue_call; 0 if queue_call cannot make its calls
+// Queues the call that a CoreCall describes, and returns `result`, or a Work for a Persistent.  Returns NULL without an
 // exception if Python must make the call.
-PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result, char *send, char *recv);
+PyObject *queue_call(Group *g, PyObject *core_call, PyObject *frame, PyObject *result, char *send, char *recv);
 // A new Work.  Reuses `old`, an earlier start of the same Prepared on the same arrays, if it is complete and nobody
 // else has a reference to it.
 State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,

@@ -3,8 +3,9 @@
 // An Operation stands where the method of the communicator was.  It compares its arguments with those of earlier calls:
 // arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
 // is numbered, recorded and started here.  If the call completes while the GIL is held, no Python code runs.  Otherwise
-// Communicator._finish completes it.  If the core knows a call but cannot start it, Operations._repeat starts it and
-// checks nothing.  Operations._make starts all other calls, and describes them so that the core can repeat them.
+// Prepared.start completes it.  If the core knows a call but cannot start it, Operations._start_cached starts it
+// and checks nothing.  Operations._start_uncached starts all other calls, and describes them by a CoreCall
+// (kos/comm/prepared.py), so that the core can repeat them.
 //
 // Many functions of Python's C API can run Python code: releasing an object, reading an attribute, and, up to Python
 // 3.11, any allocation that collects garbage.  That code may make the same call, set a timeout, or close the
@@ -38,14 +39,14 @@ typedef struct {
 enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
 
 typedef struct {
-    PyObject *how;  // from Operations._how_in_core; it holds references to all objects of this call and of its key
+    PyObject *core_call;  // the CoreCall; it holds references to all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
     PyObject *work, *fixed[3];                // the class of its Works; arguments of a Persistent
     const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU, and if `call` is None
     int waits, send, recv, result;            // whether it returns no Work; arguments, or -1
     size_t words;                             // of its key
     uint64_t word[];
-} known;
+} cached_call;
 
 // What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
 typedef struct {
@@ -54,7 +55,7 @@ typedef struct {
     PyObject *method, *name, *text;  // NULL of a Persistent
     State *last;                     // the last start of a Persistent
     PyMethodDef definition;          // whose strings are those of name and text
-    known **calls, **found;          // hash table of PLACES, at most half full; NULL until first used
+    cached_call **calls, **found;    // hash table of PLACES, at most half full; NULL until first used
     int used;
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
@@ -62,16 +63,16 @@ typedef struct {
 static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_finish, *s_repeat, *s_make;
+static PyObject *s_start, *s_start_cached, *s_start_uncached;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
 static void forget(Operation *o) {
-    known **calls = o->calls;
+    cached_call **calls = o->calls;
     o->calls = o->found = NULL;  // before their ends, which may run Python, which may call this
     o->used = 0;
     for (int i = 0; calls && i < PLACES(o); i++) {
-        Py_XDECREF(calls[i] ? calls[i]->how : NULL);
+        Py_XDECREF(calls[i] ? calls[i]->core_call : NULL);
         PyMem_Free(calls[i]);
     }
     PyMem_Free(calls);
@@ -172,12 +173,12 @@ static uint64_t identity_of(PyObject *x) {
     return Py_TYPE(x) == ndarray_type ? (uintptr_t)((ndarray *)x)->descr : words.what ^ words.stream;
 }
 
-static int is_same(const known *k, const call_key *key) {
+static int is_same(const cached_call *k, const call_key *key) {
     return k->words == key->words && !memcmp(k->word, key->word, key->words * sizeof *key->word);
 }
 
 // The place of the call with this key in the hash table; it is empty if the call is not known.
-static known **find(Operation *o, const call_key *key) {
+static cached_call **find(Operation *o, const call_key *key) {
     if (o->found && *o->found && is_same(*o->found, key))
         return o->found;
     uint64_t hash = 0;
@@ -189,11 +190,8 @@ static known **find(Operation *o, const call_key *key) {
     return o->found = &o->calls[at];
 }
 
-enum { INPUT = 7, RESULT, DISTANCE, SENT_BYTES, RECEIVED_BYTES };  // indices of `how`
-
-// Stores a call as Operations._how_in_core describes it.  The objects of a Persistent are its arrays, or on a GPU their
-// addresses.
-static void remember(Operation *o, const call_key *key, PyObject *how, unsigned generation) {
+// Caches a call.  The objects of a Persistent are its arrays, or on a GPU their addresses.
+static void store(Operation *o, const call_key *key, PyObject *core_call, unsigned generation) {
     while (o->used == PLACES(o) / 2 && !*find(o, key))
         forget(o);
     if (o->generation != generation || (!o->calls && !(o->calls = PyMem_Calloc(PLACES(o), sizeof *o->calls)))
@@ -202,14 +200,14 @@ static void remember(Operation *o, const call_key *key, PyObject *how, unsigned 
     PyObject *objects, *unused;
     unsigned long long number;
     int input;
-    known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
-    if (!k || !PyArg_ParseTuple(how, "OOOOpiiiiKKKO|OOO", &k->call, &k->prepared, &k->description, &k->work, &k->waits,
-                                &k->send, &k->recv, &input, &k->result, &number, &number, &number, &objects, &unused,
-                                &unused, &unused)) {
+    cached_call **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
+    if (!k || !PyArg_ParseTuple(core_call, "OOOOOpiiiiKKKOO", &k->call, &k->prepared, &k->description, &k->work,
+                                &unused, &k->waits, &k->send, &k->recv, &input, &k->result, &number, &number, &number,
+                                &objects, &unused)) {
         PyMem_Free(k);
         return;
     }
-    if (PyByteArray_Check(k->call) && !find_slots(how))
+    if (PyByteArray_Check(k->call) && !find_slots(core_call))
         k->call = Py_None;
     for (int i = 0; !o->name && i < 3; i++)
         k->fixed[i] = k->call == Py_None ? Py_None : PyTuple_GetItem(objects, i);
@@ -217,14 +215,14 @@ static void remember(Operation *o, const call_key *key, PyObject *how, unsigned 
     memcpy(k->word, key->word, key->words * sizeof *k->word);
     k->core = k->call == Py_None || PyByteArray_Check(k->call) ? NULL : prepared_of(k->call);
     k->work = (PyObject *)Py_TYPE(k->work);
-    k->how = Py_NewRef(how);
+    k->core_call = Py_NewRef(core_call);
     *place = k;
     o->used++;
 }
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
-static int apart(const known *k, char *const *data) {
+static int apart(const cached_call *k, char *const *data) {
     if (k->send < 0 || k->recv < 0 || k->send == k->recv)
         return 1;
     const char *send = data[k->send], *recv = data[k->recv];
@@ -233,7 +231,7 @@ static int apart(const known *k, char *const *data) {
 
 // The Work of a call.  If it is not complete, it joins those that the engine advances before any Python code runs, which
 // may be a signal's handler that raises.
-static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObject *recv, PyObject *result,
+static PyObject *in_flight(Operation *o, const cached_call *k, PyObject *send, PyObject *recv, PyObject *result,
                            PyObject *sequence, PyObject *slot, PyObject *left) {
     State *s = new_state(o->last, k->work, k->prepared, send, recv, result, sequence, slot);
     if (s && left != Py_None) {
@@ -264,12 +262,12 @@ static void withdraw(PyObject *work) {
 }
 
 // Starts a known call.  Returns NULL without an exception if Python must start it.
-static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *args, char *const *data,
+static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *const *args, char *const *data,
                      PyObject *frame) {
     PyObject *const *objects = g->objects;
     if (!k->core)
         return k->call == Py_None ? NULL
-            : keep(o, queue_call(g, k->how, frame, k->result < 0 ? Py_None : args[k->result],
+            : keep(o, queue_call(g, k->core_call, frame, k->result < 0 ? Py_None : args[k->result],
                                  k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]));
     const int message = k->core->algorithm == KOS_MAIL, waits = k->waits;  // Python code may free k
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
@@ -281,7 +279,7 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
     if (!sequence)
         return NULL;
     PyObject *send = k->send < 0 ? Py_None : args[k->send], *recv = k->recv < 0 ? Py_None : args[k->recv];
-    PyObject *result = k->result < 0 ? Py_None : args[k->result], *how = Py_NewRef(k->how), *old[2];
+    PyObject *result = k->result < 0 ? Py_None : args[k->result], *core_call = Py_NewRef(k->core_call), *old[2];
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
@@ -293,12 +291,13 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
         : keep(o, in_flight(o, k, send, recv, result, sequence, slot, left));
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
-        value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, work, waits ? Py_True : Py_False, NULL);
+        value = PyObject_CallMethodObjArgs(PyTuple_GetItem(core_call, CALL_PREPARED), s_start, objects[COMM], work,
+                                           waits ? Py_True : Py_False, Py_True, NULL);
         if (!value && message)  // such as Ctrl-C before the method holds it back
             withdraw(work);
         Py_DECREF(work);
     }
-    PyObject *used[] = {left, old[0], old[1], how, sequence};
+    PyObject *used[] = {left, old[0], old[1], core_call, sequence};
     for (int i = 0; i < 5; i++)
         Py_DECREF(used[i]);
     return value;
@@ -306,47 +305,49 @@ static PyObject *run(Operation *o, Group *g, const known *k, PyObject *const *ar
 
 // Has Python start a known call that the core cannot start.  Returns NULL without an exception if the call must be
 // checked, for example because its arrays overlap in another way than those of the first such call.
-static PyObject *repeat(Operation *o, Group *g, const call_key *key, PyObject *const *args, char *const *data) {
-    const known *k = o->calls && o->generation == g->generation ? *find(o, key) : NULL;  // run() may have cleared it
+static PyObject *start_cached(Operation *o, Group *g, const call_key *key, PyObject *const *args, char *const *data) {
+    const cached_call *k = o->calls && o->generation == g->generation ? *find(o, key) : NULL;  // run() may clear it
     if (!k)
         return NULL;
-    PyObject *how = Py_NewRef(k->how);
-    const long x = PyLong_AsLong(PyTuple_GetItem(how, INPUT)), out = PyLong_AsLong(PyTuple_GetItem(how, RESULT));
+    PyObject *core_call = Py_NewRef(k->core_call);
+    const long x = PyLong_AsLong(PyTuple_GetItem(core_call, INPUT));
+    const long out = PyLong_AsLong(PyTuple_GetItem(core_call, OUTPUT));
     uint64_t number[3];
     for (int i = 0; i < 3; i++)
-        number[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(how, DISTANCE + i));
+        number[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(core_call, DISTANCE + i));
     PyObject *result = NULL;
     if (is_as_far(x < 0 ? NULL : data[x], out < 0 ? NULL : data[out], number[1], number[2], number[0]))
-        result = PyObject_CallMethodObjArgs(g->objects[COMM], s_repeat, how, x < 0 ? Py_None : args[x],
+        result = PyObject_CallMethodObjArgs(g->objects[COMM], s_start_cached, PyTuple_GetItem(core_call, CALL_PREPARED),
+                                            PyTuple_GetItem(core_call, STREAM), x < 0 ? Py_None : args[x],
                                             out < 0 ? Py_None : args[out], NULL);
-    Py_DECREF(how);
+    Py_DECREF(core_call);
     if (result == Py_NotImplemented)
         Py_CLEAR(result);
     return result;
 }
 
 // Has Python check and start a call, and stores the call if it has a key.
-static PyObject *ask(Operation *o, Group *g, const call_key *key, PyObject *const *args, Py_ssize_t positional,
-                     PyObject *names) {
+static PyObject *start_uncached(Operation *o, Group *g, const call_key *key, PyObject *const *args,
+                                Py_ssize_t positional, PyObject *names) {
     const unsigned generation = g->generation;
     const Py_ssize_t count = key->words ? positional + (names ? PyTuple_Size(names) : 0) : 0;
     uint64_t identities[ARGUMENTS];
     for (Py_ssize_t a = 0; a < count; a++)
         identities[a] = identity_of(args[a]);
-    PyObject *given, *options, *result = NULL, *how = NULL, *both = NULL;
-    PyObject *make = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_make);
-    if (!unpack(args, positional, names, &given, &options) && make)
-        both = PyObject_CallFunctionObjArgs(make, given, options, key->words ? Py_True : Py_False, NULL);
-    if (both && PyArg_ParseTuple(both, "OO", &result, &how)) {
+    PyObject *given, *options, *result = NULL, *core_call = NULL, *both = NULL;
+    PyObject *start = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start_uncached);
+    if (!unpack(args, positional, names, &given, &options) && start)
+        both = PyObject_CallFunctionObjArgs(start, given, options, key->words ? Py_True : Py_False, NULL);
+    if (both && PyArg_ParseTuple(both, "OO", &result, &core_call)) {
         Py_INCREF(result);
         for (Py_ssize_t a = 0; a < count; a++)
             if (identity_of(args[a]) != identities[a])
-                how = Py_None;  // the argument has changed, and `how` holds the new objects
-        if (how != Py_None)
-            remember(o, key, how, generation);
+                core_call = Py_None;  // the argument has changed, and `core_call` holds the new objects
+        if (core_call != Py_None)
+            store(o, key, core_call, generation);
         PyErr_Clear();  // the call itself has succeeded
     }
-    PyObject *used[] = {both, make, given, options};
+    PyObject *used[] = {both, start, given, options};
     for (int i = 0; i < 4; i++)
         Py_XDECREF(used[i]);
     return result;
@@ -366,7 +367,7 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
         forget(o);
     }
     // A Persistent has one call.
-    const known *k = !o->name && !positional && !names && o->found ? *o->found : NULL;
+    const cached_call *k = !o->name && !positional && !names && o->found ? *o->found : NULL;
     if (!k) {
         make_key(&key, data, args, positional, names);
         k = key.words && o->calls && o->generation == g->generation ? *find(o, &key) : NULL;
@@ -376,11 +377,11 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
             : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
     PyObject *result = k && frame ? run(o, g, k, o->name ? args : k->fixed, data, frame) : NULL;
     if (k && !result && o->name && !PyErr_Occurred())
-        result = repeat(o, g, &key, args, data);
+        result = start_cached(o, g, &key, args, data);
     if (k)
-        key.words = 0;  // nothing to remember
+        key.words = 0;  // nothing to store
     if (!result && !PyErr_Occurred())
-        result = ask(o, g, &key, args, positional, names);
+        result = start_uncached(o, g, &key, args, positional, names);
     Py_DECREF((PyObject *)g);
     return result;
 }
@@ -417,8 +418,8 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_TRUE;
 }
 
-// method(name, make, docstring): the object that replaces that method of the communicator.  `make` is like
-// Operations._make.
+// method(name, start, docstring): the object that replaces that method of the communicator.  `start` is like
+// Operations._start_uncached.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))
@@ -445,7 +446,7 @@ static int operation_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(o->method);
     for (int i = 0; o->calls && i < PLACES(o); i++)
         if (o->calls[i])
-            Py_VISIT(o->calls[i]->how);
+            Py_VISIT(o->calls[i]->core_call);
     return 0;
 }
 
@@ -486,8 +487,8 @@ PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_closed, "closed"}, {&s_finish, "_finish"}, {&s_repeat, "_repeat"}, {&s_make, "_make"},
-        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+        {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"},
+        {&s_start_uncached, "_start_uncached"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
         {&s_cuda_stream, "__cuda_stream__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

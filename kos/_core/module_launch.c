@@ -22,8 +22,7 @@ typedef struct {
 } queued_call;
 _Static_assert(offsetof(queued_call, launches) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
-enum { PLAN, DESCRIPTION = 2, WORK, ORDER = 13, BACKEND, SHARED };  // indices of what Operations._how_in_core returns
-enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES };        // indices of its ORDER
+enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES, BACKEND, SHARED };  // fields of its Guards
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
@@ -57,27 +56,27 @@ static int may_queue(Group *g, const queued_call *q, const char *send, const cha
         && (!q->is_captured || (!is_captured(q->stream, &captured) && !captured));
 }
 
-int find_slots(PyObject *how) {
-    queued_call *q = (queued_call *)PyByteArray_AsString(PyTuple_GetItem(how, PLAN));
-    PyObject *order = PyTuple_GetItem(how, ORDER), *work = PyTuple_GetItem(how, WORK);
-    q->description = PyTuple_GetItem(how, DESCRIPTION);
+int find_slots(PyObject *core_call) {
+    queued_call *q = (queued_call *)PyByteArray_AsString(PyTuple_GetItem(core_call, CALL));
+    PyObject *guards = PyTuple_GetItem(core_call, GUARDS), *work = PyTuple_GetItem(core_call, EXAMPLE);
+    q->description = PyTuple_GetItem(core_call, DESCRIPTION);
     for (int i = 0; i < 2; i++)
         q->works[i] = PyTuple_Check(work) ? PyTuple_GetItem(work, i) : i ? NULL : work;
-    q->last_of_backend = slot_of(PyTuple_GetItem(how, BACKEND), "_last");
-    q->last = slot_of(PyTuple_GetItem(how, SHARED), "last");
-    q->current = slot_of(PyTuple_GetItem(order, STREAMS), "current");
-    q->party = slot_of(PyTuple_GetItem(order, STREAMS), "party");
-    q->owner = PyTuple_GetItem(order, OWNER_OF_STREAM);
-    q->route = PyTuple_GetItem(order, PARTY);
-    q->handle = PyTuple_GetItem(order, HANDLE);
+    q->last_of_backend = slot_of(PyTuple_GetItem(guards, BACKEND), "_last");
+    q->last = slot_of(PyTuple_GetItem(guards, SHARED), "last");
+    q->current = slot_of(PyTuple_GetItem(guards, STREAMS), "current");
+    q->party = slot_of(PyTuple_GetItem(guards, STREAMS), "party");
+    q->owner = PyTuple_GetItem(guards, OWNER_OF_STREAM);
+    q->route = PyTuple_GetItem(guards, PARTY);
+    q->handle = PyTuple_GetItem(guards, HANDLE);
     return q->last_of_backend && q->last && q->current && q->party;
 }
 
-PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result, char *send, char *recv) {
-    const queued_call *q = (const queued_call *)PyByteArray_AsString(PyTuple_GetItem(how, PLAN));
+PyObject *queue_call(Group *g, PyObject *core_call, PyObject *frame, PyObject *result, char *send, char *recv) {
+    const queued_call *q = (const queued_call *)PyByteArray_AsString(PyTuple_GetItem(core_call, CALL));
     PyObject *work = q->works[0], *sequence = NULL, *old[4] = {NULL};
     const unsigned generation = g->generation;
-    Py_INCREF(how);  // another thread may make this forgotten while a stream is asked, and while the GIL is released
+    Py_INCREF(core_call);  // another thread may clear the cache while a stream is asked, and while the GIL is released
     if (may_queue(g, q, send, recv) && g->generation == generation) {
         // A Persistent returns the one of its two Works that the program does not hold.
         if (q->works[1])
@@ -86,7 +85,7 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result,
             sequence = PyIter_Next(g->objects[q->fingerprint ? COLLECTIVES : MESSAGES]);
     }
     if (!sequence) {
-        Py_DECREF(how);
+        Py_DECREF(core_call);
         return NULL;
     }
     Py_XINCREF(result);
@@ -110,7 +109,7 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result,
     error = kos_queue_launches((const kos_launch *)(q + 1), q->launches, sources, &failed);
     Py_END_ALLOW_THREADS
     if (error) {
-        PyObject *launches = PyTuple_GetItem(PyTuple_GetItem(how, ORDER), LAUNCHES);
+        PyObject *launches = PyTuple_GetItem(PyTuple_GetItem(core_call, GUARDS), LAUNCHES);
         Py_XDECREF(result);
         result = PyObject_CallMethod(g->objects[NODE], "launch_failed", "OOi", work,
                                      PyList_GetItem(launches, (Py_ssize_t)failed), error);  // raises
@@ -119,6 +118,6 @@ PyObject *queue_call(Group *g, PyObject *how, PyObject *frame, PyObject *result,
         put(g->active, Py_None);
     for (int i = 0; i < 4; i++)  // now that the call is queued: their ends may run Python
         Py_XDECREF(old[i]);
-    Py_DECREF(how);
+    Py_DECREF(core_call);
     return result;
 }

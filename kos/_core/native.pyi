@@ -109,10 +109,11 @@ class Group:
 
         ``example`` is an array at ``address``, 2 x 3 of float64; False too if NumPy's layout of it is another one.
         """
-    def method(self, name: str, make: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
+    def method(self, name: str, start: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
         """The object that replaces that method of the communicator.
 
-        For calls that it does not know, it calls ``make(args, options, has_key)``, which is like ``Operations._make``.
+        For calls that it does not know, it calls ``start(args, options, has_key)``, which is like
+        ``Operations._start_uncached``.
         """
     def forget(self) -> None:
         """Forget all calls."""

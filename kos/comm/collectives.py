@@ -1,9 +1,9 @@
 """The operations of a communicator: each checks its arguments and makes an Operation of them.
 
-Calls with the same key run alike, on whatever memory (``_key``; in the core, ``make_key`` of ``module_eager.c``).  The
-first call of a key is checked and prepared: arguments → buffers → ``Operation`` → ``Backend.prepare`` → ``Prepared``
-(``_prepare``).  Later ones are started at once.  The core has the keys of the calls that it can compare.  Those of all
-others are here, in ``Store.calls``.
+Calls with the same key run alike, on whatever memory (``_cache_key``; in the core, ``make_key`` of ``module_eager.c``).
+The first call of a key is checked and prepared: arguments → buffers → ``Operation`` → ``Backend.prepare`` →
+``Prepared`` (``_prepare``).  Later ones are started at once.  The core has the keys of the calls that it can compare.
+Those of all others are here, in ``Store.calls``.
 
 ``collectives.pyi`` has the overloads of each operation.  ``python tests/stubs.py`` writes it.
 """
@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy import may_share_memory, ndarray  # attributes of numpy, which has a __getattr__, take longer
 
 from kos._core import native
 from kos.comm import host_compressed
@@ -47,7 +48,7 @@ from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
-from kos.comm.prepared import APART, BY_CAPTURE, Known, Prepared, Store
+from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
@@ -86,9 +87,6 @@ def _document(call: Callable[..., Any]) -> str:
     return call.__doc__
 
 
-_Key = tuple[Any, ...]
-
-
 def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
     """An operation of the communicator.  ``check`` checks the arguments of a call, and returns its Work to start.
 
@@ -100,21 +98,21 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(check)
     def operation(comm: Any, *args: Any, **options: Any) -> Any:
         arguments = (*args, *options.values()) if options else args
-        key, arrays, stream = _key(name, args, options)
+        key, arrays, stream = _cache_key(name, args, options)
         try:
-            known, work = comm._store.calls.get(key), None
+            cached, work = comm._store.calls.get(key), None
         except TypeError:  # an argument that cannot be hashed is refused later
-            key = known = work = None
-        if known is not None:
-            prepared, x, out = known
+            key = cached = work = None
+        if cached is not None:
+            prepared, x, out = cached
             given = None if x < 0 else arrays[x]
             into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
-            work = comm._repeated(prepared, given, into, array, stream)
+            work = comm._cached_work(prepared, given, into, array, stream)
         if work is None:
             work = check(comm, *args, **options)
             if work is None:
                 return None
-            if known is None and key is not None and (new := _known(work, arguments, *_ends(work))) is not None:
+            if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
                 comm._store.add_call(key, new)
         return work.prepared.start(comm, work)
 
@@ -164,27 +162,23 @@ class Operations:
     def _check_open(self) -> None:
         """Raise CollectiveError if this communicator is closed."""
 
-    _last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None
-    """The last stream of an array, its handle, and the object that keeps it alive."""
-
-    def _repeated(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
+    def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
         """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
 
-        The call reads ``x``, writes ``out`` and returns ``array``.  ``x`` or ``out`` is None if this rank has no such
-        array.  ``stream`` is the stream of a call on GPUs.
+        The call reads ``x``, writes ``out`` and returns ``array``.  ``x`` or ``out`` is None if the caller passed no
+        such array: if this rank has a result nevertheless, it is a new array.  ``stream`` is that of a call on GPUs.
         """
         o = prepared.operation
         if not prepared.backend.on_gpu:
-            send = x if x is None or (type(x) is np.ndarray and x.ndim == 1) else _flat(x)
-            recv = out if out is None or (type(out) is np.ndarray and out.ndim == 1) else _flat(out)
+            if out is None and prepared.gets:
+                out = array = np.empty(o.recv.shape, o.recv.dtype.numpy)  # type: ignore[union-attr]
+            send = x if x is None or (type(x) is ndarray and x.ndim == 1) else _flat(x)
+            recv = out if out is None or (type(out) is ndarray and out.ndim == 1) else _flat(out)
             if o.send is o.recv:
                 send = recv = recv if send is None else send
             work: Work[Any] = prepared.work(prepared, send, recv, array)
             return work
-        known, handle, keeper = self._last_stream
-        if known is not stream:
-            handle, keeper = handle_and_keeper(stream)
-            self._last_stream = stream, handle, keeper
+        handle, keeper = handle_and_keeper(stream)
         if not prepared.fixed and streams.is_captured(handle):
             return None
         start, end = (0 if each is None else _pointer(each) for each in (x, out))
@@ -194,21 +188,21 @@ class Operations:
         work.stream, work.queue, work.held = handle, keeper, x
         return work
 
-    def _repeat(self, how: tuple[Any, ...], x: Any, out: Any) -> Any:
+    def _start_cached(self, prepared: Prepared, stream: Any, x: Any, out: Any) -> Any:
         """Start a call whose key the core knows, but which the core cannot start.
 
-        ``how`` is a result of ``_how_in_core``.  Returns NotImplemented if the call must be checked.
+        The arguments are those of ``_cached_work``.  Returns NotImplemented if the call must be checked.
         """
-        work = self._repeated(how[1], x, out, out, how[3].queue)  # no variable holds how[3], which may be ``_active``
+        work = self._cached_work(prepared, x, out, out, stream)
         return NotImplemented if work is None else work.prepared.start(self, work)
 
-    def _make(
+    def _start_uncached(
         self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
-    ) -> tuple[Any, tuple[Any, ...] | None]:
-        """Start a call that the core does not know.
+    ) -> tuple[Any, CoreCall | None]:
+        """Start a call whose key the core does not know.
 
-        Returns its result, and what ``_how_in_core`` returns, by which the core starts such calls from now on.  That is
-        None if the core cannot compare such calls.  Then ``operation`` compares them in Python.
+        Returns its result, and how the core starts calls with this key from now on.  That is None if the core cannot
+        compare such calls.  Then ``operation`` compares them in Python.
         """
         arguments = *args, *options.values()
         if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
@@ -216,50 +210,40 @@ class Operations:
         work = operation.__wrapped__(self, *args, **options)  # type: ignore[attr-defined]
         if work is None:
             return None, None
-        ends, how = _ends(work), None
+        ends, core_call = _input_and_output(work), None
         try:
             result = work.prepared.start(self, work)
             with suppress(Exception):  # the call itself has succeeded
-                if (known := _known(work, arguments, *ends)) is not None:
-                    how = self._how_in_core(work, known, ends, arguments, options)
+                if (cached := _cached_call(work, arguments, *ends)) is not None:
+                    core_call = self._describe_to_core(work, cached, ends, arguments, options)
         except BaseException:  # for example one that a signal handler raises
             work.withdraw()
             raise
-        return result, how
+        return result, core_call
 
-    def _how_in_core(
-        self, work: Work[Any], known: Known, ends: tuple[Any, Any], arguments: tuple[Any, ...],
+    def _describe_to_core(
+        self, work: Work[Any], cached: CachedCall, ends: tuple[Any, Any], arguments: tuple[Any, ...],
         options: dict[str, Any],
-    ) -> tuple[Any, ...] | None:  # fmt: skip
-        """How the core starts calls like ``work``; None if no later call can be like it.
-
-        ``remember`` in ``module_eager.c`` reads this tuple:
-
-        - the call of the core, or None if the core cannot start such calls;
-        - the Prepared, its description for the recorder, a Work as an example, and whether such calls return no Work;
-        - the indices of the arguments that the core reads and writes, and of input and result (-1: none);
-        - the bytes from the result to the input if these overlap, else APART, and the size of each in bytes;
-        - the objects that the core compares by identity, which must therefore stay alive;
-        - on a GPU, what ``EagerCalls.describe`` adds.
-        """
-        prepared, x, out = known
-        like: Work[Any] = prepared.work(prepared)
-        like.stream, like.queue = work.stream, work.queue
-        owners = options.get("stream"), *(each.stream for each in arguments if type(each) is Array)
-        described = self._core_calls.describe(work, x, out, owners)
-        if described is None:
-            return None
-        call, send, recv, *more = described
+    ) -> CoreCall | None:  # fmt: skip
+        """How the core starts calls like ``work``; None if no later call can be like it."""
+        prepared, x, out = cached
+        example: Work[Any] = prepared.work(prepared)
+        example.stream, example.queue = work.stream, work.queue
         start, end = (0 if each is None else _pointer(each) for each in ends)
-        o = prepared.operation
+        core_call = CoreCall(
+            None, prepared, prepared.description, example, work.queue, prepared.waits, x, out, x, out,
+            *self._overlap(prepared.operation, start, end), (*map(_identity, arguments), *options), None,
+        )  # fmt: skip
+        owners = options.get("stream"), *(each.stream for each in arguments if type(each) is Array)
+        described: CoreCall | None = self._core_calls.describe(core_call, work, owners)
+        return described
+
+    @staticmethod
+    def _overlap(o: Operation, start: int, end: int) -> tuple[int, int, int]:
+        """``distance``, ``input_bytes`` and ``output_bytes`` of a CoreCall; input and output are at these addresses."""
         sent, received = (0 if each is None else each.count * each.dtype.itemsize for each in (o.send, o.recv))
         apart = not sent or not received or start + sent <= end or end + received <= start
-        distance = APART if apart else (start - end) % (1 << 64)
-        objects = (*map(_identity, arguments), *options)
-        return (
-            call, prepared, prepared.description, like, prepared.waits, send, recv, x, out, distance, sent, received,
-            objects, *more,
-        )  # fmt: skip
+        return APART if apart else (start - end) % (1 << 64), sent, received
 
     def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
         """A checked call: by the Prepared of its signature, or by a new one.
@@ -953,34 +937,35 @@ _INTEGERS = frozenset({int})
 _NO_KEY: tuple[None, tuple[Any, ...], None] = None, (), None
 
 
-def _key(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_Key | None, Sequence[Any], Any]:
+def _cache_key(
+    name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...] | None, Sequence[Any], Any]:
     """The cache key of a call, as ``make_key`` in ``module_eager.c``; None if the call cannot be cached.
 
     An array is compared by its properties and by its overlap with the first array, and every other argument by type
     and value.  Also returns the arguments, with arrays on GPUs as ``Array``, and the stream of a call on GPUs.
     """
-    key: list[Any] = [name, len(args)]
+    key: list[Any] = [name]
     arrays: Any = args
     stream = first = of_first = None
     if options:
-        key += options
         stream = options.get("stream")
-        key.append(stream is None)
+        key += len(args), *options, stream is None
         arrays = *args, *options.values()
-    for at, x in enumerate(arrays):
+    for x in arrays:
         kind = type(x)
-        if kind is np.ndarray:
+        if kind is ndarray:
             flags = x.flags.num & _FLAGS
             if stream is not None or not flags & _CONTIGUOUS:
                 return _NO_KEY
-            key += x.dtype, x.shape, flags
             if first is None:
                 first = x
-            elif type(first) is not np.ndarray:
-                return _NO_KEY
+                key += x.dtype, x.shape, flags
+            elif x is first:
+                key.append("same")
             else:
-                overlap = x is not first and np.may_share_memory(first, x)
-                key.append("same" if x is first else _pointer(first) - _pointer(x) if overlap else None)
+                distance = _pointer(first) - _pointer(x) if may_share_memory(first, x) else None
+                key += x.dtype, x.shape, flags, distance
         elif kind in _PLAIN:
             key += kind, x
         elif kind is list or kind is tuple:
@@ -989,20 +974,19 @@ def _key(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_Ke
             key.append(tuple(x))
         elif x is not stream:
             array = x if kind is Array else plain_array(x)
-            if array is None or type(first) is np.ndarray or getattr(array.owner, "closed", False):
+            if array is None or type(first) is ndarray or getattr(array.owner, "closed", False):
                 return _NO_KEY
             if array is not x:
-                arrays = [*arrays[:at], array, *arrays[at + 1 :]]
+                arrays = [array if each is x else each for each in arrays]
             place = windows.place(array.pointer) if windows.memories else array.pointer & 15
             key += array.dtype, array.shape, array.readonly, array.device, place
             if first is None:
                 first, of_first = array, x
+                stream = array.stream if stream is None else stream
             elif array.stream is not first.stream and options.get("stream") is None:
                 return _NO_KEY
             else:
                 key.append("same" if x is of_first else _distance_on_gpu(first, array))
-    if stream is None and type(first) is Array:
-        stream = first.stream
     return tuple(key), arrays, stream
 
 
@@ -1024,17 +1008,17 @@ def _pointer(x: Any) -> int:
     return x.pointer if type(x) is Array else int(x.data_ptr())
 
 
-def _ends(work: Work[Any]) -> tuple[Any, Any]:
+def _input_and_output(work: Work[Any]) -> tuple[Any, Any]:
     """The arrays that a checked call reads and writes, as the caller passed them; None where this rank has none."""
     return work.held, work.array if work.prepared.gets else None
 
 
-def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> Known | None:
-    """How calls like ``work`` are repeated on other arrays.
+def _cached_call(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> CachedCall | None:
+    """How calls like ``work`` run on other arrays.  ``send`` and ``recv`` are those of ``_input_and_output``.
 
-    It has the Prepared, and the indices of ``send`` and ``recv`` (from ``_ends``) among the ``arguments``, or -1 for
-    None.  Returns None if another call with the same key may have to run in another way.  This is so if each call
-    allocates its result, if the ranks exchange sizes first, or if the values of a further array may matter.
+    Returns None if another call with the same key may have to run in another way.  This is so if each call allocates
+    its result on a GPU, where it may be in a window; if the ranks exchange sizes first; or if the values of a further
+    array may matter.
     """
     prepared = work.prepared
     o = prepared.operation
@@ -1042,6 +1026,8 @@ def _known(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> K
     if not prepared.lasting or o.options.purpose or work.convert is not None or (o.name.endswith("_v") and not sized):
         return None
     x, out = (-1 if end is None else _place(end, arguments) for end in (send, recv))
+    if out is None and type(send) is type(recv) is ndarray:
+        out = -1  # a new array
     unused = [each for each in arguments if hasattr(each, "shape") and each is not send and each is not recv]
     may_ignore = not o.name.endswith("_v") and (not prepared.gets or o.name == "scatter")
     may_ignore = may_ignore and not any(map(_may_be_number, unused))

@@ -99,8 +99,8 @@ class Communicator(Groups):
         """Have the core make the operations that subclasses have not changed."""
         for name in CORE_OPERATIONS:
             if getattr(type(self), name) is (function := getattr(Operations, name)):
-                make = functools.partial(self._make, function)
-                setattr(self, name, self._core_group.method(name, make, function.__doc__ or ""))
+                start = functools.partial(self._start_uncached, function)
+                setattr(self, name, self._core_group.method(name, start, function.__doc__ or ""))
         self._store.core = self._core_group
 
     def _open_batch(self, batch: Batch | None) -> None:
@@ -108,19 +108,6 @@ class Communicator(Groups):
         self._batch = batch
         if self._core_group is not None:
             self._core_group.off = batch is not None
-
-    def _finish(self, work: Work[Any], waits: bool) -> Any:
-        """The result of a call that the core has begun, and that was not complete then; the Work unless it ``waits``.
-
-        The engine has the Work already.  If Ctrl-C comes before it is held back, a collective or a send stays in
-        flight, and the core withdraws a receive.
-        """
-        held = self.device is None and interrupts.hold()
-        try:
-            return work.prepared.start(self, work, waits, begun=True)
-        finally:
-            if held:
-                interrupts.release()
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""

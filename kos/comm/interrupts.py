@@ -30,12 +30,13 @@ def _note(_: int, frame: FrameType | None) -> None:
 def hold() -> bool:
     """Hold Ctrl-C back.  True if the caller must ``release`` it; False if it is held already, or cannot be held."""
     global _handler
-    if get_ident() != main_thread().ident:
-        return False  # Python runs handlers on the main thread
     handler = getsignal(SIGINT)
     if handler is _note or not callable(handler):
         return False
-    signal(SIGINT, _note)
+    try:
+        signal(SIGINT, _note)
+    except ValueError:  # on another thread; Python runs handlers on the main thread
+        return False
     _handler = handler
     return True
 

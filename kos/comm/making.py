@@ -52,7 +52,7 @@ def communicator(
             rendezvous.device = device
         if agreed:  # members have GPUs, of which newcomers take others
             rendezvous.requested_gpus = [each.decode() for each in rendezvous.allgather(requested_gpu(device).encode())]
-        probes, made = _make(backend, rendezvous, device, progress_thread, undo)
+        probes, made = _make_backend(backend, rendezvous, device, progress_thread, undo)
         comm = kind(made, rendezvous, probes, timeout)
         comm._requested = backend, progress_thread
         if progress_thread:
@@ -80,7 +80,7 @@ def _on_every_rank(error: Error) -> Error:
     return error
 
 
-def _make(
+def _make_backend(
     backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
 ) -> tuple[dict[str, Probe], GroupBackend]:
     """The probes, and the backend of the communicator of ``init``, whose parts ``undo`` aborts."""

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from kos._core import native
 from kos.comm.one_thread import check_batch
 from kos.comm.operation import Operation
-from kos.comm.prepared import APART
+from kos.comm.prepared import APART, CoreCall
 from kos.comm.work import Work
 from kos.errors import InvalidArgument
 from kos.memory.buffer import address_of
@@ -63,38 +63,37 @@ class Persistent(Generic[T]):
         self._last = work
         return work
 
-    def _make(self, args: Any, options: Any, has_key: bool) -> tuple[Any, tuple[Any, ...] | None]:
-        """Start a call that the core does not know.  Returns the Work, and the result of ``_how_in_core``."""
-        work, how = Persistent.start(self, *args, **options), None
+    def _start_uncached(self, args: Any, options: Any, has_key: bool) -> tuple[Any, CoreCall | None]:
+        """Start a call that the core does not know.  Returns the Work, and how the core starts it from now on."""
+        work, core_call = Persistent.start(self, *args, **options), None
         try:
             if has_key and self._comm._batch is None:
                 with suppress(Exception):  # the start itself has succeeded
-                    how = self._how_in_core(work)
+                    core_call = self._describe_to_core(work)
         except BaseException:  # for example one that a signal handler raises
             work.withdraw()
             raise
-        return work, how
+        return work, core_call
 
-    def _how_in_core(self, work: Work[T]) -> tuple[Any, ...] | None:
-        """As ``Operations._how_in_core``.  The objects are the arrays (on a GPU, their addresses) and the result.
-
-        On a GPU there are two Works, which the starts return in turn.
-        """
+    def _describe_to_core(self, work: Work[T]) -> CoreCall | None:
+        """As ``Operations._describe_to_core``."""
         prepared, arrays = work.prepared, (work.send, work.recv)
         if not prepared.lasting or work.convert is not None:
             return None
-        x, out = (-1 if each is None or (prepared.backend.on_gpu and not each) else i for i, each in enumerate(arrays))
-        if prepared.backend.on_gpu:
-            works: Any = work.unstarted_copy(), work.unstarted_copy()
-            objects = (*arrays, None)
+        on_gpu = prepared.backend.on_gpu
+        x, out = (-1 if each is None or (on_gpu and not each) else i for i, each in enumerate(arrays))
+        if on_gpu:
+            examples: Any = work.unstarted_copy(), work.unstarted_copy()
+            result, distance = -1, self._comm._overlap(prepared.operation, *arrays)
         else:
-            works, objects, out = prepared.work(prepared), (*arrays, work.array), x if work.recv is work.send else out
-        described = self._comm._core_calls.describe(work, x, out, persistent=True)
-        if described is None:
-            return None
-        call, send, recv, *more = described
-        result = -1 if prepared.backend.on_gpu else 2
-        return call, prepared, prepared.description, works, False, send, recv, -1, result, APART, 0, 0, objects, *more
+            examples, result, distance = prepared.work(prepared), 2, (APART, 0, 0)
+            out = x if work.recv is work.send else out
+        core_call = CoreCall(
+            None, prepared, prepared.description, examples, None, False, x, out, -1, result, *distance,
+            (*arrays, None if on_gpu else work.array), None,
+        )  # fmt: skip
+        described: CoreCall | None = self._comm._core_calls.describe(core_call, work)
+        return described
 
     def _synchronized(self) -> None:
         """The communicator was synchronized."""

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from os.path import dirname, sep
 from sys import _getframe
 from time import time_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 from kos.comm import interrupts
 from kos.comm.one_thread import check_one_thread, raise_if_two_threads
@@ -94,8 +94,8 @@ class Prepared:
     def start(self, comm: Any, work: Work[Any], waits: bool = True, begun: bool = False) -> Any:
         """Number ``work``, record its call site, and launch it.
 
-        If the core has ``begun`` the call, it has its number and record already, and this method completes it.  Returns
-        the result, or the Work itself with ``async_op`` or without ``waits``.
+        If the core has ``begun`` the call, it has its number and record already, and the engine has the Work; this
+        method completes it.  Returns the result, or the Work itself with ``async_op`` or without ``waits``.
         """
         held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
         try:
@@ -320,8 +320,62 @@ BY_CAPTURE: Any = object()
 """In a Store, of a signature whose calls take another route in a graph: that is part of the key then."""
 
 
-Known = tuple[Prepared, int, int]
-"""How a call is repeated on other arrays: its Prepared, and the indices of input and output (-1: none)."""
+CachedCall = tuple[Prepared, int, int]
+"""How a call is repeated on other arrays: its Prepared, and the indices of the arguments that are input and output.
+
+-1: this rank has no such array, or the output is a new array.
+"""
+
+
+class CoreCall(NamedTuple):
+    """A cached call as the core knows it.  ``store`` in ``module_eager.c`` reads the fields by their order.
+
+    Indices are those of arguments of the call; -1: none.
+    """
+
+    call: Any
+    """The call of ``Group.prepare``; on a GPU, the packed launches.  None if the core cannot start such calls."""
+    prepared: Prepared
+    description: Any
+    """That of ``prepared``, for the recorder."""
+    example: Any
+    """A Work.  On a GPU, the core starts this Work; of a Persistent two Works, which the starts return in turn."""
+    stream: Any
+    """The object that keeps the stream of the arrays alive."""
+    waits: bool
+    """Whether such calls return no Work."""
+    reads: int
+    """The index of the array that the core reads."""
+    writes: int
+    """The index of the array that the core writes."""
+    input: int
+    output: int
+    distance: int
+    """The bytes from the output to the input if these overlap, else ``APART``."""
+    input_bytes: int
+    output_bytes: int
+    objects: tuple[Any, ...]
+    """What the core compares by identity, which must therefore stay alive.  Of a Persistent, its arrays (on a GPU,
+    their addresses) and the result."""
+    guards: Guards | None
+    """What must not have changed on a GPU."""
+
+
+class Guards(NamedTuple):
+    """What the core needs to launch a cached call on a GPU.  ``find_slots`` in ``module_launch.c`` reads it."""
+
+    streams: Any
+    """The ``Streams`` of the communicator, whose last call must have had this ``owner`` and ``party``."""
+    owner: Any
+    """The owner of the stream."""
+    party: Any
+    handle: Any
+    """The handle of the stream, which its owner must still have; None if the owner cannot close it."""
+    launches: list[Any]
+    """For the errors of launches."""
+    backend: Any
+    """This and ``shared`` hold the last Work."""
+    shared: Any
 
 
 class Store(dict[Any, Prepared]):
@@ -334,8 +388,8 @@ class Store(dict[Any, Prepared]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[Any, Known] = {}
-        """The cached calls that the core does not know, by cache key (``collectives._known``)."""
+        self.calls: dict[Any, CachedCall] = {}
+        """The cached calls that the core does not know, by cache key (``collectives._cache_key``)."""
 
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
         """Store the Prepared of a call on ``stream``."""
@@ -346,11 +400,11 @@ class Store(dict[Any, Prepared]):
             signature = signature, is_captured(stream)
         self[signature] = prepared
 
-    def add_call(self, key: Any, known: Known) -> None:
+    def add_call(self, key: Any, cached: CachedCall) -> None:
         """Cache a call.  If there are too many, all others are dropped."""
         if len(self.calls) >= MOST_STORED:
             self.calls.clear()
-        self.calls[key] = known
+        self.calls[key] = cached
 
     def clear(self) -> None:
         """Drop all."""

@@ -47,7 +47,7 @@ class Engine:
     def begin(self, work: Work[Any], steps: Steps) -> None:
         """Run the first of ``steps``, which carry ``work``: messages that need no waiting are posted on return."""
         with self.lock:
-            work._steps = steps
+            work.steps = steps
             if not work.advance():
                 self.active.append(work)
                 work.record_end(0)

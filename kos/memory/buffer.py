@@ -120,9 +120,7 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
         raise InvalidArgument(f"{what}: expected an array with memory, got one that was freed, {array!r}")
     if stream is None:
         stream = array.stream
-    known, handle, queue = _last_stream
-    if known is not stream:
-        handle, queue = handle_and_keeper(stream)
+    handle, queue = handle_and_keeper(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
     where = array.device, array.pointer, handle, queue
@@ -132,8 +130,10 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
 def handle_and_keeper(stream: Any) -> tuple[int, Any]:
     """Handle and keeper of ``stream``; caches the last one, as consecutive calls mostly use one stream."""
     global _last_stream
-    handle, queue = streams.handle(stream), streams.keeper(stream)
-    _last_stream = stream, handle, queue
+    known, handle, queue = _last_stream
+    if known is not stream:
+        handle, queue = streams.handle(stream), streams.keeper(stream)
+        _last_stream = stream, handle, queue
     return handle, queue
 
 

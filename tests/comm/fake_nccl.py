@@ -7,18 +7,14 @@ counts, groups, parts, splits, failures of waits.  Streams and time are not.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import itertools
 import os
 import queue
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from operator import index
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,28 +34,17 @@ from kos.comm.host.host_backend import HostBackend
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Engine
 from kos.cuda import driver, graphs, kernels, streams
-from kos.cuda.kernels import BoundKernel
-from kos.dtypes import DTYPES
 from kos.memory import array, windows
 from kos.testing.conformance.model import in_rank_order
 from tests.comm import fake_driver
+from tests.comm.fake_gpu import Memory, at, driver_functions, is_capturing, load_kernel
 from tests.comm.gpu_ranks import OnGPU
-from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_threads
 
 WAIT = 20.0  # seconds
 DTYPE_OF = {code: dtype for dtype, code in nccl_binding.CODE_OF.items()}
 OPS = {nccl_binding.SUM: ReduceOp.SUM, nccl_binding.PROD: ReduceOp.PROD, nccl_binding.MAX: ReduceOp.MAX,
        nccl_binding.MIN: ReduceOp.MIN, nccl_binding.AVG: ReduceOp.AVG}  # fmt: skip
-
-
-def at(pointer: int, count: int, dtype: np.dtype) -> np.ndarray:
-    """The host memory at an address, as it is."""
-    if count == 0:
-        return np.empty(0, dtype)
-    assert pointer % dtype.itemsize == 0, "misaligned"
-    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
-    return np.frombuffer(memory, np.uint8).view(dtype)
 
 
 class Group:
@@ -106,13 +91,31 @@ class Config(SimpleNamespace):
         return {name: value for name, value in vars(self).items() if name not in ("blocking", "comm_name")}
 
 
+def _write(pointer: int, count: int, code: int, values: np.ndarray) -> None:
+    """Write the first ``count`` of ``values``."""
+    at(pointer, count, DTYPE_OF[code].numpy)[:] = values[:count]
+
+
+def _at_the_end(run: Callable[..., None]) -> Callable[..., None]:
+    """A collective: one that is called in a group runs at the end of the group."""
+    return lambda nccl, *arguments: nccl._do("collective", partial(run, nccl, *arguments))
+
+
+class NCCLError(Exception):
+    """The error of a function of NCCL."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
 class FakeNCCL:
     """The functions of ``nccl.bindings.nccl`` that kos calls."""
 
-    Config = Config
+    Config, NCCLError = Config, NCCLError
 
     def __init__(self) -> None:
-        self.driver = fake_driver.FakeDriver(lambda: hasattr(_capturing, "graph"))
+        self.driver = fake_driver.FakeDriver(is_capturing)
         self._local = threading.local()
         self._joined: dict[bytes, Group] = {}
         self._memory: dict[int, Memory] = {}
@@ -209,7 +212,7 @@ class FakeNCCL:
 
     def _is_registered(self, pointer: int, comm: Comm) -> bool:
         window = any(0 <= pointer - start < nbytes for start, nbytes in comm.registered.items())
-        return window or (hasattr(_capturing, "graph") and pointer in self.virtual)
+        return window or (is_capturing() and pointer in self.virtual)
 
     def _check_messages(self, comm: Comm, *pointers: int) -> None:
         """A collective made of sends and receives needs both arrays registered, or neither."""
@@ -231,63 +234,60 @@ class FakeNCCL:
         data = at(pointer, count, DTYPE_OF[code].numpy).copy() if pointer else np.empty(0)
         return comm.group.swap(comm.rank, data)
 
-    def _reduced(
-        self, comm: Comm, pointer: int, count: int, code: int, op: int, factor: float | None = None
-    ) -> np.ndarray:
-        dtype = DTYPE_OF[code]
-        data = at(pointer, count, dtype.numpy).copy()
-        if factor is None:
-            factor = comm.premultiplied.get(op, 1)
-        data *= dtype.numpy.type(factor)
-        xs = comm.group.swap(comm.rank, data)
-        if lossy := {nccl_binding.MIN: np.fmin, nccl_binding.MAX: np.fmax}.get(op):  # as NCCL's, which lose a NaN
-            return reduce(lossy, xs)
-        return in_rank_order(xs, OPS.get(op, ReduceOp.SUM))
+    def _reduce(self, comm: Comm, pointer: int, count: int, code: int, op: int, end: Callable[[Any], None]) -> None:
+        """Call ``end`` with the result."""
+        dtype = DTYPE_OF[code].numpy
+        factor = comm.premultiplied.get(op, 1)  # NCCL reads it now, though the call may be one of a group
 
-    def all_reduce(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
-        factor = comm.premultiplied.get(op)  # NCCL reads it now, though the call may be one of a group
-        run = partial(self.reduce, send, recv, count, code, op, comm.rank, comm, stream, factor)
+        def run() -> None:
+            xs = comm.group.swap(comm.rank, at(pointer, count, dtype) * dtype.type(factor))
+            lossy = {nccl_binding.MIN: np.fmin, nccl_binding.MAX: np.fmax}.get(op)  # as NCCL's, which lose a NaN
+            end(reduce(lossy, xs) if lossy else in_rank_order(xs, OPS.get(op, ReduceOp.SUM)))
+
         self._do("collective", run)
 
+    def all_reduce(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
+        self.reduce(send, recv, count, code, op, comm.rank, comm, stream)
+
     def reduce(
-        self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int,
-        factor: float | None = None,
-    ) -> None:  # fmt: skip
-        got = self._reduced(comm, send, count, code, op, factor)
-        if comm.rank == root:
-            at(recv, count, DTYPE_OF[code].numpy)[:] = got
-        else:
-            index(recv)  # nccl4py takes an integer
+        self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int
+    ) -> None:
+        index(recv)  # nccl4py takes an integer
+        gets = count if comm.rank == root else 0
+        self._reduce(comm, send, count, code, op, partial(_write, recv, gets, code))
 
     def reduce_scatter(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
-        got = self._reduced(comm, send, count * comm.group.size, code, op)
-        at(recv, count, DTYPE_OF[code].numpy)[:] = got[comm.rank * count : (comm.rank + 1) * count]
+        def end(got: np.ndarray) -> None:
+            _write(recv, count, code, got[comm.rank * count :])
 
+        self._reduce(comm, send, count * comm.group.size, code, op, end)
+
+    @_at_the_end
     def broadcast(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
-        at(recv, count, DTYPE_OF[code].numpy)[:] = self._gathered(comm, send, count, code)[root]
+        _write(recv, count, code, self._gathered(comm, send, count, code)[root])
 
     def all_gather(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
         self.gather(send, recv, count, code, comm.rank, comm, stream)
 
+    @_at_the_end
     def allto_all(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
         self._check_messages(comm, send, recv)
         n, me = comm.group.size, comm.rank
         got = [x[me * count : (me + 1) * count] for x in self._gathered(comm, send, count * n, code)]
-        at(recv, count * n, DTYPE_OF[code].numpy)[:] = np.concatenate(got)
+        _write(recv, count * n, code, np.concatenate(got))
 
+    @_at_the_end
     def gather(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
         self._check_messages(comm, send, recv)
         got = np.concatenate(self._gathered(comm, send, count, code))
-        if comm.rank == root:
-            at(recv, got.size, DTYPE_OF[code].numpy)[:] = got
-        else:
-            index(recv)  # nccl4py takes an integer
+        _write(index(recv), got.size if comm.rank == root else 0, code, got)  # nccl4py takes an integer
 
+    @_at_the_end
     def scatter(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
         self._check_messages(comm, send, recv)
         source = send if comm.rank == root else 0 * index(send)
         whole = self._gathered(comm, source, count * comm.group.size, code)[root]
-        at(recv, count, DTYPE_OF[code].numpy)[:] = whole[comm.rank * count : (comm.rank + 1) * count]
+        _write(recv, count, code, whole[comm.rank * count :])
 
     def red_op_create_pre_mul_sum(self, address: int, code: int, residence: int, comm: Comm) -> int:
         op = 100 + len(comm.premultiplied)
@@ -298,129 +298,14 @@ class FakeNCCL:
         del comm.premultiplied[op]
 
 
-class FakeKernel:
-    """What the kernels of ``reduce_ordered.cu`` compute, on the host."""
-
-    def __init__(self, name: str, DTYPE: str, RESULT: str, OP: str, RANKS: int) -> None:
-        self.name, self.ranks = name, RANKS
-        self.dtype, self.result = DTYPES[DTYPE], DTYPES[RESULT]
-        self.op, self._function = ReduceOp[OP], fake_driver.number(self)
-
-    def bind(self, grid: int, block: int, *arguments: Any) -> BoundKernel:
-        assert 0 < grid <= 1024
-        self._count = len(arguments)
-        return BoundKernel(self, fake_driver.Config(grid, block), arguments)
-
-    def run(self, config: fake_driver.Config, parameters: int) -> None:
-        """Run it; ``parameters`` is the address of the addresses of its parameters."""
-        places = (ctypes.c_uint64 * self._count).from_address(parameters)
-        words = [ctypes.c_uint64.from_address(place).value for place in places]
-        factor = [struct.unpack("=d", struct.pack("=Q", words.pop()))[0]] if self.name == "scale" else []
-        self._run(*words, *factor)
-
-    def _run(self, source: int, *rest: Any) -> None:
-        if self.name == "scale":
-            target, count, factor = rest
-            carrier = self.result.numpy
-            with np.errstate(all="ignore"):
-                x = at(source, count, self.dtype.numpy).astype(carrier) * carrier.type(factor)
-            at(target, count, carrier)[:] = x
-            return
-        stride, target, count, *_ = rest
-        xs = [at(source + r * stride * self.dtype.itemsize, count, self.dtype.numpy) for r in range(self.ranks)]
-        first, last = (rest[-1], self.ranks) if self.name == "scan_ordered" else (0, 1)
-        terms = [xs[: 1 + row - first] if self.name == "scan_ordered" else xs for row in range(first, last)]
-        sums = [in_rank_order(each, self.op) for each in terms]  # before any is written
-        with np.errstate(all="ignore"):
-            for row, out in enumerate(sums, first):
-                place = target + row * stride * self.result.itemsize
-                at(place, count, self.result.numpy)[:] = out.astype(self.result.numpy)
-
-
-class Memory:
-    """Host memory that says it is a GPU's; poisoned, as fresh memory of a GPU may be."""
-
-    __slots__ = ("__dict__", "__weakref__", "closed")
-
-    def __init__(self, nbytes: int, device: int = 0) -> None:
-        self.nbytes = nbytes
-        self._bytes = np.full(nbytes + 256, 0xFF, np.uint8)
-        start = self._bytes.__array_interface__["data"][0]
-        self.pointer = start + -start % 256
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class FakeGraph:
-    """What a stream captures: reports its end as the driver does."""
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-        self._reports: list[tuple[int, int]] = []
-
-    def retain(self, report: tuple[int, int]) -> None:
-        self._reports.append(report)
-
-    def destroy(self) -> None:
-        for pointer, function in self._reports:
-            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(pointer)
-
-
-_numbers = itertools.count(1)
-_capturing = threading.local()
-
-
-@contextlib.contextmanager
-def captures() -> Iterator[FakeGraph]:
-    """What this thread queues meanwhile is captured, and done nevertheless."""
-    _capturing.graph = FakeGraph()
-    try:
-        yield _capturing.graph
-    finally:
-        del _capturing.graph
-
-
 @contextlib.contextmanager
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver, a GPU or libnccl finds a stand-in."""
     fake = FakeNCCL()
 
-    def copy(target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
-        ctypes.memmove(target, source, nbytes)
-        return (0,)
-
-    def fill(target: int, value: int, nbytes: int, stream: int) -> tuple[int]:
-        ctypes.memset(target, value, nbytes)
-        return (0,)
-
-    def nothing(*arguments: Any) -> tuple[int]:
-        return (0,)
-
-    cu = SimpleNamespace(
-        cuMemcpyAsync=copy, cuMemcpyDtoDAsync=copy, cuMemsetD8Async=fill,
-        cuStreamSynchronize=nothing, cuEventRecord=nothing,
-        cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
-        cuCtxSynchronize=nothing,
-        cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),),
-        cuStreamIsCapturing=lambda stream: (0, int(hasattr(_capturing, "graph"))),
-        cuStreamGetCaptureInfo=lambda stream: (0, 1, _capturing.graph.number, _capturing.graph, [], [], 0),
-        cuUserObjectCreate=lambda pointer, function, count, flags: (0, (pointer, function)),
-        cuGraphRetainUserObject=lambda graph, report, count, flags: graph.retain(report) or (0,),
-        CUuserObject_flags=SimpleNamespace(CU_USER_OBJECT_NO_DESTRUCTOR_SYNC=1),
-        CUuserObjectRetain_flags=SimpleNamespace(CU_GRAPH_USER_OBJECT_MOVE=1),
-        CUstreamCaptureStatus=SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=1),
-        cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600),
-        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode), cuCtxGetDevice=lambda: (0, 0),
-        cuMemRetainAllocationHandle=lambda address: (int(address not in fake.virtual), None),
-        cuMemRelease=lambda handle: (0,),
-        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
-    )  # fmt: skip
-    of_nccl = nccl_binding, nccl_staging
+    functions, of_nccl = driver_functions(fake.virtual), (nccl_binding, nccl_staging)
     for module in (array, streams, device, driver, graphs, kernels, memory, *of_nccl, routes, windows, works):
-        monkeypatch.setattr(module, "cu", cu)
+        monkeypatch.setattr(module, "cu", functions)
     monkeypatch.setattr(driver, "address", fake.driver.address)
     monkeypatch.setattr(driver, "primary_context", lambda index: fake_driver.CONTEXT)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
@@ -430,7 +315,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(device, "create_stream", lambda index, **_: SimpleNamespace(handle=99))
     for module in (nccl, memory):
         monkeypatch.setattr(module, "Scratch", Memory)
-    monkeypatch.setattr(contract, "load_kernel", _load_kernel)
+    monkeypatch.setattr(contract, "load_kernel", load_kernel)
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     for module in (compressed, devices):
         monkeypatch.setattr(module, "device_info", lambda index: info)
@@ -459,12 +344,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         monkeypatch.setattr(NCCLBackend, "resolve", nothing)
         monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
         yield fake
-
-
-def _load_kernel(path: Path, name: str, index: int, **defines: Any) -> Any:
-    """A stand-in for the kernel, or itself, compiled for the host."""
-    assert path.exists()
-    return FakeKernel(name, **defines) if path.name == "reduce_ordered.cu" else HostKernel(path, name, index, **defines)
 
 
 def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WAIT) -> kos.Communicator:
@@ -504,13 +383,3 @@ class FakeRanks:
             comm.close()
 
         on_threads(self.size, rank, timeout, group.barrier.abort)
-
-
-class Stream:
-    """A stream of the caller's."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle

@@ -30,7 +30,8 @@ from kos.comm.work import Engine
 from kos.cuda import driver
 from kos.errors import RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import WAIT, FakeNCCL, Memory, no_gpu
+from tests.comm.fake_gpu import Memory
+from tests.comm.fake_nccl import WAIT, FakeNCCL, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.host_kernel import HostKernel
 
@@ -69,8 +70,6 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
     with no_gpu(monkeypatch) as fake:
         cu = driver.cu
         info = SimpleNamespace(uuid="GPU", multiprocessors=ranks * multiprocessors, arch="sm_80", name="a stand-in")
-        nothing = lambda *arguments: (0,)  # noqa: E731
-        monkeypatch.setattr(cu, "cuThreadExchangeStreamCaptureMode", lambda mode: (0, mode))
         monkeypatch.setattr(peer_copies, "cu", cu)
         monkeypatch.setattr(peer_copies, "Scratch", Memory)
         for module in (peer_copies, engine):
@@ -83,7 +82,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(engine, "is_loaded", lambda *arguments, **defines: True)
         monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
-        monkeypatch.setattr(driver, "synchronize", nothing)
+        monkeypatch.setattr(driver, "synchronize", lambda device: None)
         monkeypatch.setattr(peer, "_concurrent", ConcurrentKernelsOfThreads())
         yield fake
 

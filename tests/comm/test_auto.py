@@ -30,7 +30,8 @@ from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, Pee
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
-from tests.comm.fake_nccl import Comm, Group, captures
+from tests.comm.fake_gpu import captures
+from tests.comm.fake_nccl import Comm, Group
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core, skip_without_core
 from tests.comm.test_tuning import GPU, LINK, changed

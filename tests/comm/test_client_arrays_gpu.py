@@ -6,7 +6,6 @@ mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_client_
 import gc
 import itertools
 import os
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -104,22 +103,6 @@ class CuPy:
 @pytest.fixture(params=[Torch, CuPy], ids=["torch", "cupy"])
 def library(request, world):
     return request.param(world.device)
-
-
-@pytest.fixture
-def on_all(mpi_world):
-    """Run a test's body on every rank, and raise on all what failed on any."""
-
-    def run(body):
-        failure = b""
-        try:
-            body()
-        except BaseException:
-            failure = traceback.format_exc().encode()
-        for rank, text in enumerate(mpi_world.rendezvous.allgather(failure)):
-            assert not text, f"rank {rank} failed:\n{text.decode()}"
-
-    return run
 
 
 def total(comm: kos.Communicator) -> int:

@@ -21,7 +21,8 @@ from kos.cuda import driver, streams
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 from kos.memory.dlpack import CUDA, export_capsule
-from tests.comm.fake_nccl import WAIT, Comm, Group, Memory, no_gpu, of_nccl
+from tests.comm.fake_gpu import Memory
+from tests.comm.fake_nccl import WAIT, Comm, Group, no_gpu, of_nccl
 
 DEVICE = 1  # of the communicator; the thread's own is 0
 

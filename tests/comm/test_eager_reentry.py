@@ -20,6 +20,7 @@ from kos.errors import CollectiveTimeout, InvalidArgument
 from tests.comm.gpu_eager import call_during_start, hits
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import both_ranks
+from tests.core.reentering import Cycle
 
 pytestmark = needs_core
 
@@ -47,16 +48,6 @@ def make_known(pair: list[Any], *shapes: Any, **options: Any) -> None:
             finish = begin(pair[1], np.ones(shape), **options)
             pair[0].all_reduce(np.ones(shape), **options)
             finish()
-
-
-class Cycle:
-    """Garbage that only a collection finds; runs a function at its end."""
-
-    def __init__(self, at_end: Callable[[], Any]) -> None:
-        self.me, self.at_end = self, at_end
-
-    def __del__(self) -> None:
-        self.at_end()
 
 
 def collect_within(call: Callable[..., Any], x: Any, at_end: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kos.comm.failures import EndedEarly
 from kos.cuda import driver, kernels
 from kos.errors import CollectiveTimeout, CudaError
-from tests.comm.fake_nccl import Stream, captures
+from tests.comm.fake_gpu import Stream, captures
 from tests.comm.gpu_eager import by, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core

@@ -27,7 +27,8 @@ from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, Stream
+from tests.comm.fake_gpu import Stream
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.ranks import on_each_rank, on_threads
@@ -185,12 +186,6 @@ def test_cached_calls_keep_few_streams(comm, /):
 
 
 def test_a_launch_that_is_refused(fake):
-    class NCCLError(Exception):
-        def __init__(self, status):
-            super().__init__(f"status {status}")
-            self.status = status
-
-    fake.NCCLError = NCCLError
     failed = threading.Event()
 
     def body(gpu):
@@ -222,16 +217,9 @@ LONG = 100  # seconds
 @pytest.fixture
 def blocking(fake, monkeypatch):
     """An all_reduce by the core is nanosleep: its first address is that of how long it blocks, if no signal comes."""
-
-    class NCCLError(Exception):
-        def __init__(self, status):
-            super().__init__(f"status {status}")
-            self.status = status
-
     nanosleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
     monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: nanosleep)
     monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
-    monkeypatch.setattr(fake, "NCCLError", NCCLError, raising=False)
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     yield
     signal.signal(signal.SIGUSR1, before)

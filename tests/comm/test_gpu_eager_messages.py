@@ -17,7 +17,8 @@ from kos.cuda import driver, kernels
 from kos.errors import CudaError, KosError
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, call, contributions, lengths, result
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, Stream, at, captures
+from tests.comm.fake_gpu import Memory, Stream, at, captures
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks
 from tests.comm.gpu_eager import by, hits, on_gpu
 from tests.comm.shared_ranks import needs_core
 
@@ -132,16 +133,9 @@ def test_sums_that_have_one_order(fake, size, dtype, op, alike):
     assert counts == {"reduce": size**2 * alike, "send": size**2 * (not alike)}
 
 
-class NCCLError(Exception):
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
-
-
 @pytest.mark.parametrize("failing", ["send", "recv", "group_start", "group_end", "cuLaunchKernelEx"])
 def test_a_launch_that_is_refused_ends_its_group(fake, monkeypatch, failing):
     """Nothing is called after it but ncclGroupEnd; the error is that of the function that failed."""
-    fake.NCCLError = NCCLError
     stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
     for module in (driver, kernels):
         monkeypatch.setattr(module, "cu", SimpleNamespace(**vars(driver.cu) | stubs))

@@ -10,7 +10,7 @@ import pytest
 import kos
 from kos.comm.communicator import Communicator
 from kos.comm.recorder import SLOTS
-from tests.comm.fake_nccl import Stream
+from tests.comm.fake_gpu import Stream
 from tests.comm.gpu_eager import by, call_during_start, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core

@@ -18,7 +18,8 @@ from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, of_nccl, quiet
+from tests.comm.fake_gpu import captures
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, of_nccl, quiet
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_watchdog import DIFFERENCES, Heard, on_gpu

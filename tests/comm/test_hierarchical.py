@@ -38,7 +38,8 @@ from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
 from tests.comm import test_nccl
-from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, captures, of_nccl
+from tests.comm.fake_gpu import captures
+from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, of_nccl
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
 from tests.comm.ranks import on_each_rank

@@ -344,42 +344,36 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, monkeypatch):
 
 @on_each_rank(FakeRanks(1).run)
 def test_errors_of_nccl_are_errors_of_kos(gpu, /, fake, monkeypatch):
-    class NCCLError(Exception):
-        status = 6
+    status = 6
 
     def broken(*arguments):
-        raise NCCLError("RemoteError (6)")
+        raise fake.NCCLError(status)
 
     monkeypatch.setattr(fake, "all_reduce", broken)
     for name in ("mem_alloc", "comm_window_register"):
         monkeypatch.setattr(fake, name, broken, raising=False)
-    with pytest.raises(RankLost, match=r"^nccl: allocate 2,000 bytes: NCCL 2.28.9: RemoteError"):
+    with pytest.raises(RankLost, match=r"^nccl: allocate 2,000 bytes: NCCL 2.28.9: status 6"):
         gpu.comm.allocate(1000, np.int16)
     monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: 4096)
-    with pytest.raises(RankLost, match=r"^nccl: window: NCCL 2.28.9: RemoteError"):
+    with pytest.raises(RankLost, match=r"^nccl: window: NCCL 2.28.9: status 6"):
         gpu.comm.allocate(1000, np.int16)
-    monkeypatch.setattr(NCCLError, "status", 1)
+    status = 1
     with pytest.raises(CudaError, match=r"^nccl: window: NCCL 2.28.9"):
         gpu.comm.allocate(1000, np.int16)
-    monkeypatch.setattr(NCCLError, "status", 6)
-    with pytest.raises(RankLost, match=r"all_reduce #0 .*NCCL 2.28.9: RemoteError"):
+    status = 6
+    with pytest.raises(RankLost, match=r"all_reduce #0 .*NCCL 2.28.9: status 6"):
         gpu.comm.all_reduce(Array.zeros(3, np.float32, 0), kos.PremulSum(2.0))
 
 
 @needs_core
 @pytest.mark.parametrize("status", [2, 3, 6])  # what NCCL reports if a rank dies while it starts
 def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(status, fake, monkeypatch):
-    class NCCLError(Exception):
-        pass
-
     worlds = {}
 
     def split(comm, *arguments):
         if comm.rank == 1:
             worlds[1].abort(reason="it had enough")
-        error = NCCLError(f"({status})")
-        error.status = status
-        raise error
+        raise fake.NCCLError(status)
 
     monkeypatch.setattr(fake, "comm_split", split)
 

@@ -9,7 +9,7 @@ from kos.comm.gpu.ordered_sum import KERNELS
 from kos.cuda import kernels
 from kos.dtypes import DTYPES
 from tests.comm import fake_driver, host_kernel
-from tests.comm.fake_nccl import FakeKernel
+from tests.comm.fake_gpu import FakeKernel
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import assert_bits
 from tests.host_compiler import COMPILER

@@ -17,11 +17,13 @@ from kos.comm.gpu import nccl, nccl_binding
 from kos.comm.gpu.memory import Windows
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.cuda import driver
+from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from kos.testing.conformance.model import GATHERING, SCATTERING, Step, call, contributions, result, uneven
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, alone, captures, of_nccl
+from tests.comm.fake_gpu import captures
+from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, alone, of_nccl
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
@@ -258,6 +260,17 @@ def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu, /, fake):
 
     with pytest.raises(CollectiveMismatch, match=r"they differ in kernel for x and out in windows against None"):
         reduce()
+
+
+def test_collectives_of_a_group_run_at_its_end(fake):
+    """As those of NCCL, for which the stand-in stands."""
+    x, out = np.ones(4, np.float32), np.zeros(4, np.float32)
+    fake.group_start()
+    code = nccl_binding.CODE_OF[DTYPES["float32"]]
+    fake.all_gather(x.ctypes.data, out.ctypes.data, 4, code, Comm(Group(1), 0), 1)
+    assert not out.any()
+    fake.group_end()
+    assert out.all()
 
 
 @on_each_rank(FakeRanks(3).run)

@@ -15,7 +15,7 @@ from kos.comm.gpu.peer.engine import PeerEngine
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, result
 from kos.testing.conformance.values import vector
-from tests.comm.fake_nccl import captures
+from tests.comm.fake_gpu import captures
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.peer_storm import FLOAT, compressed_storm
 from tests.host_compiler import needs_compiler

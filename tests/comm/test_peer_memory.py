@@ -19,7 +19,8 @@ from kos.cuda import driver, streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_nccl import Stream, captures, launching_alone
+from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_nccl import launching_alone
 from tests.comm.fake_peer import Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.host_kernel import HostKernel

@@ -12,7 +12,8 @@ from kos.comm.gpu import nccl_binding
 from kos.errors import BackendUnavailable, CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import FakeRanks, Memory, captures
+from tests.comm.fake_gpu import Memory, captures
+from tests.comm.fake_nccl import FakeRanks
 from tests.comm.fake_peer import communicator as peer_communicator
 from tests.comm.fake_peer import no_gpus
 from tests.comm.ranks import on_each_rank

@@ -15,7 +15,8 @@ from kos.cuda import driver, streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_nccl, test_auto
-from tests.comm.fake_nccl import FakeRanks, Stream, captures
+from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_nccl import FakeRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 
@@ -146,7 +147,7 @@ def test_a_repeated_call_queries_the_capture_at_most_once(of_graphs, monkeypatch
     function, queries = driver.cu.cuStreamIsCapturing, list[int]()
     monkeypatch.setattr(driver.cu, "cuStreamIsCapturing", lambda stream: queries.append(stream) or function(stream))
     monkeypatch.setattr(NCCLBackend, "watched", False)  # else the watchdog marks a call, which queries again
-    monkeypatch.setattr(EagerCalls, "describe", lambda _, work, x, out, *more: (None, x, out))  # else the core asks too
+    monkeypatch.setattr(EagerCalls, "describe", lambda _, call, *more: call)  # else the core asks too
 
     def body(comm, log):
         count = 8 if route_depends else 1000

@@ -29,7 +29,8 @@ from kos.cuda import driver, streams
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
-from tests.comm.fake_nccl import Comm, FakeGraph, FakeNCCL, alone, launching_alone, no_gpu
+from tests.comm.fake_gpu import FakeGraph
+from tests.comm.fake_nccl import Comm, FakeNCCL, alone, launching_alone, no_gpu
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly

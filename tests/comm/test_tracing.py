@@ -15,7 +15,8 @@ from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, captures, no_gpu, of_nccl
+from tests.comm.fake_gpu import captures
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, no_gpu, of_nccl
 from tests.comm.ranks import on_each_rank, on_threads
 
 SIDE = 99  # the communicator's own stream, in ``fake_nccl``

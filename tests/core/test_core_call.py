@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import signal
 import sys
 import threading
 import time
@@ -14,7 +13,8 @@ import pytest
 
 from kos import _core
 from kos.comm.communicator import Communicator
-from tests.core.core_ranks import groups, needs_core, on_threads, run_threads
+from kos.comm.prepared import APART, CoreCall
+from tests.core.core_ranks import groups, interrupted, needs_core, on_threads, run_threads
 from tests.core.group import CoreError
 
 pytestmark = needs_core
@@ -152,25 +152,13 @@ def test_calls_of_several_threads_of_a_rank():
     assert on_threads(2, body) == [[2.0] * 400] * 2
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_a_signal_interrupts_a_wait_and_the_call_completes_later():
-    def handler(*_):
-        raise Interrupted
-
-    previous = signal.signal(signal.SIGALRM, handler)
-    try:
-        with groups(2) as (a, b):
-            x, y = np.ones(2), np.ones(3)
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Interrupted):
-                a.all_reduce(x)
-            run_threads(lambda: a.all_reduce(y), lambda: [b.all_reduce(np.ones(2)), b.all_reduce(np.ones(3))])
-            assert (x == 2).all() and (y == 2).all()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
+    with groups(2) as (a, b):
+        x, y = np.ones(2), np.ones(3)
+        with interrupted(0.05):
+            a.all_reduce(x)
+        run_threads(lambda: a.all_reduce(y), lambda: [b.all_reduce(np.ones(2)), b.all_reduce(np.ones(3))])
+        assert (x == 2).all() and (y == 2).all()
 
 
 def test_a_closed_group_releases_arrays_and_memory():
@@ -218,11 +206,11 @@ def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known():
             example, example.ctypes.data, owner, owner, owner, owner, [], array("Q", [0]), slots, numbers, numbers
         )
 
-        def make(given, options, has_key):
+        def start(given, options, has_key):
             seen.append(len(given[0]))
-            return 1, (barrier, None, (None,), None, True, -1, -1, -1, -1, (1 << 64) - 1, 0, 0, given)
+            return 1, CoreCall(barrier, None, (None,), None, None, True, -1, -1, -1, -1, APART, 0, 0, given, None)
 
-        call = core.method("call", make, "")
+        call = core.method("call", start, "")
         for length, calls in ((_core.native.MAX_RANKS, 1), (_core.native.MAX_RANKS + 1, 3)):
             counts = [0] * length
             for _ in range(3):

@@ -1,6 +1,5 @@
 """Messages of the compiled core: matched in order by tag, refused, cancelled, in one copy and in pieces."""
 
-import signal
 import time
 import weakref
 from typing import Any
@@ -14,6 +13,7 @@ from kos.dtypes import DTYPES
 from tests.core.core_ranks import (
     group,
     groups,
+    interrupted,
     needs_core,
     run_threads,
     segment,
@@ -306,26 +306,13 @@ def test_a_message_in_pieces_may_be_cancelled_by_either_end(posted):
                 assert (z == x[:3]).all()
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_an_interrupted_receive_leaves_the_message_to_the_next(pair):
-    def handler(*_):
-        raise Interrupted
-
     a, b = pair
     for nbytes in (3, 1000, 500_000):
         lost, y, x = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8), data(nbytes, nbytes)
-        previous = signal.signal(signal.SIGALRM, handler)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Interrupted):
-                a.prepare("recv", "uint8", nbytes, src=1).run(lost)
-            signal.setitimer(signal.ITIMER_REAL, 0.002)
-            with pytest.raises(Interrupted):  # in the start, whose caller has no Work then
-                a.prepare("recv", "uint8", nbytes, src=1).start(lost, waits=True)
-        finally:
-            signal.signal(signal.SIGALRM, previous)
+        with interrupted(0.05):
+            a.prepare("recv", "uint8", nbytes, src=1).run(lost)
+        with interrupted(0.002):  # in the start, whose caller has no Work then
+            a.prepare("recv", "uint8", nbytes, src=1).start(lost, waits=True)
         end(send(b, x, 0), recv(a, y, 1))
         assert (y == x).all() and not lost.any()

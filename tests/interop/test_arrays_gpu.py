@@ -8,7 +8,6 @@ with another one; kos must leave the current device as it is.  The first test pr
 
 import importlib
 import os
-import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -208,27 +207,6 @@ def comm(world):
 @pytest.fixture(params=["its own device is current", "another device is current"])
 def current(request, comm):
     return comm.device if "own" in request.param else (comm.device + 1) % comm.size
-
-
-@pytest.fixture
-def on_all(mpi_world):
-    """Run a test's body on every rank, and raise on all what failed on any."""
-
-    def run(body):
-        failure = b""
-        try:
-            body()
-        except pytest.skip.Exception:
-            failure = b"skipped"
-        except BaseException:
-            failure = traceback.format_exc().encode()
-        failures = mpi_world.rendezvous.allgather(failure)
-        if b"skipped" in failures:
-            pytest.skip("a rank lacks the library or a GPU for it")
-        for rank, text in enumerate(failures):
-            assert not text, f"rank {rank} failed:\n{text.decode()}"
-
-    return run
 
 
 class Watched:

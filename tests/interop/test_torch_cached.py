@@ -14,7 +14,8 @@ import pytest
 from kos.comm.gpu import nccl_binding
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument, RankLost
-from tests.comm.fake_nccl import FakeNCCL, captures, launching_alone, no_gpu
+from tests.comm.fake_gpu import captures
+from tests.comm.fake_nccl import FakeNCCL, launching_alone, no_gpu
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.shared_ranks import needs_core
 from tests.interop.ranks import LATE, run

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
@@ -173,3 +174,10 @@ def layouts(ranks: int) -> list[Layout]:
 
 def named(layout: Layout) -> str:
     return "-".join(f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1)
+
+
+def cases(quick: Sequence[tuple[Layout, dict[str, Any]]], slow: Sequence[tuple[Layout, dict[str, Any]]] = ()) -> Any:
+    """Decorates a test of each ``layout`` with its ``changes``."""
+    ids = ["-".join([named(layout), *map(str, more.values())]) or "alone" for layout, more in [*quick, *slow]]
+    every = [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+    return pytest.mark.parametrize(("layout", "changes"), every, ids=ids)

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from kos.errors import DataError
-from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.tokens import Tokens
-from kos.train.run import Trainer
 from tests.train.chat_templates import CHATML, GEMMA, LLAMA, MISTRAL, MISTRAL_LAST, QWEN, SPECIAL, THINKING, bare
 from tests.train.refusal import refused
-from tests.train.runs import _config
+from tests.train.runs import _config, run
 from tests.train.test_corpus import token_bytes
 from tests.train.test_loss_masks import data_text, read, write_lines
 from tests.train.tokenizer_files import byte_level_bpe
@@ -393,129 +391,72 @@ CHANGING = bare(IGNORES).replace("<|end|>{%", "{% if loop.last %}!{% endif %}<|e
 DEEP = "[" * 100_000
 """Nested more deeply than Python's json reads."""
 
-UNKNOWN = {"role": "user", "content": "hi"}
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "changing": (CHANGING, {"messages": CHATS["answered"]}, "does not change a turn for those after it"),
-    "no-calls": (
-        BOTH,
-        {"messages": [USER, {**calling(None), "tool_calls": []}]},
-        "content or tool_calls in message 2, got neither",
-    ),
-    "text": (BOTH, {"messages": [USER, {**calling(None), "tool_calls": "x"}]}, "tool_calls of message 2, got 'x'"),
-    "arguments": (
-        bare(QWEN),
-        {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": "{not"}}]}]},
-        "JSON as the arguments of a tool call, got '{not' (",
-    ),
-    **{
-        f"arguments-{name}": (
-            bare(QWEN),
-            {"messages": [{**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]},
-            f"{said} as the arguments of a tool call, got ",
-        )
-        for name, arguments, said in [
-            ("nan", '{"city": NaN}', "JSON"),
-            ("table-nan", {"city": float("nan")}, "JSON"),
-            ("twice", '{"a": {"b": 1, "b": 2}}', "JSON"),
-            ("string", '"\\"a\\""', "a JSON object"),
-            ("list", [1], "a JSON object"),
-            ("null", "null", "a JSON object"),
-        ]
-    },
-    "calls-twice": (
-        BOTH,
-        {"conversations": [{"from": "function_call", "value": '{"name": "a", "name": "b"}'}]},
-        "JSON as the value from function_call, got ",
-    ),
-    "calls": (
-        BOTH,
-        {"messages": [USER, {**calling(None), "tool_calls": ["x"]}]},
-        "a list of tables as the tool_calls of message 2, got ['x']",
-    ),
-    "user": (BOTH, {"messages": [{**calling(None), "role": "user"}]}, "content in message 1, got none"),
-    "neither": (BOTH, {"messages": [USER, {**ANSWER, "content": None}]}, "content or tool_calls in message 2, got n"),
-    "object": (
-        BOTH,
-        {"messages": [USER, {"role": "tool", "content": {"a": 1}}]},
-        "text as the content of message 2, got {'a': 1}; write it as a string of JSON",
-    ),
-    "openai-call": (
-        BOTH,
-        {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": ""}}]},
-        "tool_calls in message 2, got their earlier form 'function_call'; write \"tool_calls\": [{\"type\": ",
-    ),
-    "openai-function": (BOTH, {"messages": [USER, {"role": "function", "content": "1"}]}, "; write the role 'tool'"),
-    "refusal": (
-        BOTH,
-        {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]},
-        "content in message 2, got a refusal, which templates do not write; put its text into content",
-    ),
-    "weight-of-a-record": (BOTH, {"messages": [USER, ANSWER], "weight": 0.5}, "a weight of 0 or 1, got 0.5"),
-    "train-of-a-record": (BOTH, {"prompt": "x", "completion": "y", "train": "no"}, "train true or false, got 'no'"),
-    "preferences": (
-        BOTH,
-        {"messages": [USER, ANSWER], "rejected": [USER, ANSWER]},
-        "without the field 'rejected', which the trainer does not read, got [{",
-    ),
-    "kto": (BOTH, {"prompt": "x", "completion": "y", "label": False}, "without the field 'label', which the trainer d"),
-    "key": (
-        BOTH,
-        {"messages": [USER, {**ANSWER, "label": 3}]},
-        "content, weight, train, name, tool_call_id, got 'label' in message 2",
-    ),
-    "reasoning": (BOTH, {"messages": [USER, {**ANSWER, "reasoning": "hm"}]}, "got 'reasoning' in message 2"),
-    "calls-unused": (CHATML, {"messages": [USER, calling("x")]}, "got 'tool_calls' in message 2"),
-    "tools-unused": (CHATML, {"messages": [USER, ANSWER], "tools": TOOLS}, "a chat template that uses tools, got /"),
-    "train": (BOTH, {"messages": [USER, {**ANSWER, "train": "no"}]}, "expected train true or false, got 'no'"),
-    "train-user": (
-        BOTH,
-        {"messages": [{**USER, "train": True}]},
-        "train only in messages of assistants, got True with the role user",
-    ),
-    "from": (BOTH, {"conversations": [{"from": "robot", "value": "x"}]}, "tool, got 'robot'"),
-    "function-call": (
-        BOTH,
-        {"conversations": [{"from": "function_call", "value": "x"}]},
-        "JSON as the value from function_call, got 'x' (Expecting value: ",
-    ),
-    "functions": (
-        BOTH,
-        {"messages": [USER, ANSWER], "functions": [{"name": "weather"}]},
-        "the field 'tools', got its earlier name 'functions'; write each of them into \"tools\", as ",
-    ),
-    "parts": (
-        BOTH,
-        {"messages": [{**USER, "content": [{"type": "text", "text": "hi"}] * 2}, ANSWER]},
-        "one text as the content of message 1, got a list of parts: [{",
-    ),
-    "alpaca": (
-        BOTH,
-        {"instruction": "x", "input": "y"},
-        "text in the field 'output', got the fields instruction, input",
-    ),
-    "history": (
-        BOTH,
-        {**ALPACA, "history": [["a", "b"]]},
-        "messages for a chat of several turns, got the field 'history'",
-    ),
-    "system": (BOTH, {"messages": [USER, ANSWER], "system": 3}, "text in the field 'system', got system: 3"),
-    "deep-call": (
-        BOTH,
-        {"conversations": [{"from": "function_call", "value": DEEP}]},
-        "JSON as the value from function_call, got '[[[",
-    ),
-    "deep-arguments": (
-        bare(QWEN),
-        {"messages": [USER, {**calling(None), "tool_calls": [{"function": {"name": "a", "arguments": DEEP}}]}]},
-        "JSON as the arguments of a tool call, got '[[[",
-    ),
-    "deep-tools": (BOTH, {"messages": [USER, ANSWER], "tools": DEEP}, "JSON in the field 'tools', got "),
-}
+
+def of(*messages: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [*messages], **more}
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_refused(tmp_path, kind):
-    template, line, said = WRONG[kind]
+def called(arguments: Any) -> dict[str, Any]:
+    return of(USER, calling(None, tool_calls=[{"function": {"name": "a", "arguments": arguments}}]))
+
+
+def value_of_call(text: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "function_call", "value": text}]}
+
+
+OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": ""}}
+PARTS = [{"type": "text", "text": "hi"}] * 2
+JSON, OBJECT = (f"{what} as the arguments of a tool call, got " for what in ("JSON", "a JSON object"))
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (of(USER, calling(None, tool_calls=[])), "content or tool_calls in message 2, got neither"),
+    (of(USER, calling(None, tool_calls="x")), "tool_calls of message 2, got 'x'"),
+    (of(USER, calling(None, tool_calls=["x"])), "a list of tables as the tool_calls of message 2, got ['x']"),
+    (of(calling(None, role="user")), "content in message 1, got none"),
+    (of(USER, {**ANSWER, "content": None}), "content or tool_calls in message 2, got n"),
+    (of(USER, {"role": "tool", "content": {"a": 1}}),
+     "text as the content of message 2, got {'a': 1}; write it as a string of JSON"),
+    (of(USER, OLD_CALL),
+     "tool_calls in message 2, got their earlier form 'function_call'; write \"tool_calls\": [{\"type\": "),
+    (of(USER, {"role": "function", "content": "1"}), "; write the role 'tool'"),
+    (of(USER, {**ANSWER, "content": None, "refusal": "no"}),
+     "content in message 2, got a refusal, which templates do not write; put its text into content"),
+    (of(USER, ANSWER, weight=0.5), "a weight of 0 or 1, got 0.5"),
+    (of(USER, ANSWER, rejected=[USER, ANSWER]),
+     "without the field 'rejected', which the trainer does not read, got [{"),
+    (of(USER, {**ANSWER, "label": 3}), "content, weight, train, name, tool_call_id, got 'label' in message 2"),
+    (of(USER, {**ANSWER, "reasoning": "hm"}), "got 'reasoning' in message 2"),
+    (of(USER, {**ANSWER, "train": "no"}), "expected train true or false, got 'no'"),
+    (of({**USER, "train": True}), "train only in messages of assistants, got True with the role user"),
+    (of(USER, ANSWER, functions=[{"name": "weather"}]),
+     "the field 'tools', got its earlier name 'functions'; write each of them into \"tools\", as "),
+    (of({**USER, "content": PARTS}, ANSWER), "one text as the content of message 1, got a list of parts: [{"),
+    (of(USER, ANSWER, system=3), "text in the field 'system', got system: 3"),
+    (of(USER, ANSWER, tools=DEEP), "JSON in the field 'tools', got "),
+    ({"prompt": "x", "completion": "y", "train": "no"}, "train true or false, got 'no'"),
+    ({"prompt": "x", "completion": "y", "label": False}, "without the field 'label', which the trainer d"),
+    ({"conversations": [{"from": "robot", "value": "x"}]}, "tool, got 'robot'"),
+    (value_of_call("x"), "JSON as the value from function_call, got 'x' (Expecting value: "),
+    (value_of_call('{"name": "a", "name": "b"}'), "JSON as the value from function_call, got "),
+    (value_of_call(DEEP), "JSON as the value from function_call, got '[[["),
+    ({"instruction": "x", "input": "y"}, "text in the field 'output', got the fields instruction, input"),
+    ({**ALPACA, "history": [["a", "b"]]}, "messages for a chat of several turns, got the field 'history'"),
+]  # fmt: skip
+WRONG_IN_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
+    (of(*CHATS["answered"]), "does not change a turn for those after it", CHANGING),
+    (of(USER, calling("x")), "got 'tool_calls' in message 2", CHATML),
+    (of(USER, ANSWER, tools=TOOLS), "a chat template that uses tools, got /", CHATML),
+    *((called(arguments), said, bare(QWEN)) for arguments, said in (
+        ("{not", f"{JSON}'{{not' ("), ('{"city": NaN}', JSON), ({"city": float("nan")}, JSON),
+        ('{"a": {"b": 1, "b": 2}}', JSON), (DEEP, f"{JSON}'[[["),
+        ('"\\"a\\""', OBJECT), ([1], OBJECT), ("null", OBJECT),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "template"), [*((*case, BOTH) for case in WRONG), *WRONG_IN_TEMPLATES], ids=lambda x: str(x)[:40]
+)
+def test_refused(tmp_path, line, said, template):
     folder = folder_of(tmp_path, template)
     path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, line, {"text": "val"}])
     with refused(DataError, f"--data {path}, line 2: expected ", said):
@@ -649,7 +590,7 @@ def test_the_first_lines_say_what_is_cut(tmp_path, capfd, fit, seq_len, warning)
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
     path = write_lines(path, [*map(json.loads, path.read_text().splitlines()), {"prompt": "x", "completion": "y" * 20}])
     config = _config(path, tmp_path / "out", seq_len=seq_len, fit=fit, steps=1, eval_batches=0, sample_tokens=0)
-    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    run(config, 2)
     out, err = capfd.readouterr()
     assert out.count("\nsequences of 6 tokens cut documents: about ") == (fit == "cut")
     assert err.count("lack the beginning") == (warning is not None)

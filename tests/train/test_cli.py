@@ -54,15 +54,6 @@ def text(tmp_path_factory):
     return path
 
 
-def _bad_input(text: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], str]]:
-    """What every rank finds, or one alone; what the line says in other cases is tested where it is made."""
-    (tmp_path / "file").write_text("")
-    return {
-        "flag": (["--stepz", "3"], "--steps"),
-        "out": (["--data", text, "--out", tmp_path / "file" / "run"], "expected a folder that can be written"),
-    }
-
-
 def test_a_process_that_is_alone_has_no_rank(tmp_path):
     """In errors and in warnings."""
     (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
@@ -74,10 +65,14 @@ def test_a_process_that_is_alone_has_no_rank(tmp_path):
     assert done.stderr.startswith(f"kos: --data {tmp_path / 'b.txt'}: the text is valid UTF-8, but "), done.stderr
 
 
-@pytest.mark.parametrize("case", ["flag", "out"])
-def test_bad_input_is_one_line_and_ends_the_job(text, tmp_path, case):
-    flags, expected = _bad_input(text, tmp_path)[case]
-    done = _run("--out", tmp_path / "run", *flags)
+@pytest.mark.parametrize(
+    ("flags", "out", "expected"),
+    [(["--stepz", "3"], "run", "--steps"), ([], "file/run", "expected a folder that can be written")],
+)
+def test_bad_input_is_one_line_and_ends_the_job(text, tmp_path, flags, out, expected):
+    """What every rank finds, or one alone; what the line says in other cases is tested where it is made."""
+    (tmp_path / "file").write_text("")
+    done = _run("--data", text, "--out", tmp_path / out, *flags)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert len(_errors(done)) == 1, f"exit status {done.returncode}: {done.stderr}"
     (error,) = _errors(done)
@@ -162,18 +157,6 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(package, module,
 def test_debug_shows_the_traceback(tmp_path):
     done = _run("--data", tmp_path / "nowhere", "--debug", ranks=1)
     assert done.returncode == 2 and "Traceback" in done.stderr
-
-
-def test_a_loss_that_is_lost_is_one_line_and_ends_the_job(text, tmp_path):
-    flags = ["--steps", "50", "--save-every", "1", "--lr", "1e30", "--warmup-steps", "0", "--weight-decay", "0"]
-    done = _run("--data", text, "--out", tmp_path, *flags)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    (error,) = _errors(done)
-    said = re.search(r"step (\d+): expected a finite (loss|gradient norm), got (nan|inf) \(first in .*--lr", error)
-    assert said, error
-    step = int(said[1])
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, step))
-    assert checkpoint.find(tmp_path).step == step - 1
 
 
 def _running(*flags: str | Path, ranks: int = 2, fresh: bool = True) -> AbstractContextManager[subprocess.Popen[str]]:
@@ -343,14 +326,6 @@ def test_an_error_in_a_thread_is_one_line(tmp_path):
     done = run_program(*map(str, [*python(), "-c", THREAD, *flags]), env=ENVIRONMENT)
     assert done.returncode == 2 and done.stderr.startswith("kos: error: --data: expected "), done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_metrics_of_a_file_or_of_the_folder_of_a_run(tmp_path):
-    rows = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3')
-    for place in (tmp_path / "metrics.jsonl", str(tmp_path)):
-        assert kos.train.read_metrics(place) == rows
-    assert kos.train.read_metrics(tmp_path / "missing") == []
 
 
 FOLDERS = ["plain", "it's", 'a "quoted" one', "$HOME `date` \\ *", "é %s {0} !x"]

@@ -103,17 +103,6 @@ def test_the_default_data():
     assert "stdlib (bytes)" in data.describe() and f"{len(data.train):,}" in data.describe()
 
 
-def test_text_becomes_tokens(tmp_path):
-    path = write(tmp_path, "é" + "abcdefghi" * 10 + "abcdefgh!")
-    data = load_data(parse(["--data", path, "--seq-len", "4"]))
-    text = Path(path).read_bytes()
-    assert bytes(data.train.window(0, len(data.train)).tolist()) == text[: 1 + 90]
-    assert bytes(data.val.window(0, len(data.val)).tolist()) == text[91:]
-    chars = load_data(parse(["--data", path, "--seq-len", "4", "--tokenizer", "chars", "--prompt", "cab"]))
-    assert chars.tokenizer.vocab_size == 11 and len(chars.train) == 90
-    assert chars.tokenizer.decode(chars.train.window(0, 5)) == "éabcd"
-
-
 @pytest.fixture
 def words(tmp_path):
     """A tokenizer.json of four words that adds ``<begin>``, with an end-of-text token."""

@@ -5,7 +5,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +156,25 @@ def test_fewer_ranks_than_the_least_save_and_end(where, text, tmp_path, unhurt):
     assert train(text, tmp_path, ranks=2, elastic=None, resume="auto") == unhurt
 
 
-@pytest.mark.parametrize(("zero", "leaving"), [(0, [0]), (0, [1, 2]), (1, [1, 2]), (1, [3])])
-def test_a_rank_leaves_between_steps(zero, leaving, text, tmp_path, unhurt, capsys):
-    """Of two that hold a part of the state, one leaves a step later."""
+def ask_at_step_2(ranks: Sequence[int], number: signal.Signals) -> Callable[[Trainer], None]:
+    """Have these ranks asked to leave or to stop, within that step."""
 
-    def ask(trainer):
-        trainer.stop.number, rank, show = signal.SIGUSR1, trainer.comm.rank, trainer.device.show
+    def ask(trainer: Trainer) -> None:
+        trainer.stop.number, rank, show = number, trainer.comm.rank, trainer.device.show
 
-        def shown(what, share):
-            trainer.stop.asked |= rank in leaving and what == "step 2"
+        def shown(what: str, share: float) -> None:
+            trainer.stop.asked |= rank in ranks and what == "step 2"
             show(what, share)
 
         trainer.device.show = shown
 
-    assert train(text, tmp_path, before=ask, zero=zero) == unhurt
+    return ask
+
+
+@pytest.mark.parametrize(("zero", "leaving"), [(0, [0]), (0, [1, 2]), (1, [1, 2]), (1, [3])])
+def test_a_rank_leaves_between_steps(zero, leaving, text, tmp_path, unhurt, capsys):
+    """Of two that hold a part of the state, one leaves a step later."""
+    assert train(text, tmp_path, before=ask_at_step_2(leaving, signal.SIGUSR1), zero=zero) == unhurt
     at_once = not zero or len(leaving) == 1
     after = [(4, 0)] * 2 + ([(4 - len(leaving), 1)] * 4 if at_once else [(3, 1)] + [(2, 2)] * 3)
     assert ranks_of(tmp_path) == after
@@ -177,24 +182,7 @@ def test_a_rank_leaves_between_steps(zero, leaving, text, tmp_path, unhurt, caps
 
 
 def test_where_too_few_would_be_left_all_stop(text, tmp_path):
-    def ask(trainer):
-        trainer.stop.number, trainer.stop.asked = signal.SIGTERM, trainer.comm.rank > 1
-
-    config = config_of(text, tmp_path, elastic="3")
-
-    def run(comm):
-        trainer = Trainer(config, comm)
-        show = trainer.device.show
-
-        def shown(what, share):
-            if what == "step 2":
-                ask(trainer)
-            show(what, share)
-
-        trainer.device.show = shown
-        trainer.run()
-
-    spawn(run, RANKS, timeout=60)
+    train(text, tmp_path, before=ask_at_step_2([2, 3], signal.SIGTERM), elastic="3")
     assert checkpoint.find(tmp_path).step == 2
 
 

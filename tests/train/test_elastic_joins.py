@@ -29,11 +29,15 @@ __all__ = ["no_dry_run", "text", "unhurt"]
 
 def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading.Thread, list[BaseException]]:
     """A newcomer, on a thread of its own, and its error."""
+    return started(lambda: Newcomer(config_of(text, out, elastic="1", join=address, **changes)))
+
+
+def started(make: Callable[[], Newcomer]) -> tuple[threading.Thread, list[BaseException]]:
     errors = list[BaseException]()
 
     def run() -> None:
         try:
-            newcomer = Newcomer(config_of(text, out, elastic="1", join=address, **changes))
+            newcomer = make()
             try:
                 newcomer.run()
             finally:
@@ -45,6 +49,14 @@ def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, errors
+
+
+def ended(threads: list[tuple[threading.Thread, list[BaseException]]]) -> list[list[BaseException]]:
+    """The errors of newcomers, whose threads must end."""
+    for thread, _ in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return [errors for _, errors in threads]
 
 
 @pytest.mark.parametrize("newcomers", [1, 2])
@@ -68,9 +80,7 @@ def test_newcomers_get_all_from_the_ranks(zero, newcomers, text, tmp_path, unhur
     else:
         assert train(text, tmp_path, ranks=1, zero=zero, elastic="1:3") == unhurt
         assert ranks_of(tmp_path) == [(1, 0)] * 3 + [(3, 1)] * 3
-    for thread, errors in threads:
-        thread.join(30)
-        assert not errors and not thread.is_alive()
+    assert ended(threads) == [[]] * len(threads)
     assert len(threads) == newcomers
 
 
@@ -79,12 +89,24 @@ def invite(
     address: str = "", **changes: Any,
 ) -> list[tuple[threading.Thread, list[BaseException]]]:  # fmt: skip
     """A newcomer calls after step ``at`` of a run of at most 5 ranks; ``admit`` is called before they let it join."""
+
+    def call(of_run: str) -> tuple[threading.Thread, list[BaseException]]:
+        return join(text, out, address or of_run, **changes)
+
+    return invited(monkeypatch, call, admit, at)
+
+
+def invited(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[str], tuple[threading.Thread, list[BaseException]]],
+    admit: Callable[[elastic.Elastic], None] = lambda run: None, at: int = 2,
+) -> list[tuple[threading.Thread, list[BaseException]]]:  # fmt: skip
+    """The same of a newcomer that ``call`` starts with the address of the run."""
     threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
 
     def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
         comm = self.run.comm
         if step == at and comm.rank == 0 and not threads:
-            threads.append(join(text, out, address or comm.address, **changes))
+            threads.append(call(comm.address))
             while not comm.newcomers() and threads[0][0].is_alive():
                 time.sleep(0.01)
         if self._last is not None and self._last[1].joining:
@@ -117,9 +139,7 @@ def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_
     assert train(text, tmp_path, elastic="1:5", keep=10, save_async=True, save_every=3) == unhurt
     assert [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")] == [3, 6]
     assert ranks_of(tmp_path) == [(4, 0)] * 5 + [(3 if leaves else 5, 1)]
-    for thread, errors in threads:
-        thread.join(30)
-        assert not errors and not thread.is_alive()
+    assert ended(threads) == [[]] * len(threads)
 
 
 def test_some_ranks_know_of_a_loss_where_others_grow(text, tmp_path, unhurt, monkeypatch):
@@ -163,11 +183,10 @@ def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, monkeypatc
     threads = invite(text, tmp_path, monkeypatch, lambda self: None)
     with pytest.raises(TrainingError, match="the machine goes down"):
         train(text, tmp_path, elastic="1:5")
-    for thread, errors in threads:
-        thread.join(30)
-        assert not thread.is_alive() and [type(error) for error in errors] == [CollectiveError]
+    for (error,) in ended(threads):
         said = "expected a rank that has the state of the run, got newcomers alone"
-        assert str(errors[0]).startswith("while joining the run at threads:") and said in str(errors[0])
+        assert type(error) is CollectiveError and said in str(error)
+        assert str(error).startswith("while joining the run at threads:")
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -181,12 +200,11 @@ def test_a_newcomer_with_other_settings_is_refused(changes, said, text, tmp_path
     (other := tmp_path / "other.txt").write_bytes(text.read_bytes()[::-1])
     threads = invite(text if changes else other, tmp_path, monkeypatch, lambda self: None, **changes)
     assert train(text, tmp_path, elastic="1:5") == unhurt
-    ((thread, errors),) = threads
-    thread.join(30)
-    assert [type(error) for error in errors] == [ConfigError]
-    assert re.match(re.escape(said).replace(re.escape("[0-9a-f]{12}"), "[0-9a-f]{12}"), str(errors[0]))
+    ((error,),) = ended(threads)
+    assert type(error) is ConfigError
+    assert re.match(re.escape(said).replace(re.escape("[0-9a-f]{12}"), "[0-9a-f]{12}"), str(error))
     out = capsys.readouterr().out
-    assert f"a newcomer was refused: {errors[0]}" in out and " left " not in out and " lost " not in out
+    assert f"a newcomer was refused: {error}" in out and " left " not in out and " lost " not in out
     assert {ranks for ranks, _ in ranks_of(tmp_path)} == {RANKS}
 
 
@@ -209,15 +227,12 @@ def test_a_newcomer_reads_the_data_as_a_resumed_run(how, text, tmp_path, monkeyp
     address = "" if how == "by address" else str(tmp_path / "out" / ADDRESS)
     threads = invite(text, tmp_path / "out", monkeypatch, lambda self: None, at=3, address=address, **changes)
     train(text, tmp_path / "out", ranks=1, resume="auto", elastic="1:5", **changes)
-    ((thread, errors),) = threads
-    thread.join(30)
-    assert not thread.is_alive()
+    (errors,) = ended(threads)
     if how == "by address":
         assert str(errors[0]) == "--hold-out: expected 0.1, which the run has, got 0; add --hold-out 0.1"
         threads = invite(text, tmp_path / "out", monkeypatch, lambda self: None, at=7, hold_out=0.1, **changes)
         train(text, tmp_path / "out", ranks=1, resume="auto", elastic="1:5", **changes, steps=10)
-        ((thread, errors),) = threads
-        thread.join(30)
+        (errors,) = ended(threads)
     assert not errors and ranks_of(tmp_path / "out")[-1] == (2, 1), capsys.readouterr().out
 
 
@@ -225,9 +240,7 @@ def test_a_newcomer_takes_settings_that_change_no_number(text, tmp_path, unhurt,
     changes = {"log_every": 7, "keep": 9, "tracker": ("tensorboard",), "save_every": 1, "timeout": 29.0}
     threads = invite(text, tmp_path, monkeypatch, lambda self: None, **changes)
     assert train(text, tmp_path, elastic="1:5") == unhurt
-    ((thread, errors),) = threads
-    thread.join(30)
-    assert not errors and ranks_of(tmp_path)[-1] == (5, 1)
+    assert ended(threads) == [[]] and ranks_of(tmp_path)[-1] == (5, 1)
 
 
 def test_a_spare_waits_for_the_run(text, tmp_path, monkeypatch):

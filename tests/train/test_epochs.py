@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError, ConfigError
-from kos.testing import spawn
-from kos.train import run
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
+from kos.train.data.batches import load_data
 from kos.train.data.permutation import permuted
 from kos.train.parallel.data import shard_batch
-from kos.train.run import Trainer
-from kos.train.tools.metrics import read_metrics
 from tests.train.refusal import refused
-from tests.train.runs import SMALL, _losses
+from tests.train.runs import SMALL, _losses, run
 from tests.train.sharded import tensors_of_run
 from tests.train.test_data import make
 from tests.train.test_left_out_targets import mean_loss
@@ -42,9 +39,7 @@ def _config(data: Path, out: Path | None, **changes: Any) -> TrainConfig:
 
 
 def _train(data: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
-    config = _config(data, out, **changes)
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
-    return read_metrics(out / "metrics.jsonl")
+    return run(_config(data, out, **changes), ranks)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 255, 1000, 4097])
@@ -100,7 +95,7 @@ def test_any_number_of_ranks_sees_the_same_order(size):
 def test_the_last_batch_is_a_mean_over_what_it_has(text, tmp_path, ranks):
     path = tmp_path / "short.txt"
     path.write_bytes(np.random.default_rng(1).integers(97, 123, 3 * 32 + 1 + 20, np.uint8).tobytes())
-    data = run.load_data(config := _config(path, None, val_data=str(text)))
+    data = load_data(config := _config(path, None, val_data=str(text)))
     assert data.steps_per_epoch == 1 and int((data.batch(0).targets >= 0).all(1).sum()) == 3
     rows = _train(path, tmp_path / "out", ranks, val_data=str(text), eval_batches=0, micro_batch_size=2)
     assert len(rows) == 1
@@ -140,7 +135,7 @@ def test_the_first_lines_say_how_many_steps_an_epoch_has(text, tmp_path, capfd):
     assert (config["epochs"], config["steps"]) == (2, 12)
     again = parse(["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto"])
     assert again.epochs == 2
-    spawn(lambda comm: Trainer(again, comm).run(), 1, timeout=100)
+    run(again)
     assert "(nothing to do: --epochs is 2; for more steps, set it higher)" in capfd.readouterr().out
 
 
@@ -150,7 +145,7 @@ def test_another_order_is_warned_of(text, tmp_path, caplog):
         _train(text, tmp_path / "run", epochs=2, resume="auto", eval_batches=0)
         assert "resuming with another" not in caplog.text
         flags = ["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto", "--steps", "14"]
-        spawn(lambda comm: Trainer(parse(flags), comm).run(), 1, timeout=100)
+        run(parse(flags))
     assert "resuming with another order of sequences (--epochs): its results will differ" in caplog.text
 
 

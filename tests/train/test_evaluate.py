@@ -42,13 +42,18 @@ def folder(tmp_path_factory):
     return folder
 
 
-def rows_of(folder: Path, ranks: int = 1, data: Any = ("text.txt",), choices: Any = FORMS, **flags: Any) -> list[Any]:
-    """What all ranks return."""
-    sources, tasks = [str(folder / name) for name in data], [folder / f"{form}.jsonl" for form in choices]
+TASKS = [f"{form}.jsonl" for form in FORMS]
+
+
+def rows_of(
+    folder: Path, ranks: int = 1, data: Any = ("text.txt",), choices: Any = TASKS, model: str = "model", **flags: Any
+) -> list[Any]:
+    """What all ranks return of the model, the data and the questions in ``folder``."""
+    sources, tasks = [str(folder / name) for name in data], [folder / name for name in choices]
 
     def run(comm: Any) -> Any:
         device = DeviceComm(comm) if flags.get("device") == "cuda" else comm
-        return evaluator.evaluate(folder / "model", sources, tasks, flags, device)
+        return evaluator.evaluate(folder / model, sources, tasks, flags, device)
 
     first, *others = spawn(run, ranks, timeout=100)
     assert all(rows == first for rows in others)
@@ -111,7 +116,7 @@ def test_families(tmp_path, family):
     model, ids = kos.train.load(tmp_path / "run"), np.frombuffer(source.read_bytes(), np.uint8).astype(np.int32)
     windows = [ids[at : at + 33] for at in range(0, len(ids) - 1, 32)]
     total = sum(model.loss(window) * (len(window) - 1) for window in windows)
-    [row] = spawn(lambda comm: evaluator.evaluate(tmp_path / "run", [str(source)], [], {}, comm), 1, timeout=100)[0]
+    [row] = rows_of(tmp_path, choices=(), model="run")
     assert (row["tokens"], row["loss"]) == (len(ids) - 1, pytest.approx(total / (len(ids) - 1), rel=1e-5))
 
 
@@ -125,9 +130,8 @@ def test_a_run_has_its_own_validation_loss(text, tmp_path):
         val = str(tmp_path / name)
         data = tmp_path / "train.jsonl" if name == "pairs.jsonl" else text
         rows = _train(data, tmp_path / f"run {name}", steps=3, val_data=val, eval_batches=99, **how)
-        run = tmp_path / f"run {name}"
-        [row] = spawn(lambda comm: evaluator.evaluate(run, [val], [], {}, comm), 1, timeout=100)[0]  # noqa: B023
-        assert row["checkpoint"] == str(run / "checkpoints" / "step-3")
+        [row] = rows_of(tmp_path, data=[name], choices=(), model=f"run {name}")
+        assert row["checkpoint"] == str(tmp_path / f"run {name}" / "checkpoints" / "step-3")
         assert row["loss"] == pytest.approx(rows[-1]["val_loss"], rel=1e-5), name
     assert row["tokens"] == 8 * sum(len(each["completion"]) for each in pairs[:3])
 
@@ -164,7 +168,7 @@ def test_questions_of_llmc(folder, tmp_path):
         right = [n + (int(np.argmax(x)) == label) for n, x in zip(right, (scores, by_length), strict=True)]
     assert right[0] != right[1]
     path = write_llmc(tmp_path / "hellaswag.bin", made)
-    [row] = spawn(lambda comm: evaluator.evaluate(folder / "model", [], [path], {}, comm), 2, timeout=100)[0]
+    [row] = rows_of(folder, 2, data=(), choices=[path])
     assert [row["acc"] * 20, row["acc_norm"] * 20] == pytest.approx(right)
 
 
@@ -340,12 +344,11 @@ def test_short_texts(folder, tmp_path):
 
 
 def test_text_is_refused_by_a_model_of_numbers(folder, tmp_path):
-    model = tmp_path / "model"
-    write_model(model, NumberTokenizer(256))
+    write_model(tmp_path / "model", NumberTokenizer(256))
     with pytest.raises(DataError, match="expected token numbers below 256"):
-        spawn(lambda comm: evaluator.evaluate(model, [], [folder / "plain.jsonl"], {}, comm), 1, timeout=100)
+        rows_of(tmp_path, data=(), choices=[folder / "plain.jsonl"])
     with pytest.raises(ConfigError, match="--seq-len: expected a multiple of 4"):
-        spawn(lambda comm: evaluator.evaluate(model, [], [], {"cp": 2, "seq_len": 6}, comm), 2, timeout=100)
+        rows_of(tmp_path, 2, data=(), choices=(), cp=2, seq_len=6)
 
 
 @needs_mpirun

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
-from kos.train.run import Trainer
-from kos.train.tools.metrics import read_metrics
 from tests.train.chat_templates import CHATML, SPECIAL
+from tests.train.runs import run
 from tests.train.test_loss_masks import write_lines
 from tests.train.tokenizer_files import byte_level_bpe
 
@@ -71,9 +69,7 @@ def folder(request, tmp_path_factory):
 
 
 def train(folder: Path, out: Path, ranks: int = 1, *flags: str) -> list[dict[str, Any]]:
-    config = parse([*arguments(folder), f"--out={out}", *flags])
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=200)
-    return read_metrics(out)
+    return run(parse([*arguments(folder), f"--out={out}", *flags]), ranks)
 
 
 def arguments(folder: Path) -> list[str]:

@@ -17,7 +17,6 @@ from kos.testing import Fault, spawn
 from kos.train import Callback, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.elastic import Elastic
 from kos.train.newcomer import Newcomer
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
@@ -38,6 +37,7 @@ from tests.train.fits import (
     result,
 )  # fmt: skip
 from tests.train.test_cli import ENVIRONMENT
+from tests.train.test_elastic_joins import ended, invited, started
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
@@ -286,36 +286,22 @@ def test_a_newcomer_brings_what_the_others_bring(same, tmp_path, monkeypatch):
     """Or is refused; it takes part in what their callbacks need."""
     how = {"deterministic": True, "micro_batch_size": 1, "elastic": "1:2", "timeout": 20.0}
     program = {"verbose": False, "val_batches": batches_of(1)}
-    threads, start, ended = list[threading.Thread](), Elastic.start_step, list[Any]()
+    given = program if same else {**program, "val_batches": None}
+    joined = []
 
-    def join(address, program):
-        try:
-            newcomer = Newcomer(config_of(tmp_path, join=address, **how), batches=Stream(), **program)
-            try:
-                newcomer.run()
-            finally:
-                place = newcomer.comm.rendezvous
-                place.threads.world.end(place.rank, "its function returned")
-            ended.append(newcomer.steps_done)
-        except ConfigError as error:
-            ended.append(str(error))
+    def make(address):
+        joined.append(Newcomer(config_of(tmp_path, join=address, **how), batches=Stream(), **given))
+        return joined[0]
 
-    def start_step(self, step, wish):
-        comm = self.run.comm
-        if step == 1 and not threads:
-            given = program if same else {**program, "val_batches": None}
-            threads.append(threading.Thread(target=join, args=(comm.address, given), daemon=True))
-            threads[0].start()
-            while not comm.newcomers():
-                time.sleep(0.01)
-        start(self, step, wish)
-
-    monkeypatch.setattr(Elastic, "start_step", start_step)
+    threads = invited(monkeypatch, lambda address: started(lambda: make(address)), at=1)
     steps = list[int]()
     callbacks = [OnStep(lambda trainer, metrics: steps.append(metrics["step"]))]
     on_ranks(1, config_of(tmp_path, steps=6, **how), batches=Stream(), callbacks=callbacks, **program)
-    threads[0].join(30)
-    assert ended == [6 if same else "val_batches: expected True, as on the ranks of the run, got False"]
+    (errors,) = ended(threads)
+    if same:
+        assert not errors and joined[0].steps_done == 6
+    else:
+        assert [*map(str, errors)] == ["val_batches: expected True, as on the ranks of the run, got False"]
     assert steps == [1, 2, 3, 4, 5, 6] and read_metrics(tmp_path)[-1]["ranks"] == 1 + same
 
 

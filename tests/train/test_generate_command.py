@@ -29,6 +29,7 @@ def run(text, tmp_path_factory):
 @pytest.fixture
 def folder(run):
     """The run's checkpoint, with a chat template while a test runs."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     found = checkpoint.find(run).path
     (found / "chat_template.jinja").write_text(TEMPLATE)
     yield found
@@ -36,22 +37,32 @@ def folder(run):
         (found / name).unlink(missing_ok=True)
 
 
-def test_several_prompts(run, tmp_path, capsys):
+def test_several_prompts(run, tmp_path, said):
     model = kos.train.load(run)
     (tmp_path / "prompts.txt").write_text("the ring\none é\n")
-    flags = [str(run), "--prompt", "a", "--prompt=b", "--prompts", str(tmp_path / "prompts.txt"), "--tokens", "9"]
-    capsys.readouterr()
-    assert sample.main([*flags, "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2", "--seed", "4"]) == 0
+    flags = [run, "--prompt", "a", "--prompt=b", "--prompts", tmp_path / "prompts.txt", "--tokens", "9"]
+    flags += ["--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2", "--seed", "4"]
     texts = model.generate(["a", "b", "the ring", "one é"], 9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4)
-    assert capsys.readouterr().out == "".join(f"--- {number} ---\n{each}\n" for number, each in enumerate(texts, 1))
+    expected = "".join(f"--- {number} ---\n{each}\n" for number, each in enumerate(texts, 1))
+    assert said(sample.main, *flags) == (0, expected, "")
 
 
-def test_a_text_ends_before_a_stop(run, capsys):
+def test_a_text_ends_before_a_stop(run, said):
     whole = kos.train.load(run).generate("ring", 30, temperature=0)
     stop = whole[10:12]
-    capsys.readouterr()
-    assert sample.main([str(run), "--prompt=ring", "--tokens=30", "--temperature=0", "--stop=no", "--stop", stop]) == 0
-    assert capsys.readouterr().out == "ring" + whole[4 : whole.index(stop, 4)] + "\n"
+    flags = ["--prompt=ring", "--tokens=30", "--temperature=0", "--stop=no", "--stop", stop]
+    assert said(sample.main, run, *flags) == (0, "ring" + whole[4 : whole.index(stop, 4)] + "\n", "")
+
+
+@pytest.fixture
+def said(capsys):
+    """The exit code of a command, and what it prints."""
+
+    def call(main, *words):
+        capsys.readouterr()
+        return main([*map(str, words)]), *capsys.readouterr()
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -72,11 +83,9 @@ def test_a_text_ends_before_a_stop(run, capsys):
         (["--prompts", "nowhere.txt"], "--prompts: expected a file of text, got "),
     ],
 )
-def test_what_is_refused_in_one_line(run, capsys, flags, expected):
-    capsys.readouterr()
-    assert sample.main([str(run), *flags]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"kos: error: {expected}") and said.err.count("\n") == 1 and not said.out
+def test_what_is_refused_in_one_line(run, said, flags, expected):
+    code, out, err = said(sample.main, run, *flags)
+    assert code == 2 and err.startswith(f"kos: error: {expected}") and err.count("\n") == 1 and not out
 
 
 def test_a_gpu_that_is_not_there(run, monkeypatch):
@@ -106,7 +115,6 @@ def test_end_tokens_are_those_of_generation_config(folder):
 
 
 def test_a_chat_is_what_follows_the_template(folder):
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     model, pieces = kos.train.load(folder), list[str]()
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     messages.append({"role": "user", "content": "three"})
@@ -128,7 +136,6 @@ def test_a_chat_is_what_follows_the_template(folder):
 
 
 def test_a_turn_that_the_template_ends_ends_the_answer(folder):
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("</s>", "e"))  # which the model says
     model = kos.train.load(folder)
     question = [{"role": "user", "content": "the ring"}]
@@ -139,7 +146,6 @@ def test_a_turn_that_the_template_ends_ends_the_answer(folder):
 
 
 def test_a_long_chat_goes_on_from_its_last_half(folder, caplog):
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     assert kos.train.load(folder).chat([{"role": "user", "content": "ring " * 40}], 5)
     said = "the text is longer than the context of 128 tokens: the model sees the last 64, then more"
     assert caplog.messages == [said]
@@ -147,7 +153,6 @@ def test_a_long_chat_goes_on_from_its_last_half(folder, caplog):
 
 def test_the_command_chats(folder):
     """Several turns, a new chat, an empty line, the end of the input."""
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     model = kos.train.load(folder)
     system, said = [{"role": "system", "content": "s"}], []
     for line in ("ring", "one", "/reset", "ring"):
@@ -165,31 +170,28 @@ def test_the_command_chats(folder):
         assert done.stdout.replace("> ", "").rstrip("\n").split("\n") == "\n".join(said).rstrip("\n").split("\n")
 
 
-def test_the_command_takes_results_of_tools(folder, capsys, monkeypatch):
+def test_the_command_takes_results_of_tools(folder, said, monkeypatch):
     """Their lines up to an empty one are one message, with the name of the tool for templates that write it.
 
     The end of the program is not the end of a result, which is not sent then.
     """
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     names = "{% for m in messages if m.name %}[{{ m.name }}]{% endfor %}"
     (folder / "chat_template.jinja").write_text(names + TEMPLATE)
-    model, said, messages = kos.train.load(folder), list[str](), list[dict[str, str]]()
+    model, given, messages = kos.train.load(folder), list[str](), list[dict[str, str]]()
     result = {"role": "tool", "content": "{\n  rank"}
     for message in ({"role": "user", "content": "ring"}, {**result, "name": "clock"}, result):
         messages.append(message)
-        said.append(model.chat(messages, 7, temperature=0))
-        messages.append({"role": "assistant", "content": said[-1]})
+        given.append(model.chat(messages, 7, temperature=0))
+        messages.append({"role": "assistant", "content": given[-1]})
     lines = "ring\n/tool clock\n{\n  rank\n\n/tool\n{\n  rank"
-    for ending, answers in (("\n\n/exit\n", said), ("", said[:-1]), ("\n/exit\n\nring\n", said[:-1])):
+    for ending, answers in (("\n\n/exit\n", given), ("", given[:-1]), ("\n/exit\n\nring\n", given[:-1])):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines + ending))
-        capsys.readouterr()
-        assert chat.main([str(folder), "--tokens=7", "--temperature=0"]) == 0
-        printed = capsys.readouterr().out.replace("> ", "").splitlines()
-        assert [line for line in printed if line] == [line for text in answers for line in text.splitlines() if line]
+        code, out, _ = said(chat.main, folder, "--tokens=7", "--temperature=0")
+        printed, expected = out.replace("> ", "").splitlines(), (line for text in answers for line in text.splitlines())
+        assert code == 0 and [*filter(None, printed)] == [*filter(None, expected)]
 
 
-def test_the_command_passes_tools_to_the_template(folder, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+def test_the_command_passes_tools_to_the_template(folder, tmp_path, said, monkeypatch):
     shown = "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
     (folder / "chat_template.jinja").write_text(shown + TEMPLATE)
     tools, messages = [{"name": "weather"}, {"name": "time"}], [{"role": "user", "content": "ring"}]
@@ -199,40 +201,34 @@ def test_the_command_passes_tools_to_the_template(folder, tmp_path, capsys, monk
     assert expected[0] != expected[1], "else this shows nothing"
     for more, answer in ((["--tools", str(file)], expected[0]), ([], expected[1])):
         monkeypatch.setattr(sys, "stdin", io.StringIO("ring\n"))
-        capsys.readouterr()
-        assert chat.main([str(folder), *flags, *more]) == 0
-        assert capsys.readouterr().out.replace("> ", "").rstrip("\n") == answer.rstrip("\n")
+        code, out, _ = said(chat.main, folder, *flags, *more)
+        assert code == 0 and out.replace("> ", "").rstrip("\n") == answer.rstrip("\n")
     wrong = {"{}": "expected a list of tools, got {}", "[": "expected a file with JSON, got Expecting"}
-    for content, said in wrong.items():
+    for content, error in wrong.items():
         file.write_text(content)
-        assert chat.main([str(folder), *flags, "--tools", str(file)]) == 2
-        assert capsys.readouterr().err.startswith(f"kos: error: --tools: {said}")
+        code, _, err = said(chat.main, folder, *flags, "--tools", file)
+        assert code == 2 and err.startswith(f"kos: error: --tools: {error}")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     file.write_text(json.dumps(tools))
-    assert chat.main([str(folder), *flags, "--tools", str(file)]) == 2
-    assert "expected a chat template that uses tools" in capsys.readouterr().err
+    code, _, err = said(chat.main, folder, *flags, "--tools", file)
+    assert code == 2 and "expected a chat template that uses tools" in err
 
 
-def test_a_line_that_the_tokenizer_refuses(folder, capsys, monkeypatch):
+def test_a_line_that_the_tokenizer_refuses(folder, said, monkeypatch):
     """It is left out of the chat, which goes on."""
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
     expected = kos.train.load(folder).chat([{"role": "user", "content": "ring"}], 7, temperature=0)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ud800\nring\n"))
-    capsys.readouterr()
-    assert chat.main([str(folder), "--tokens=7", "--temperature=0"]) == 0
-    said = capsys.readouterr()
-    assert said.err.startswith("kos: error: tokenizer bytes: expected text, got") and said.err.count("\n") == 1
-    assert said.out.replace("> ", "").rstrip("\n") == expected.rstrip("\n")
+    code, out, err = said(chat.main, folder, "--tokens=7", "--temperature=0")
+    assert err.startswith("kos: error: tokenizer bytes: expected text, got") and err.count("\n") == 1
+    assert code == 0 and out.replace("> ", "").rstrip("\n") == expected.rstrip("\n")
 
 
-def test_chats_that_cannot_begin(run, folder, capsys, monkeypatch):
-    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+def test_chats_that_cannot_begin(run, folder, said, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-    capsys.readouterr()
-    assert chat.main([str(folder), "--top-p", "7"]) == 2
-    assert capsys.readouterr().err == "kos: error: --top-p: expected more than 0, at most 1, got 7.0\n"
+    error = "kos: error: --top-p: expected more than 0, at most 1, got 7.0\n"
+    assert said(chat.main, folder, "--top-p", "7")[::2] == (2, error)
     (folder / "chat_template.jinja").unlink()
-    assert chat.main([str(run)]) == 2
-    said = capsys.readouterr()
-    assert said.err == f"kos: error: chat: expected a chat template in {folder}, got none\n" and not said.out
-    assert chat.main([str(run / "nowhere")]) == 2 and "expected a checkpoint or a run" in capsys.readouterr().err
+    error = f"kos: error: chat: expected a chat template in {folder}, got none\n"
+    assert said(chat.main, run) == (2, "", error)
+    code, _, err = said(chat.main, run / "nowhere")
+    assert code == 2 and "expected a checkpoint or a run" in err

@@ -10,7 +10,7 @@ import pytest
 from kos.train.device.cpu import CpuDevice
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
-from tests.train.layouts import STEPS, Precise, check, check_bits, layouts, length, named, serial, train
+from tests.train.layouts import STEPS, Precise, cases, check, check_bits, layouts, length, named, serial, train
 
 
 def run(layout: Layout, layers: int = 2, tied: bool = False, slow: bool = False, **changes: Any) -> Any:
@@ -110,11 +110,7 @@ SLOW_COPIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [*COPIES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_COPIES)],
-    ids=["-".join([named(layout), *map(str, changes.values())]) for layout, changes in COPIES + SLOW_COPIES],
-)
+@cases(COPIES, SLOW_COPIES)
 def test_more_ranks_than_kv_heads(layout, changes):
     """Neighbours along tp hold copies of a kv head, with the same bits, and count its gradient once."""
     check(layout, Precise, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)

@@ -70,60 +70,37 @@ def check(train, ranks: int, backend: str, *flags: str, dtype: str = "float32", 
 
 TWO = ["--tp 2", "--cp 2", "--tp 2 --no-graph --recompute norms", "--cp 2 --no-graph --zero 1 --recompute block"]
 TWO += ["--dp 2", "--dp 2 --zero 1 --no-graph"]
-PIPELINES = [f"--pp 2 --pp-schedule {name}{graph}" for name in SCHEDULES for graph in ("", " --no-graph")]
+TWO += [f"--pp 2 --pp-schedule {name}{graph}" for name in SCHEDULES for graph in ("", " --no-graph")]
 FOUR = [
     "--tp 4", "--cp 4", "--pp 4", "--dp 4 --zero 1", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
     "--dp 2 --cp 2", "--pp 2 --cp 2 --pp-schedule zero-bubble-v", "--dp 2 --pp 2 --pp-schedule zero-bubble-v --zero 1",
 ]  # fmt: skip
 HALVES = ["--seq-len 2048 --batch-size 4 --micro-batch-size 2", "--seq-len 4096 --batch-size 4"]
+"""With tensor parallelism: halves of whole sequences, and halves of one sequence."""
 EIGHT = ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble-v", "--dp 2 --cp 2 --tp 2 --zero 1"]
+ONE_AXIS = ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"]
+FAMILY_FLAGS = [
+    (f"--model-type {family}", flags) for family in sorted(FAMILIES.keys() - {"llama", "gpt2"}) for flags in ONE_AXIS
+    if (family, flags) != ("olmo2", "--tp 2")  # which has norms over all heads, and is refused
+]  # fmt: skip
+RUNS = [  # ranks, flags, those of one rank, dtype
+    *((2, flags, "", "float32") for flags in TWO),
+    *((2, f"--tp 2 --recompute {how}", halves, "float32") for halves in HALVES for how in ("none", "block")),
+    *((ranks, f"--tp {ranks}", f"--num-key-value-heads {ranks // 2}", "float32") for ranks in (2, 4)),
+    *((4, flags, "", "float32") for flags in FOUR),
+]
+ON_PEER = [
+    *((8, flags, "", "float32") for flags in EIGHT), *((2, flags, "", "bfloat16") for flags in ONE_AXIS),
+    *((2, flags, family, dtype) for family, flags in FAMILY_FLAGS for dtype in ("float32", "bfloat16")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize("flags", TWO + PIPELINES)
-def test_two_ranks(train, flags, backend):
-    check(train, 2, backend, *flags.split())
-
-
-@pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("flags", HALVES)
-def test_tensor_parallel_in_halves(train, flags, recompute, backend):
-    """Halves of whole sequences, and halves of one sequence."""
-    alone = tuple(flags.split())
-    check(train, 2, backend, "--tp", "2", "--recompute", recompute, *alone, alone=alone)
-
-
-@pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])
-def test_more_ranks_than_kv_heads(train, ranks, kv_heads, backend):
-    alone = "--num-key-value-heads", str(kv_heads)
-    check(train, ranks, backend, "--tp", str(ranks), *alone, alone=alone)
-
-
-@pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize("flags", FOUR)
-def test_four_ranks(train, flags, backend):
-    check(train, 4, backend, *flags.split())
-
-
-@pytest.mark.parametrize("flags", EIGHT)
-def test_eight_ranks(train, flags):
-    check(train, 8, "peer", *flags.split())
-
-
-@pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
-def test_bfloat16(train, flags):
-    check(train, 2, "peer", *flags.split(), dtype="bfloat16")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "gpt2"}))
-def test_families(train, family, flags, dtype):
-    if (family, flags) == ("olmo2", "--tp 2"):
-        pytest.skip("an OLMo 2 has norms over all heads, and is refused")
-    check(train, 2, "peer", "--model-type", family, *flags.split(), dtype=dtype, alone=("--model-type", family))
+@pytest.mark.parametrize(
+    ("ranks", "flags", "alone", "dtype", "backend"),
+    [*((*run, backend) for run in RUNS for backend in ("peer", "nccl")), *((*run, "peer") for run in ON_PEER)],
+)
+def test_layout(train, ranks, flags, alone, dtype, backend):
+    check(train, ranks, backend, *flags.split(), *alone.split(), dtype=dtype, alone=tuple(alone.split()))
 
 
 DP = ["--dp 2", "--dp 2 --zero 1 --no-graph"]
@@ -161,21 +138,22 @@ def same_bits(train, ranks: int, backend: str, *flags: str, dtype: str = "bfloat
     assert not others, f"{len(others)} of {len(whole)} tensors have other bits: {others[:5]}"
 
 
-@pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize("flags", DP + FIXED + FIXED_MORE + FIXED_ROWS)
-def test_deterministic_on_two_ranks(train, flags, backend):
-    same_bits(train, 2, backend, *flags.split())
+BITS = [  # ranks, flags, dtype
+    *((2, flags, "bfloat16") for flags in DP + FIXED + FIXED_MORE + FIXED_ROWS),
+    *((2, flags, "fp8") for flags in ("--dp 2 --zero 1", "--dp 2 --zero 1 --no-graph")),
+]
+BITS_ON_PEER = [
+    *((2, flags, "float32") for flags in ("--dp 2", "--pp 2 --pp-schedule zero-bubble-v", f"--cp 2 {LONG}")),
+    *((4, flags, "bfloat16") for flags in FIXED_FOUR),
+]
 
 
-@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble-v", f"--cp 2 {LONG}"])
-def test_deterministic_float32(train, flags):
-    same_bits(train, 2, "peer", *flags.split(), dtype="float32")
-
-
-@pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize("flags", ["--dp 2 --zero 1", "--dp 2 --zero 1 --no-graph"])
-def test_deterministic_fp8(train, flags, backend):
-    same_bits(train, 2, backend, *flags.split(), dtype="fp8")
+@pytest.mark.parametrize(
+    ("ranks", "flags", "dtype", "backend"),
+    [*((*run, backend) for run in BITS for backend in ("peer", "nccl")), *((*run, "peer") for run in BITS_ON_PEER)],
+)
+def test_deterministic(train, ranks, flags, dtype, backend):
+    same_bits(train, ranks, backend, *flags.split(), dtype=dtype)
 
 
 def test_deterministic_is_the_same_up_to_rounding(train):
@@ -214,11 +192,6 @@ def test_compressed_gradients_go_on(train, tmp_path):
     np.testing.assert_array_equal(_rows(tmp_path), rows)
     there = _tensors(tmp_path)
     assert there.keys() == tensors.keys() and all(there[x].tobytes() == tensors[x].tobytes() for x in tensors)
-
-
-@pytest.mark.parametrize("flags", FIXED_FOUR)
-def test_deterministic_on_four_ranks(train, flags):
-    same_bits(train, 4, "peer", *flags.split())
 
 
 @pytest.mark.parametrize("flags", ["--tp 2 --pp 2", "--dp 2 --cp 2"])

@@ -6,7 +6,7 @@ from kos.train.ops import Attend, fixed_order
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
 from tests.train.host_kernels import engine as host_kernels
-from tests.train.layouts import named
+from tests.train.layouts import cases
 from tests.train.layouts_on_host import HEAD_ALONE, check, check_bits, check_memory, emulated, train
 
 __all__ = ["emulated"]
@@ -59,11 +59,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-    ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in QUICK + SLOW],
-)
+@cases(QUICK, SLOW)
 def test_layout(emulated, layout, changes):
     """In a graph and not: no memory is allocated in a capture, no arena outgrows its plan, every work is joined."""
     check(layout, changes)
@@ -83,8 +79,6 @@ FIXED = [
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "master_weights": "none", "tied": False, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
-]
-FIXED += [
     (Layout(cp=2), {"tied": True, "seq_len": 16}),
     (Layout(pp=2, cp=2), {"tied": True, "seq_len": 16, "zero": 1, "pp_schedule": "zero-bubble-v", "dtype": "bfloat16"}),
 ]
@@ -98,11 +92,7 @@ FIXED_SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [*FIXED, *(pytest.param(*case, marks=pytest.mark.slow) for case in FIXED_SLOW)],
-    ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in FIXED + FIXED_SLOW],
-)
+@cases(FIXED, FIXED_SLOW)
 def test_deterministic(emulated, layout, changes, monkeypatch):
     """The bits of one rank, although a rank's chunks of the norm and positions in the layout differ."""
     check_bits(layout, changes, monkeypatch)
@@ -132,28 +122,19 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
 
 
 PLANNED = [
-    (Layout(dp=2), {"zero": 1}),
-    pytest.param(Layout(dp=2), {"deterministic": True}, marks=pytest.mark.slow),
-    pytest.param(Layout(), {}, marks=pytest.mark.slow),
-    pytest.param(Layout(tp=2), {}, marks=pytest.mark.slow),
-    (Layout(cp=2), {}),
-    (Layout(cp=2), {"compress": "int8"}),
+    (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {}), (Layout(cp=2), {"compress": "int8"}),
     (Layout(dp=4), {"compress": "int8", "hosts": (2, 2), "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
-    pytest.param(Layout(pp=2), {"tied": True, "deterministic": True}, marks=pytest.mark.slow),
-    pytest.param(Layout(cp=2), {"deterministic": True}, marks=pytest.mark.slow),
-    pytest.param(Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms"}, marks=pytest.mark.slow),
-    pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}, marks=pytest.mark.slow),
-]
-
-
-PLANS = [
-    "dp2-zero", "dp2-fixed", "alone", "tp2", "cp2", "cp2-int8", "hosts-int8", "pp2-v", "fixed", "fixed-cp2", "pp2",
-    "tp2-pp2",
+]  # fmt: skip
+PLANNED_SLOW = [
+    (Layout(dp=2), {"deterministic": True}), (Layout(), {}), (Layout(tp=2), {}),
+    (Layout(pp=2), {"tied": True, "deterministic": True}), (Layout(cp=2), {"deterministic": True}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms"}),
+    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)
+@cases(PLANNED, PLANNED_SLOW)
 def test_allocated_memory_is_within_the_plan(emulated, layout, changes, monkeypatch):
     hosts = changes.get("hosts", ())
     check_memory(layout, {key: value for key, value in changes.items() if key != "hosts"}, monkeypatch, hosts)

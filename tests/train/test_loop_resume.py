@@ -1,15 +1,17 @@
-"""Runs that are resumed: bit for bit, behind later checkpoints, with other settings, on other ranks."""
+"""Runs that are resumed: bit for bit, behind later checkpoints, with other settings, on other ranks, of kos 0.2.0."""
 
 import json
+import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.testing import spawn
+from kos.train import load
 from kos.train.config.flags import parse
-from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
-from tests.train.runs import _config, _losses, _train
+from tests.train.runs import _config, _losses, _train, run
 from tests.train.sharded import tensors_of_run
 
 
@@ -102,7 +104,7 @@ def test_a_runs_config_json_is_what_was_asked(text, tmp_path):
     for ranks, flags in ((2, ["--lr", "1e-4"]), (2, ["--batch-size", "12"])):
         config = parse([*again, str(tmp_path / flags[0]), *flags])
         assert config.device == "auto" and config.dtype == "auto"
-        spawn(lambda comm, config=config: Trainer(config, comm).run(), ranks, timeout=100)
+        run(config, ranks)
     described["config"] |= described.pop("derived") | {"min_lr": 3e-4}  # as it was written once
     (tmp_path / "one" / "config.json").write_text(json.dumps(described))
     once = _config(text, tmp_path / "old", steps=1, min_lr=3e-4)
@@ -155,8 +157,42 @@ def test_a_run_with_a_removed_schedule_is_resumed(text, tmp_path, schedule, capl
     assert [record.getMessage() for record in caplog.records] == [
         f"{file}: pp_schedule: {schedule} is no longer available, 1f1b is used instead: same results"
     ]
-    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
-    rows = read_metrics(out / "metrics.jsonl")
+    rows = run(config, 2)
     for key in ("loss", "grad_norm"):
         assert _losses(rows, key).tobytes() == _losses(whole, key).tobytes()
     assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
+
+
+# --- what kos 0.2.0 wrote -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch):
+    """A copy of a run that kos 0.2.0 made, in the current folder, beside its data.
+
+    The run: --data text.txt --hidden-size 8 --num-hidden-layers 1 --num-attention-heads 1 --num-key-value-heads 1
+    --intermediate-size 8 --batch-size 4 --seq-len 16 --lr 3e-2 --warmup-steps 1 --schedule constant --eval-every 0
+    --sample-tokens 0 --log-every 1 --save-every 3 --steps 6 --out run.  Its config.json and metrics are whole; of its
+    checkpoints, that of step 3 is kept.
+    """
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(chr(97 + (i * i + i // 7) % 26) for i in range(6000)))
+    return Path(shutil.copytree(Path(__file__).with_name("run_of_0_2"), "run"))
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, []), (1, ["--eval-batches=0"])], ids=str)
+def test_an_old_run_resumes_with_the_same_losses(old, ranks, more):
+    """By the run's own settings; two ranks add in another order.  Without validation, it holds out what it did."""
+    losses = _losses(read_metrics(old))
+    rows = run(parse(["--config", "run/config.json", "--resume", "auto", *more]), ranks)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and len(losses) == 6
+    np.testing.assert_allclose(_losses(rows), losses, rtol=1e-5)
+    assert (old / "checkpoints" / "step-6").is_dir()
+
+
+def test_an_old_checkpoint_generates_and_is_of_another_model(old):
+    """The error names the file with the settings of the run."""
+    assert load(old).generate("abc", tokens=4, temperature=0).startswith("abc")
+    config = parse(["--data", "text.txt", "--resume", "run/checkpoints/step-3", "--out", "other"])
+    with pytest.raises(CheckpointError, match="model of this run, .*; to resume it as it was begun: --config run/c"):
+        run(config)

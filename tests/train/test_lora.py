@@ -16,7 +16,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout
 from tests.train import layouts, layouts_on_host
-from tests.train.layouts import CpuDevice, Precise, named
+from tests.train.layouts import CpuDevice, Precise
 from tests.train.layouts_on_host import emulated
 from tests.train.models import part_of, small
 from tests.train.test_parameter_groups import plan_of
@@ -35,11 +35,9 @@ SLOW: list[tuple[Layout, dict[str, Any]]] = [
     (Layout(pp=2, tp=4), {"pp_schedule": "zero-bubble-v", "kv_heads": 2}), (Layout(tp=8), {"recompute": "block"}),
     (Layout(pp=4, cp=2), {"recompute": "norms"}), (Layout(dp=8), {"zero": 1}), (Layout(cp=8), {"seq_len": 64}),
 ]  # fmt: skip
-EVERY = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-IDS = ["-".join([named(layout), *map(str, changes.values())]) for layout, changes in QUICK + SLOW]
 
 
-@pytest.mark.parametrize(("layout", "changes"), EVERY, ids=IDS)
+@layouts.cases(QUICK, SLOW)
 def test_layouts_agree(layout, changes):
     """Losses, norms, adapters and text are those of one rank."""
     changes = {**changes, **({"lora_targets": (*changes["lora_targets"],)} if "lora_targets" in changes else {})}
@@ -52,11 +50,7 @@ IN_ORDER: list[tuple[Layout, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [pytest.param(*case, marks=pytest.mark.slow if number > 2 else ()) for number, case in enumerate(IN_ORDER)],
-    ids=[named(layout) for layout, _ in IN_ORDER],
-)
+@layouts.cases(IN_ORDER[:3], IN_ORDER[3:])
 def test_deterministic(layout, changes):
     """The same bits as one rank, of two adapters of one matrix too."""
     layouts.check_bits(layout, 3, False, seq_len=layouts.length(layout.cp), **LORA, **changes)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.testing import spawn
 from kos.train import load
 from kos.train.checkpoint import adapter, huggingface
 from kos.train.config.flags import parse
@@ -15,8 +14,8 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.run import Trainer
 from tests.train.models import loss_and_gradients
+from tests.train.runs import run
 
 REASON = "the reference needs peft, transformers and torch (pip install peft transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -112,7 +111,7 @@ def test_peft_loads_what_a_run_has_saved(base, tmp_path):
              "--lr=1e-2", "--eval-batches=0", "--sample-tokens=0", "--device=cpu"]  # fmt: skip
     out = tmp_path / "run"
     config = parse([*flags, f"--out={out}", "--dp=2" if base.name == "gpt2" else "--pp=2"])
-    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    run(config, 2)
     saved = out / "checkpoints" / "step-3"
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(model, saved)
@@ -124,6 +123,6 @@ def test_peft_loads_what_a_run_has_saved(base, tmp_path):
     again = tmp_path / "again"
     theirs.save_pretrained(again)
     more = [*flags[1:2], *flags[3:-4], "--lr=1e-9", *flags[-3:], f"--init-from={again}", f"--out={tmp_path / 'more'}"]
-    spawn(lambda comm: Trainer(parse(more), comm).run(), 1, timeout=100)
+    run(parse(more))
     close = {"rtol": 1e-4, "atol": 1e-4 * np.abs(expected).max()}
     np.testing.assert_allclose(load(tmp_path / "more").logits(tokens), expected, **close)

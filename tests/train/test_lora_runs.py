@@ -21,8 +21,7 @@ from kos.train.evaluator import evaluate
 from kos.train.export import main as export
 from kos.train.layers.lora import is_adapter
 from kos.train.run import Trainer
-from kos.train.tools.metrics import read_metrics
-from tests.train import elastic_runs, test_elastic_joins
+from tests.train import elastic_runs, runs, test_elastic_joins
 from tests.train.elastic_runs import no_dry_run, ranks_of
 
 __all__ = ["no_dry_run"]
@@ -42,9 +41,8 @@ def text(tmp_path_factory):
 
 
 def run(text: Path, out: Path, *flags: str, ranks: int = 1) -> np.ndarray:
-    config = parse([f"--data={text}", *SHORT, f"--out={out}", *flags])
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
-    return np.array([[row["loss"], row["grad_norm"]] for row in read_metrics(out / "metrics.jsonl")])
+    rows = runs.run(parse([f"--data={text}", *SHORT, f"--out={out}", *flags]), ranks)
+    return np.array([[row["loss"], row["grad_norm"]] for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +88,13 @@ def test_a_checkpoint_holds_adapters_alone(whole, base):
     assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (3, 5.0, str(base))
 
 
+def edit(folder: Path, **settings: Any) -> Path:
+    """Change settings of the adapters in a folder."""
+    path = folder / adapter.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
 def changed(base: Path, folder: Path) -> Path:
     """The same model with another number in one weight."""
     shutil.copytree(base, folder)
@@ -106,10 +111,8 @@ def test_another_base_is_refused(text, base, whole, tmp_path):
         run(text, tmp_path / "a", f"--init-from={other}", *ADAPT, "--steps=7", resume)
     shutil.copytree(base, moved)
     run(text, tmp_path / "b", f"--init-from={moved}", *ADAPT, "--steps=7", resume)
-    mine = tmp_path / "step-6"
-    shutil.copytree(checkpoint.find(whole[0]).path, mine)
-    settings = json.loads((mine / "adapter_config.json").read_text())
-    (mine / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(other)}))
+    mine = shutil.copytree(checkpoint.find(whole[0]).path, tmp_path / "step-6")
+    edit(mine, base_model_name_or_path=str(other))
     with pytest.raises(CheckpointError, match="expected the base of its run"):
         adapter.Merged(mine)
 
@@ -204,11 +207,9 @@ def of_peft(whole, base, folder, **changes):
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [7]}')
     (folder / "base" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "peft").mkdir()
-    settings = json.loads((folder / "all" / adapter.CONFIG).read_text())
-    settings |= {"base_model_name_or_path": str(folder / "base"), **changes}
-    (folder / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
-    shutil.copy(folder / "all" / adapter.WEIGHTS, folder / "peft")
-    return folder / "peft"
+    for name in (adapter.CONFIG, adapter.WEIGHTS):
+        shutil.copy(folder / "all" / name, folder / "peft")
+    return edit(folder / "peft", **{"base_model_name_or_path": str(folder / "base"), **changes})
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
@@ -273,21 +274,17 @@ def test_a_folder_of_adapters_is_merged(name, whole, base, tmp_path, capsys):
     capsys.readouterr()
     assert export([str(folder), str(tmp_path / "none")]) == 2
     assert "expected a run or a checkpoint, got a folder of adapters; --merge" in capsys.readouterr().err
-    settings = json.loads((folder / adapter.CONFIG).read_text()) | {"base_model_name_or_path": "gone"}
-    (folder / adapter.CONFIG).write_text(json.dumps(settings))
+    edit(folder, base_model_name_or_path="gone")
     assert export([str(folder), str(tmp_path / "none"), "--merge"]) == 1
     assert "base_model_name_or_path: expected a folder" in capsys.readouterr().err
 
 
 def test_ends_are_those_of_the_base(whole, base, tmp_path):
     """A folder of peft has no generation_config.json."""
-    settings = json.loads((checkpoint.find(whole[0]).path / adapter.CONFIG).read_text())
     export([str(whole[0]), str(tmp_path / "peft")])
     shutil.copytree(base, tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    settings["base_model_name_or_path"] = str(tmp_path / "base")
-    (tmp_path / "peft" / adapter.CONFIG).write_text(json.dumps(settings))
-    assert load(tmp_path / "peft").ends == (7, 9)
+    assert load(edit(tmp_path / "peft", base_model_name_or_path=str(tmp_path / "base"))).ends == (7, 9)
 
 
 def test_a_run_whose_base_has_moved_resumes(text, base, tmp_path):
@@ -331,29 +328,23 @@ def test_a_run_whose_base_has_moved_resumes(text, base, tmp_path):
     ids=str,
 )  # fmt: skip
 def test_adapters_that_are_refused_by_name(changes, said, whole, tmp_path):
-    folder = tmp_path / "peft"
-    shutil.copytree(checkpoint.find(whole[0]).path, folder)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    folder = edit(shutil.copytree(checkpoint.find(whole[0]).path, tmp_path / "peft"), **changes)
     with pytest.raises(ConfigError, match=f"--init-from: .*{said}"):
         parse([f"--init-from={folder}"])
 
 
 def test_an_edited_alpha_of_a_checkpoint_is_refused(text, base, whole, tmp_path):
     """To resume from, to load and to merge.  An exported folder may be edited."""
-    out = tmp_path / "run"
-    shutil.copytree(whole[0], out)
-    path = checkpoint.find(out).path / adapter.CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 10.0}))
+    out = shutil.copytree(whole[0], tmp_path / "run")
+    folder = edit(checkpoint.find(out).path, lora_alpha=10.0)
     said = r"adapter_config.json: lora_alpha: expected 5.0, which the run had, got 10.0; kos export writes"
     with pytest.raises(CheckpointError, match=said):
         run(text, tmp_path / "more", f"--init-from={base}", *ADAPT, "--lora-alpha=10", "--steps=7", f"--resume={out}")
     for use in (load, adapter.Merged):
         with pytest.raises(CheckpointError, match=said):
-            use(path.parent)
+            use(folder)
     export([str(whole[0]), str(tmp_path / "peft"), "--dtype", "float32"])
-    settings = json.loads((tmp_path / "peft" / adapter.CONFIG).read_text())
-    (tmp_path / "peft" / adapter.CONFIG).write_text(json.dumps(settings | {"lora_alpha": 10}))
+    edit(tmp_path / "peft", lora_alpha=10)
     plain, once, twice = (load(each).weights["model.layers.0.mlp.up_proj.weight"]
                           for each in (base, whole[0], tmp_path / "peft"))  # fmt: skip
     np.testing.assert_allclose(twice - plain, 2 * (once - plain), rtol=1e-3, atol=1e-6)
@@ -376,10 +367,8 @@ def test_a_base_in_8_bits(text, base, tmp_path):
 def test_adapters_of_another_shape_are_refused(whole, tmp_path):
     folder = tmp_path / "peft"
     export([str(whole[0]), str(folder), "--dtype", "float32"])
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 2}))
     with pytest.raises(CheckpointError, match=r"expected shape .*, got"):
-        load(folder)
+        load(edit(folder, r=2))
 
 
 def test_adapters_of_some_layers_are_frozen(text, base, tmp_path):
@@ -431,9 +420,7 @@ def test_a_rank_is_lost_or_two_join(zero, freeze, dtype, text, small, tmp_path, 
 
     monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
     assert elastic_runs.train(text, tmp_path / "joined", ranks=1, **{**how, "elastic": "1:3"}) == plain
-    for thread, errors in threads:
-        thread.join(30)
-        assert not errors and not thread.is_alive()
+    assert test_elastic_joins.ended(threads) == [[]] * len(threads)
     assert ranks_of(tmp_path / "joined") == [(1, 0)] * 3 + [(3, 1)] * 3
 
 
@@ -466,9 +453,7 @@ def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_pat
     monkeypatch.setattr(elastic.Kept, "load", counting)
     threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "elastic": "1:3"})
-    for thread, errors in threads:
-        thread.join(30)
-        assert not errors and not thread.is_alive()
+    assert test_elastic_joins.ended(threads) == [[]] * len(threads)
     assert counted and all(count <= expected for count, expected in counted)
 
 
@@ -477,6 +462,5 @@ def test_a_newcomer_with_another_base_is_refused(text, small, tmp_path, monkeypa
     how = {**OF_ELASTIC, "init_from": str(other)}
     threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "init_from": small, "elastic": "1:3"})
-    for thread, errors in threads:
-        thread.join(30)
-        assert "--init-from: expected the base that the run adapts" in str(errors[0]) and not thread.is_alive()
+    ((error,),) = test_elastic_joins.ended(threads)
+    assert "--init-from: expected the base that the run adapts" in str(error)

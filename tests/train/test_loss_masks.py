@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError, DataError
-from kos.testing import spawn
-from kos.train import run
 from kos.train.config.flags import parse
 from kos.train.data import prepared
 from kos.train.data import tokenizers as kos_tokenizers
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
-from kos.train.run import Trainer
 from tests.train.refusal import refused
-from tests.train.runs import _config, _train
-from tests.train.sharded import tensors_of_run
+from tests.train.runs import _config, _train, run
 from tests.train.test_corpus import token_bytes
 from tests.train.test_left_out_targets import mean_loss
 from tests.train.tokenizer_files import byte_level_bpe
@@ -305,7 +301,7 @@ def test_a_mask_of_another_length_is_refused(tmp_path, size):
     for ranks in (1, 4):
         expected = f"--data {tmp_path / 'a.mask'}: expected 200 bytes, one for each token of a.bin, got {size}"
         with refused(DataError, expected):
-            spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+            run(config, ranks)
 
 
 def test_a_mask_written_as_text_is_refused(tmp_path):
@@ -329,7 +325,7 @@ def test_one_masked_token_is_too_few(tmp_path):
 def test_training_and_validation_are_means_over_what_counts(pairs, tmp_path):
     """Of the whole batch, and of all validation windows, however many count in each."""
     config = _config(pairs, None, documents="cross")
-    data = run.load_data(config)
+    data = load_data(config)
     val = [data.windows(data.val, starts) for starts in data.val_starts()]
     assert len({int((batch.targets >= 0).sum()) for batch in val}) > 1
     batches = [data.batch(0), Batch(*(np.concatenate(each) for each in zip(*((x[0], x[1]) for x in val), strict=True)))]
@@ -381,13 +377,3 @@ def test_a_checkpoint_has_the_template_for_the_next_run(tmp_path, folder, alone)
         for step in (1, 2)
     ]
     assert prints[0]["data_fingerprint"] == prints[1]["data_fingerprint"]
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_in_which_nothing_counts(tmp_path, ranks):
-    """Its loss and gradients are 0, and the weights stay as they are."""
-    path = write_lines(tmp_path / "long.jsonl", [{"prompt": "x" * 4000, "completion": "yes"}] * 2)
-    how = {"weight_decay": 0.5, "batch_size": 2, "seq_len": 16, "save_every": 1, "keep": 9, "eval_batches": 0}
-    rows = _train(path, tmp_path / "out", ranks, steps=2, fit="cut", **how)
-    assert [(row["loss"], row["grad_norm"], row.get("no_targets")) for row in rows] == [(0, 0, True)] * 2
-    one, two = (tensors_of_run(tmp_path / f"out/checkpoints/step-{step}") for step in (1, 2))
-    assert one == two

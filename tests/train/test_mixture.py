@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError, ConfigError, DataError
-from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import packing
@@ -19,11 +18,9 @@ from kos.train.data.batches import Dataset, counted, load_data
 from kos.train.data.mixture import terms_below
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.parallel.data import shard_batch
-from kos.train.run import Trainer
 from kos.train.tools import plan
-from kos.train.tools.metrics import read_metrics
 from tests.train.refusal import refused
-from tests.train.runs import SMALL, _losses
+from tests.train.runs import SMALL, _losses, run
 from tests.train.sharded import tensors_of_run
 from tests.train.test_loss_masks import write_lines
 
@@ -210,9 +207,7 @@ def config_of(folder: Path, out: Path, **changes: Any) -> TrainConfig:
 
 
 def train(folder: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
-    config = config_of(folder, out, **changes)
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
-    return read_metrics(out / "metrics.jsonl")
+    return run(config_of(folder, out, **changes), ranks)
 
 
 @pytest.fixture(scope="module")

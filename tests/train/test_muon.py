@@ -27,7 +27,7 @@ from kos.train.parallel.data import cut_around, share_out
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.dry_step import TimedDryRun
-from tests.train.layouts import Precise, check, check_bits, length, named
+from tests.train.layouts import Precise, cases, check, check_bits, length
 from tests.train.models import small
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
@@ -164,13 +164,13 @@ def gpt2() -> LlamaConfig:
     return GPT2Config(**shape)
 
 
-LAYOUTS = [
+LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     (Layout(dp=2), {}), (Layout(tp=2), {}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"}), (Layout(cp=2), {}),
     (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {"zero": 1}), (Layout(dp=2, tp=2), {"zero": 1}),
     (Layout(dp=2, pp=2), {"zero": 1}),
-    pytest.param(Layout(tp=4), {}, marks=pytest.mark.slow),
-    pytest.param(Layout(dp=4), {"zero": 1}, marks=pytest.mark.slow),
-    pytest.param(Layout(tp=2, pp=2, dp=2), {"zero": 1}, marks=pytest.mark.slow),
+]  # fmt: skip
+SLOW: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(tp=4), {}), (Layout(dp=4), {"zero": 1}), (Layout(tp=2, pp=2, dp=2), {"zero": 1}),
 ]  # fmt: skip
 
 
@@ -182,14 +182,7 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 4096)
 
 
-def cases(layouts: list[Any]) -> Any:
-    def name(value: Any) -> str:
-        return named(value) if isinstance(value, Layout) else "-".join(value)
-
-    return pytest.mark.parametrize(("layout", "changes"), layouts, ids=name)
-
-
-@cases(LAYOUTS)
+@cases(LAYOUTS, SLOW)
 def test_layout(layout, changes, small_buckets):
     check(layout, Precise, 4, layout.dp % 2 == 0, **MUON, muon_lr=4e-3, **changes)
 
@@ -199,7 +192,7 @@ def test_more_ranks_than_kv_heads(layout, changes, small_buckets):
     check(layout, Precise, 3, True, **MUON, muon_lr=4e-3, kv_heads=2, **changes)
 
 
-@cases(LAYOUTS)
+@cases(LAYOUTS, SLOW)
 def test_deterministic(layout, changes, small_buckets):
     check_bits(layout, 4, layout.dp % 2 == 0, seq_len=length(layout.cp), **MUON, **changes)
 

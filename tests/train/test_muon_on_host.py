@@ -17,9 +17,10 @@ from tests.train import emulated_runs
 from tests.train import layouts_on_host as on_host
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler, ops
+from tests.train.layouts import cases
 from tests.train.models import queue
 from tests.train.sharded import tensors_of_run
-from tests.train.test_muon import HIDDEN, MUON, SHAPES, cases, groups
+from tests.train.test_muon import HIDDEN, MUON, SHAPES, groups
 
 __all__ = ["ops"]
 
@@ -103,22 +104,20 @@ def emulated(monkeypatch):
 
 
 @needs_compiler
-@cases([
-    (Layout(tp=2), {"graph": False}), (Layout(dp=2, tp=2), {"zero": 1}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1}),
-    pytest.param(Layout(tp=4), {}, marks=pytest.mark.slow),
-    pytest.param(Layout(tp=4), {"kv_heads": 2}, marks=pytest.mark.slow),
-    pytest.param(Layout(cp=2), {"zero": 1}, marks=pytest.mark.slow),
-])  # fmt: skip
+@cases(
+    [(Layout(tp=2), {"graph": False}), (Layout(dp=2, tp=2), {"zero": 1}),
+     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1})],
+    [(Layout(tp=4), {}), (Layout(tp=4), {"kv_heads": 2}), (Layout(cp=2), {"zero": 1})],
+)  # fmt: skip
 def test_layout_on_a_gpu(emulated, layout, changes):
     on_host.check(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
 
 
 @needs_compiler
-@cases([
-    (Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}), (Layout(pp=2, dp=2), {"zero": 1, "master_weights": "none"}),
-    pytest.param(Layout(cp=2), {"seq_len": 16}, marks=pytest.mark.slow),
-])  # fmt: skip
+@cases(
+    [(Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}), (Layout(pp=2, dp=2), {"zero": 1, "master_weights": "none"})],
+    [(Layout(cp=2), {"seq_len": 16})],
+)
 def test_deterministic_on_a_gpu(emulated, layout, changes, monkeypatch):
     on_host.check_bits(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
 

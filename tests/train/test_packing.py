@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError, DataError
-from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import packing, prepared
@@ -23,11 +22,9 @@ from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Tokens
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.mesh import Layout
-from kos.train.run import Trainer
-from kos.train.tools.metrics import read_metrics
 from tests.train import emulated_runs, layouts
 from tests.train.refusal import refused
-from tests.train.runs import SMALL, _config, _losses
+from tests.train.runs import SMALL, _config, _losses, run
 from tests.train.sharded import tensors_of_run
 from tests.train.test_corpus import token_bytes
 from tests.train.test_loss_masks import write_lines
@@ -286,9 +283,7 @@ EPOCHS: dict[str, Any] = {"seq_len": 64, "schedule": "constant", "sample_tokens"
 def train(pairs: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
     values = {**SMALL, **EPOCHS, "epochs": 1, **changes}
     del values["steps" if values["epochs"] else "epochs"]
-    config = TrainConfig.from_preset("tiny", data=str(pairs), out=out, **values)
-    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
-    return read_metrics(out / "metrics.jsonl")
+    return run(TrainConfig.from_preset("tiny", data=str(pairs), out=out, **values), ranks)
 
 
 def test_the_default_is_whole_for_chats_and_cut_for_text(pairs, tmp_path):
@@ -469,7 +464,8 @@ def test_a_batch_in_which_nothing_counts_moves_nothing(emulated, nothing, pairs,
     steps = [{name: each for name, each in step.items() if not name.startswith("residual.")} for step in steps]
     assert steps[0] == steps[1] != steps[2] == steps[3]
     assert [row.get("no_targets") for row in rows] == [None, True, None, True]
-    assert [row["loss"] for row in rows][1::2] == [0, 0] and all(np.isfinite(row["loss"]) for row in rows)
+    assert [row["loss"] for row in rows[1::2]] == [0, 0] and all(np.isfinite(row["loss"]) for row in rows)
+    assert "compress" in how or [row["grad_norm"] for row in rows[1::2]] == [0, 0], "nothing but residuals is sent"
     assert rows[2]["lr"] == pytest.approx(parse_rate(2))
     said, warned = capfd.readouterr()
     text = "the loss counts no token of the batch, so the weights stay as they are"

@@ -27,8 +27,8 @@ def _run(folder: Path, steps: int, **more: list[Any]) -> Path:
     return folder
 
 
-def _drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> list[dict[str, tuple[Any, Any]]]:
-    """By panel, the lines of the picture by their labels."""
+def _figure(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Any:
+    """The picture that the command draws."""
     from matplotlib.figure import Figure
 
     figures = []
@@ -36,6 +36,12 @@ def _drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> list[dict
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
     assert plot.main([*map(str, arguments)]) == 0
     (figure,) = figures
+    return figure
+
+
+def _drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> list[dict[str, tuple[Any, Any]]]:
+    """By panel, the lines of the picture by their labels."""
+    figure = _figure(monkeypatch, *arguments)
     return [{str(line.get_label()): line.get_data() for line in axes.lines} for axes in figure.axes]
 
 
@@ -66,14 +72,8 @@ def test_many_steps_are_smoothed(tmp_path, monkeypatch):
 
 def test_many_runs_differ_and_the_legend_covers_none(tmp_path, monkeypatch):
     """Twelve runs: each looks different in the legend, which is beside the panels; no step is drawn alone."""
-    from matplotlib.figure import Figure
-
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
     folders = [_run(tmp_path / f"run-{i}", 100, val_loss=[2.0]) for i in range(12)]
-    assert plot.main([*map(str, folders), "-o", str(tmp_path / "all.png")]) == 0
-    (figure,) = figures
+    figure = _figure(monkeypatch, *folders, "-o", tmp_path / "all.png")
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         *(folder.name for folder in folders), "training loss", "validation loss"

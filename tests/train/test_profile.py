@@ -22,6 +22,7 @@ from tests.train.emulated_runs import SMALL
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 from tests.train.host_kernels.engine import DeviceComm, captured, host_engine, on_device
+from tests.train.runs import run
 
 LINEAR = ("linear", "linear_input_gradient", "linear_weight_gradient")
 PRODUCTS = 4 * 2 + 1  # of the two layers of SMALL, and the head
@@ -139,15 +140,15 @@ def test_compressed_gradients(tmp_path):
 
 
 def test_a_run_that_is_gone_on_from_stays_as_it_was(tmp_path):
-    run = tmp_path / "run"
-    values = {**SMALL, "data": str(tmp_path / "letters.txt"), "out": run, "steps": 3, "save_every": 2, "keep": 9}
+    out = tmp_path / "run"
+    values = {**SMALL, "data": str(tmp_path / "letters.txt"), "out": out, "steps": 3, "save_every": 2, "keep": 9}
     (tmp_path / "letters.txt").write_bytes(b"abc" * 700)
-    spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), comm).run(), 1, timeout=100)
-    files = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")  # that is of a process
+    run(TrainConfig.from_preset("tiny", **values))
+    files = (path for path in out.rglob("*") if path.is_file() and path.name != ".lock")  # that is of a process
     before = {path: path.read_bytes() for path in files}
-    values |= {"profile": 1, "steps": 9, "resume": str(run / "checkpoints" / "step-2")}
-    spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), comm).run(), 1, timeout=100)
-    assert {path: path.read_bytes() for path in before} == before and (run / "profile.txt").exists()
+    values |= {"profile": 1, "steps": 9, "resume": str(out / "checkpoints" / "step-2")}
+    run(TrainConfig.from_preset("tiny", **values))
+    assert {path: path.read_bytes() for path in before} == before and (out / "profile.txt").exists()
 
 
 def test_no_share_of_a_step_is_more_than_all():

@@ -24,7 +24,7 @@ from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.refusal import refused
-from tests.train.runs import SMALL, _config, _train
+from tests.train.runs import SMALL, _config, _train, run
 from tests.train.test_cli import ENVIRONMENT, _command
 
 CONSTANT: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
@@ -258,8 +258,7 @@ def test_a_run_resumes_in_a_moved_folder(text, tmp_path):
     _train(text, tmp_path / "a", steps=2)
     (tmp_path / "a").rename(tmp_path / "b")
     config = parse(["--config", str(tmp_path / "b/config.json"), "--resume", "auto", "--steps", "3"])
-    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
-    assert [row["step"] for row in read_metrics(tmp_path / "b/metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in run(config, 2)] == [1, 2, 3]
     assert not (tmp_path / "a").exists()
     shutil.copy(tmp_path / "b/config.json", tmp_path / "again.json")
     assert parse(["--config", str(tmp_path / "again.json")]).out == tmp_path / "b"
@@ -285,12 +284,10 @@ def test_relative_paths_are_those_of_the_folder_where_the_run_began(text, tmp_pa
 def test_where_a_run_began_is_no_setting_of_others(text, tmp_path):
     """A run that began with --init-from resumes from a path.  Runs that read its config.json ignore that path."""
     _train(text, tmp_path / "a", steps=2, **CONSTANT)
-    _train(text, tmp_path / "b", steps=4, init_from=str(tmp_path / "a/checkpoints/step-2"), **CONSTANT)
-    whole, file = read_metrics(tmp_path / "b/metrics.jsonl"), ["--config", str(tmp_path / "b/config.json")]
+    whole = _train(text, tmp_path / "b", steps=4, init_from=str(tmp_path / "a/checkpoints/step-2"), **CONSTANT)
+    file = ["--config", str(tmp_path / "b/config.json")]
     config = parse([*file, "--resume", str(tmp_path / "b/checkpoints/step-2")])
-    spawn(lambda comm: Trainer(config, comm).run(), 1, timeout=100)
-    rows = read_metrics(tmp_path / "b/metrics.jsonl")
-    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
+    assert [row["loss"] for row in run(config)] == [row["loss"] for row in whole]
     assert parse(file).resume is None
 
 
@@ -301,13 +298,12 @@ def test_a_run_resumes_after_its_initial_weights_were_deleted(text, tmp_path):
     _train(text, out, steps=2, init_from=str(start), **settings)
     shutil.rmtree(tmp_path / "a")
     command = ["--config", str(out / "config.json"), "--steps", "3", "--resume"]
-    config = parse([*command, "auto"])
-    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    run(parse([*command, "auto"]), 2)
     assert checkpoint.find(out).step == 3
     shutil.rmtree(out / "checkpoints")
     anew = parse([*command, "auto", "--out", str(tmp_path / "c")])
     with pytest.raises(CheckpointError, match=f"{start}: expected model.safetensors, got no such folder"):
-        spawn(lambda comm: Trainer(anew, comm).run(), 1, timeout=100)
+        run(anew)
     with pytest.raises(ConfigError, match=f"--init-from: {start}/config.json: .* no such folder"):
         parse(["--init-from", str(start), "--resume", "auto"])
 

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 from kos.errors import CheckpointError
-from kos.testing import spawn
 from kos.train.__main__ import main
 from kos.train.config.flags import parse
 from kos.train.data import show
 from kos.train.data.batches import load_data
-from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from tests.train.chat_templates import QWEN, bare
 from tests.train.refusal import refused
-from tests.train.runs import _config
+from tests.train.runs import _config, run
 from tests.train.test_chats import ANSWER, TOOL, USER, calling, folder_of
 from tests.train.test_loss_masks import write_lines
 
@@ -95,7 +93,7 @@ def test_a_run_that_resumes_is_shown_from_its_next_step(chats, tmp_path, capsys)
     out = tmp_path / "out"
     how = {"tokenizer": chats[3], "seq_len": 400, "steps": 2, "eval_batches": 0, "batch_size": 2}
     config = _config(Path(chats[1]), out, **how, fit="cut").model_copy(update={"sample_tokens": 0, "epochs": None})
-    spawn(lambda comm: Trainer(config, comm).run(), 1, timeout=100)
+    run(config)
     expected = [show.sequence(load_data(config), step, row)[0] for step, row in ((2, 0), (2, 1), (3, 0))]
     for resume in ("auto", str(out / "checkpoints" / "step-2")):
         capsys.readouterr()
@@ -110,7 +108,7 @@ def test_a_run_on_chats_answers_a_question_at_its_end(chats, tmp_path, capsys):
     how = {"tokenizer": chats[3], "seq_len": 400, "steps": 1, "eval_batches": 0}
     for out, changes in (("a", {}), ("b", {"prompt": "rain"}), ("c", {"loss_on": "all"})):
         config = _config(Path(chats[1]), tmp_path / out, **how).model_copy(update={"sample_tokens": 3, **changes})
-        spawn(lambda comm, config=config: Trainer(config, comm).run(), 2, timeout=100)
+        run(config, 2)
         printed = capsys.readouterr().out
         sample = printed.partition("--- a sample ---\n")[2]
         assert sample.startswith(ASKED) == (out == "a") and sample.startswith("rain") == (out == "b")
@@ -160,7 +158,7 @@ def test_only_rank_0_prints(chats, capsys, monkeypatch):
 def test_a_run_shows_some_of_its_first_sequence(chats, tmp_path, capsys):
     config = _config(Path(chats[1]), tmp_path / "out", tokenizer=chats[3], seq_len=400, steps=1, eval_batches=0)
     config = config.model_copy(update={"sample_tokens": 0, "epochs": None})
-    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    run(config, 2)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the first sequence, of which ")]
     assert len(lines) == 1 and " of 400 tokens count, in «»: " in lines[0] and lines[0].endswith(" (--show-data N)")
     assert "«" in json.loads(lines[0].partition("«»: ")[2].removesuffix(" (--show-data N)"))

@@ -1,16 +1,22 @@
-"""A trained model in Python: what ``kos.train.load`` takes, and what it computes."""
+"""A trained model in Python: what ``kos.train.load`` takes, what it computes, and the texts that it samples."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos.train
-from kos.errors import CheckpointError, InvalidArgument
-from kos.train import checkpoint
+from kos.errors import CheckpointError, InvalidArgument, TrainingError
+from kos.train import checkpoint, sample
+from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
+from kos.train.generate import Sampling, Uncached, generate, sample_text
 from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
@@ -23,12 +29,13 @@ PROMPT = "one ring"
 
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
+    """A model of three steps: what it says is noise, but its own."""
     out = tmp_path_factory.mktemp("run") / "out"
-    _train(text, out, steps=3, eval_batches=1, tokenizer="chars")
+    _train(text, out, steps=3, eval_batches=1, tokenizer="chars", save_every=1)
     return out
 
 
-def test_loss_logits_and_text_of_a_run(run, text):
+def test_loss_logits_and_text_of_a_run(run, text, capsys):
     model = kos.train.load(run)
     assert model.config.hidden_size == SMALL["model"]["hidden_size"] and model.tokenizer.kind == "chars"
     assert f"hidden_size={model.config.hidden_size}, " in repr(model) and " parameters, " in repr(model)
@@ -47,9 +54,9 @@ def test_loss_logits_and_text_of_a_run(run, text):
     targets[[2, -1]] = -1
     expected = -np.mean([row[target] for row, target in zip(odds, targets, strict=True) if target >= 0])
     assert model.loss(PROMPT, targets) == pytest.approx(expected, rel=1e-5)
-    command = [*python(), "-m", "kos.train.sample", str(run), "--prompt", PROMPT, "--tokens", "9", "--seed", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.stdout == model.generate(PROMPT, 9, seed=3) + "\n"
+    capsys.readouterr()
+    said = _say(capsys, run, "--prompt", PROMPT, "--tokens", "9", "--seed", "3")
+    assert said == model.generate(PROMPT, 9, seed=3) + "\n"
     assert model.generate(PROMPT, 9, temperature=0) == PROMPT + model.tokenizer.decode(_likeliest(model, 9))
 
 
@@ -114,6 +121,7 @@ def test_wrong_targets_are_named(run):
 def test_metrics_are_read_from_what_open_takes(run):
     path = run / "metrics.jsonl"
     rows = read_metrics(path)
+    path.write_text(path.read_text() + '{"step": 4')  # as a run that was killed left it
     assert len(rows) == 3
     for given in (str(path), bytes(path), run, str(run), bytes(run), os.open(path, os.O_RDONLY)):
         assert kos.train.read_metrics(given) == rows, given
@@ -122,3 +130,181 @@ def test_metrics_are_read_from_what_open_takes(run):
     os.close(writer)
     assert kos.train.read_metrics(reader) == rows
     assert kos.train.read_metrics(bytes(run / "nothing")) == []
+
+
+# --- samples --------------------------------------------------------------------------------------------------
+
+LOGITS = np.array([1.5, -0.5, 3.0, 2.0, 0.0, 2.5, -np.inf, 1.0], np.float32)
+LONGEST = 5
+
+
+class Fixed:
+    """A model whose next token never depends on the context, which it keeps."""
+
+    def __init__(self, logits: np.ndarray = LOGITS) -> None:
+        self.logits = logits
+        self.contexts: list[list[int]] = []
+
+    def next_logits(self, tokens: np.ndarray) -> np.ndarray:
+        assert tokens.shape[0] == 1
+        self.contexts.append(tokens[0].tolist())
+        return self.logits.copy()
+
+
+def _draw(count: int, logits: np.ndarray = LOGITS, seed: int = 11, **settings: Any) -> list[int]:
+    return _generated(Fixed(logits), [0], count, seed=seed, **settings)
+
+
+def _generated(model: Any, prompt: list[int], count: int, stop: int | None = None, **settings: Any) -> list[int]:
+    ends, sampling = () if stop is None else (stop,), Sampling(**{"top_k": 0, **settings})
+    source = Uncached(model.next_logits)
+    return [token for _, token in generate(source, LONGEST, [prompt], count, sampling, ends=ends)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite(temperature, bad):
+    with pytest.raises(TrainingError, match=f"expected finite logits, got {bad}"):
+        _draw(1, np.full(LOGITS.size, bad, np.float32), temperature=temperature)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 50.0, "top_k": 1}])
+def test_the_likeliest(settings):
+    rng = np.random.default_rng(3)
+    for seed in range(20):
+        logits = rng.standard_normal(50).astype(np.float32)
+        assert _draw(3, logits, seed=seed, **settings) == [int(np.argmax(logits))] * 3
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-3])
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e30])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature, top_k, scale):
+    logits = np.array([1, 2, 4, 3, -5, 0], np.float32) * np.float32(scale)
+    assert _draw(5, logits, temperature=temperature, top_k=top_k) == [int(np.argmax(logits))] * 5
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length, caplog):
+    """Which is said once, also if the prompt is too long itself."""
+    model = Fixed()
+    prompt = [7, 6, 5, 4, 3, 2, 1, 0, 7][:length]
+    whole = prompt + _generated(model, prompt, 9, seed=0)
+    starts = {4: [0, 0, 4, 4, 4, 4, 8, 8, 8], 9: [7, 7, 7, 7, 11, 11, 11, 11, 15]}[length]
+    assert model.contexts == [whole[start:end] for start, end in zip(starts, range(length, length + 9), strict=True)]
+    said = "the text is longer than the context of 5 tokens: the model sees the last 2, then more"
+    assert caplog.messages == [said]
+
+
+def test_the_sample_of_a_run_may_outgrow_the_context(caplog):
+    text = sample_text(Fixed().next_logits, 5, NumberTokenizer(99), "7 6", 9, seed=0, temperature=0)
+    assert len(text.split()) == 11 and not caplog.messages
+
+
+def _say(capsys: Any, *flags: str | Path) -> str:
+    assert sample.main([*map(str, flags)]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_text_from_a_run(run, text, capsys):
+    capsys.readouterr()
+    flags = ["--prompt", "one ring", "--tokens", "40"]
+    said = _say(capsys, run, *flags)
+    assert said.startswith("one ring") and len(said) == len("one ring") + 40 + 1
+    assert set(said) - set("\n") <= set(text.read_text())
+    assert _say(capsys, run / "checkpoints" / "step-3", *flags, "--seed", "0", "--temperature", "0.8") == said
+    others = [_say(capsys, run, *flags, *more) for more in (["--seed", "1"], ["--temperature", "9"], ["--top-k", "2"])]
+    assert len({said, *others}) == 4
+    coldest = [_say(capsys, run, *flags, *more) for more in (["--temperature", "0"], ["--top-k", "1"])]
+    coldest.append(_say(capsys, run, *flags, "--temperature", "1e-320"))
+    assert len(set(coldest)) == 1
+    assert _say(capsys, run, "--tokens", "0", "--prompt", "rank") == "rank\n"
+
+
+def test_only_the_weights_are_needed(run, tmp_path, capsys):
+    """A checkpoint whose optimizer's state is cut or gone gives the same text; with other weights it is refused."""
+    shutil.copytree(run, tmp_path / "copy")
+    capsys.readouterr()
+    said = _say(capsys, run, "--tokens", "9")
+    newest = tmp_path / "copy" / "checkpoints" / "step-3"
+    os.truncate(newest / "optimizer.safetensors", 100)
+    for damaged in (tmp_path / "copy", newest):
+        assert _say(capsys, damaged, "--tokens", "9") == said
+    (newest / "optimizer.safetensors").unlink()
+    assert _say(capsys, newest, "--tokens", "9") == said
+    with pytest.raises(CheckpointError):
+        checkpoint.find(newest)
+    os.truncate(newest / "model.safetensors", 100)
+    assert sample.main([str(newest)]) == 1 and "model.safetensors: expected bytes" in capsys.readouterr().err
+
+
+def test_as_a_command(run, capsys):
+    capsys.readouterr()
+    command = [sys.executable, "-m", "kos.train.sample"]
+    flags = [str(run), "--tokens", "20", "--seed", "3"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", _say(capsys, *flags))
+    command = [*python(), "-m", "kos.train.sample"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, *flags], stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert done.returncode == 2 and done.stderr.startswith("kos: error: expected to write the output, got [Errno 28]")
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "expected a checkpoint or a run" in done.stderr
+
+
+def test_a_long_text_is_decoded_in_pieces():
+    """The decoder gets a few tokens for each new one.  Characters of several tokens come out whole."""
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "\u2581b": 258}
+    model = library.models.BPE(vocab=vocab, merges=[], byte_fallback=True)
+    words, steps = library.Tokenizer(model), library.decoders
+    replaced = steps.Replace("\u2581", " ")
+    words.decoder = steps.Sequence([replaced, steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    decoded = 0
+
+    class Counting(HuggingFaceTokenizer):
+        def decode(self, ids):
+            nonlocal decoded
+            decoded += len([*ids])
+            return super().decode(ids)
+
+    tokenizer = Counting(json.loads(words.to_str()), "words")
+    texts = ["\u4e2d\u6587" * 5, "\U0001f600" * 7, "a b", "\xe9\u4e2d a", " b" * 9, "?"]
+    rng = np.random.default_rng(0)
+    for prompt in ("", "a b", "\u4e2d"):
+        text = "".join(rng.choice(texts, 150))
+        ids, given = _spelled(text), _spelled(prompt)
+        follow = iter([*ids, 0, 0])
+        whole = tokenizer.decode([*given, *ids])
+        decoded = 0
+        next_logits = lambda tokens, follow=follow: np.eye(300)[next(follow)]  # noqa: E731
+        got = sample_text(next_logits, 10_000, tokenizer, given, len(ids), seed=0, temperature=0)
+        assert got == whole and decoded < 30 * len(ids), (len(ids), decoded)
+
+
+def _spelled(text: str) -> list[int]:
+    """The bytes of a text, but one token for " b" and for "a"."""
+    words = {" b": [258], "a": [257]}
+    return [token for part in re.findall(" b|a|.", text, re.DOTALL) for token in words.get(part, part.encode())]
+
+
+def test_a_sample_keeps_the_space_after_the_prompt():
+    """For token numbers, and for a tokenizer that drops the space before a text's first word."""
+
+    def next_logits(tokens):
+        return np.eye(9)[(tokens[0, -1] + 1) % 9]
+
+    def sample(tokenizer, prompt):
+        return sample_text(next_logits, 8, tokenizer, prompt, 2, seed=0, temperature=0)
+
+    assert sample(NumberTokenizer(9), "5 6") == "5 6 7 8"
+    assert sample(NumberTokenizer(9), "") == "1 2"
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    words = library.Tokenizer(library.models.WordLevel({f"\u2581w{n}": n for n in range(9)}, "\u2581w0"))
+    words.pre_tokenizer, words.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    assert sample(HuggingFaceTokenizer(json.loads(words.to_str()), "words"), "w3 w4") == "w3 w4 w5 w6"

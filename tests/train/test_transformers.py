@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kos.train
-from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
@@ -16,8 +15,8 @@ from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout
-from kos.train.run import Trainer
 from tests.train.models import SCALING, read_weights, tensors_of
+from tests.train.runs import run
 from tests.train.sharded import save_in, whole_state
 from tests.train.tokenizer_files import byte_level_bpe
 
@@ -196,7 +195,7 @@ def test_fine_tuning_a_model_of_transformers_and_loading_it_there(tmp_path, monk
     (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     monkeypatch.chdir(tmp_path)
     flags = "--init-from theirs --data words.txt --out run --steps 3 --batch-size 4 --seq-len 32 --sample-tokens 0"
-    spawn(lambda comm: Trainer(parse(flags.split()), comm).run(), 2, timeout=100)
+    run(parse(flags.split()), 2)
 
     ours = "run/checkpoints/step-3"
     model, info = transformers.AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)

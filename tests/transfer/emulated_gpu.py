@@ -24,7 +24,8 @@ import pytest
 from kos.cuda import driver, streams
 from kos.memory import array, ipc
 from kos.transfer import buffers, gpu, reader, scales
-from tests.comm.fake_nccl import Memory, no_gpu
+from tests.comm.fake_gpu import Memory
+from tests.comm.fake_nccl import no_gpu
 from tests.comm.host_kernel import HostKernel
 
 

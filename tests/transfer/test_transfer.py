@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,20 @@ from tests.transfer.publishing import (
 )
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shared", "tcp"])
+
+
+@contextmanager
+def both(**options):
+    """Arrays, their publisher with these options, other arrays, and the subscriber of these."""
+    transport = options.pop("transport", "auto")
+    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
+    with (
+        Publisher(None, mine, **options) as publisher,
+        Subscriber(publisher.address, arrays, transport=transport) as reader,
+    ):
+        set_version(mine, 1)
+        publisher.publish(1)
+        yield mine, publisher, arrays, reader
 
 
 @TRANSPORTS
@@ -135,14 +150,9 @@ def test_no_version_yet_and_no_publisher_yet():
 @TRANSPORTS
 def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport, monkeypatch):
     """The publisher waits no longer than its patience; the reader begins again with the newest version."""
-    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
-    with (
-        Publisher(None, mine, patience=0.05) as publisher,
-        Subscriber(publisher.address, arrays, transport=transport) as reader,
-    ):
-        set_version(mine, 1)
-        publisher.publish(1)
+    with both(patience=0.05, transport=transport) as (mine, publisher, arrays, reader):
         late = list[int]()
+
         def slow(*arguments):  # between the lease and the first byte, the publisher goes on twice
             for version in (2, 3):
                 set_version(mine, version)
@@ -158,12 +168,9 @@ def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport, monkeyp
 @TRANSPORTS
 def test_a_publisher_waits_for_a_reader_within_its_patience(transport, monkeypatch):
     """The buffer that is read is written again when the reader has its version."""
-    arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     late = list[int]()
-    with (
-        Publisher(None, mine, patience=60) as publisher,
-        Subscriber(publisher.address, arrays, transport=transport) as reader,
-    ):
+    with both(patience=60, transport=transport) as (mine, publisher, arrays, reader):
+
         def publish():
             for version in (2, 3):
                 set_version(mine, version)
@@ -176,8 +183,6 @@ def test_a_publisher_waits_for_a_reader_within_its_patience(transport, monkeypat
             thread.join(1.0)  # it does not end
             return Plan(*arguments)
 
-        set_version(mine, 1)
-        publisher.publish(1)
         monkeypatch.setattr(module, "Plan", slow)
         assert reader.update(50).version == 1
         expect_version(arrays, 1)

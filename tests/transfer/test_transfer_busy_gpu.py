@@ -18,7 +18,7 @@ from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange
 from kos.transfer.gpu import Copier, Launch
 from kos.transfer.reader import Target
-from tests.comm.fake_nccl import captures
+from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
 from tests.transfer.emulated_gpu import emulated_gpu
@@ -42,6 +42,17 @@ def memory(monkeypatch):
 
 def of(value: float) -> Array:
     return Array.from_numpy(np.full(4, value, np.float32), 0)
+
+
+@contextmanager
+def both(source: Array, into: Array, **options: Any) -> Iterator[tuple[Publisher, Subscriber]]:
+    """A publisher that has published ``source``, and a subscriber with these options."""
+    with (
+        Publisher(None, {"w": (source, WHOLE)}) as publisher,
+        Subscriber(publisher.address, {"w": (into, WHOLE)}, **options) as subscriber,
+    ):
+        publisher.publish(1)
+        yield publisher, subscriber
 
 
 class Queues:
@@ -104,11 +115,7 @@ def reads_the_next_version(publisher: Publisher, subscriber: Subscriber, source:
 def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged, queues):
     """They are still queued on the GPU when it begins."""
     source, into = of(1), of(0)
-    with (
-        Publisher(None, {"w": (source, WHOLE)}) as publisher,
-        Subscriber(publisher.address, {"w": (into, WHOLE)}, staged=staged) as subscriber,
-    ):
-        publisher.publish(1)
+    with both(source, into, staged=staged) as (publisher, subscriber):
         queues.late = True
         with pytest.raises(TransferTimeout):
             subscriber.update(0.3)
@@ -125,11 +132,7 @@ def test_without_staging_memory_an_update_writes_after_the_work_that_was_queued_
         follow(copier, stream)
         hung.add(threading.get_ident())
 
-    with (
-        Publisher(None, {"w": (of(1), WHOLE)}) as publisher,
-        Subscriber(publisher.address, {"w": (into, WHOLE)}, staged=False) as subscriber,
-    ):
-        publisher.publish(1)
+    with both(of(1), into, staged=False) as (_, subscriber):
         with monkeypatch.context() as patch:
             patch.setattr(Copier, "follow", behind)
             with pytest.raises(TransferTimeout, match=LATE):
@@ -148,8 +151,7 @@ def test_a_copy_from_staging_memory_that_is_late(queues, monkeypatch):
         queues.late = True
         commit(target, *limit)
 
-    with Publisher(None, {"w": (source, WHOLE)}) as publisher, Subscriber(publisher.address, {"w": (into, WHOLE)}) as s:
-        publisher.publish(1)
+    with both(source, into) as (publisher, s):
         with monkeypatch.context() as patch:
             patch.setattr(Target, "commit", late)
             patch.setattr("kos.transfer.subscriber.GRACE", 0.2)
@@ -193,8 +195,7 @@ def test_an_error_of_the_driver_names_no_publisher(monkeypatch):
     def fail(copier, copies):
         raise CudaError("cuMemcpyAsync failed")
 
-    with Publisher(None, {"w": (of(1), WHOLE)}) as publisher, Subscriber(publisher.address, {"w": (of(0), WHOLE)}) as s:
-        publisher.publish(1)
+    with both(of(1), of(0)) as (_, s):
         monkeypatch.setattr(Copier, "queue", fail)
         with pytest.raises(CudaError, match="^cuMemcpyAsync failed$"):
             s.update(30)
@@ -391,11 +392,7 @@ def test_close_frees_no_memory_to_which_copies_are_queued(where, queues, monkeyp
 
 def test_memory_of_a_publisher_of_this_process_that_is_read_is_not_freed(memory):
     """Though the publisher is closed between the lease and the first copy."""
-    with (
-        Publisher(None, {"w": (of(1), WHOLE)}) as publisher,
-        Subscriber(publisher.address, {"w": (of(0), WHOLE)}, transport="shared") as subscriber,
-    ):
-        publisher.publish(1)
+    with both(of(1), of(0), transport="shared") as (publisher, subscriber):
         held = set(memory.held)
         assert held
 

@@ -12,7 +12,7 @@ from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber
 from kos.transfer.gpu import Run, launches, merged, whole
-from tests.comm.fake_nccl import captures
+from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
 from tests.transfer.emulated_gpu import emulated_gpu

@@ -2,16 +2,19 @@
 
 import pytest
 
+from kos import cuda
 from tests.transfer.faults import KINDS, campaign
 
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_faults(seed):
-    """Each kind twice with each seed; ``python -m tests.transfer.faults`` runs more."""
-    assert campaign(2 * len(KINDS), seed) == []
+TWICE = 2 * len(KINDS)
+ON_GPUS = [pytest.mark.gpu, pytest.mark.timeout(600)]
+MANY = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_random_faults():
-    assert campaign(200, 3) == []
+@pytest.mark.parametrize(
+    ("faults", "seed", "gpus"),
+    [(TWICE, 1, False), (TWICE, 2, False), pytest.param(TWICE, 1, True, marks=ON_GPUS),
+     pytest.param(200, 3, False, marks=MANY)],
+)  # fmt: skip
+def test_random_faults(faults, seed, gpus):
+    """Each kind twice or more; ``python -m tests.transfer.faults --gpus 2 --faults 50`` runs others."""
+    assert campaign(faults, seed, gpus=len(cuda.visible_devices()) if gpus else 0) == []

@@ -15,7 +15,6 @@ from kos.transfer import Placement, Publisher, Subscriber
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
 from tests.transfer.emulated_gpu import emulated_gpu
-from tests.transfer.faults import KINDS, campaign
 from tests.transfer.gpu_process import OtherPublisher
 from tests.transfer.publishing import expect_version
 from tests.transfer.test_block_scales import PLACED
@@ -212,10 +211,3 @@ def test_block_scales(placed, block, transport):
 @pytest.mark.parametrize("source", checks.NAMES)
 def test_conversions(source, target):
     checks.check_conversions(source, target)
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-def test_random_faults():
-    """Each kind twice; ``python -m tests.transfer.faults --gpus 2 --faults 50`` runs more."""
-    assert campaign(2 * len(KINDS), 1, gpus=len(cuda.visible_devices())) == []

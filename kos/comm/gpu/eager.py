@@ -16,7 +16,7 @@ import numpy as np
 
 from kos._core import native
 from kos.comm.gpu.routes import is_copy
-from kos.comm.prepared import APART
+from kos.comm.prepared import CoreCall, Guards
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.kernels import RECV, SEND, Address, Launch, copy_launch
@@ -61,25 +61,20 @@ class EagerCalls:
         self._core = core if bound else None
         return self._core
 
-    def describe(
-        self, work: Work[Any], x: int, out: int, streams: Sequence[Any] = (), persistent: bool = False
-    ) -> tuple[Any, ...] | None:
-        """The packed launches of calls like ``work``, and the indices of the arguments that they read and write.
+    def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall | None:
+        """``core_call`` with the packed launches of calls like ``work``, and their guards.
 
-        An index is -1 if there is no such argument.  ``x`` and ``out`` are the indices of input and output, and
-        ``streams`` are the owners of the streams of the arguments.  The launches are None if the core cannot make them.
-        After the indices come the other results of ``_plan``.  Returns None if no later call can be like this one.
+        ``streams`` are the owners of the streams of the arguments.  ``core_call`` stays without launches if the core
+        cannot make them.  Returns None if no later call can be like this one.
         """
         prepared = work.prepared
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
-        if not persistent:  # a Persistent keeps its stream alive itself
-            self._limit_streams([work.queue, *streams])
-        ends = (x, work.send), (out, work.recv)
+        self._limit_streams([core_call.stream, *streams])  # a Persistent, which has none, keeps its stream alive itself
+        ends = (core_call.reads, work.send), (core_call.writes, work.recv)
         if prepared.backend is not self._backend or not prepared.waits or any(at >= 0 and not end for at, end in ends):
-            return None, x, out
-        plan, *order = self._plan(work)
-        return plan, x, out, *order
+            return core_call
+        return self._with_launches(core_call, work)
 
     def _limit_streams(self, owners: list[Any]) -> None:
         """Clear the cache before its calls hold too many streams: a program may create one per call."""
@@ -89,27 +84,21 @@ class EagerCalls:
             self._core.forget()
         self._streams |= new
 
-    def _plan(self, work: Work[Any]) -> tuple[Any, ...]:
-        """The launches of a call, packed for the core, and the objects that the core compares or keeps.
+    def _with_launches(self, core_call: CoreCall, work: Work[Any]) -> CoreCall:
+        """``core_call`` with its launches, packed for the core, and their guards.
 
-        The first of these objects is a tuple: the Streams, the owner of the stream and the party that the Streams must
-        have, the handle of the stream (None if its owner cannot close it), and the launches.  The backend and the
-        shared state follow, which hold the last Work.  Returns ``(None,)`` if the core cannot make the call, or if
-        nothing keeps the stream alive.
+        It stays without them if the core cannot make the launches, or if nothing keeps the stream alive.
         """
         prepared, stream, owner = work.prepared, work.stream, work.queue
         o, route = prepared.operation, prepared.route
         if o.options.purpose or work.convert is not None or (type(owner) is int and stream > LEGACY):
-            return (None,)
+            return core_call
         launches = _launches(work)
         if launches is None or len(launches) > _MOST_LAUNCHES:
-            return (None,)
+            return core_call
         if any(len(each.arguments) > native.MOST_WORDS for each in launches):
-            return (None,)
+            return core_call
         handle = owner.__cuda_stream__() if owner is not None and may_close(owner) else None
-        sizes = [0 if end is None else end.count * end.dtype.itemsize for end in (o.send, o.recv)]
-        overlap = work.send and work.recv and -sizes[0] < work.send - work.recv < sizes[1]
-        distance = (work.send - work.recv) % (1 << 64) if overlap else APART
         needs_context = any(stream <= each.context_up_to for each in launches)
         context = int(driver.primary_context(prepared.backend.device)) if needs_context else 0
         in_graph_alike = prepared.fixed and not isinstance(prepared.run, InWindows) and len(launches) == 1
@@ -118,9 +107,11 @@ class EagerCalls:
         current = driver.address("cuCtxGetCurrent") if context else 0
         room = launches[0].room if launches else (0, 0, 0)
         numbers = len(launches), prepared.fingerprint, stream, route.failed_word, *room, context, current, captured
-        plan = struct.pack("=13Q", *numbers, *sizes, distance) + b"".join(map(pack, launches))
-        order = self._shared.streams, owner, prepared.backend.party(prepared), handle, launches
-        return bytearray(native.PLAN_AT) + plan, order, prepared.backend, self._shared
+        overlap = core_call.input_bytes, core_call.output_bytes, core_call.distance
+        plan = struct.pack("=13Q", *numbers, *overlap) + b"".join(map(pack, launches))
+        party = prepared.backend.party(prepared)
+        guards = Guards(self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared)
+        return core_call._replace(call=bytearray(native.PLAN_AT) + plan, guards=guards)
 
     def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:
         """Raise the error of a launch that the core could not make."""

@@ -34,7 +34,7 @@ from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
-from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
+from kos.comm.gpu.peer.launches import NO_OCCUPANCY, PACKETS, Launches, Occupancy
 from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.reduction import ReduceOp
@@ -53,8 +53,6 @@ log = logging.getLogger(__name__)
 
 _VECTOR = 16
 """Bytes that a kernel moves at once."""
-_NO_ROOM = Occupancy(0, 1 << 30)
-"""An occupancy that is smaller than that of every launch."""
 _IDLE_SECONDS = 1.0
 """Seconds that a rank waits for other communicators of its GPU to be idle before it loads a kernel."""
 
@@ -79,7 +77,7 @@ class PeerBackend(Backend):
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
         self._recorded = False  # whether ``_concurrent`` knows the stream of the next launch
-        self._room = array("Q", _NO_ROOM)  # the largest launch that may follow without another check; the core reads it
+        self._room = array("Q", NO_OCCUPANCY)  # the largest launch that needs no other check; the core reads it
         self._concurrent = _concurrent.setdefault(self.device, ConcurrentKernels())
         try:
             self.table = for_group(rendezvous, self.device)
@@ -268,7 +266,7 @@ class PeerBackend(Backend):
 
     def entered(self, stream: int) -> None:
         self._recorded = False
-        self._room[0], self._room[1] = _NO_ROOM
+        self._room[0], self._room[1] = NO_OCCUPANCY
 
     def _launch_exclusive(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue ``run`` on a GPU that no other communicator uses."""
@@ -285,7 +283,7 @@ class PeerBackend(Backend):
         with driver.on_device(self.device):  # the legacy stream belongs to the current device
             with _lock:
                 total, lasts = self._concurrent.order(self, stream, occupancy, self._engine.multiprocessors)
-                self._room[0], self._room[1] = total if lasts else _NO_ROOM
+                self._room[0], self._room[1] = total if lasts else NO_OCCUPANCY
             try:
                 run(stream, send, recv)
             finally:

@@ -26,7 +26,7 @@ from kos.comm.contract import Piece
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.copies import OVERLAPPED_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
-from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, KernelConfig, Launches, Occupancy
+from kos.comm.gpu.peer.launches import DEFAULT, NO_OCCUPANCY, PACKETS, KernelConfig, Launches, Occupancy
 from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
 from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
@@ -63,8 +63,6 @@ _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
 
-NO_OCCUPANCY = Occupancy(0, 1 << 30)
-"""The occupancy of a launch without kernels."""
 
 
 class PeerEngine:

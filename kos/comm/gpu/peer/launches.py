@@ -29,6 +29,10 @@ class Occupancy(NamedTuple):
         return Occupancy(max(self.blocks, other.blocks), min(self.blocks_per_sm, other.blocks_per_sm))
 
 
+NO_OCCUPANCY = Occupancy(0, 1 << 30)
+"""The occupancy of a launch without kernels, which is smaller than that of every other launch."""
+
+
 @dataclass(frozen=True)
 class KernelConfig:
     """An algorithm and its launch parameters; 0 blocks: as many as the packets need."""

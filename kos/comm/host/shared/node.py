@@ -23,7 +23,7 @@ from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Differen
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, Message, Operation
-from kos.comm.prepared import Prepared
+from kos.comm.prepared import CoreCall, Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import wrong_message
@@ -188,22 +188,23 @@ class Node:
         )  # fmt: skip
         return self._core if bound else None
 
-    def describe(
-        self, work: Work[Any], x: int, out: int, streams: Sequence[Any] = (), persistent: bool = False
-    ) -> tuple[Any, int, int]:
-        """The call of the core for calls like ``work``, and the indices of the arguments that it reads and writes.
+    def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall:
+        """``core_call`` with the call by which the core starts calls like ``work``.
 
-        An index is -1 if there is no such argument.  ``x`` and ``out`` are the indices of input and output.  The call
-        is None if the core cannot start such calls, for example because they run by a schedule.
+        It stays without one if the core cannot start such calls, for example because they run by a schedule, or have a
+        new array as their result.
         """
         prepared = work.prepared
-        returns = persistent or not prepared.waits
-        if prepared.launch != self.start or (returns and self._engine.thread is not None):
-            return None, x, out
+        if prepared.launch != self.start or (not core_call.waits and self._engine.thread is not None):
+            return core_call
         if any(end is not None and not end.size for end in (work.send, work.recv)):
-            return None, x, out
+            return core_call
+        if prepared.gets and core_call.output < 0:
+            return core_call
         call, puts, gets = prepared.run
-        return call, x if puts else -1, out if gets else -1
+        return core_call._replace(
+            call=call, reads=core_call.reads if puts else -1, writes=core_call.writes if gets else -1
+        )
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""

@@ -1,0 +1,99 @@
+"""SwiGLU's backward within a product on a Hopper GPU, and without one: tensor cores and TMA are emulated."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kos.memory.array import Array
+from kos.train.ops.cuda import CudaOps, attention, swiglu
+from tests.host_compiler import needs_compiler
+from tests.train.host_kernels import emulator
+
+SHAPES = [(128, 256, 64), (200, 320, 136), (64, 64, 8), (300, 192, 200)]  # tokens, features, columns of d_out
+LARGE = [(5000, 1536, 328), (4096, 4096, 2048)]
+
+
+@pytest.fixture
+def ops(request, monkeypatch):
+    """Those of a GPU for tests marked so; else emulated ones."""
+    if request.node.get_closest_marker("gpu"):
+        made = CudaOps(0, search=True)
+        return made if made.swiglu_kernel else pytest.skip("needs a Hopper GPU")
+    emulator.host_memory(monkeypatch)
+    monkeypatch.setattr(attention, "tensor_map", emulator.HostMap.of)
+    made = emulator.HostOps()
+    made.shared_memory, made.swiglu_kernel = 227 << 10, True
+    return made
+
+
+def operands(rng, ops, n, f, d):
+    """d_out, weight and gate_up, and the product of the first two: of small integers, so that it is exact."""
+    d_out, weight = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((n, d), (d, f)))
+    arrays = d_out, weight, rng.standard_normal((n, 2 * f)), d_out @ weight
+    *given, d_inner = (Array.from_numpy(x.astype(ml_dtypes.bfloat16), 0, stream=ops.stream) for x in arrays)
+    return given, d_inner
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [*(pytest.param(shape, marks=needs_compiler) for shape in SHAPES),
+     *(pytest.param(shape, marks=pytest.mark.gpu) for shape in SHAPES + LARGE)],
+    ids=str,
+)  # fmt: skip
+def test_it_has_the_bits_of_two_operations(rng, ops, shape):
+    (d_out, weight, gate_up), d_inner = operands(rng, ops, *shape)
+    n, columns = gate_up.shape
+    fused, apart = (
+        Array.from_numpy(np.full((n + 1, columns), np.nan, ml_dtypes.bfloat16), 0, stream=ops.stream) for _ in range(2)
+    )
+    ops.linear_swiglu_backward(d_out, weight, gate_up, fused[:n], ops.make_arena())
+    ops.swiglu_backward(d_inner, gate_up, None, apart[:n], ops.make_arena())
+    got, expected = (np.asarray(x.numpy()).view(np.uint16) for x in (fused, apart))
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_a_search_chooses_for_other_ranks(rng, ops):
+    given, _ = operands(rng, ops, 4096, 2048, 768)
+    fused = ops.fuses_swiglu(*given, ops.make_arena())
+    other = CudaOps(0, algorithms=ops.algorithms)
+    assert other.fuses_swiglu(*given, other.make_arena()) == fused
+    if fused:
+        results = []
+        for each in (ops, other):
+            out = Array.zeros(given[2].shape, given[2].dtype, 0, stream=each.stream)
+            each.linear_swiglu_backward(*given, out, each.make_arena())
+            results.append(out.numpy().tobytes())
+        assert results[0] == results[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("times", "chosen"), [([2.0, 1.5], "fused"), ([1.0, 1.5], "apart")])
+def test_the_fastest_is_chosen_once(rng, ops, monkeypatch, times, chosen):
+    """By a search alone; then the table has it."""
+    searches = []
+
+    def fastest(runs, stream):
+        searches.append(len(runs))
+        return int(np.argmin(times))
+
+    monkeypatch.setattr(swiglu, "fastest", fastest)
+    given, _ = operands(rng, ops, 64, 64, 8)
+    assert not ops.fuses_swiglu(*given, ops.make_arena())
+    ops.search = True
+    for _ in range(2):
+        assert ops.fuses_swiglu(*given, ops.make_arena()) == (chosen == "fused")
+    assert searches == [2] and [*ops.algorithms.values()] == [chosen]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((64, 72, 8), "bfloat16"), ((64, 64, 12), "bfloat16"), ((64, 64, 8), "float32")]
+)
+def test_other_operands_are_left_to_two_operations(rng, ops, monkeypatch, shape, dtype):
+    """Whatever a search would find."""
+    monkeypatch.setattr(swiglu, "fastest", lambda runs, stream: 1)
+    ops.search = True
+    given, _ = operands(rng, ops, *shape)
+    d_out, weight, gate_up = (x if dtype == "bfloat16" else ops.zeros(x.shape, dtype) for x in given)
+    assert not ops.fuses_swiglu(d_out, weight, gate_up, ops.make_arena()) and not ops.algorithms
