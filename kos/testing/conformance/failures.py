@@ -58,14 +58,9 @@ class Scenario(NamedTuple):
         return comm.size >= self.ranks and promised and not any(name in backend for name in self.never)
 
 
-def _polled(work: Any) -> None:
-    while not work.done():
+def _poll(done: Callable[[], Any]) -> None:
+    while not done():
         time.sleep(0.001)
-
-
-def _probe_in_turns(comm: Communicator) -> None:
-    while comm.probe(wait=False) is None:
-        pass
 
 
 def _batch(comm: Communicator) -> None:
@@ -87,7 +82,7 @@ PROGRAMS: dict[str, Step | Callable[[Any, int], Any]] = {
     "all_reduce by a tree": lambda comm, culprit: comm.all_reduce(np.ones(LARGE), algorithm="tree"),
     "all_reduce in rank order": Step("all_reduce", deterministic=True),
     "all_reduce in 8 bits": Step("all_reduce", 4096, compress="int8"),
-    "all_reduce, polled": lambda comm, culprit: _polled(comm.all_reduce(np.ones(5), async_op=True)),
+    "all_reduce, polled": lambda comm, culprit: _poll(comm.all_reduce(np.ones(5), async_op=True).done),
     "all_reduce_init": lambda comm, culprit: comm.all_reduce_init(np.ones(5)).start().wait(),
     "several all_reduce": lambda comm, culprit: _several(comm),
     "batch": lambda comm, culprit: _batch(comm),
@@ -105,7 +100,7 @@ PROGRAMS: dict[str, Step | Callable[[Any, int], Any]] = {
     "recv_bytes": lambda comm, culprit: comm.recv_bytes(culprit),
     "recv_bytes from any": lambda comm, culprit: comm.recv_bytes(),
     "probe": lambda comm, culprit: comm.probe(culprit),
-    "probe, polled": lambda comm, culprit: _probe_in_turns(comm),
+    "probe, polled": lambda comm, culprit: _poll(lambda: comm.probe(wait=False)),
     "exchange": lambda comm, culprit: comm.rendezvous.barrier(),
 }
 """What a rank calls that waits for the rank ``culprit``."""
@@ -326,11 +321,10 @@ def _another_message(comm: Any, part: Any, row: Scenario, limit: float, meet: Me
     """The last rank sends what the one before it does not expect, who names both in the world's numbers."""
     last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
     arrays = [text.split(" of ") for text in row.program.split(" for ")]
-    sent, expected = ((_number(count), dtype) for count, dtype in arrays)
+    sent, (length, kind) = ((_number(count), dtype) for count, dtype in arrays)
     for posted_first in (True, False):
-        count, dtype = expected
-        space = np.zeros(3 * count + 9, dtype)
-        y = space[count : 2 * count]
+        space = np.zeros(3 * length + 9, kind)
+        y = space[length : 2 * length]
         if comm.rank == last - 1 and posted_first:
             work = group.recv(y, 0, async_op=True)
             work.done()
