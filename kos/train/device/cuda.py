@@ -40,7 +40,7 @@ from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches
 from kos.train.device import Device
-from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
+from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory, slow_attention
 from kos.train.layers import Gradients, Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
@@ -295,6 +295,8 @@ class CudaDevice(Device):
     def describe(self) -> str:
         about = device_info(self.ops.device)
         how = "one CUDA graph a step" if self.config.graph else "no graph"
+        slow = slow_attention(self.step.models[0].config, self.ops, self.config.compute_dtype)
+        how += f"; attention is slow: {slow}" if slow else ""
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:

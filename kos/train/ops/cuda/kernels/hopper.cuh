@@ -55,16 +55,17 @@ struct Ring {
 __device__ inline void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ inline void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// --- TMA ---
+// --- TMA: boxes of 64 columns of a head and 64 tokens; what lies beyond a head or a sample is read as 0, not written ---
 
 __device__ inline void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
 }
-__device__ inline void load_box(void* target, const TensorMap& map, u64* barrier, int column, int token, int sample) {
+__device__ inline void load_box(void* target, const TensorMap& map, u64* barrier, int column, int head, int token,
+                                int sample) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
             shared_address(target)),
-        "l"((u64)&map), "r"(shared_address(barrier)), "r"(column), "r"(token), "r"(sample)
+        "l"((u64)&map), "r"(shared_address(barrier)), "r"(column), "r"(head), "r"(token), "r"(sample)
         : "memory");
 }
 __device__ inline void load_bulk(void* target, const void* source, int bytes, u64* barrier) {
@@ -73,9 +74,9 @@ __device__ inline void load_bulk(void* target, const void* source, int bytes, u6
                  "l"(source), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
-__device__ inline void store_box(const TensorMap& map, const void* source, int column, int token, int sample) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"((u64)&map),
-                 "r"(shared_address(source)), "r"(column), "r"(token), "r"(sample)
+__device__ inline void store_box(const TensorMap& map, const void* source, int column, int head, int token, int sample) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((u64)&map),
+                 "r"(shared_address(source)), "r"(column), "r"(head), "r"(token), "r"(sample)
                  : "memory");
 }
 __device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
