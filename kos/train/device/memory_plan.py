@@ -92,8 +92,10 @@ def plan_buckets(
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
-    regions, every = by_axes(groups), model.parameter_shapes(*parts)
-    shapes = {name: every[name] for names in regions.values() for name in every if name in names}
+    regions, places = by_axes(groups), model.placements(*parts)
+    # Gradients of which each rank of tp has a term lie together, for one sum after the backward (``GradientSums``).
+    order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
+    shapes = {name: places[name].local for names in regions.values() for name in order if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
     ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(regions)))
     sharded = config.zero == 1 and ranks > 1
