@@ -250,6 +250,7 @@ class CudaDevice(Device):
         def passes() -> dict[str, str]:
             sizes = self.evaluated_at_once()
             chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
+            chosen += (config.fp8_head,)
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
             about = hashlib.blake2b(
                 repr((model, chosen, tp.size, cp.size, accumulation_steps > 1, sorted(sizes))).encode()
@@ -269,7 +270,7 @@ class CudaDevice(Device):
             gradients, loss = drawn.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(drawn, random, trying, places)
-            names = linear_names([stage]) if config.dtype == "fp8" else []
+            names = linear_names([stage], config.fp8_head) if config.dtype == "fp8" else []
             store = weight_store(names, shapes, groups, trying)
             weights = fp8_weights(drawn, store, trying, stage.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
