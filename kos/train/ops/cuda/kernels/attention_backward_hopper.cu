@@ -14,11 +14,10 @@
 // a value of 20 times the size of all others, which no later query attends to, would make it as much.)
 //
 // The first warpgroup's first thread issues all TMA loads.
+//
+// Macros: STAGES.
 #include "attention_hopper.cuh"
 
-#ifndef STAGES
-#define STAGES 2
-#endif
 #define STEP (8192 / PADDED_DIM)  // queries of a tile: two pieces of dQ, 64 queries by 64 columns each
 #define PIECE 4096
 #define DONE 1  // named barriers; from MY_TURN on one of each warpgroup

@@ -8,17 +8,10 @@
 // The tile on the diagonal comes first: it alone needs a mask, and it gives every row a finite maximum.  Without CAUSAL it
 // is the last keys, which need not be a tile.  With MASKED tiles before the first key of a block's first query are left out,
 // and those before the first key of its last query have a mask as well.
+//
+// Macros: CONSUMERS, KEYS, STAGES.
 #include "attention_hopper.cuh"
 
-#ifndef CONSUMERS
-#define CONSUMERS 2
-#endif
-#ifndef KEYS
-#define KEYS 128
-#endif
-#ifndef STAGES
-#define STAGES 2
-#endif
 #ifndef PINGPONG
 #define PINGPONG 1
 #endif

@@ -4,9 +4,10 @@
 // A block owns 128 rows (queries, or keys in the first backward pass), 16 a warp, and streams tiles of the other side
 // through two buffers filled by cp.async.  The backward is two passes that each own what they write, so that nothing is
 // added across blocks and every sum has one order; see attention_backward_hopper.cu, whose mathematics this shares.
+//
+// Macros: WARPS; KEYS of a tile of the forward; STEP: rows of a tile of the backward, two of which a buffer holds.
 #include "attention_mma.cuh"
 
-// Macros: WARPS; KEYS of a tile of the forward; STEP: rows of a tile of the backward, two of which a buffer holds.
 #define PARTS (HEAD_DIM > 128 ? 2 : 1)  // no thread has registers for both dK and dV of more columns
 
 struct Shape {

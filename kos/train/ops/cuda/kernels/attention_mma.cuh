@@ -6,9 +6,6 @@
 #pragma once
 #include "attention.cuh"
 
-#ifndef WARPS
-#define WARPS 8
-#endif
 #define OWN (16 * WARPS)  // rows of a block
 #define THREADS (32 * WARPS)
 #define CHUNKS (HEAD_DIM / 8)
