@@ -249,8 +249,8 @@ EVERY = [
     *((OF_COMM / file, arch, {**macros, "RANKS": ranks}, names) for arch, ranks, file, macros, names in ASKED),
     *((KERNELS / file, arch, macros, names) for arch in ARCHITECTURES for file, macros, names in CASES),
     *((KERNELS / "fp8.cu", arch, macros, IN_8_BITS) for arch in ("sm_89", "sm_90a", "sm_100") for macros in EIGHT_BITS),
-    *((ATTENTION / f"attention_{file}.cu", arch, macros(dtype, head_dim, causal, masked) | tiles_of(file, head_dim), names)
-      for arch in ARCHITECTURES for file, dtype, head_dim, names in PORTABLE
+    *((ATTENTION / f"attention_{file}.cu", arch, macros(dtype, d, causal, masked) | tiles_of(file, d), names)
+      for arch in ARCHITECTURES for file, dtype, d, names in PORTABLE
       for causal in (True, False) for masked in (True, False)),
 ]  # fmt: skip
 

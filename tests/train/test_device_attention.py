@@ -40,7 +40,7 @@ def test_tensor_cores(rng, stream, kernels, dtype, shape):
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
-OTHER_SIZES = [(kernels, d) for kernels in SETS for d in (16, 48, 80, 96, 112, 160, 256) if d <= ops.MOST_HEAD_DIM[kernels]]
+OTHER_SIZES = [each for each in product(SETS, (16, 48, 80, 96, 112, 160, 256)) if each[1] <= ops.MOST_HEAD_DIM[each[0]]]
 """Sets of kernels, and heads that are neither 64 nor 128 wide."""
 EMULATED_SIZES = [("mma", 80), ("hopper", 80), ("mma", 256)]
 MORE_SIZES = [("hopper", 16), ("hopper", 48), ("hopper", 112), ("mma", 48), ("mma", 160)]

@@ -439,7 +439,8 @@ def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequen
     pieces = (2 * mesh.tp.size if mesh.tp.size > 1 else 1) * (split.tokens if split else mesh.cp.size)
     tokens = {f"--seq-len {config.seq_len} / {pieces}": config.seq_len // pieces}
     if config.fp8_head:
-        tokens[f"the vocabulary {model.vocab_size} / --tp {mesh.tp.size} (--fp8-head)"] = model.vocab_size // mesh.tp.size
+        share = model.vocab_size // mesh.tp.size
+        tokens[f"the vocabulary {model.vocab_size} / --tp {mesh.tp.size} (--fp8-head)"] = share
     check_sizes([layer for part in parts for layer in model.layers(part.layers)], mesh.tp.size, tokens)
 
 

@@ -45,7 +45,8 @@ _LONG = 16384  # tokens from which a tile of queries takes so long that the work
 FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
 BACKWARD = {"STAGES": 2}
 # Of the mma kernels: the first that fits the registers (a STEP of 64: heads of up to 64) and shared memory is used.
-MMA = [{"WARPS": w, "KEYS": keys, "STEP": step} for w, keys, step in ((8, 64, 64), (8, 64, 32), (8, 32, 16), (4, 32, 16))]
+MMA = [dict(zip(("WARPS", "KEYS", "STEP"), each, strict=True))
+       for each in ((8, 64, 64), (8, 64, 32), (8, 32, 16), (4, 32, 16))]  # fmt: skip
 
 
 @dataclass(frozen=True)
