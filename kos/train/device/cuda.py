@@ -249,8 +249,8 @@ class CudaDevice(Device):
 
         def passes() -> dict[str, str]:
             sizes = self.evaluated_at_once()
-            chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
-            chosen += (config.fp8_head,)
+            dtypes = config.dtype, config.fp8_head, config.grad_dtype
+            chosen = config.micro_batch_size, config.seq_len, dtypes, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
             about = hashlib.blake2b(
                 repr((model, chosen, tp.size, cp.size, accumulation_steps > 1, sorted(sizes))).encode()
