@@ -79,7 +79,7 @@ struct Worker {
     Shared& s;
     const int group, lane, row, key, keys;  // row: of 64 queries or keys
     const int unmasked, last[2];  // the last query that sees all keys of the warpgroup, and those that see the thread's
-    float dk[PADDED_DIM / 2] = {}, dv[PADDED_DIM / 2] = {}, scales[2];
+    float dk[SUMMED / 2] = {}, dv[SUMMED / 2] = {}, scales[2];
     int* target;
     Ring<STAGES> ring;
     Ring<TURNS> turn, turn_before;

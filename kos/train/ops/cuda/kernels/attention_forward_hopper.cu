@@ -130,7 +130,7 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
 __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles work, int group, int stride) {
 #endif
     const int lane = threadIdx.x % 32;
-    float scores[KEYS / 2], sums[PADDED_DIM / 2], top[2], total[2], factor[2];
+    float scores[KEYS / 2], sums[SUMMED / 2], top[2], total[2], factor[2];
     u32 probabilities[KEYS / 4];
     const auto narrow = [&] {
 #pragma unroll
@@ -152,7 +152,7 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
         char* q = s.q[own.stage] + group * 64 * ROW_BYTES;
         top[0] = top[1] = -INFINITE, total[0] = total[1] = 0;
 #pragma unroll
-        for (int i = 0; i < PADDED_DIM / 2; ++i) sums[i] = 0;
+        for (int i = 0; i < SUMMED / 2; ++i) sums[i] = 0;
         int tile = work.keys - 1;
         barrier_wait(&s.q_full[own.stage], own.phase);
         barrier_wait(&s.k_full[k.stage], k.phase);
@@ -186,7 +186,7 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
             hold(probabilities);
             done(&s.v_empty[v.stage]);
 #pragma unroll
-            for (int i = 0; i < PADDED_DIM / 2; ++i) sums[i] *= factor[LOWER(i)];
+            for (int i = 0; i < SUMMED / 2; ++i) sums[i] *= factor[LOWER(i)];
             narrow();
             k.next();
             v.next();

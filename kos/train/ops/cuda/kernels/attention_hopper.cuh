@@ -5,6 +5,9 @@
 
 #define PANELS (PADDED_DIM / PANEL_COLUMNS)
 #define BOX_ROWS 64                        // rows that one TMA instruction moves
+#ifndef SUMMED
+#define SUMMED (HEAD_DIM == 80 || HEAD_DIM == 96 ? HEAD_DIM : PADDED_DIM)  // columns of a sum in registers
+#endif
 
 // A tile of ROWS rows of a head; rows beyond the sample and columns beyond the head arrive as zeros.
 template <int ROWS>
@@ -39,9 +42,9 @@ __device__ inline void multiply_crossed(float (&d)[32], const char* a, const cha
     for (int k = 1; k < ROWS / 16; ++k) wgmma_crossed(d, a0 + (k * 16 * ROW_BYTES >> 4), b0 + (k * 16 * ROW_BYTES >> 4));
     wgmma_commit();
 }
-// d (64 x PADDED_DIM) += a (64 x ROWS) b (ROWS x HEAD_DIM), a as packed pairs.
+// d (64 x SUMMED) += a (64 x ROWS) b (ROWS x HEAD_DIM), a as packed pairs.
 template <int ROWS>
-__device__ inline void multiply_add(float (&d)[PADDED_DIM / 2], u32 (&a)[ROWS / 4], const char* b) {
+__device__ inline void multiply_add(float (&d)[SUMMED / 2], u32 (&a)[ROWS / 4], const char* b) {
     const u32 b0 = operand(b, ROWS * ROW_BYTES);
     hold(d);
     hold(a);
@@ -53,11 +56,11 @@ __device__ inline void multiply_add(float (&d)[PADDED_DIM / 2], u32 (&a)[ROWS / 
 
 // Writes d, times `factor` (one for the upper and one for the lower row of the thread), as 64 rows of a swizzled tile
 // with panels `rows` apart, and from there to `map`.  All threads of the warpgroup `group` call it.
-__device__ inline void store_tile(const float (&d)[PADDED_DIM / 2], float upper, float lower, char* tile, int rows, int group,
+__device__ inline void store_tile(const float (&d)[SUMMED / 2], float upper, float lower, char* tile, int rows, int group,
                                   const TensorMap& map, int head, int token, int sample) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
-    for (int chunk = 0; chunk < PADDED_DIM / 8; ++chunk) {
+    for (int chunk = 0; chunk < SUMMED / 8; ++chunk) {
         char* at = tile + (chunk / 8 * rows + row) * ROW_BYTES + (chunk % 8 ^ row % 8) * 16 + lane % 4 * 4;
         *(u32*)at = pack(d[4 * chunk] * upper, d[4 * chunk + 1] * upper);
         *(u32*)(at + 8 * ROW_BYTES) = pack(d[4 * chunk + 2] * lower, d[4 * chunk + 3] * lower);

@@ -118,11 +118,12 @@ __device__ inline u32 operand(const void* tile, int leading = 16) {
 #define D32                                                                                                       \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31"
-#define D64                                                                                                           \
-    D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D40 D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define D48 D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define D64 D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define EACH4(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
-#define EACH16(how, i) EACH4(how, i), EACH4(how, i + 4), EACH4(how, i + 8), EACH4(how, i + 12)
+#define EACH8(how, i) EACH4(how, i), EACH4(how, i + 4)
+#define EACH16(how, i) EACH8(how, i), EACH8(how, i + 8)
 #define ADDED(x) "+f"(x)
 #define WRITTEN(x) "=f"(x)  // the old value is not read, so it needs no registers
 
@@ -153,6 +154,16 @@ __device__ inline void wgmma_crossed(float (&d)[32], u32 a, u32 b) { CROSSED32(A
 __device__ inline void wgmma(float (&d)[32], const u32* a, u32 b) {
     asm volatile("{.reg .b64 b; mov.b64 b, {%36, " UPPER "};\n" WGMMA(64) "{" D32 "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;}"
                  : EACH16(ADDED, 0), EACH16(ADDED, 16)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+__device__ inline void wgmma(float (&d)[40], const u32* a, u32 b) {
+    asm volatile("{.reg .b64 b; mov.b64 b, {%44, " UPPER "};\n" WGMMA(80) "{" D40 "}, {%40, %41, %42, %43}, b, 1, 1, 1, 1;}"
+                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH8(ADDED, 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}
+__device__ inline void wgmma(float (&d)[48], const u32* a, u32 b) {
+    asm volatile("{.reg .b64 b; mov.b64 b, {%52, " UPPER "};\n" WGMMA(96) "{" D48 "}, {%48, %49, %50, %51}, b, 1, 1, 1, 1;}"
+                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 __device__ inline void wgmma(float (&d)[64], const u32* a, u32 b) {
