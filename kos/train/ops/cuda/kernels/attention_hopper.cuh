@@ -5,9 +5,7 @@
 
 #define PANELS (PADDED_DIM / PANEL_COLUMNS)
 #define BOX_ROWS 64                        // rows that one TMA instruction moves
-#ifndef SUMMED
 #define SUMMED (HEAD_DIM == 80 || HEAD_DIM == 96 ? HEAD_DIM : PADDED_DIM)  // columns of a sum in registers
-#endif
 
 // A tile of ROWS rows of a head; rows beyond the sample and columns beyond the head arrive as zeros.
 template <int ROWS>

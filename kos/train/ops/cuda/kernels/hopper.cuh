@@ -151,26 +151,16 @@ __device__ inline void wgmma(float (&d)[64], u32 a, u32 b) { SHARED64(ADDED, 1);
 __device__ inline void wgmma_crossed_first(float (&d)[32], u32 a, u32 b) { CROSSED32(WRITTEN, 0); }
 __device__ inline void wgmma_crossed(float (&d)[32], u32 a, u32 b) { CROSSED32(ADDED, 1); }
 // A from registers, B from shared memory, MN-major; adds.
-__device__ inline void wgmma(float (&d)[32], const u32* a, u32 b) {
-    asm volatile("{.reg .b64 b; mov.b64 b, {%36, " UPPER "};\n" WGMMA(64) "{" D32 "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;}"
-                 : EACH16(ADDED, 0), EACH16(ADDED, 16)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-}
-__device__ inline void wgmma(float (&d)[40], const u32* a, u32 b) {
-    asm volatile("{.reg .b64 b; mov.b64 b, {%44, " UPPER "};\n" WGMMA(80) "{" D40 "}, {%40, %41, %42, %43}, b, 1, 1, 1, 1;}"
-                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH8(ADDED, 32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-}
-__device__ inline void wgmma(float (&d)[48], const u32* a, u32 b) {
-    asm volatile("{.reg .b64 b; mov.b64 b, {%52, " UPPER "};\n" WGMMA(96) "{" D48 "}, {%48, %49, %50, %51}, b, 1, 1, 1, 1;}"
-                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-}
-__device__ inline void wgmma(float (&d)[64], const u32* a, u32 b) {
-    asm volatile("{.reg .b64 b; mov.b64 b, {%68, " UPPER "};\n" WGMMA(128) "{" D64 "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1;}"
-                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-}
+#define FROM_REGISTERS(VALUES, N, D, A, B, ...)                                                                      \
+    __device__ inline void wgmma(float (&d)[VALUES], const u32* a, u32 b) {                                      \
+        asm volatile("{.reg .b64 b; mov.b64 b, {" B ", " UPPER "};\n" WGMMA(N) "{" D "}, {" A "}, b, 1, 1, 1, 1;}" \
+                     : __VA_ARGS__                                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                      \
+    }
+FROM_REGISTERS(32, 64, D32, "%32, %33, %34, %35", "%36", EACH16(ADDED, 0), EACH16(ADDED, 16))
+FROM_REGISTERS(40, 80, D40, "%40, %41, %42, %43", "%44", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH8(ADDED, 32))
+FROM_REGISTERS(48, 96, D48, "%48, %49, %50, %51", "%52", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32))
+FROM_REGISTERS(64, 128, D64, "%64, %65, %66, %67", "%68", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48))
 #define D128 \
     D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
