@@ -84,13 +84,14 @@ class Persistent(Generic[T]):
         x, out = (-1 if each is None or (on_gpu and not each) else i for i, each in enumerate(arrays))
         if on_gpu:
             examples: Any = work.unstarted_copy(), work.unstarted_copy()
-            result, distance = -1, self._comm._overlap(prepared.operation, *arrays)
+            result = -1
+            distance, input_bytes, output_bytes = self._comm._overlap(prepared.operation, *arrays)
         else:
-            examples, result, distance = prepared.work(prepared), 2, (APART, 0, 0)
+            examples, result, distance, input_bytes, output_bytes = prepared.work(prepared), 2, APART, 0, 0
             out = x if work.recv is work.send else out
         core_call = CoreCall(
-            None, prepared, prepared.description, examples, None, False, x, out, -1, result, *distance,
-            (*arrays, None if on_gpu else work.array), None,
+            None, prepared, prepared.description, examples, None, False, x, out, -1, result, distance,
+            input_bytes, output_bytes, (*arrays, None if on_gpu else work.array), None,
         )  # fmt: skip
         described: CoreCall | None = self._comm._core_calls.describe(core_call, work)
         return described

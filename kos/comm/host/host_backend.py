@@ -165,6 +165,9 @@ class HostBackend(GroupBackend):
             with self.engine.lock:
                 self.engine.poll()  # receives that are posted come first
                 return self.scheduled.matching.poll(src, tag)
+        except RankLost as error:  # the cause, if this rank aborts because of it
+            self.failures.status.post_failure(error)
+            raise
         finally:
             if held:
                 interrupts.release()
