@@ -59,6 +59,7 @@ class ScheduledCalls:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = set[int]()  # the numbers of the collectives that wait for other ranks to begin them
+        self.native = set[int]()  # and of those in a native call of the transport
         self.local = transport.ranks_per_host or 1
         """The number of ranks on each host, if there are several hosts with the same number of ranks; else 1."""
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
@@ -122,7 +123,11 @@ class ScheduledCalls:
             return
         native = self.transport.native(work, spaces, collective)
         if native is not None:
-            yield from native
+            self.native.add(work.sequence)
+            try:
+                yield from native
+            finally:
+                self.native.discard(work.sequence)
             return
         nbytes = max(space.nbytes for space in spaces.values())
         if nbytes == 0:
