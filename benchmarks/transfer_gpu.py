@@ -2,13 +2,14 @@
 
     python -m benchmarks.transfer_gpu --out benchmarks/results/transfer-gpu.json
 
-The ranks are processes (``benchmarks.transfer_ranks``), with the bfloat16 tensors of LLaMA 3 8B or fewer of its layers.
-A part measures one pattern of publishers and subscribers.  Its limit is plain copies of as many bytes from the memory
-of each publisher that the subscriber has mapped, all at once.  Updates and limit are measured in turn.  Rates are the
-bytes of a subscriber rank over the median of the seconds of the slowest rank.  The first version is compared with what
-was published: one layer element by element.
+Each rank is a process (``benchmarks.transfer_ranks``) that holds bfloat16 tensors of LLaMA 3 8B, or of fewer of its
+layers.  A part of the benchmark measures one pattern of publishers and subscribers.  Its limit is the time of plain
+copies: the subscriber copies as many bytes from the mapped memory of each publisher, all at once.  Updates and limit
+are measured alternately.  A rate is the bytes of a subscriber rank, divided by the median time of the slowest rank.
+After the first update, the arrays are compared with what was published: one layer element by element.
 
-Each part that the GPUs suffice for has processes and a deadline of its own, and the results are written after it.
+A part runs only if there are enough GPUs for it.  It has its own processes and deadline, and its results are written as
+soon as it ends.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def measure(
     size: Size, pattern: Pattern, seconds: float, *, memory: str = "device", transport: str = "shared",
     cases: Sequence[bool] = (False, True),
 ) -> dict[str, Any]:  # fmt: skip
-    """GB/s of updates and of the limit, without staging memory and with it (``cases``)."""
+    """The rates of updates and of the limit, in GB/s.  ``cases`` says whether updates are staged."""
     taken: dict[str, list[float]] = {"publish": []}
     with Processes(seconds) as processes:
         publishers, subscribers, nbytes = start(processes, size, pattern, memory)
@@ -170,7 +171,7 @@ def measure(
 
 
 def steps(size: Size, pattern: Pattern, seconds: float) -> dict[str, Any]:
-    """The training steps of a publisher, alone and while a subscriber reads.  Steps that are both are not counted."""
+    """The times of training steps of a publisher, alone and while a subscriber reads; others do not count."""
     alone, beside = list[float](), list[float]()
     with Processes(seconds) as processes:
         publishers, subscribers, nbytes = start(processes, size, pattern, "device")
@@ -212,7 +213,7 @@ def nccl(size: Size, trainers: int, ranks: int, seconds: float) -> dict[str, Any
 
 
 def parts(size: Size, gpus: int) -> dict[str, Callable[[float], dict[str, Any]]]:
-    """What so many GPUs suffice for, the most important first.  Each part is called with its seconds."""
+    """The parts that can run on so many GPUs, the most important first.  A part is called with its limit in seconds."""
     half, few = size._replace(layers=max(1, size.layers // 2)), size._replace(layers=min(2, size.layers), rounds=3)
     found: dict[str, Callable[[float], dict[str, Any]]] = {}
     if gpus >= 4:
@@ -232,7 +233,7 @@ def parts(size: Size, gpus: int) -> dict[str, Callable[[float], dict[str, Any]]]
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The seconds of NCCL's ways over those of updates without staging memory."""
+    """The times of each NCCL method, divided by those of updates without staging memory."""
     took = {row["part"]: row["ms"] for row in rows if "ms" in row}
     return {
         f"{name}: {way} / update": round(seconds / took[name]["shared, unstaged"], 3)

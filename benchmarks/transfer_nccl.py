@@ -1,10 +1,9 @@
-"""The same weights by torch's NCCL: a rank of one group of the trainers and the servers.
+"""Transfers of the same weights by NCCL in torch, between trainers and servers in one process group.
 
-``python -m benchmarks.transfer_nccl JSON`` is such a rank.  It prints its seconds in each of these ways:
+``python -m benchmarks.transfer_nccl JSON`` starts one rank.  It prints the seconds that each of these methods takes:
 
-    shards  each trainer broadcasts its parts of the tensors to the group, one after another.  The servers do not put
-            the parts together.
-    usual   the trainers gather each tensor, and rank 0 broadcasts it to the group.
+    shards  Each trainer in turn broadcasts its parts of the tensors to the group.  The servers do not assemble them.
+    usual   The trainers gather each tensor, and rank 0 broadcasts it to the group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The processes of ``benchmarks.transfer_gpu``: a publisher rank or a subscriber rank with arrays on a GPU.
 
-``python -m benchmarks.transfer_ranks JSON`` is one of them.  It prints what it knows as a line of JSON, then answers
-each line of its input, ``[METHOD, ARGUMENTS...]``, by a line with the result of this method.  Several ranks of one side
-are a communicator over TCP.
+``python -m benchmarks.transfer_ranks JSON`` starts one such rank.  It first prints a line of JSON: a publisher prints
+its address, and a subscriber the bytes of its arrays.  Each line of its input is a call, ``[METHOD, ARGUMENTS...]``.
+The rank answers it by a line with the result of this method.  If a side has several ranks, they form a communicator
+over TCP.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 int read_tensor(PyObject *x, array_words *words, tensor *t);
 uint64_t key_of(const char *data);  // the property of an address on which a call depends: kos.memory.windows.place
 // Of module_launch.c.
-int find_slots(PyObject *core_call);  // fills in a CoreCall for queue_call; 0 if queue_call cannot make its calls
+int find_slots(PyObject *core_call);  // completes a CoreCall for queue_call; 0 if queue_call cannot make such calls
 // Queues the call that a CoreCall describes, and returns `result`, or a Work for a Persistent.  Returns NULL without an
 // exception if Python must make the call.
 PyObject *queue_call(Group *g, PyObject *core_call, PyObject *frame, PyObject *result, char *send, char *recv);

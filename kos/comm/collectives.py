@@ -1,9 +1,9 @@
 """The operations of a communicator: each checks its arguments and makes an Operation of them.
 
-Calls with the same key run alike, on whatever memory (``_cache_key``; in the core, ``make_key`` of ``module_eager.c``).
-The first call of a key is checked and prepared: arguments → buffers → ``Operation`` → ``Backend.prepare`` →
-``Prepared`` (``_prepare``).  Later ones are started at once.  The core has the keys of the calls that it can compare.
-Those of all others are here, in ``Store.calls``.
+Calls with the same cache key run in the same way, whatever memory their arrays use.  ``_cache_key`` computes the key
+(in the core, ``make_key`` of ``module_eager.c``).  The first call with a key is checked and prepared: arguments →
+buffers → ``Operation`` → ``Backend.prepare`` → ``Prepared`` (``_prepare``).  Later calls with this key are started
+without checks.  The core stores the keys that it can compare, and ``Store.calls`` stores all other keys.
 
 ``collectives.pyi`` has the overloads of each operation.  ``python tests/stubs.py`` writes it.
 """
@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy import may_share_memory, ndarray  # attributes of numpy, which has a __getattr__, take longer
+from numpy import may_share_memory, ndarray  # faster than np.ndarray, as numpy has a __getattr__
 
 from kos._core import native
 from kos.comm import host_compressed
@@ -165,8 +165,9 @@ class Operations:
     def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
         """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
 
-        The call reads ``x``, writes ``out`` and returns ``array``.  ``x`` or ``out`` is None if the caller passed no
-        such array: if this rank has a result nevertheless, it is a new array.  ``stream`` is that of a call on GPUs.
+        The call reads ``x``, writes ``out`` and returns ``array``.  ``x`` and ``out`` are None if the caller did not
+        pass such an array.  If ``out`` is None and this rank has a result, the result is a new array.  Only calls on
+        GPUs use ``stream``.
         """
         o = prepared.operation
         if not prepared.backend.on_gpu:
@@ -199,10 +200,10 @@ class Operations:
     def _start_uncached(
         self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
     ) -> tuple[Any, CoreCall | None]:
-        """Start a call whose key the core does not know.
+        """Start a call that the core has not cached.
 
-        Returns its result, and how the core starts calls with this key from now on.  That is None if the core cannot
-        compare such calls.  Then ``operation`` compares them in Python.
+        Returns the result of the call, and the CoreCall by which the core starts later calls with the same key.  The
+        CoreCall is None if the core cannot compare such calls; ``operation`` then compares them in Python.
         """
         arguments = *args, *options.values()
         if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
@@ -225,7 +226,7 @@ class Operations:
         self, work: Work[Any], cached: CachedCall, ends: tuple[Any, Any], arguments: tuple[Any, ...],
         options: dict[str, Any],
     ) -> CoreCall | None:  # fmt: skip
-        """How the core starts calls like ``work``; None if no later call can be like it."""
+        """The CoreCall of calls like ``work``; None if no later call can be like it."""
         prepared, x, out = cached
         example: Work[Any] = prepared.work(prepared)
         example.stream, example.queue = work.stream, work.queue
@@ -239,11 +240,11 @@ class Operations:
         return described
 
     @staticmethod
-    def _overlap(o: Operation, start: int, end: int) -> tuple[int, int, int]:
-        """``distance``, ``input_bytes`` and ``output_bytes`` of a CoreCall; input and output are at these addresses."""
+    def _overlap(o: Operation, input_at: int, output_at: int) -> tuple[int, int, int]:
+        """``distance``, ``input_bytes`` and ``output_bytes`` of a CoreCall, from the addresses of input and output."""
         sent, received = (0 if each is None else each.count * each.dtype.itemsize for each in (o.send, o.recv))
-        apart = not sent or not received or start + sent <= end or end + received <= start
-        return APART if apart else (start - end) % (1 << 64), sent, received
+        apart = not sent or not received or input_at + sent <= output_at or output_at + received <= input_at
+        return APART if apart else (input_at - output_at) % (1 << 64), sent, received
 
     def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
         """A checked call: by the Prepared of its signature, or by a new one.
@@ -1014,11 +1015,11 @@ def _input_and_output(work: Work[Any]) -> tuple[Any, Any]:
 
 
 def _cached_call(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> CachedCall | None:
-    """How calls like ``work`` run on other arrays.  ``send`` and ``recv`` are those of ``_input_and_output``.
+    """The CachedCall of calls like ``work``.  ``send`` and ``recv`` are the results of ``_input_and_output``.
 
-    Returns None if another call with the same key may have to run in another way.  This is so if each call allocates
-    its result on a GPU, where it may be in a window; if the ranks exchange sizes first; or if the values of a further
-    array may matter.
+    Returns None if a later call with the same key might have to run differently.  There are three such cases: each call
+    allocates its result on a GPU, where the result may be in a window; the ranks exchange sizes first; or the call may
+    depend on the values of a further array.
     """
     prepared = work.prepared
     o = prepared.operation

@@ -64,7 +64,7 @@ class Persistent(Generic[T]):
         return work
 
     def _start_uncached(self, args: Any, options: Any, has_key: bool) -> tuple[Any, CoreCall | None]:
-        """Start a call that the core does not know.  Returns the Work, and how the core starts it from now on."""
+        """Start a call that the core has not cached.  Returns the Work, and the CoreCall of later starts."""
         work, core_call = Persistent.start(self, *args, **options), None
         try:
             if has_key and self._comm._batch is None:

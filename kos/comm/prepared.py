@@ -317,64 +317,71 @@ def _brief(value: Any, length: int) -> Any:
 
 
 BY_CAPTURE: Any = object()
-"""In a Store, of a signature whose calls take another route in a graph: that is part of the key then."""
+"""In a Store, the value of a signature whose calls take another route in a CUDA graph.
+
+For such a signature, the key of the Prepared also says whether the stream is being captured.
+"""
 
 
 CachedCall = tuple[Prepared, int, int]
-"""How a call is repeated on other arrays: its Prepared, and the indices of the arguments that are input and output.
+"""How a call is repeated on other arrays: its Prepared, and the indices of its input and output among the arguments.
 
--1: this rank has no such array, or the output is a new array.
+An index is -1 if this rank has no such array, or if the output is a new array.
 """
 
 
 class CoreCall(NamedTuple):
-    """A cached call as the core knows it.  ``store`` in ``module_eager.c`` reads the fields by their order.
+    """How the compiled core repeats a cached call.  ``store`` in ``module_eager.c`` reads the fields in this order.
 
-    Indices are those of arguments of the call; -1: none.
+    An index is that of an argument of the call, and for a Persistent that of one of the ``objects``.  It is -1 if there
+    is no such array.
     """
 
     call: Any
     """The call of ``Group.prepare``; on a GPU, the packed launches.  None if the core cannot start such calls."""
     prepared: Prepared
     description: Any
-    """That of ``prepared``, for the recorder."""
+    """The description of ``prepared``, which the recorder stores."""
     example: Any
-    """A Work.  On a GPU, the core starts this Work; of a Persistent two Works, which the starts return in turn."""
+    """A Work of such a call.  On the host, the core uses only its class.  On a GPU, the core starts this Work itself.
+    A Persistent on a GPU has two Works, which its starts return in turn."""
     stream: Any
-    """The object that keeps the stream of the arrays alive."""
+    """The object that keeps the stream of the arrays alive; None for a Persistent and for host memory."""
     waits: bool
-    """Whether such calls return no Work."""
+    """True if such calls wait and return their result; False if they return a Work."""
     reads: int
     """The index of the array that the core reads."""
     writes: int
     """The index of the array that the core writes."""
     input: int
+    """The index of the operation's input."""
     output: int
+    """The index of the operation's output, which is the result of the call."""
     distance: int
     """The bytes from the output to the input if these overlap, else ``APART``."""
     input_bytes: int
     output_bytes: int
     objects: tuple[Any, ...]
-    """What the core compares by identity, which must therefore stay alive.  Of a Persistent, its arrays (on a GPU,
-    their addresses) and the result."""
+    """Objects that must stay alive, because the core compares them by identity.  For a Persistent: its input and output
+    (on a GPU, their addresses), and its result."""
     guards: Guards | None
-    """What must not have changed on a GPU."""
+    """On a GPU, the conditions under which the launches are valid."""
 
 
 class Guards(NamedTuple):
-    """What the core needs to launch a cached call on a GPU.  ``find_slots`` in ``module_launch.c`` reads it."""
+    """What the core checks before it launches a cached call.  ``find_slots`` in ``module_launch.c`` reads it."""
 
     streams: Any
-    """The ``Streams`` of the communicator, whose last call must have had this ``owner`` and ``party``."""
+    """The ``Streams`` of the communicator.  Its last call must have had this ``owner`` and ``party``."""
     owner: Any
     """The owner of the stream."""
     party: Any
     handle: Any
-    """The handle of the stream, which its owner must still have; None if the owner cannot close it."""
+    """The handle that the owner of the stream must still have; None if the owner cannot close the stream."""
     launches: list[Any]
-    """For the errors of launches."""
+    """The launches, from which the error of a failed launch is made."""
     backend: Any
-    """This and ``shared`` hold the last Work."""
+    """``backend`` and ``shared`` each hold the last Work."""
     shared: Any
 
 

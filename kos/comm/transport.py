@@ -59,7 +59,7 @@ class ScheduledCalls:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = set[int]()  # the numbers of the collectives that wait for other ranks to begin them
-        self.native = set[int]()  # and of those in a native call of the transport
+        self.native = set[int]()  # the numbers of the collectives that run in a native call of the transport
         self.local = transport.ranks_per_host or 1
         """The number of ranks on each host, if there are several hosts with the same number of ranks; else 1."""
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)

@@ -23,8 +23,8 @@ from kos.errors import InvalidArgument
 class Graph:
     """A captured sequence of device work and the operands it reads and writes.
 
-    CUDA graphs hold bare addresses.  Memory that they use must outlive them: pass its owner to ``keep``.  It is not the
-    Graph of cuda.core, which takes no handles of streams, and raises errors of a private class.
+    CUDA graphs hold bare addresses.  Memory that they use must outlive them: pass its owner to ``keep``.  ``Graph`` of
+    cuda.core cannot replace this class: it does not accept stream handles, and raises errors of a private class.
     """
 
     def __init__(self, device: int) -> None:

@@ -102,8 +102,8 @@ class KernelCache:
     """Compiled kernels on disk, shared by all processes of the user.
 
     Entries are written atomically and carry a checksum.  Processes that miss at the same time compile at the same
-    time.  An unusable folder causes one warning and is then ignored.  The FileStreamProgramCache of cuda.core has no
-    checksums, and raises an error if the folder cannot be written.
+    time.  An unusable folder causes one warning and is then ignored.  ``FileStreamProgramCache`` of cuda.core cannot
+    replace this class: it has no checksums, and raises an error if the folder cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -124,8 +124,8 @@ def milliseconds(run: Callable[[], object], stream: Any) -> float:
 class Event:
     """A CUDA event, which the host or another stream can wait for; ``timed`` ones measure time.
 
-    An event of cuda.core is recorded on a Stream of cuda.core, but kos often has only a handle.  ``Stream.from_handle``
-    defines a new class in every call: recording on a handle would take ten times as long.
+    ``Event`` of cuda.core cannot replace this class.  It is recorded on a ``Stream`` of cuda.core, but kos often has
+    only the handle of a stream.  ``Stream.from_handle`` is slow, because it defines a new class in every call.
     """
 
     _handle: Any = None

@@ -50,7 +50,7 @@ class Held:
 
         Raises InvalidArgument if one of these streams is being captured, or if the memory of an array has changed.
         """
-        found = dict[tuple[int, int], str]()  # device and stream -> an array
+        found = dict[tuple[int, int], str]()  # (device, stream) -> the name of an array
         for name, (array, _) in self._arrays.items():
             buffer = as_buffer(current(array), name, self._writable)
             if (buffer.device, buffer.address) != self._places[name] and self.flat[name].size:

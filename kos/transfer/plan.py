@@ -146,9 +146,10 @@ class Offers:
 class Plan:
     """What each subscriber rank reads.  ``wants`` are the arrays of each, ``offers`` those of the publisher.
 
-    ``first`` is the number of the first subscriber rank, if the plan is for one rank of several.  Of several publisher
-    ranks that hold a box, those of the first set in ``near`` that has one of them are used.  Raises InvalidArgument if
-    no publisher rank holds a tensor or a part of it, if shapes differ, or if a dtype cannot be converted.
+    ``first`` is the number of the first subscriber rank, if the plan is for one rank of several.  ``near`` has sets of
+    publisher ranks, the nearest first.  If several ranks hold a box, it is read from those in the first set that has
+    any of them.  Raises InvalidArgument if no publisher rank holds a tensor or a part of it, if shapes differ, or if a
+    dtype cannot be converted.
     """
 
     def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0, near: Sequence[set[int]] = ()) -> None:

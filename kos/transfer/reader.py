@@ -60,7 +60,7 @@ class Target:
         self.failed = False  # whether reading a source has failed, so that the other threads end
 
     def near(self, known: Catalogue) -> list[set[int]]:
-        """The publisher ranks that have memory on a GPU of these arrays, and those on this host."""
+        """Two sets of publisher ranks: those that have memory on a GPU of these arrays, and those on this host."""
         mine, here = {device_info(device).uuid for device in self._held.copiers}, exchange.place()
         local = {rank: where.gpus for rank, where in enumerate(known.ranks) if where.place == here}
         handles = [(rank, ipc.IpcHandle.from_bytes(each.encode())) for rank, gpus in local.items() for each in gpus]
@@ -222,7 +222,7 @@ class Source:
                 if time.monotonic() > self._deadline:
                     raise TimeoutError
                 self._put(copy, self._source(copy, memory), copier)
-        nbytes = sum(copy.elements * copy.source.dtype.itemsize for copy in copies)  # while the GPU copies
+        nbytes = sum(copy.elements * copy.source.dtype.itemsize for copy in copies)  # computed while the GPU copies
         if copier is not None:
             copier.wait()
         if not memory.holds(self._serial):

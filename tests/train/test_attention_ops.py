@@ -270,8 +270,8 @@ def test_the_fastest_kernels_that_compute_an_attention(dtype, head_dim, chosen):
 def test_what_kernels_do_not_compute_is_named():
     for kernels in ("hopper", "mma"):
         assert unsupported(kernels, attend(np.float32, 64)) == "bfloat16 or float16, got float32"
-        assert unsupported(kernels, attend(np.float16, 72)) == "heads of a multiple of 16 elements, got 72"
-    assert unsupported("hopper", attend(np.float16, 192)) == "heads of at most 128 elements, got 192"
+        assert unsupported(kernels, attend(np.float16, 72)) == "a head size that is a multiple of 16, got 72"
+    assert unsupported("hopper", attend(np.float16, 192)) == "a head size of at most 128, got 192"
     for fastest in KERNEL_SETS:
-        with pytest.raises(InvalidArgument, match="attention: expected heads of at most 256 elements, got 258"):
+        with pytest.raises(InvalidArgument, match="attention: expected a head size of at most 256, got 258"):
             kernel_set(attend(np.float32, 258), fastest)

@@ -295,7 +295,7 @@ def test_what_is_not_finite_stays_so(rng, stream, kernels, where, value, d):
 @on_devices(gpu=(), host=[()])
 def test_what_no_kernel_takes_is_refused(rng, stream):
     case, launch = cases.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16"), cases.launcher(None)
-    with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
+    with pytest.raises(InvalidArgument, match="expected a head size of at most 256, got 258"):
         ops.attention(case.attend, launch)
     case = cases.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16")
     mask, _ = cases.make_mask(None, None, None, 2, np.arange(9), np.arange(9))

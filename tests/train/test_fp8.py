@@ -83,7 +83,7 @@ def test_the_head_in_8_bits(emulated_runs, text, tmp_path, tied):
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"dtype": "float32"}, "--fp8-head: expected --dtype fp8, got float32"),
-    ({"dtype": "fp8", "lora": 4}, "--fp8-head: expected no --lora"),
+    ({"dtype": "fp8", "lora": 4}, "--fp8-head: expected no --lora, which freezes the head, got --lora 4"),
 ])  # fmt: skip
 def test_a_head_in_8_bits_is_for_fp8(settings, said):
     with pytest.raises(ConfigError, match=said):

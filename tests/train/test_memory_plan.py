@@ -189,7 +189,7 @@ def test_a_cpu_and_a_gpu_are_planned_by_one_rule():
 
 
 @pytest.mark.parametrize(("kernels", "head_dim", "dtype", "said"), [
-    ("hopper", 72, "bfloat16", "heads of a multiple of 16 elements, got 72"),
+    ("hopper", 72, "bfloat16", "a head size that is a multiple of 16, got 72"),
     ("mma", 64, "float32", "bfloat16 or float16, got float32"),
     ("hopper", 80, "bfloat16", None), ("hopper", 256, "bfloat16", None), ("simple", 72, "bfloat16", None),
 ])  # fmt: skip

@@ -251,7 +251,7 @@ def test_the_command_starts_neither_mpi_nor_cuda():
         ("--ranks 8 --head-dim 64 --gpu H200 --pp 2", ["only dp has been run"]),
         ("--ranks 16 --head-dim 64 --gpu H100 --dp 16", ["on one machine", "scaled from those measured on H200"]),
         ("--ranks 2 --gpu H200 --dp 2 --head-dim 96", []),
-        ("--ranks 2 --gpu H200 --dp 2 --head-dim 72", ["the fast kernels expect heads of a multiple of 16"]),
+        ("--ranks 2 --gpu H200 --dp 2 --head-dim 72", ["the fast kernels expect a head size that is a multiple of 16"]),
         ("--ranks 2 --device cpu", []),
     ],
 )

@@ -62,15 +62,15 @@ class EagerCalls:
         return self._core
 
     def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall | None:
-        """``core_call`` with the packed launches of calls like ``work``, and their guards.
+        """Return ``core_call`` with the packed launches of calls like ``work``, and their guards.
 
-        ``streams`` are the owners of the streams of the arguments.  ``core_call`` stays without launches if the core
-        cannot make them.  Returns None if no later call can be like this one.
+        ``streams`` has the owner of the stream of each argument.  If the core cannot make the launches, ``core_call``
+        is returned without them.  Returns None if no later call can be like this one.
         """
         prepared = work.prepared
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
-        self._limit_streams([core_call.stream, *streams])  # a Persistent, which has none, keeps its stream alive itself
+        self._limit_streams([core_call.stream, *streams])  # None for a Persistent, which holds its own stream
         ends = (core_call.reads, work.send), (core_call.writes, work.recv)
         if prepared.backend is not self._backend or not prepared.waits or any(at >= 0 and not end for at, end in ends):
             return core_call
@@ -85,9 +85,9 @@ class EagerCalls:
         self._streams |= new
 
     def _with_launches(self, core_call: CoreCall, work: Work[Any]) -> CoreCall:
-        """``core_call`` with its launches, packed for the core, and their guards.
+        """Return ``core_call`` with its launches, packed for the core, and their guards.
 
-        It stays without them if the core cannot make the launches, or if nothing keeps the stream alive.
+        ``core_call`` is returned unchanged if the core cannot make the launches, or if nothing keeps the stream alive.
         """
         prepared, stream, owner = work.prepared, work.stream, work.queue
         o, route = prepared.operation, prepared.route

@@ -165,7 +165,7 @@ class HostBackend(GroupBackend):
             with self.engine.lock:
                 self.engine.poll()  # receives that are posted come first
                 return self.scheduled.matching.poll(src, tag)
-        except RankLost as error:  # the cause, if this rank aborts because of it
+        except RankLost as error:  # if this rank then aborts, other ranks name this error as the cause
             self.failures.status.post_failure(error)
             raise
         finally:
@@ -254,10 +254,10 @@ class HostBackend(GroupBackend):
             return Late(late, timeouts.stuck(names(late)))
         if late := self.messages.awaited(self.scheduled.tag(work)):
             return Late(late, timeouts.awaited(names(late)))
-        # Neither the transport's comparison of calls nor its native call shows for whom it waits.
-        arriving, begun = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
-        others = [rank for rank in range(self.size) if rank != self.rank] if arriving or begun else []
-        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_over=begun)
+        # kos cannot see for which ranks a native call of the transport waits, or its comparison of calls.
+        arriving, native = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
+        others = [rank for rank in range(self.size) if rank != self.rank] if arriving or native else []
+        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_complete=native)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""

@@ -335,7 +335,7 @@ def _another_message(comm: Any, part: Any, row: Scenario, limit: float, meet: Me
         elif comm.rank == last - 1:
             with _raises(comm, row, last - 1, last, culprit=last, receiver=last - 1):
                 work.wait() if posted_first else group.recv(y, 0)
-            assert not space.any(), "the array of a message that was refused was written, or memory beside it"
+            assert not space.any(), "a refused message has written to its array, or to memory beside it"
     x, me, n = np.zeros(3), group.rank, group.size
     group.send_recv(np.full(3, 2.0), x, (me + 1) % n, (me - 1) % n)
     assert (x == 2).all(), "a message after one that was refused"

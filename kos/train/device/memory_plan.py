@@ -93,7 +93,7 @@ def plan_buckets(
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
     regions, places = by_axes(groups), model.placements(*parts)
-    # Gradients of which each rank of tp has a term lie together, for one sum after the backward (``GradientSums``).
+    # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
     order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
     shapes = {name: places[name].local for names in regions.values() for name in order if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
@@ -279,9 +279,9 @@ def _of_gpu(
 
 
 def slow_attention(model: LlamaConfig, gpu: Any, dtype: str) -> str | None:
-    """Why the fast kernels of ``gpu`` (as ``DryCudaOps`` takes it) do not compute the attention of ``model``.
+    """Why attention of ``model`` runs on the slow kernels, although ``gpu`` has faster ones.
 
-    None: they do, or the GPU has none.
+    None if it does not, or if the GPU has no faster kernels.  ``gpu`` is the argument of ``DryCudaOps``.
     """
     attention = model.layers([0])[0][0]
     assert isinstance(attention, Attention)

@@ -21,8 +21,8 @@ LOOKUPS = "lookups"
 class Gradients(NamedTuple):
     """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
 
-    Frozen weights are not in ``of``. ``final`` takes the name of a tensor or of a group, in the order in which they lie
-    in memory, but for tensors that all ranks of tp hold whole, which lie last.
+    Frozen weights are not in ``of``. ``final`` takes the name of a tensor or of a group. The calls come in the order in
+    which the gradients lie in memory. Tensors that every rank of tp holds whole are an exception: they lie last.
     """
 
     of: Weights

@@ -47,7 +47,7 @@ MULTIPLE = 16
 """cuBLASLt's 8-bit products take only sizes that are multiples of it."""
 
 OF_HEAD = " of the head"
-"""Follows the name of the head's matrix in 8 bits, which may be tied to the embedding in 16 bits."""
+"""Suffix of the name of the head's matrix in 8 bits.  Without it, the name may be that of the embedding, in 16 bits."""
 
 
 class Role(NamedTuple):
@@ -273,7 +273,7 @@ def linears(layers: Iterable[Iterable[Any]]) -> Iterator[Any]:
 
 
 def linear_names(models: Sequence[Any], head: bool) -> list[str]:
-    """The weights of the linear layers of ``models``, and of the ``head``, if one of them has it."""
+    """The weights of the linear layers of ``models``, and with ``head`` also that of the output head."""
     names = [linear.name for model in models for linear in linears(model.layers)]
     return names + [model.config.head + OF_HEAD for model in models if head and model.local.last]
 
@@ -292,7 +292,7 @@ def weight_store(
 
 
 def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]], head: str) -> str | None:
-    """Of what the ranks of a model of ``layers`` have ``found``, the first in the order of a step."""
+    """The first, in the order of a step, of what the ranks of a model of ``layers`` have ``found``."""
     order = [*(linear.name for linear in linears(layers)), head]
 
     def place(each: str) -> tuple[bool, int]:

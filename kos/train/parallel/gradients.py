@@ -58,7 +58,7 @@ class GradientSums:
         if self.tied_apart and name == self.model.config.embedding:
             return  # in ``finish``: both ends of the pipeline in the same order
         if name in self.replicated and self.model.tensor.size > 1:
-            return  # in ``finish``: all in one call
+            return  # ``finish`` sums all of these in one call
         parts = self.gradients.groups.get(name, (name,))
         if copied := [self.gradients.spans[part] for part in parts if part in self.copied]:  # neighbours: k and v
             self.model.tensor.sum_copies(self.gradients.flat[copied[0].start : copied[-1].stop])

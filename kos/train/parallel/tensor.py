@@ -118,7 +118,7 @@ class TensorParallel:
             self.ops.add(out_nD, whole_ND[own], out_nD)
 
     def sum_replicated(self, gradients: Array) -> None:
-        """The gradients of weights that all ranks hold whole, from the terms of their rows."""
+        """Sum the gradients of weights that all ranks hold whole: each rank has computed the part of its own rows."""
         self.axis.comm.all_reduce(gradients)
 
     def sum_copies(self, gradient: Array) -> None:

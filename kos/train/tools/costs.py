@@ -160,7 +160,7 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
     gpu, peak = GPUS[known], PEAK_FLOPS[known]
     sizes = sorted(map(int, GPU["attention"]))
-    size = next((each for each in sizes if each >= head_dim), sizes[-1])  # other heads take as long as larger ones
+    size = next((each for each in sizes if each >= head_dim), sizes[-1])  # others take as long as the next larger
     forward, backward = (rate * min(1.0, head_dim / size) for rate in GPU["attention"][str(size)])
     fp8 = GPU["fp8"] * peak if gpu.attention_kernels == "hopper" else 0.0
     return Rates(

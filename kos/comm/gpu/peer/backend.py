@@ -77,7 +77,7 @@ class PeerBackend(Backend):
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
         self._recorded = False  # whether ``_concurrent`` knows the stream of the next launch
-        self._room = array("Q", NO_OCCUPANCY)  # the largest launch that needs no other check; the core reads it
+        self._room = array("Q", NO_OCCUPANCY)  # up to this, a launch needs no ``order``; the core reads it
         self._concurrent = _concurrent.setdefault(self.device, ConcurrentKernels())
         try:
             self.table = for_group(rendezvous, self.device)

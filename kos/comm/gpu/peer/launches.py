@@ -30,7 +30,7 @@ class Occupancy(NamedTuple):
 
 
 NO_OCCUPANCY = Occupancy(0, 1 << 30)
-"""The occupancy of a launch without kernels, which is smaller than that of every other launch."""
+"""The occupancy of a launch that has no kernels.  The occupancy of every other launch is larger."""
 
 
 @dataclass(frozen=True)

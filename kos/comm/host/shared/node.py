@@ -189,10 +189,10 @@ class Node:
         return self._core if bound else None
 
     def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall:
-        """``core_call`` with the call by which the core starts calls like ``work``.
+        """Return ``core_call`` with the call that the core makes for calls like ``work``.
 
-        It stays without one if the core cannot start such calls, for example because they run by a schedule, or have a
-        new array as their result.
+        ``core_call`` is returned unchanged if the core cannot start such calls, for example because they run by a
+        schedule, or because their result is a new array.
         """
         prepared = work.prepared
         if prepared.launch != self.start or (not core_call.waits and self._engine.thread is not None):

@@ -31,7 +31,7 @@ from kos.train.ops import Attend, Mask
 
 KERNELS = Path(__file__).parent / "kernels"
 KERNEL_SETS = ("hopper", "mma", "simple")  # the fastest first
-_MULTIPLE = 16  # elements of a head: the inner dimension of one instruction of tensor cores
+_MULTIPLE = 16  # of head sizes: the inner dimension of a tensor core instruction
 MOST_HEAD_DIM = {"hopper": 128, "mma": 256, "simple": 256}
 CHUNK = 128  # keys of a block of cache.cu
 _PAD = 128  # tokens: PAD of attention.cuh
@@ -44,7 +44,8 @@ _LONG = 16384  # tokens from which a tile of queries takes so long that the work
 # Macros of the Hopper kernels: the fastest of those tried, for head sizes 64 and 128.
 FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
 BACKWARD = {"STAGES": 2}
-# Of the mma kernels: the first that fits the registers (a STEP of 64: heads of up to 64) and shared memory is used.
+# Macros of the mma kernels: the first that fits is used.  With a STEP of 64, only heads of up to 64 elements fit the
+# registers.  All need shared memory (``mma_tiles``).
 MMA = [dict(zip(("WARPS", "KEYS", "STEP"), each, strict=True))
        for each in ((8, 64, 64), (8, 64, 32), (8, 32, 16), (4, 32, 16))]  # fmt: skip
 
@@ -145,10 +146,11 @@ def attention(attend: Attend, ops: Any) -> None:
 def attention_backward(
     attend: Attend, d_out: Array, d_qkv: Array, arena: Arena, ops: Any, d_kv: Array | None = None
 ) -> None:
-    """``Ops.attention_backward``, but that the ``keys`` alone of ``d_kv`` are written.
+    """``Ops.attention_backward``, except that only the ``keys`` of ``d_kv`` are written.
 
     Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none if ``simple``)
-    and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128, d to 64.
+    and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more. T is rounded up to a multiple of
+    128, and d to 64 or 128.
     """
     task, qkv, kv = _Task.of(attend, ops.attention_kernels), attend.qkv, attend.kv
     samples, T, heads, kv_heads = size = task.size
@@ -223,9 +225,9 @@ def _backward_mma(task: _Task, operands: tuple[int, int], d_keys: int, dq: int, 
 
 
 def mma_tiles(head_dim: int, memory: int) -> tuple[dict[str, int], tuple[int, int]]:
-    """The macros of ``attention_mma.cu``, and the bytes of shared memory of its forward and its backward.
+    """The macros of ``attention_mma.cu``, and the shared memory of its forward and its backward, in bytes.
 
-    ``memory``: the bytes that a block may have: at least 96 KiB.
+    ``memory`` is the shared memory that a block may use, in bytes. It must be at least 96 KiB.
     """
     chunks = head_dim // 8
     row = 16 * (chunks if chunks % 8 == 0 else chunks + 1)  # ROW_BYTES
@@ -253,7 +255,7 @@ def _padded(tokens: int) -> int:
 
 
 def _padded_dim(head_dim: int) -> int:
-    """PADDED_DIM: the columns of a tile on Hopper."""
+    """The columns of a tile on Hopper: PADDED_DIM in ``attention.cuh``."""
     return next(columns for columns in (64, 128, 256) if head_dim <= columns)
 
 
@@ -269,15 +271,15 @@ def fastest_kernels(device: int) -> str:
 
 
 def unsupported(kernels: str, attend: Attend) -> str | None:
-    """What the ``kernels`` of a set expect of an attention, and what they got. None: they compute it."""
+    """Why a set of ``kernels`` cannot compute an attention: what it expects, and what it got. None if it can."""
     head_dim, most = attend.head_dim, MOST_HEAD_DIM[kernels]
     if head_dim > most:
-        return f"heads of at most {most} elements, got {head_dim}"
+        return f"a head size of at most {most}, got {head_dim}"
     if kernels == "simple":
         return None
     if attend.qkv.dtype.name == "float32":
         return "bfloat16 or float16, got float32"
-    return f"heads of a multiple of {_MULTIPLE} elements, got {head_dim}" if head_dim % _MULTIPLE else None
+    return f"a head size that is a multiple of {_MULTIPLE}, got {head_dim}" if head_dim % _MULTIPLE else None
 
 
 def kernel_set(attend: Attend, fastest: str) -> str:
@@ -313,7 +315,7 @@ def macros_of(attend: Attend) -> dict[str, Define]:
 
 
 class _Words:
-    """Device memory as (B, T, heads, head_dim) 16-bit words, for the tensor map: it only moves them."""
+    """Device memory as an array (B, T, heads, head_dim) of 16-bit words: a tensor map moves it, whatever its dtype."""
 
     def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
         self.__cuda_array_interface__ = {
@@ -322,9 +324,9 @@ class _Words:
 
 
 class Tokens(NamedTuple):
-    """What a kernel reads by TMA: of ``tokens`` of each of ``samples`` of ``length`` tokens.
+    """What a kernel accesses by TMA: the ``tokens`` of each sample in an array of ``samples`` of ``length`` tokens.
 
-    A row has heads of ``head_dim`` columns; None: it is one head.
+    Each row of the array has heads of ``head_dim`` columns. If this is None, the row is one head.
     """
 
     array: Array
@@ -343,7 +345,7 @@ class Tokens(NamedTuple):
 def tensor_map(pointer: int, samples: int, tokens: int, length: int, columns: int, head_dim: int) -> Any:
     """A TMA descriptor for boxes of 64 tokens and 64 columns of one of the heads in a row of ``columns``.
 
-    What lies beyond the ``tokens`` of a sample, or beyond a head, is read as zeros and not written.
+    Elements beyond the ``tokens`` of a sample, or beyond a head, are read as zeros and not written.
     """
     from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
     from cuda.core.utils import StridedMemoryView

@@ -20,7 +20,8 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// The columns of a tile on Hopper, of which those from HEAD_DIM on are 0, and eight times the lanes that read a head.
+// The columns of a tile on Hopper.  Those from HEAD_DIM on are 0.  In attention_statistics.cu, a head is read by
+// PADDED_DIM / 8 lanes.
 #define PADDED_DIM (HEAD_DIM <= 64 ? 64 : HEAD_DIM <= 128 ? 128 : 256)
 
 #define LOG2_E 1.4426950408889634f

@@ -5,10 +5,10 @@
 // through two buffers filled by cp.async.  The backward is two passes that each own what they write, so that nothing is
 // added across blocks and every sum has one order; see attention_backward_hopper.cu, whose mathematics this shares.
 //
-// Macros: WARPS; KEYS of a tile of the forward; STEP: rows of a tile of the backward, two of which a buffer holds.
+// Macros: WARPS; KEYS of a tile of the forward; STEP: rows of a tile of the backward (a buffer holds two tiles).
 #include "attention_mma.cuh"
 
-#define PARTS (HEAD_DIM > 128 ? 2 : 1)  // no thread has registers for both dK and dV of more columns
+#define PARTS (HEAD_DIM > 128 ? 2 : 1)  // with more columns, a thread lacks registers for both dK and dV
 
 struct Shape {
     int samples, T, H, K;

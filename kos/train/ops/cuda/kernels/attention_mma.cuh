@@ -1,8 +1,8 @@
 // Tensor cores of every GPU since Ampere (sm_80): cp.async, ldmatrix, mma.sync.
 //
-// Tiles in shared memory: rows of HEAD_DIM elements.  The eight rows that an ldmatrix reads lie in different banks: the
-// 16-byte chunks of a row are permuted by xor with the row mod 8, or the rows are an odd number of chunks apart.  A warp
-// owns 16 rows of every product's left side.
+// A tile in shared memory has rows of HEAD_DIM elements.  The eight rows that an ldmatrix reads must lie in different
+// banks.  If a row has a multiple of 8 chunks of 16 bytes, chunk c of row r is stored at c xor (r mod 8).  Otherwise
+// rows are an odd number of chunks apart.  In each matmul, a warp owns 16 rows of the left operand.
 #pragma once
 #include "attention.cuh"
 
