@@ -53,7 +53,9 @@ class Held:
         found = dict[tuple[int, int], str]()  # device and stream -> an array
         for name, (array, _) in self._arrays.items():
             buffer = as_buffer(current(array), name, self._writable)
-            if (buffer.device, buffer.address) != self._places[name] and self.flat[name].size:
+            if not self.flat[name].size:
+                continue
+            if (buffer.device, buffer.address) != self._places[name]:
                 device, address = self._places[name]
                 place = "the host" if device is None else f"cuda:{device}"
                 expected = f"the same memory as before ({place}, {address:#x})"
