@@ -53,14 +53,12 @@ class Held:
         found = dict[tuple[int, int], str]()  # device and stream -> an array
         for name, (array, _) in self._arrays.items():
             buffer = as_buffer(current(array), name, self._writable)
-            if not self.flat[name].size:
-                continue
-            if (buffer.device, buffer.address) != self._places[name]:
+            if (buffer.device, buffer.address) != self._places[name] and self.flat[name].size:
                 device, address = self._places[name]
                 place = "the host" if device is None else f"cuda:{device}"
                 expected = f"the same memory as before ({place}, {address:#x})"
                 raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
-            if buffer.device is not None:
+            if buffer.device in self.copiers:  # an empty array may have moved to another device
                 found[buffer.device, buffer.stream] = name
         for (gpu, stream), name in found.items():
             if streams.is_captured(stream):
