@@ -25,7 +25,6 @@ They compile the kernels, and show that a failure later is the fault's.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import json
@@ -37,10 +36,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,16 +51,14 @@ from kos.errors import KosError, install
 from kos.memory.array import Array
 from kos.testing.conformance import model
 from kos.testing.conformance.model import Step
-from tests import grow_faults
+from tests import campaign, grow_faults
+from tests.campaign import HUNG, MARGIN, RIGHT, START_SECONDS, described, environment, write
 from tests.comm.model import ramps
 from tests.comm.tcp_ranks import free_port
-from tests.forked import PATHS, Forked, fork_server, remove_session
-from tests.launcher import MPIRUN
+from tests.forked import Forked, fork_server, remove_session
+from tests.launcher import MPIRUN, open_mpi
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
-MARGIN = 15.0  # seconds beyond the timeout in which every survivor ends; a busy machine takes some
-LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCALNRANKS", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_")
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "gather", "barrier", "bytes")
 COUNTS = (1, 7, 1000, 20_000, 300_000)
 LATE = "is gone|did not (?:arrive|come|connect|receive|answer)|sent nothing|gave no answer|went no further"
@@ -71,7 +66,6 @@ RANKS = r"ranks? (\[[\d, ]*\]|\d+)"
 WAITED = "still waiting for|did not reach|waited .* for"
 CULPRITS = re.compile(rf"{RANKS}(?: of world| of \d)?\)? (?:{LATE})|(?:{WAITED}) (?:host[^(]* \()?{RANKS}")
 GPU_BACKENDS = ("nccl", "peer", "auto")
-RIGHT, HUNG = "right", "hung"
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class Trial:
     victim: int  # -1: none
     step: int  # the call before which, or within which, it happens
     delay: float | None  # seconds after the call began; None: before it
-    fault_tolerant: bool  # of mpi: under ULFM
+    fault_tolerant: bool  # of mpi: under ULFM, if it is Open MPI 5
     timeout: float
     program: list[tuple[Any, ...]]
 
@@ -285,26 +279,18 @@ def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name:
                 part.run()
                 code = 0
             except (KosError, AssertionError) as error:
-                report |= {"kind": type(error).__name__, "text": str(error), "step": part.step}
-                report |= {"ranks": list(getattr(error, "ranks", ()))}
-                _write(folder / f"{rank}.json", report)
+                report |= described(error, part.step)
+                write(folder / f"{rank}.json", report)
                 raise
     except KosError as error:
-        if "kind" not in report:
-            report |= {"kind": type(error).__name__, "text": str(error), "step": "close"}
-            report |= {"ranks": list(getattr(error, "ranks", ()))}
+        report = report or described(error, "close")
     except AssertionError:
         pass
     if rank < 0:
         print(f"a rank did not start: {report['text']}", flush=True)  # to the log of the trial
         return code
-    _write(folder / f"{rank}.json", report)
+    write(folder / f"{rank}.json", report)
     return code
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.with_suffix(".tmp").write_text(json.dumps(report))
-    path.with_suffix(".tmp").rename(path)
 
 
 def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> tuple[str, str]:
@@ -344,8 +330,7 @@ Process = Forked | subprocess.Popen[bytes]
 
 def start(trial: Trial, largest: int, folder: Path, hosts: int) -> Sequence[Process]:
     """The processes of a trial, whose output goes to ``folder``: its ranks in their order, or one mpirun."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    env |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests"}
+    env = environment()
     arguments = [trial.seed, trial.backend, trial.timeout, largest, str(folder), hosts]
     if trial.backend != "mpi":
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(trial.size)}
@@ -423,41 +408,18 @@ def _await(trial: Trial, folder: Path, processes: Sequence[Process]) -> bool:
     return False
 
 
-def campaign(
+def run(
     trials: int, backend: str, seed: int, timeout: float, jobs: int, largest: int = 4, out: Path | None = None,
     hosts: int = 0,
-) -> int:
-    """Run the trials, print what was wrong and the counts; the number of wrong ones."""
-    began, counts, wrong = time.monotonic(), dict[str, Counter[str]](), list[dict[str, str]]()
+) -> int:  # fmt: skip
+    """Run the campaign; the number of wrong trials."""
     chosen = [Trial.of(seed + index, backend, timeout, largest) for index in range(trials)]
-    print(f"seed {seed}: {trials} trials on {backend}, timeout {timeout:g} s, {jobs} at a time", flush=True)
+    if backend == "mpi" and open_mpi() < 5:
+        chosen = [replace(trial, fault_tolerant=False) for trial in chosen]
     faultless = [Trial.of(-size, backend, timeout) for size in range(2, 1 + largest) if backend in GPU_BACKENDS]
-
-    def summary() -> dict[str, Any]:
-        done = sum(sum(each.values()) for each in counts.values())
-        summed = sum(counts.values(), Counter[str]())
-        return {
-            "backend": backend, "seed": seed, "timeout": timeout, "ranks": f"2 to {largest}", "hosts": hosts or 1,
-            "of": trials, "trials": done, "right": summed[RIGHT], "verdicts": dict(summed),
-            "by fault": {kind: dict(each) for kind, each in sorted(counts.items())},
-            "seconds": round(time.monotonic() - began, 1), "wrong": wrong,
-        }  # fmt: skip
-
-    with ThreadPoolExecutor(jobs) as pool:
-        for each in (faultless, chosen):
-            ran = pool.map(partial(run_trial, largest=largest, hosts=hosts), each)
-            for trial, (became, story) in zip(each, ran, strict=True):
-                if became != RIGHT:
-                    wrong.append({"trial": str(trial), "verdict": became, "story": story})
-                    print(f"WRONG {trial}: {became}\n      {story}", flush=True)
-                if trial.kind != "none":
-                    counts.setdefault(trial.kind, Counter())[became] += 1
-                if out is not None:  # at each trial: what was seen stays if the run is ended
-                    out.write_text(json.dumps(summary(), indent=1) + "\n")
-    totals = summary()
-    kinds = ", ".join(f"{n} {kind} {became}" for kind, each in sorted(counts.items()) for became, n in each.items())
-    print(f"{totals['right']} of {trials} right ({kinds}) in {totals['seconds']:.0f} s")
-    return len(wrong)
+    head = {"backend": backend, "seed": seed, "timeout": timeout, "ranks": f"2 to {largest}", "hosts": hosts or 1}
+    each = partial(run_trial, largest=largest, hosts=hosts)
+    return campaign.campaign(head, chosen, each, jobs=jobs, out=out, first=faultless)
 
 
 def main() -> int:
@@ -467,26 +429,21 @@ def main() -> int:
         from tests import host_faults  # which uses this module
 
         return host_faults.main(sys.argv[2:])
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Kill and stop ranks at random.")
-    parser.add_argument("--trials", type=int, default=20)
+    parser = campaign.Arguments("", "Kill and stop ranks at random.")
     parser.add_argument("--backend", default="tcp", choices=("tcp", "mpi", *GPU_BACKENDS))
-    parser.add_argument("--seed", type=int, default=None, help="of the first trial; the next ones follow it")
-    parser.add_argument("--timeout", type=float, default=None, help="of the ranks, in seconds (3; on GPUs 5)")
     parser.add_argument("--jobs", type=int, default=2, help="trials side by side")
     parser.add_argument("--ranks", type=int, default=None, help="of a trial, at most (4; with nccl one to a GPU)")
     parser.add_argument("--hosts", type=int, default=0, help="that the ranks pretend to be on (one)")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the summary, as JSON")
-    parser.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         return run_rank(*json.loads(options.as_rank))
-    seed = int(np.random.SeedSequence().generate_state(1)[0]) if options.seed is None else options.seed
     if lacks := lacking(options.backend):
-        parser.exit(2, f"{parser.prog}: {lacks}\n")
-    gpu = options.backend in GPU_BACKENDS
-    timeout = options.timeout or (5.0 if gpu else 3.0)
+        parser.refuse(lacks)
+    timeout = options.timeout or (5.0 if options.backend in GPU_BACKENDS else 3.0)
     largest = options.ranks or (min(4, len(cuda.visible_devices())) if options.backend in ("nccl", "auto") else 4)
-    wrong = campaign(options.trials, options.backend, seed, timeout, options.jobs, largest, options.out, options.hosts)
+    wrong = run(
+        options.trials, options.backend, options.seed, timeout, options.jobs, largest, options.out, options.hosts
+    )
     return int(wrong > 0)
 
 

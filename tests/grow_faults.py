@@ -7,15 +7,14 @@ survivors call ``shrink``, or ``replace`` and then ``shrink``; when newcomers wa
 chooses what happens: ranks are killed (rank 0, two at once, a second one during the recovery), stopped and continued,
 and newcomers join, or die or are stopped while they join.  In half of the trials the ranks pretend to be on two hosts.
 
-The trial is right if all live ranks end in time with one membership, which is that of the live processes, if no result
-was wrong, and if a rank that was stopped ends with an error that says so, or is still a member.
+The trial is right if all live ranks end in time with one membership, which is that of the live processes in their
+order, if no result was wrong, and if a rank that was stopped ends with an error that says so, or is still a member.
 
 On ``peer``, ranks share the GPUs, and all are on one host.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import json
@@ -25,7 +24,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,23 +31,22 @@ from typing import Any
 import numpy as np
 
 import kos
+from kos import _core
 from kos.errors import KosError
 from kos.memory import Array
 from kos.testing.conformance import model
 from kos.testing.conformance.model import Step
+from tests.campaign import HUNG, RIGHT, START_SECONDS, Arguments, campaign, environment, until, write
 from tests.comm.model import ramps
 from tests.comm.tcp_ranks import free_port
-from tests.forked import PATHS, Forked, fork_server
+from tests.forked import Forked, fork_server
 
-START_SECONDS = 60.0  # for ranks to come
 SETTLE_SECONDS = 40.0  # in which the live ranks agree after an event; a stopped one takes some timeouts
 ATTEMPTS = 8  # of a rank to continue after one failure
 KINDS = (
     "kill", "kill 0", "kill two", "kill in recovery", "kill leaders", "stop", "stop in recovery", "join", "join, kill",
     "join, die", "join, stop",
 )  # fmt: skip
-LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCALNRANKS", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "KOS_")
-RIGHT, HUNG = "right", "hung"
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,13 @@ class Trial:
         size, replaces, hosts = int(rng.integers(2, 5)), bool(rng.random() < 0.5), int(rng.integers(1, 3))
         return cls(seed, size, replaces, hosts if backend == "tcp" else 1, timeout, backend, events)
 
+    @property
+    def kind(self) -> str:
+        return "replace" if self.replaces else "shrink"
+
     def __str__(self) -> str:
-        how, kinds = "replace" if self.replaces else "shrink", ", ".join(kind for kind, _ in self.events)
-        return f"seed {self.seed}: {self.size} ranks on {self.hosts} hosts, {how}: {kinds}"
+        kinds = ", ".join(kind for kind, _ in self.events)
+        return f"seed {self.seed}: {self.size} ranks on {self.hosts} hosts, {self.kind}: {kinds}"
 
 
 # A rank.
@@ -98,7 +99,7 @@ def run_rank(seed: int, timeout: float, backend: str, folder_name: str, joins: b
         report |= {"out": str(error)}
     except (KosError, AssertionError) as error:
         report |= {"error": f"{type(error).__name__}: {error}"}
-    _write(folder / f"end-{os.getpid()}.json", report)
+    write(folder / f"end-{os.getpid()}.json", report)
     return code
 
 
@@ -108,9 +109,13 @@ def _play(trial: Trial, comm: kos.Communicator, folder: Path) -> list[int]:
     while True:
         try:
             if fresh:
-                members = [int(each) for each in comm.all_gather_bytes(me)]
+                before, members = members, [int(each) for each in comm.all_gather_bytes(me)]
+                kept = [pid for pid in before if pid in members]
+                assert members[: len(kept)] == kept, f"the order of members has changed: {before}, {members}"
+                shared = _core.native is not None and len(comm.node) > 1
+                assert comm.device is not None or comm.backend.shares_memory == shared, "ranks of a host share memory"
                 number, fresh = int(_table(comm, number).max()), False
-                _write(folder / f"at-{os.getpid()}.json", {"members": members, "round": number})
+                write(folder / f"at-{os.getpid()}.json", {"members": members, "round": number})
             table = _table(comm, number, (folder / "end").exists(), comm.newcomers())
             assert (table[:, 0] == number).all(), f"rounds differ: {table[:, 0]}"
             if table[:, 1].any():
@@ -176,11 +181,6 @@ def _round(comm: kos.Communicator, rng: Any, number: int) -> None:
     comm.synchronize()
     found = got.numpy() if isinstance(got, Array) else got
     assert expected is None or np.array_equal(found.reshape(-1), expected), f"wrong result of {name} in round {number}"
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.with_suffix(".tmp").write_text(json.dumps(report))
-    path.with_suffix(".tmp").rename(path)
 
 
 # The trial.
@@ -295,9 +295,7 @@ class Ranks:
         """Continue the stopped ranks, which end, as they are out, or join if they had not.  What is wrong."""
         for pid, process in list(self.stopped.items()):
             os.kill(pid, signal.SIGCONT)
-            deadline = time.monotonic() + SETTLE_SECONDS
-            while process.poll() is None and pid not in self.members() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(lambda pid=pid, process=process: process.poll() is not None or pid in self.members(), SETTLE_SECONDS)
             if process.poll() is None and pid in self.members():
                 self.live[pid] = self.stopped.pop(pid)
                 continue
@@ -333,10 +331,10 @@ def run_trial(trial: Trial) -> tuple[str, str]:
     """The verdict, and the story."""
     with tempfile.TemporaryDirectory(prefix="kos-grow-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-        env |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests"}
-        env |= {"KOS_JOIN": f"{folder}/address", "WORLD_SIZE": str(trial.size), "MASTER_ADDR": "127.0.0.1"}
-        env["MASTER_PORT"] = str(free_port())
+        env = environment(
+            KOS_JOIN=f"{folder}/address", WORLD_SIZE=str(trial.size), MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+        )  # fmt: skip
         ranks = Ranks(trial, folder, env)
         try:
             for rank in range(trial.size):
@@ -363,37 +361,13 @@ def _story(ranks: Ranks) -> Iterator[str]:
     yield ranks.finish()
 
 
-def campaign(trials: int, backend: str, seed: int, timeout: float, jobs: int, out: Path | None = None) -> int:
-    """Run the trials, print what was wrong and the counts; the number of wrong ones."""
-    began, counts, wrong = time.monotonic(), Counter[str](), list[dict[str, str]]()
-    chosen = [Trial.of(seed + index, timeout, backend) for index in range(trials)]
-    print(f"seed {seed}: {trials} trials of memberships on {backend}, timeout {timeout:g} s, {jobs} jobs", flush=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        for trial, (became, story) in zip(chosen, pool.map(run_trial, chosen), strict=True):
-            counts[became] += 1
-            if became != RIGHT:
-                wrong.append({"trial": str(trial), "verdict": became, "story": story})
-                print(f"WRONG {trial}: {became}\n      {story}", flush=True)
-            if out is not None:
-                seconds = round(time.monotonic() - began, 1)
-                done = {"backend": backend, "seed": seed, "timeout": timeout, "of": trials, "verdicts": dict(counts)}
-                done["seconds"] = seconds
-                out.write_text(json.dumps({**done, "wrong": wrong}, indent=1) + "\n")
-    events = Counter(kind for trial in chosen for kind, _ in trial.events)
-    shown = ", ".join(f"{count} {kind!r}" for kind, count in sorted(events.items()))
-    print(f"{counts[RIGHT]} of {trials} right, with {shown}, in {time.monotonic() - began:.0f} s")
-    return len(wrong)
-
-
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults grow", description="Change memberships at random.")
-    parser.add_argument("--trials", type=int, default=20)
+    parser = Arguments("grow", "Change memberships at random.")
     parser.add_argument("--backend", choices=("tcp", "peer"), default="tcp")
-    parser.add_argument("--seed", type=int, default=None, help="of the first trial; the next ones follow it")
-    parser.add_argument("--timeout", type=float, default=None, help="of the ranks, in seconds (3; on peer 5)")
     parser.add_argument("--jobs", type=int, default=1, help="trials side by side")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the summary, as JSON")
     options = parser.parse_args(arguments)
-    seed = int(np.random.SeedSequence().generate_state(1)[0]) if options.seed is None else options.seed
-    timeout = options.timeout or (3.0 if options.backend == "tcp" else 5.0)
-    return int(campaign(options.trials, options.backend, seed, timeout, options.jobs, options.out) > 0)
+    backend, timeout = options.backend, options.timeout or (3.0 if options.backend == "tcp" else 5.0)
+    trials = [Trial.of(options.seed + index, timeout, backend) for index in range(options.trials)]
+    events = Counter(kind for trial in trials for kind, _ in trial.events)
+    head = {"backend": backend, "seed": options.seed, "timeout": timeout, "events": dict(sorted(events.items()))}
+    return int(campaign(head, trials, run_trial, jobs=options.jobs, out=options.out) > 0)

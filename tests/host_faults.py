@@ -11,7 +11,6 @@ host; after a cut that is the case on both hosts.  On a slow cable the ranks mus
 the seconds from the fault to the errors, and how many errors named all ranks of the host.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,11 @@ import kos
 from benchmarks.two_hosts import ADDRESSES, CABLE, HOSTS, Hosts, Impossible, two_hosts
 from kos.errors import KosError
 from tests import faults
+from tests.campaign import HUNG, MARGIN, RIGHT, START_SECONDS, Arguments, campaign, described, environment, until, write
 from tests.comm.tcp_ranks import free_port
 
 KINDS = ("kill", "stop", "cut", "slow")
-SIZE, START_SECONDS, MARGIN = 4, 60.0, 15.0
+SIZE = 4
 SLOW_SECONDS = 60.0  # the timeout of calls over a slow cable
 SLOW = ["rate", "4mbit", "burst", "32kb", "latency", "400ms"]
 
@@ -72,13 +71,10 @@ def run_rank(seed: int, kind: str, timeout: float, folder_name: str) -> None:
                     part.run()
                     part = Idle(trial, world)
             except KosError as error:
-                report = {"kind": type(error).__name__, "text": str(error), "ranks": list(error.ranks)}
-                report |= {"at": time.monotonic(), "step": part.step}
+                report = described(error, part.step) | {"at": time.monotonic()}
     except KosError as error:
-        if not report:
-            report = {"kind": type(error).__name__, "text": str(error), "ranks": list(error.ranks)}
-            report |= {"at": time.monotonic(), "step": "start or end"}
-    faults._write(folder / f"{rank}.json", report)
+        report = report or described(error, "start or end") | {"at": time.monotonic()}
+    write(folder / f"{rank}.json", report)
 
 
 class HostTrial:
@@ -97,9 +93,7 @@ class HostTrial:
         return f"seed {self.seed}: host {'ab'[self.victim]} of ranks {self.on[self.victim]}: {self.kind}"
 
     def start(self, hosts: Hosts, folder: Path) -> list[subprocess.Popen[bytes]]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(faults.LAUNCHERS)}
-        env |= {"PYTHONPATH": faults.PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests"}
-        env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(SIZE)}
+        env = environment(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(free_port()), WORLD_SIZE=str(SIZE))
         arguments = json.dumps([self.seed, self.kind, self.timeout, str(folder)])
         command = [sys.executable, "-m", "tests.faults", "hosts", "--as-rank", arguments]
         with (folder / "log").open("ab") as log:
@@ -117,7 +111,7 @@ class HostTrial:
             folder = Path(name)
             processes = self.start(hosts, folder)
             try:
-                if not _until(lambda: all((folder / f"{r}.pid").exists() for r in range(SIZE)), START_SECONDS):
+                if not until(lambda: all((folder / f"{r}.pid").exists() for r in range(SIZE)), START_SECONDS):
                     return "not started", (folder / "log").read_text()[-1500:]
                 time.sleep(self.delay)
                 began = time.monotonic()
@@ -125,7 +119,7 @@ class HostTrial:
                 (folder / "fault").touch()
                 alive = list(range(SIZE)) if self.kind in ("cut", "slow") else self.on[1 - self.victim]
                 margin = SLOW_SECONDS if self.kind == "slow" else MARGIN
-                ended = _until(lambda: all(processes[r].poll() is not None for r in alive), self.timeout + margin)
+                ended = until(lambda: all(processes[r].poll() is not None for r in alive), self.timeout + margin)
             finally:
                 self.mend()
                 for process in processes:
@@ -134,7 +128,7 @@ class HostTrial:
                     process.wait()
             if not ended:
                 left = [rank for rank in alive if not (folder / f"{rank}.json").exists()]
-                return faults.HUNG, f"no report of ranks {left}: {(folder / 'log').read_text()[-1500:]}"
+                return HUNG, f"no report of ranks {left}: {(folder / 'log').read_text()[-1500:]}"
             return self.verdict(folder, alive, began)
 
     def fail(self, folder: Path) -> None:
@@ -173,73 +167,38 @@ class HostTrial:
             self.seconds.append(report["at"] - began)
             self.whole.append(sorted(report["ranks"]) == self.on[other])
             self.text = f"rank {rank}: {report['kind']}: {report['text']}"
-        return faults.RIGHT, ""
+        return RIGHT, ""
 
 
-def _until(holds: Any, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (held := holds()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(held)
-
-
-def campaign(trials: list[HostTrial], out: Path | None) -> int:
-    """Run the trials, print what was wrong and the counts; the number of wrong ones."""
-    counts, wrong = defaultdict[str, Counter[str]](Counter), list[dict[str, str]]()
-    seconds, whole = defaultdict[str, list[float]](list), defaultdict[str, list[bool]](list)
-    example = dict[str, str]()
-    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
-        for trial in trials:
-            became, story = trial.run(hosts)
-            counts[trial.kind][became] += 1
-            seconds[trial.kind] += trial.seconds
-            whole[trial.kind] += trial.whole
-            example[trial.kind] = trial.text or example.get(trial.kind, "")
-            if became != faults.RIGHT:
-                wrong.append({"trial": str(trial), "verdict": became, "story": story})
-                print(f"WRONG {trial}: {became}\n      {story}", flush=True)
-            summary = {
-                "hosts": 2, "ranks": SIZE, "timeout": trials[0].timeout, "first seed": trials[0].seed,
-                "of": len(trials), "trials": sum(sum(each.values()) for each in counts.values()),
-                "right": sum(each[faults.RIGHT] for each in counts.values()),
-                "by fault": {
-                    kind: {
-                        "verdicts": dict(each), "errors": len(whole[kind]), "all ranks named": sum(whole[kind]),
-                        "seconds": _range(seconds[kind]), "example": example[kind],
-                    }
-                    for kind, each in counts.items()
-                },
-                "wrong": wrong,
-            }  # fmt: skip
-            if out is not None:  # at each trial: what was seen stays if the run is ended
-                out.write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"{summary['right']} of {len(trials)} right: {json.dumps(summary['by fault'])}")
-    return len(wrong)
-
-
-def _range(seconds: list[float]) -> dict[str, float]:
-    """From the fault to the errors."""
+def facts(trials: list[HostTrial]) -> dict[str, Any]:
+    """The seconds from the fault to the errors, and how many errors named all ranks of the host."""
+    seconds, whole = ([x for trial in trials for x in of(trial)] for of in (lambda t: t.seconds, lambda t: t.whole))
     found = {"least": min(seconds), "median": statistics.median(seconds), "most": max(seconds)} if seconds else {}
-    return {name: round(value, 3) for name, value in found.items()}
+    return {
+        "errors": len(whole), "all ranks named": sum(whole), "example": trials[-1].text,
+        "seconds": {name: round(value, 3) for name, value in found.items()},
+    }  # fmt: skip
+
+
+def run(trials: list[HostTrial], out: Path | None) -> int:
+    """Run the campaign; the number of wrong trials."""
+    head = {"hosts": 2, "ranks": SIZE, "timeout": trials[0].timeout, "first seed": trials[0].seed}
+    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
+        return campaign(head, trials, lambda trial: trial.run(hosts), out=out, facts=facts)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults hosts", description="Kill, stop and cut off hosts.")
-    parser.add_argument("--trials", type=int, default=8, help="of each kind in turn")
-    parser.add_argument("--faults", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--seed", type=int, default=None, help="of the first trial; the next ones follow it")
-    parser.add_argument("--timeout", type=float, default=3.0, help="of the ranks, in seconds")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the summary, as JSON")
-    parser.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
+    parser = Arguments("hosts", "Kill, stop and cut off hosts.")
+    parser.add_argument("--faults", nargs="+", default=KINDS, choices=KINDS, help="in turn")
+    parser.set_defaults(trials=8, timeout=3.0)
     options = parser.parse_args(arguments)
     if options.as_rank:
         run_rank(*json.loads(options.as_rank))
         return 0
-    seed = int(np.random.SeedSequence().generate_state(1)[0]) if options.seed is None else options.seed
-    print(f"seed {seed}: {options.trials} trials, timeout {options.timeout:g} s", flush=True)
     kinds = options.faults
-    trials = [HostTrial(seed + i, kinds[i % len(kinds)], options.timeout) for i in range(options.trials)]
+    trials = [HostTrial(options.seed + i, kinds[i % len(kinds)], options.timeout) for i in range(options.trials)]
     try:
-        return int(campaign(trials, options.out) > 0)
+        return int(run(trials, options.out) > 0)
     except Impossible as why:
-        parser.exit(2, f"{parser.prog}: {why}\n")
+        parser.refuse(str(why))
+    return 2

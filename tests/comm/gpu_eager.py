@@ -1,19 +1,15 @@
 """Calls on GPUs that the compiled core makes, for tests: on ranks that are threads, with stand-ins for GPUs."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 
 import kos
+from kos.comm.prepared import Prepared
 from kos.memory.array import Array
-from tests.host_compiler import COMPILER
-
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-Run = Callable[[Callable[[Any], None]], None]
-"""Runs a function of a communicator on two ranks."""
 
 
 def hits(comm: Any) -> int:
@@ -40,3 +36,18 @@ def known(comm: kos.Communicator, x: Array, **options: Any) -> None:
         comm.all_reduce(x, **options)
     with by(comm, 1):
         comm.all_reduce(x, **options)
+
+
+def call_during_start(comm: Any, x: Any, event: str, act: Callable[[], Any]) -> None:
+    """Make an all_reduce, and run ``act`` at the "call" or the "return" of the start of what was prepared for it."""
+
+    def profile(frame: Any, at: str, argument: Any) -> None:
+        if at == event and frame.f_code is Prepared.start.__code__:
+            sys.setprofile(None)
+            act()
+
+    sys.setprofile(profile)
+    try:
+        comm.all_reduce(x)
+    finally:
+        sys.setprofile(None)

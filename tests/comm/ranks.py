@@ -22,14 +22,7 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
 from kos.testing.conformance.failures import SHORT, Scenario, check
-from kos.testing.conformance.values import (
-    ALL_DTYPES,
-    SIZES,
-    assert_bits,
-    assert_same_on_all_ranks,
-    inputs,
-    poison,
-)
+from kos.testing.conformance.values import ALL_DTYPES, SIZES, assert_bits, assert_same_on_all_ranks, inputs, poison
 
 __all__ = ["ALL_DTYPES", "SIZES", "assert_bits", "assert_same_on_all_ranks", "inputs", "poison"]
 

@@ -4,7 +4,6 @@ import threading
 from contextlib import suppress
 from math import inf
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,46 +12,11 @@ import kos
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
-from tests.comm.any_source import LONG, kind, meet, run, wait_for_marks
+from tests.comm.any_source import kind, meet, run, wait_for_marks
 from tests.comm.ranks import MockRanks, on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_ranks
 
 __all__ = ["kind", "meet", "run"]  # fixtures
-
-
-@on_each_rank("run")
-def test_a_receive_from_any_rank_fixes_no_size(comm, /):
-    """A parameter server, and then another exchange with the same tag."""
-    if comm.rank == 0:
-        for _ in range(2):
-            got = [comm.recv(np.zeros(1)) for _ in range(comm.size - 1)]
-            assert sorted(source for _, source in got) == list(range(1, comm.size))
-            assert all(x[0] == source for x, source in got)
-            comm.barrier()
-        for rank in range(1, comm.size):
-            assert (comm.recv(np.zeros(4, np.int32), rank) == rank).all()
-    else:
-        for _ in range(2):
-            comm.send(np.full(1, float(comm.rank)), 0)
-            comm.barrier()
-        comm.send(np.full(4, comm.rank, np.int32), 0)
-
-
-@on_each_rank("run")
-def test_sizes_and_dtypes_of_one_tag_keep_the_order_of_each_sender(comm, /):
-    kinds = [(3, np.float32), (0, np.int8), (70_001, np.float64), (LONG, np.uint8), (5, np.int16), (1, np.float32)]
-    if comm.rank:
-        works = [comm.send(np.full(n, comm.rank, kind), 0, 7, async_op=True) for n, kind in kinds]
-        for work in works:
-            work.wait()
-        return
-    seen = {rank: list[Any]() for rank in range(1, comm.size)}
-    for _ in range(len(kinds) * (comm.size - 1)):
-        envelope = comm.probe(tag=7)
-        x = comm.recv(np.empty(envelope.size, envelope.dtype), envelope.src, 7)
-        assert x.nbytes == envelope.nbytes and (x == envelope.src).all()
-        seen[envelope.src].append((x.size, x.dtype.type))
-    assert all(each == kinds for each in seen.values()), seen
 
 
 @on_each_rank("run")
@@ -127,22 +91,19 @@ def test_no_sender_is_served_alone(comm, /):
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
 @pytest.mark.parametrize("source", [None, 1])
-def test_a_wait_reports_late_ranks_while_another_thread_aborts(memory, source):
+@on_each_rank(TCPRanks(2).run)
+def test_a_wait_reports_late_ranks_while_another_thread_aborts(comm, /, memory, source):
     """Between the release of shared memory and the end of the operations, which the abort cancels then."""
-
-    def body(comm):
-        part = comm.duplicate()
-        if comm.rank == 0:
-            waiting = part.recv(np.zeros(1), source, async_op=True)
-            part.backend.abort("as by another thread")
-            assert not part.backend.late(waiting).ranks
-        comm.rendezvous.barrier()
-        part.abort()
-        if comm.rank == 0:
-            with pytest.raises(CollectiveError, match="the communicator was aborted"):
-                waiting.wait()
-
-    TCPRanks(2).run(body)
+    part = comm.duplicate()
+    if comm.rank == 0:
+        waiting = part.recv(np.zeros(1), source, async_op=True)
+        part.backend.abort("as by another thread")
+        assert not part.backend.late(waiting).ranks
+    comm.rendezvous.barrier()
+    part.abort()
+    if comm.rank == 0:
+        with pytest.raises(CollectiveError, match="the communicator was aborted"):
+            waiting.wait()
 
 
 @on_each_rank("run")
@@ -213,22 +174,19 @@ def test_faults_of_a_sender_name_it(kind):
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
-def test_a_receive_behind_another_is_named_at_its_timeout(memory):
+@on_each_rank(TCPRanks(2).run)
+def test_a_receive_behind_another_is_named_at_its_timeout(comm, /, memory):
     """Of a send_recv whose receive has not begun, since it comes after one from any rank."""
-
-    def body(comm):
-        if comm.rank == 0:
-            wild = comm.recv(np.zeros(1), async_op=True, timeout=20)
-            with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing with tag 0") as caught:
-                comm.send_recv(np.zeros(1), np.zeros(1), 1, 1, timeout=0.3)
-            assert caught.value.ranks == (1,)
-            wild.cancel(CollectiveError("not needed"))
-        else:
-            comm.recv(np.zeros(1), 0)
-        comm.rendezvous.barrier()
-        comm.abort()
-
-    TCPRanks(2).run(body)
+    if comm.rank == 0:
+        wild = comm.recv(np.zeros(1), async_op=True, timeout=20)
+        with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing with tag 0") as caught:
+            comm.send_recv(np.zeros(1), np.zeros(1), 1, 1, timeout=0.3)
+        assert caught.value.ranks == (1,)
+        wild.cancel(CollectiveError("not needed"))
+    else:
+        comm.recv(np.zeros(1), 0)
+    comm.rendezvous.barrier()
+    comm.abort()
 
 
 def test_mpi_shows_no_more_messages_than_are_taken():

@@ -16,6 +16,7 @@ from kos.dtypes import DTYPES, dtype_of
 from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer
 from kos.testing import Fault, spawn
+from tests.comm.ranks import on_each_rank
 
 
 @pytest.fixture
@@ -417,18 +418,15 @@ def test_the_others_need_not_wait_for_what_is_refused():
     assert spawn(body, 2, timeout=10) == [1, 3]
 
 
-def test_exscan_refuses_the_same_on_every_rank():
+@on_each_rank(spawn, 2)
+def test_exscan_refuses_the_same_on_every_rank(comm, /):
     """Also where its rank 0, which has no result, has cached the call."""
-
-    def body(comm):
-        x, out = np.ones(4), np.empty(4)
-        for _ in range(4):
-            comm.exscan(x, out=out)
-        with pytest.raises(InvalidArgument, match="out: "):
-            comm.exscan(x, out=np.empty(4, np.int32))
-        x.flags.writeable = False
-        with pytest.raises(InvalidArgument, match="x: "):
-            comm.exscan(x)
-        comm.barrier()
-
-    spawn(body, 2)
+    x, out = np.ones(4), np.empty(4)
+    for _ in range(4):
+        comm.exscan(x, out=out)
+    with pytest.raises(InvalidArgument, match="out: "):
+        comm.exscan(x, out=np.empty(4, np.int32))
+    x.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="x: "):
+        comm.exscan(x)
+    comm.barrier()

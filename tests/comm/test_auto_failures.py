@@ -118,19 +118,17 @@ def on_two_ranks(body: Callable[[kos.Communicator], None]) -> None:
     on_threads(SIZE, rank)
 
 
-def test_without_a_backend_for_gpus_the_error_says_why():
-    def body(comm):
-        why = [f"{name}: {comm.probes[name].reason}" for name in ("nccl", "peer")]
-        assert all(each.partition(": ")[2] in comm.explain() for each in why)
-        pair = comm.duplicate()
-        for call in (comm.all_reduce, comm.all_reduce_init, pair.all_reduce):
-            with pytest.raises(InvalidArgument) as caught:
-                call(zeros(2))
-            expected = "x: expected memory of the host (backend mock), got Array in memory of cuda:0"
-            assert str(caught.value) == f"{expected}; auto found no backend for GPUs: {'; '.join(why)}"
-        comm.all_reduce(np.ones(2))  # nothing was sent
-
-    on_two_ranks(body)
+@on_each_rank(on_two_ranks)
+def test_without_a_backend_for_gpus_the_error_says_why(comm, /):
+    why = [f"{name}: {comm.probes[name].reason}" for name in ("nccl", "peer")]
+    assert all(each.partition(": ")[2] in comm.explain() for each in why)
+    pair = comm.duplicate()
+    for call in (comm.all_reduce, comm.all_reduce_init, pair.all_reduce):
+        with pytest.raises(InvalidArgument) as caught:
+            call(zeros(2))
+        expected = "x: expected memory of the host (backend mock), got Array in memory of cuda:0"
+        assert str(caught.value) == f"{expected}; auto found no backend for GPUs: {'; '.join(why)}"
+    comm.all_reduce(np.ones(2))  # nothing was sent
 
 
 @pytest.mark.parametrize("visible", [True, False])

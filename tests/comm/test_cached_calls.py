@@ -30,6 +30,7 @@ from tests.comm import shared_ranks
 from tests.comm.fake_gpu import Stream
 from tests.comm.gpu_eager import hits
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TCPRanks
 
 TIMES = 4  # in a row that each call is made
@@ -426,14 +427,12 @@ def test_on_tcp(size, seed):
 @shared_ranks.needs_core
 @pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("seed", range(3))
-def test_on_gpus(gpu_run, seed):
-    def body(comm):
-        if comm.backend_name == "peer":
-            Program(comm, seed, NAMES, lambda step: step.name != "barrier", [np.int32]).run()
-        else:
-            Program(comm, seed, NAMES, by_nccl, [each for each in DTYPES if each is not np.int16]).run()
-
-    gpu_run(body)
+@on_each_rank("gpu_run")
+def test_on_gpus(comm, /, seed):
+    if comm.backend_name == "peer":
+        Program(comm, seed, NAMES, lambda step: step.name != "barrier", [np.int32]).run()
+    else:
+        Program(comm, seed, NAMES, by_nccl, [each for each in DTYPES if each is not np.int16]).run()
 
 
 @shared_ranks.needs_core

@@ -14,6 +14,7 @@ from kos.testing.conformance import results
 from kos.testing.conformance.values import near_the_bounds
 from tests.comm.compression_bounds import errors_are_within_the_bounds, largest_errors
 from tests.comm.model import NAMES
+from tests.comm.ranks import on_each_rank
 from tests.comm.test_operations import COMPRESSED
 
 formats = pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
@@ -308,21 +309,19 @@ def test_what_a_residual_may_be():
                 comm.reduce_scatter(given, given, compress="int8", residual=np.zeros_like(x))
 
 
-def test_a_residual_between_hosts_has_a_shard_and_calls_of_other_ones_stay_apart(seed):
-    def body(comm):
-        x = np.random.default_rng((seed, comm.rank)).standard_normal(200).astype(np.float32)
-        kept, other = np.zeros(200, np.float32), np.zeros(128, np.float32)
-        again = comm.all_reduce_init(y := x.copy(), compress="int4", residual=other)
-        comm.all_reduce(x.copy(), compress="int4", residual=kept)
-        assert not other.any()
-        again.start().wait()
-        own = (128, 72)[comm.rank % 2]
-        assert kept[:own].any() and not kept[own:].any() and other[:own].tobytes() == kept[:own].tobytes()
-        y[:] = x
-        again.start().wait()
-        assert other.tobytes() != kept[:128].tobytes()
-
-    spawn(body, 4, hosts=(2, 2))
+@on_each_rank(spawn, 4, hosts=(2, 2))
+def test_a_residual_between_hosts_has_a_shard_and_calls_of_other_ones_stay_apart(comm, /, seed):
+    x = np.random.default_rng((seed, comm.rank)).standard_normal(200).astype(np.float32)
+    kept, other = np.zeros(200, np.float32), np.zeros(128, np.float32)
+    again = comm.all_reduce_init(y := x.copy(), compress="int4", residual=other)
+    comm.all_reduce(x.copy(), compress="int4", residual=kept)
+    assert not other.any()
+    again.start().wait()
+    own = (128, 72)[comm.rank % 2]
+    assert kept[:own].any() and not kept[own:].any() and other[:own].tobytes() == kept[:own].tobytes()
+    y[:] = x
+    again.start().wait()
+    assert other.tobytes() != kept[:128].tobytes()
 
 
 def test_a_group_of_one_keeps_every_bit(seed):
@@ -333,26 +332,21 @@ def test_a_group_of_one_keeps_every_bit(seed):
 
 
 @pytest.mark.parametrize("theirs", [None, "fp8"])
-def test_ranks_that_compress_differently(theirs):
-    def body(comm):
-        with pytest.raises(CollectiveMismatch, match="compress"):
-            comm.all_reduce(np.ones(100, np.float32), compress="int8" if comm.rank else theirs)
-
-    spawn(body, 2)
+@on_each_rank(spawn, 2)
+def test_ranks_that_compress_differently(comm, /, theirs):
+    with pytest.raises(CollectiveMismatch, match="compress"):
+        comm.all_reduce(np.ones(100, np.float32), compress="int8" if comm.rank else theirs)
 
 
 @pytest.mark.parametrize("count", [20, 70])
-def test_counts_that_disagree(count):
+@on_each_rank(spawn, 3)
+def test_counts_that_disagree(comm, /, count):
     """Within a block, where as many bytes travel, too.  The ranks are named by their numbers in the world."""
-
-    def body(comm):
-        if (pair := comm.group([1, 2])) is not None:
-            x, mine, theirs = np.ones(20, np.float32), [10, 10], [10, 10] if pair.rank else [10, count]
-            with pytest.raises(CollectiveMismatch, match="rank 1 of world expected .* from rank 2 of world") as caught:
-                pair.all_to_all_v(x, mine, theirs, compress="int8")
-            assert caught.value.ranks == (1, 2) and caught.value.expected and caught.value.got
-
-    spawn(body, 3)
+    if (pair := comm.group([1, 2])) is not None:
+        x, mine, theirs = np.ones(20, np.float32), [10, 10], [10, 10] if pair.rank else [10, count]
+        with pytest.raises(CollectiveMismatch, match="rank 1 of world expected .* from rank 2 of world") as caught:
+            pair.all_to_all_v(x, mine, theirs, compress="int8")
+        assert caught.value.ranks == (1, 2) and caught.value.expected and caught.value.got
 
 
 def test_persistent_batches_and_the_format_in_texts():

@@ -52,34 +52,17 @@ def test_a_new_timeout_counts(comm, /):
     comm.rendezvous.barrier()
 
 
-def test_a_closed_communicator_refuses_them():
-    def body(comm):
-        part, aborted = comm.duplicate(), comm.duplicate()
-        for each in (part, aborted):
-            for _ in range(3):
-                each.barrier()
-        part.close()
-        aborted.abort()
-        for each in (part, aborted):
-            with pytest.raises(CollectiveError, match="closed"):
-                each.barrier()
-        comm.barrier()
-
-    TCPRanks(2).run(body)
-
-
-@on_each_rank("run")
-def test_calls_that_differ_are_named(comm, /):
-    part = comm.duplicate()
-    x, y = np.ones(3), np.ones(4)
-    for _ in range(3):
-        part.all_reduce(x)
-        part.all_reduce(y)
-    with pytest.raises(CollectiveMismatch, match=r"all_reduce #6 of float64\[3\].* but .*#6 of float64\[4\].*count"):
-        part.all_reduce(x if comm.rank == 0 else y)
-    with pytest.raises(CollectiveError, match="failed before"):
-        part.all_reduce(x)
-    part.abort()
+@on_each_rank(TCPRanks(2).run)
+def test_a_closed_communicator_refuses_them(comm, /):
+    part, aborted = comm.duplicate(), comm.duplicate()
+    for each in (part, aborted):
+        for _ in range(3):
+            each.barrier()
+    part.close()
+    aborted.abort()
+    for each in (part, aborted):
+        with pytest.raises(CollectiveError, match="closed"):
+            each.barrier()
     comm.barrier()
 
 
@@ -95,32 +78,6 @@ def test_messages_that_differ_are_named(comm, /):
         with pytest.raises(CollectiveMismatch, match="recv #6 .*: rank 1 expected 4 elements .* got 3 elements"):
             comm.recv(y, 0)
     comm.barrier()
-
-
-def test_two_threads_are_found():
-    def body(comm):
-        part, x, begun = comm.duplicate(), np.ones(3), threading.Event()
-        for _ in range(3):
-            part.all_reduce(x)
-        if comm.rank == 0:
-
-            def first():
-                begun.set()
-                with pytest.raises(CollectiveError, match="two threads|threads"):
-                    part.all_reduce(x)
-
-            thread = threading.Thread(target=first)
-            thread.start()
-            assert begun.wait(10)
-            while part._active is None:
-                pass
-            with pytest.raises(CollectiveError, match="threads"):
-                part.all_reduce(x)
-            thread.join(10)
-        comm.rendezvous.barrier()
-        part.abort()
-
-    TCPRanks(2).run(body)
 
 
 def test_a_subclass_keeps_its_methods():
@@ -143,21 +100,6 @@ def test_a_subclass_keeps_its_methods():
         assert comm.recorder.last_call() != other.recorder.last_call()
 
     TCPRanks(2).run(body)
-
-
-@on_each_rank("run")
-def test_a_call_beside_others_is_kept_once(comm, /):
-    """It goes through the method each time; other calls stay known."""
-    x, y, peer = np.ones(3), np.ones(2), 1 - comm.rank
-    comm.all_reduce(y)
-    work = comm.recv(np.empty(1), peer, async_op=True)
-    for _ in range(100):
-        comm.all_reduce(x)
-    comm.send(np.ones(1), peer)
-    work.wait()
-    before = hits(comm)
-    comm.all_reduce(y)
-    assert hits(comm) == before + 1
 
 
 @on_each_rank("run")
@@ -187,68 +129,61 @@ def test_more_calls_than_are_kept(comm, /):
         assert (comm.all_reduce(np.ones(count)) == comm.size).all()
 
 
-def test_a_call_is_never_kept_as_another():
+@on_each_rank(TCPRanks(3).run)
+def test_a_call_is_never_kept_as_another(comm, /):
     """Calls of batches, by a schedule, and that raise come between a call that is kept and its arguments."""
-
-    def body(comm):
-        x, y = np.ones(4), np.empty(4)
-        if comm.rank == 0:
-            for dst in (1, 2):
-                with comm.batch():
-                    comm.send(x, dst)
-                    comm.recv(y, dst)
-            with pytest.raises(InvalidArgument):
-                comm.send(x, 3)
-            for value, dst in ((42.0, 2), (43.0, 1), (44.0, 2)):
-                comm.send(np.full(4, value), dst)
-        else:
+    x, y = np.ones(4), np.empty(4)
+    if comm.rank == 0:
+        for dst in (1, 2):
             with comm.batch():
-                comm.recv(y, 0)
-                comm.send(x, 0)
-            for value in {1: (43.0,), 2: (42.0, 44.0)}[comm.rank]:
-                assert comm.recv(y, 0).tolist() == [value] * 4
-        for _ in range(3):
-            z = comm.all_reduce(x.copy(), algorithm="ring")
-            comm.all_reduce_init(x.copy()).start().wait()
-            before = hits(comm)
-            z = comm.all_reduce(z, algorithm="ring")
-            assert hits(comm) == before, "a call by a schedule ran in the core"
-
-    TCPRanks(3).run(body)
-
-
-def test_threads_do_not_keep_each_others_calls():
-    """While a thread waits in a send, another one sends the same array to another rank."""
-
-    def body(comm):
-        x = np.zeros(1_000_000)  # each send waits for its receive
-        if comm.rank == 0:
-            other = threading.Thread(target=lambda: (time.sleep(0.1), comm.send(x, 2)))
-            other.start()
-            comm.send(x, 1)
-            other.join()
-            comm.send(x + 1, 1)
-            comm.send(x + 2, 2)
-        else:
-            time.sleep(0.3 * comm.rank)
-            assert [comm.recv(x, 0)[0] for _ in range(2)] == [0.0, comm.rank]
-
-    TCPRanks(3).run(body)
-
-
-def test_a_known_call_beside_others_keeps_the_table():
-    """As many signatures as are kept; then each again, beside an outstanding Work."""
-
-    def body(comm):
-        arrays = [np.ones(n) for n in range(1, 32)]  # with the one that is outstanding
-        for x in arrays * 2:
-            comm.all_reduce(x)
-        work = comm.all_reduce(np.ones(3), async_op=True)
-        comm.all_reduce(arrays[0])
-        work.wait()
+                comm.send(x, dst)
+                comm.recv(y, dst)
+        with pytest.raises(InvalidArgument):
+            comm.send(x, 3)
+        for value, dst in ((42.0, 2), (43.0, 1), (44.0, 2)):
+            comm.send(np.full(4, value), dst)
+    else:
+        with comm.batch():
+            comm.recv(y, 0)
+            comm.send(x, 0)
+        for value in {1: (43.0,), 2: (42.0, 44.0)}[comm.rank]:
+            assert comm.recv(y, 0).tolist() == [value] * 4
+    for _ in range(3):
+        z = comm.all_reduce(x.copy(), algorithm="ring")
+        comm.all_reduce_init(x.copy()).start().wait()
         before = hits(comm)
-        for x in arrays:
-            comm.all_reduce(x)
-        assert hits(comm) - before == len(arrays)
+        z = comm.all_reduce(z, algorithm="ring")
+        assert hits(comm) == before, "a call by a schedule ran in the core"
 
-    TCPRanks(2).run(body)
+
+@on_each_rank(TCPRanks(3).run)
+def test_threads_do_not_keep_each_others_calls(comm, /):
+    """While a thread waits in a send, another one sends the same array to another rank."""
+    x = np.zeros(1_000_000)  # each send waits for its receive
+    if comm.rank == 0:
+        other = threading.Thread(target=lambda: (time.sleep(0.1), comm.send(x, 2)))
+        other.start()
+        comm.send(x, 1)
+        other.join()
+        comm.send(x + 1, 1)
+        comm.send(x + 2, 2)
+    else:
+        time.sleep(0.3 * comm.rank)
+        assert [comm.recv(x, 0)[0] for _ in range(2)] == [0.0, comm.rank]
+
+
+@on_each_rank(TCPRanks(2).run)
+def test_a_call_beside_others_is_kept_once(comm, /):
+    """As many signatures as are kept; then one of them and a new one many times, beside an outstanding Work."""
+    arrays = [np.ones(n) for n in range(1, 32)]  # with the one that is outstanding
+    for x in arrays[1:] * 2:
+        comm.all_reduce(x)
+    work = comm.all_reduce(np.ones(3), async_op=True)
+    for _ in range(40):
+        comm.all_reduce(arrays[0])
+        comm.all_reduce(arrays[1])
+    work.wait()
+    before = hits(comm)
+    for x in arrays:
+        comm.all_reduce(x)
+    assert hits(comm) - before == len(arrays)

@@ -15,10 +15,9 @@ import pytest
 
 import kos
 from kos.comm.communicator import Communicator
-from kos.comm.prepared import Prepared
 from kos.comm.recorder import SLOTS
 from kos.errors import CollectiveTimeout, InvalidArgument
-from tests.comm.gpu_eager import hits
+from tests.comm.gpu_eager import call_during_start, hits
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import both_ranks
 from tests.core.reentering import Cycle
@@ -164,19 +163,13 @@ def test_a_timeout_that_is_set_within_a_first_call_counts(pair):
     one, other = pair
     x = np.ones(3)
 
-    def profile(frame, event, argument):
-        if event == "return" and frame.f_code is Prepared.start.__code__:
-            sys.setprofile(None)
-            one.timeout = 0.2
-            with pytest.raises(TypeError):
-                one.all_reduce(*range(9))  # forgets the calls that are known, and is not to be repeated
+    def act():
+        one.timeout = 0.2
+        with pytest.raises(TypeError):
+            one.all_reduce(*range(9))  # forgets the calls that are known, and is not to be repeated
 
     finish = begin(other, np.ones(3))
-    sys.setprofile(profile)
-    try:
-        one.all_reduce(x)
-    finally:
-        sys.setprofile(None)
+    call_during_start(one, x, "return", act)
     finish()
     with pytest.raises(CollectiveTimeout, match="not complete after 0.2 s"):
         one.all_reduce(x)
@@ -188,17 +181,8 @@ def test_an_array_that_changes_within_a_first_call_is_not_known(pair):
     dtype = np.dtype(np.float64, metadata={"of": "this test"})  # an object of its own
     x, y = np.ones(3, dtype), np.ones(3, dtype)
 
-    def profile(frame, event, argument):
-        if event == "return" and frame.f_code is Prepared.start.__code__:
-            sys.setprofile(None)
-            x.dtype = np.dtype(np.float64)
-
     finish = begin(other, np.ones(3), np.ones(3))
-    sys.setprofile(profile)
-    try:
-        one.all_reduce(x)
-    finally:
-        sys.setprofile(None)
+    call_during_start(one, x, "return", lambda: setattr(x, "dtype", np.dtype(np.float64)))
     before = hits(one)
     one.all_reduce(y)
     finish()
@@ -211,16 +195,7 @@ def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(pair):
     x, theirs = np.full(3, 2.0), [np.full(3, 5.0), np.full(3, 5.0)]
     finish = begin(other, theirs[0], op=kos.ReduceOp.MAX), begin(other, theirs[1])
 
-    def profile(frame, event, argument):
-        if event == "call" and frame.f_code is Prepared.start.__code__:
-            sys.setprofile(None)
-            Communicator.all_reduce(one, x, kos.ReduceOp.MAX)
-
-    sys.setprofile(profile)
-    try:
-        one.all_reduce(x)
-    finally:
-        sys.setprofile(None)
+    call_during_start(one, x, "call", lambda: Communicator.all_reduce(one, x, kos.ReduceOp.MAX))
     for each in finish:
         each()
     assert x.tolist() == theirs[1].tolist() == [10.0] * 3

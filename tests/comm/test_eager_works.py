@@ -169,18 +169,16 @@ def test_persistents_end_with_their_last_reference(comm, /):
     comm.all_reduce_init(np.ones(2)).start().wait()
 
 
-def test_a_persistent_of_a_closed_communicator_is_refused():
-    def body(comm):
-        part = comm.duplicate()
-        persistent = part.barrier_init()
-        for _ in range(3):
-            persistent.start().wait()
-        part.close()
-        with pytest.raises(CollectiveError, match="closed"):
-            persistent.start()
-        comm.barrier()
-
-    TCPRanks(2).run(body)
+@on_each_rank(TCPRanks(2).run)
+def test_a_persistent_of_a_closed_communicator_is_refused(comm, /):
+    part = comm.duplicate()
+    persistent = part.barrier_init()
+    for _ in range(3):
+        persistent.start().wait()
+    part.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        persistent.start()
+    comm.barrier()
 
 
 def test_a_progress_thread_gets_the_works():

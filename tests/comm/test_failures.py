@@ -39,79 +39,39 @@ def F4() -> np.ndarray:
 
 
 @pytest.mark.mpi
-def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi, memory):
-    """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
-
-    def leaves(comm):
-        left = comm.duplicate()
-        if comm.rank == 0:
-            left.send(np.ones(1), 1)
-            left.abort(0, "it had enough")
-        else:
-            if comm.rank == 1:
-                assert left.recv(np.zeros(1), 0) == 1
-                with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
-                    left.recv(np.zeros(1), 0)
-            with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
-                left.barrier()
-
-    def leaves_for_a_failure(comm):
-        """Rank 1 hears of it in a message, and leaves at once."""
-        left = comm.duplicate()
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
-                left.all_reduce(np.ones(1), timeout=0.1)
-        else:
-            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
-                left.recv(np.ones(1), 0) if comm.rank == 1 else left.all_reduce(np.ones(1))
-            left.abort(0, "it had enough")
-        comm.rendezvous.barrier()
-        left.abort(0, "it had enough")
-
-    ranks_of_mpi.run(leaves_for_a_failure)
-    ranks_of_mpi.run(leaves)
+@on_each_rank("ranks_of_mpi.run")
+def test_a_call_that_mpi_still_holds_is_named(comm, /, apart, caplog):
+    part = comm.duplicate()
+    if comm.rank == 0:  # takes no part in the call of MPI
+        part.backend.transport._native_request = lambda *_: part.backend.transport._MPI.REQUEST_NULL
+        part.all_reduce(np.ones(3))
+    else:
+        with pytest.raises(CollectiveTimeout):
+            part.all_reduce(np.ones(3), timeout=0.2)
+        assert "all_reduce #0 of float64[3] by SUM: MPI may still use the arrays of this call" in caplog.text
+    comm.barrier()
+    part.abort()
 
 
 @pytest.mark.mpi
-def test_a_call_that_mpi_still_holds_is_named(ranks_of_mpi, apart, caplog):
-    def body(comm):
-        part = comm.duplicate()
-        if comm.rank == 0:  # takes no part in the call of MPI
-            part.backend.transport._native_request = lambda *_: part.backend.transport._MPI.REQUEST_NULL
-            part.all_reduce(np.ones(3))
-        else:
-            with pytest.raises(CollectiveTimeout):
-                part.all_reduce(np.ones(3), timeout=0.2)
-            assert "all_reduce #0 of float64[3] by SUM: MPI may still use the arrays of this call" in caplog.text
-        comm.barrier()
-        part.abort()
-
-    ranks_of_mpi.run(body)
-
-
-@pytest.mark.mpi
-def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mpi, apart):
+@on_each_rank("ranks_of_mpi.run")
+def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(comm, /, apart):
     """Nobody receives it.  Open MPI would give it to a communicator that has the number of a freed one."""
-
-    def body(comm):
-        first = comm.duplicate()
-        if comm.rank == 1:
-            first.close()
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            first.send(np.zeros(37), 1)
-        if comm.rank != 1:
-            first.close()
-        second = comm.duplicate()
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            second.send(np.ones(65), 1)
-        elif comm.rank == 1:
-            assert (second.recv(np.zeros(65), 0) == 1).all()
-        second.close()
-
-    ranks_of_mpi.run(body)
+    first = comm.duplicate()
+    if comm.rank == 1:
+        first.close()
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        first.send(np.zeros(37), 1)
+    if comm.rank != 1:
+        first.close()
+    second = comm.duplicate()
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        second.send(np.ones(65), 1)
+    elif comm.rank == 1:
+        assert (second.recv(np.zeros(65), 0) == 1).all()
+    second.close()
 
 
 @pytest.mark.parametrize("on", [MockRanks, pytest.param(TCPRanks, marks=needs_core)])

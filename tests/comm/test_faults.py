@@ -21,7 +21,8 @@ from tests.comm import fake_nccl
 from tests.comm.model import NAMES, Step, run
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import run_threads
-from tests.faults import Rank, Trial, campaign, main
+from tests.faults import Rank, Trial, main
+from tests.faults import run as campaign
 from tests.launcher import needs_mpirun
 
 SIZE, SEED = 3, 17
@@ -202,7 +203,7 @@ def test_every_survivor_names_the_host_that_failed(tmp_path):
     # Without cuts: a rank that waits for one of its host, which waits for the cut one, may name it (test_two_hosts.py).
     trials = [host_faults.HostTrial(seed + i, "kill", 3.0) for i in range(2)]
     try:
-        assert host_faults.campaign(trials, out) == 0, out.read_text()
+        assert host_faults.run(trials, out) == 0, out.read_text()
     except Impossible as why:
         pytest.skip(str(why))
     by_fault = json.loads(out.read_text())["by fault"]

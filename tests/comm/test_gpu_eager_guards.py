@@ -30,35 +30,33 @@ from tests.comm import fake_peer
 from tests.comm.fake_gpu import Stream
 from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group
 from tests.comm.fake_peer import ThreadRanks, no_gpus
-from tests.comm.gpu_eager import by, hits, known, needs_compiler, on_gpu
-from tests.comm.ranks import on_threads
+from tests.comm.gpu_eager import by, hits, known, on_gpu
+from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
+from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 
 
-def test_whatever_a_launch_depends_on(gpu_run, monkeypatch):
+@on_each_rank("gpu_run")
+def test_whatever_a_launch_depends_on(comm, /, monkeypatch):
     """One by one, the core finds what Python would find; the next call after that is the core's again."""
-
-    def body(comm):
-        x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
-        known(comm, x)
-        changes = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
-        changes.append((backend.shared.streams, "party", object()))
-        for where, name, value in changes:
-            setattr(where, name, value)
-            with by(comm, 0):
-                comm.all_reduce(x)
-            with by(comm, 1):
-                comm.all_reduce(x)
-        backend.shared.calls.core.fail(10**6)  # another rank reports that a later call fails
+    x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
+    known(comm, x)
+    changes = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
+    changes.append((backend.shared.streams, "party", object()))
+    for where, name, value in changes:
+        setattr(where, name, value)
         with by(comm, 0):
             comm.all_reduce(x)
-        comm.timeout = 19.0  # the Prepared are other ones
-        with by(comm, 0):
+        with by(comm, 1):
             comm.all_reduce(x)
-
-    gpu_run(body)
+    backend.shared.calls.core.fail(10**6)  # another rank reports that a later call fails
+    with by(comm, 0):
+        comm.all_reduce(x)
+    comm.timeout = 19.0  # the Prepared are other ones
+    with by(comm, 0):
+        comm.all_reduce(x)
 
 
 @needs_compiler
@@ -100,17 +98,15 @@ def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch):
         ThreadRanks(2).run(body)
 
 
-def test_every_64th_call_compares(fake):
-    def body(gpu):
-        comm, x = gpu.comm, on_gpu([1.0])
-        known(comm, x)
-        for _ in range(400):
-            comm.all_reduce(x)
-        at = comm.backend.shared.calls.core.compare_at
-        assert at > 300 and 390 <= hits(comm) <= 403
-        assert comm.backend.shared._confirmed > 300
-
-    FakeRanks(2).run(body)
+@on_each_rank(FakeRanks(2).run)
+def test_every_64th_call_compares(gpu, /, fake):
+    comm, x = gpu.comm, on_gpu([1.0])
+    known(comm, x)
+    for _ in range(400):
+        comm.all_reduce(x)
+    at = comm.backend.shared.calls.core.compare_at
+    assert at > 300 and 390 <= hits(comm) <= 403
+    assert comm.backend.shared._confirmed > 300
 
 
 def test_calls_that_differ_are_named(fake, monkeypatch):
@@ -161,35 +157,32 @@ def _left_open(fn: Callable[[Any], None], rendezvous: Any, timeout: float) -> No
     comm.abort()
 
 
-def test_cached_calls_keep_few_streams(gpu_run):
+@on_each_rank("gpu_run")
+def test_cached_calls_keep_few_streams(comm, /):
     """If a program creates one per step; streams used again are kept."""
-
-    def body(comm):
-        x, alive = on_gpu(np.zeros(4, np.float32)), weakref.WeakSet[Stream]()
-        for step in range(60):
-            alive.add(stream := Stream(40 + step))
-            for _ in range(4):
-                comm.all_reduce(x, stream=stream)
-            assert hits(comm) > 2 * step
-            alive.add(stream := Stream(140 + step))
-            y = on_gpu(np.zeros(4, np.float32), stream)
-            for _ in range(4):
-                comm.all_reduce(y)
-        del stream, y
-        comm.synchronize()
-        gc.collect()
-        assert len(alive) < 20
-        streams = [Stream(200 + i) for i in range(8)]
-        for _ in range(3):
-            for each in streams:
-                for _ in range(3):
-                    comm.all_reduce(x, stream=each)
-        with by(comm, 16):
-            for each in streams:
-                for _ in range(3):
-                    comm.all_reduce(x, stream=each)
-
-    gpu_run(body)
+    x, alive = on_gpu(np.zeros(4, np.float32)), weakref.WeakSet[Stream]()
+    for step in range(60):
+        alive.add(stream := Stream(40 + step))
+        for _ in range(4):
+            comm.all_reduce(x, stream=stream)
+        assert hits(comm) > 2 * step
+        alive.add(stream := Stream(140 + step))
+        y = on_gpu(np.zeros(4, np.float32), stream)
+        for _ in range(4):
+            comm.all_reduce(y)
+    del stream, y
+    comm.synchronize()
+    gc.collect()
+    assert len(alive) < 20
+    streams = [Stream(200 + i) for i in range(8)]
+    for _ in range(3):
+        for each in streams:
+            for _ in range(3):
+                comm.all_reduce(x, stream=each)
+    with by(comm, 16):
+        for each in streams:
+            for _ in range(3):
+                comm.all_reduce(x, stream=each)
 
 
 def test_a_launch_that_is_refused(fake):

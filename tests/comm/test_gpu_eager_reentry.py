@@ -1,6 +1,5 @@
 """What Python runs within a call on a GPU that the compiled core makes; the driver, NCCL and memory are stand-ins."""
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,10 @@ import pytest
 
 import kos
 from kos.comm.communicator import Communicator
-from kos.comm.prepared import Prepared
 from kos.comm.recorder import SLOTS
 from tests.comm.fake_gpu import Stream
-from tests.comm.gpu_eager import by, known, on_gpu
+from tests.comm.gpu_eager import by, call_during_start, known, on_gpu
+from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
@@ -32,69 +31,52 @@ class Asked(Stream):
         return handle
 
 
-def test_a_stream_that_is_asked_may_have_the_call_forgotten(gpu_run):
-    def body(comm):
-        stream = Asked(40)
-        x = on_gpu(np.ones(4, np.float32), stream)
-        known(comm, x)
-        stream.at_ask = lambda: setattr(comm, "timeout", 19.0)
-        with by(comm, 0):
-            comm.all_reduce(x)
-        assert stream.at_ask is None
-
-    gpu_run(body)
-
-
-def test_a_call_within_the_record_of_another_is_the_next_one(gpu_run):
-    """An entry of the recorder is overwritten, and what it has kept ends."""
-
-    def body(comm):
-        x, y, z = (on_gpu(np.zeros(n, np.float32)) for n in (4, 4, 8))
-        known(comm, x)
-        known(comm, z)
-        said = list[str]()
-        code = compile("call(y)", "a line", "exec")
-        exec(code, {"call": comm.all_reduce, "y": y})
-
-        def at_end(_):
-            try:
-                comm.all_reduce(z)
-                said.append("made")
-            except Exception as error:
-                said.append(str(error))
-
-        watcher = weakref.ref(code, at_end)
-        del code
-        for _ in range(SLOTS - 1):
-            comm.all_reduce(x)
-        assert watcher() is not None
+@on_each_rank("gpu_run")
+def test_a_stream_that_is_asked_may_have_the_call_forgotten(comm, /):
+    stream = Asked(40)
+    x = on_gpu(np.ones(4, np.float32), stream)
+    known(comm, x)
+    stream.at_ask = lambda: setattr(comm, "timeout", 19.0)
+    with by(comm, 0):
         comm.all_reduce(x)
-        assert watcher() is None and said == ["made"]
-        last = [entry["collective_seq_id"] for entry in comm.recorder.entries()[-3:]]
-        assert last == sorted(last) and len({*last}) == 3
-
-    gpu_run(body)
+    assert stream.at_ask is None
 
 
-def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(gpu_run):
-    """As of a profile function, through the method of the class, on the same array."""
+@on_each_rank("gpu_run")
+def test_a_call_within_the_record_of_another_is_the_next_one(comm, /):
+    """An entry of the recorder is overwritten, and what it has kept ends."""
+    x, y, z = (on_gpu(np.zeros(n, np.float32)) for n in (4, 4, 8))
+    known(comm, x)
+    known(comm, z)
+    said = list[str]()
+    code = compile("call(y)", "a line", "exec")
+    exec(code, {"call": comm.all_reduce, "y": y})
 
-    def body(comm):
-        x = on_gpu(np.ones(4, np.int32))
-        known(comm, on_gpu(np.ones(8, np.int32)), op=kos.ReduceOp.MAX)
-
-        def profile(frame, event, argument):
-            if event == "call" and frame.f_code is Prepared.start.__code__:
-                sys.setprofile(None)
-                Communicator.all_reduce(comm, x, kos.ReduceOp.MAX)
-
-        sys.setprofile(profile)
+    def at_end(_):
         try:
-            comm.all_reduce(x)
-        finally:
-            sys.setprofile(None)
-        for count in range(3):
-            assert x.numpy().tolist() == [2 * 2**count] * 4
-            comm.all_reduce(x)
+            comm.all_reduce(z)
+            said.append("made")
+        except Exception as error:
+            said.append(str(error))
 
-    gpu_run(body)
+    watcher = weakref.ref(code, at_end)
+    del code
+    for _ in range(SLOTS - 1):
+        comm.all_reduce(x)
+    assert watcher() is not None
+    comm.all_reduce(x)
+    assert watcher() is None and said == ["made"]
+    last = [entry["collective_seq_id"] for entry in comm.recorder.entries()[-3:]]
+    assert last == sorted(last) and len({*last}) == 3
+
+
+@on_each_rank("gpu_run")
+def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(comm, /):
+    """As of a profile function, through the method of the class, on the same array."""
+    x = on_gpu(np.ones(4, np.int32))
+    known(comm, on_gpu(np.ones(8, np.int32)), op=kos.ReduceOp.MAX)
+
+    call_during_start(comm, x, "call", lambda: Communicator.all_reduce(comm, x, kos.ReduceOp.MAX))
+    for count in range(3):
+        assert x.numpy().tolist() == [2 * 2**count] * 4
+        comm.all_reduce(x)

@@ -42,6 +42,7 @@ from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, of_nccl
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
+from tests.comm.ranks import on_each_rank
 from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
@@ -137,34 +138,28 @@ def test_persistent_calls_on_hosts(ranks, seed):
     ranks.run(lambda comm: order.persistent(comm, seed))
 
 
-def test_several_in_flight(ranks):
+@on_each_rank("ranks.run")
+def test_several_in_flight(comm, /):
     """They are waited for in reverse order."""
-
-    def body(comm):
-        xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
-        works = [comm.all_reduce(x, async_op=True) for x in xs]
-        works.append(comm.barrier(async_op=True))
-        for work in reversed(works):
-            work.wait()
-        for x in xs:
-            assert (x == comm.size * (comm.size + 1) / 2).all(), x
-
-    ranks.run(body)
+    xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
+    works = [comm.all_reduce(x, async_op=True) for x in xs]
+    works.append(comm.barrier(async_op=True))
+    for work in reversed(works):
+        work.wait()
+    for x in xs:
+        assert (x == comm.size * (comm.size + 1) / 2).all(), x
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
-def test_compressed_between_hosts(ranks, seed, form, dtype):
+@on_each_rank("ranks.run")
+def test_compressed_between_hosts(comm, /, seed, form, dtype):
     """Exact sums by peer within a host, compressed ones by NCCL on its rails: the bits that ranks of CPUs have."""
-
-    def body(comm):
-        assert comm.exact_group_size() == comm.local_size
-        for name in IN_PHASES:
-            step = Step(name, dtype=dtype, compress=form, values="hostile")
-            results.correct(comm, seed, step, (1, 65, 5011))
-            results.correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
-
-    ranks.run(body)
+    assert comm.exact_group_size() == comm.local_size
+    for name in IN_PHASES:
+        step = Step(name, dtype=dtype, compress=form, values="hostile")
+        results.correct(comm, seed, step, (1, 65, 5011))
+        results.correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", "float32"), ("int8", "bfloat16"), ("int4", "float16")])
@@ -172,18 +167,16 @@ def test_error_feedback_between_hosts(ranks, seed, form, dtype):
     ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
 
 
-def test_compressed_sums_go_in_phases_and_all_else_does_not(ranks):
-    def body(gpu):
-        comm, ways = gpu.comm, Ways(gpu.comm)
-        residual = filled(comm, 600)
-        assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8") == PHASES
-        assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8", residual=residual) == PHASES
-        assert ways.of(comm.reduce_scatter, filled(comm, 600), compress="int8") == PHASES
-        assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8", deterministic=True) == "nccl"
-        assert ways.of(comm.all_gather, filled(comm, 600), compress="int8") == "nccl"
-        assert ways.of(comm.all_to_all, filled(comm, 600), compress="int8") == "nccl"
-
-    ranks.run(body)
+@on_each_rank("ranks.run")
+def test_compressed_sums_go_in_phases_and_all_else_does_not(gpu, /):
+    comm, ways = gpu.comm, Ways(gpu.comm)
+    residual = filled(comm, 600)
+    assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8") == PHASES
+    assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8", residual=residual) == PHASES
+    assert ways.of(comm.reduce_scatter, filled(comm, 600), compress="int8") == PHASES
+    assert ways.of(comm.all_reduce, filled(comm, 600), compress="int8", deterministic=True) == "nccl"
+    assert ways.of(comm.all_gather, filled(comm, 600), compress="int8") == "nccl"
+    assert ways.of(comm.all_to_all, filled(comm, 600), compress="int8") == "nccl"
 
 
 test_batch_and_persistent = test_nccl.test_batch_and_persistent
@@ -218,21 +211,19 @@ class Ways(list[str]):
         return way
 
 
-def test_in_a_capture_and_on_several_streams(ranks):
-    def body(gpu):
-        comm, total = gpu.comm, gpu.size * (gpu.size + 1) // 2
-        ways = Ways(comm)
-        for turn in range(3):
-            with captures():
-                for stream, count in ((5, 1000), (5, 1001), (6, 1000)):
-                    assert (comm.all_reduce(filled(comm, count), stream=stream).numpy() == total).all()
-            xs = [filled(comm, 10 + i + turn) for i in range(3)]
-            works = [comm.all_reduce(x, stream=5 + i, async_op=i == 2) for i, x in enumerate(xs)]
-            works[2].wait()
-            assert all((x.numpy() == total).all() for x in xs)
-        assert set(ways) == {PHASES}
-
-    ranks.run(body)
+@on_each_rank("ranks.run")
+def test_in_a_capture_and_on_several_streams(gpu, /):
+    comm, total = gpu.comm, gpu.size * (gpu.size + 1) // 2
+    ways = Ways(comm)
+    for turn in range(3):
+        with captures():
+            for stream, count in ((5, 1000), (5, 1001), (6, 1000)):
+                assert (comm.all_reduce(filled(comm, count), stream=stream).numpy() == total).all()
+        xs = [filled(comm, 10 + i + turn) for i in range(3)]
+        works = [comm.all_reduce(x, stream=5 + i, async_op=i == 2) for i, x in enumerate(xs)]
+        works[2].wait()
+        assert all((x.numpy() == total).all() for x in xs)
+    assert set(ways) == {PHASES}
 
 
 @pytest.mark.parametrize("before", [0, 3])
@@ -255,12 +246,10 @@ def test_an_all_to_all_in_a_capture(monkeypatch, before):
         HostRanks((2, 2)).run(body)
 
 
-def test_memory_that_nccl_refuses(no_gpu):
-    def body(gpu):
-        with pytest.raises(InvalidArgument, match="expected memory of ncclMemAlloc or cuMemCreate, got memory of cuda"):
-            gpu.comm.register(Array.zeros(64, np.float32, 0))
-
-    HostRanks((2, 2)).run(body)
+@on_each_rank(HostRanks((2, 2)).run)
+def test_memory_that_nccl_refuses(gpu, /, no_gpu):
+    with pytest.raises(InvalidArgument, match="expected memory of ncclMemAlloc or cuMemCreate, got memory of cuda"):
+        gpu.comm.register(Array.zeros(64, np.float32, 0))
 
 
 def sent(name: str, size: int, nbytes: int) -> float:
@@ -314,25 +303,22 @@ def test_bytes_out_of_a_host(ranks, phases, monkeypatch):
             assert out == {(n, rank): round(ring * part * 4) for rank in range(n)}, name
 
 
-def test_what_stays_with_nccl(ranks):
+@on_each_rank("ranks.run")
+def test_what_stays_with_nccl(gpu, /):
     """Sums in rank order, sums of 8-bit floats, and what the table finds slower."""
-
-    def body(gpu):
-        comm = gpu.comm
-        backend, ways = comm.backend, Ways(comm)
-        assert ways.of(comm.all_reduce, filled(comm, 600)) == PHASES
-        assert ways.of(comm.all_reduce, filled(comm, 600), algorithm=PHASES) == PHASES
-        assert ways.of(comm.all_reduce, filled(comm, 600), deterministic=True) == "nccl"
-        assert ways.of(comm.all_reduce, filled(comm, 600, ml_dtypes.float8_e4m3fn)) == "nccl"
-        assert ways.of(comm.reduce, filled(comm, 600)) == "nccl"
-        routes = {key("all_reduce", False, False, True): ((4000, "nccl"), (None, PHASES))}
-        backend.use(replace(backend.choices.table, routes=routes))
-        assert ways.of(comm.all_reduce, filled(comm, 1000)) == "nccl"
-        assert ways.of(comm.all_reduce, filled(comm, 1000), algorithm=PHASES) == PHASES
-        assert ways.of(comm.all_reduce, filled(comm, 1001)) == PHASES
-        assert [backend.route_of("all_reduce", nbytes) for nbytes in (4000, 4004)] == ["nccl", PHASES]
-
-    ranks.run(body)
+    comm = gpu.comm
+    backend, ways = comm.backend, Ways(comm)
+    assert ways.of(comm.all_reduce, filled(comm, 600)) == PHASES
+    assert ways.of(comm.all_reduce, filled(comm, 600), algorithm=PHASES) == PHASES
+    assert ways.of(comm.all_reduce, filled(comm, 600), deterministic=True) == "nccl"
+    assert ways.of(comm.all_reduce, filled(comm, 600, ml_dtypes.float8_e4m3fn)) == "nccl"
+    assert ways.of(comm.reduce, filled(comm, 600)) == "nccl"
+    routes = {key("all_reduce", False, False, True): ((4000, "nccl"), (None, PHASES))}
+    backend.use(replace(backend.choices.table, routes=routes))
+    assert ways.of(comm.all_reduce, filled(comm, 1000)) == "nccl"
+    assert ways.of(comm.all_reduce, filled(comm, 1000), algorithm=PHASES) == PHASES
+    assert ways.of(comm.all_reduce, filled(comm, 1001)) == PHASES
+    assert [backend.route_of("all_reduce", nbytes) for nbytes in (4000, 4004)] == ["nccl", PHASES]
 
 
 @pytest.mark.parametrize(
@@ -417,24 +403,21 @@ def test_a_measured_table_is_preferred(no_gpu, measured, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("kinds", [("phases", "nccl"), ("nccl", "phases"), ("phases", "phases")], ids=str)
-def test_calls_on_other_streams_follow(no_gpu, kinds, monkeypatch):
+@on_each_rank(HostRanks((2, 2)).run)
+def test_calls_on_other_streams_follow(gpu, /, no_gpu, kinds, monkeypatch):
     """Kernels of peer and NCCL wait for other ranks: GPUs must not start them in different orders."""
+    comm, followed = gpu.comm, list[tuple[int, int]]()
+    streams = comm.backend.streams
+    follow = streams.follow
 
-    def body(gpu):
-        comm, followed = gpu.comm, list[tuple[int, int]]()
-        streams = comm.backend.streams
-        follow = streams.follow
+    def noting(stream, before, capture):
+        followed.append((stream, before))
+        follow(stream, before, capture)
 
-        def noting(stream, before, capture):
-            followed.append((stream, before))
-            follow(stream, before, capture)
-
-        streams.follow = noting
-        for stream, kind in zip((5, 6), kinds, strict=True):
-            comm.all_reduce(filled(comm, 100), deterministic=kind == "nccl", stream=stream)
-        assert (6, 5) in followed
-
-    HostRanks((2, 2)).run(body)
+    streams.follow = noting
+    for stream, kind in zip((5, 6), kinds, strict=True):
+        comm.all_reduce(filled(comm, 100), deterministic=kind == "nccl", stream=stream)
+    assert (6, 5) in followed
 
 
 def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
@@ -468,24 +451,21 @@ def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
     HostRanks((2, 2)).run(body)
 
 
-def test_first_calls_are_bounded_and_name_the_call(no_gpu):
+@on_each_rank(HostRanks((2, 2)).run)
+def test_first_calls_are_bounded_and_name_the_call(gpu, /, no_gpu):
     """NCCL connects the ranks of a rail at their first call."""
+    comm, found = gpu.comm, list[str]()
+    rail = comm.backend.routes[0].rail
+    usual = rail.bounded
 
-    def body(gpu):
-        comm, found = gpu.comm, list[str]()
-        rail = comm.backend.routes[0].rail
-        usual = rail.bounded
+    def bounded(run, timeout, what):
+        found.append(what)
+        return usual(run, timeout, what)
 
-        def bounded(run, timeout, what):
-            found.append(what)
-            return usual(run, timeout, what)
-
-        rail.bounded = bounded
-        for _ in range(3):
-            comm.all_reduce(filled(comm, 100))
-        assert [text[:20] for text in found] == ["world: all_reduce #0"]
-
-    HostRanks((2, 2)).run(body)
+    rail.bounded = bounded
+    for _ in range(3):
+        comm.all_reduce(filled(comm, 100))
+    assert [text[:20] for text in found] == ["world: all_reduce #0"]
 
 
 def test_tuning_measures_phases(no_gpu, monkeypatch):

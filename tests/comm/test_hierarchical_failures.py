@@ -20,7 +20,7 @@ from kos.comm.host.threads import ThreadTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm import fake_nccl
 from tests.comm.fake_nccl import FakeNCCL, Group
-from tests.comm.ranks import on_hosts
+from tests.comm.ranks import on_each_rank, on_hosts
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_hierarchical import HostRanks, Ways, communicator, filled, no_gpu
@@ -106,19 +106,16 @@ def raised_by(comm: Any, *calls: Callable[[], Any]) -> KosError:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(no_gpu, waits):
+@on_each_rank(HostRanks((2, 2)).run)
+def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(gpu, /, no_gpu, waits):
     """NCCL does not say it."""
-
-    def body(gpu):
-        backend = gpu.comm.backend
-        work = gpu.comm.all_reduce(filled(gpu, 1000), async_op=True)
-        route = next(route for route in backend.routes if route.name == PHASES)
-        route.node.kernel_waits = lambda: [0] * waits
-        route.node.end_waits = lambda: "the GPU waited for rank 9"
-        text = str(backend.timed_out(work, 1.0))
-        assert work.prepared.route is route and ("waited for rank 9" in text) == waits, text
-
-    HostRanks((2, 2)).run(body)
+    backend = gpu.comm.backend
+    work = gpu.comm.all_reduce(filled(gpu, 1000), async_op=True)
+    route = next(route for route in backend.routes if route.name == PHASES)
+    route.node.kernel_waits = lambda: [0] * waits
+    route.node.end_waits = lambda: "the GPU waited for rank 9"
+    text = str(backend.timed_out(work, 1.0))
+    assert work.prepared.route is route and ("waited for rank 9" in text) == waits, text
 
 
 @needs_core
@@ -152,25 +149,23 @@ def test_a_rank_that_does_not_come_or_ends_is_named_on_all(kernels, name, rank, 
 
 
 @pytest.mark.parametrize(("dead", "way"), [((4, 5), PHASES), ((0, 1), PHASES), ((5,), "nccl")], ids=str)
-def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu, dead, way):
-    def body(rendezvous):
-        flat = rendezvous.threads.shared("group", lambda: Group(6))
-        comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat)
-        comm.all_reduce(filled(comm, 100))
-        rendezvous.barrier()
-        if rendezvous.rank in dead:
-            return rendezvous.threads.world.end(rendezvous.rank, "it is dead")
-        rest = comm.shrink()
-        x = filled(rest, 100)
-        if way == PHASES:
-            assert Ways(rest).of(rest.all_reduce, x, algorithm=PHASES) == PHASES
-        else:
-            assert "expected hosts with the same number of ranks" in rest.explain()
-            rest.all_reduce(x)
-        assert (x.numpy() == rest.size * (rest.size + 1) / 2).all()
-        rest.close()
-
-    HostRanks((2, 2, 2)).run_bare(body)
+@on_each_rank(HostRanks((2, 2, 2)).run_bare)
+def test_survivors_work_in_phases_if_hosts_are_alike(rendezvous, /, no_gpu, dead, way):
+    flat = rendezvous.threads.shared("group", lambda: Group(6))
+    comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat)
+    comm.all_reduce(filled(comm, 100))
+    rendezvous.barrier()
+    if rendezvous.rank in dead:
+        return rendezvous.threads.world.end(rendezvous.rank, "it is dead")
+    rest = comm.shrink()
+    x = filled(rest, 100)
+    if way == PHASES:
+        assert Ways(rest).of(rest.all_reduce, x, algorithm=PHASES) == PHASES
+    else:
+        assert "expected hosts with the same number of ranks" in rest.explain()
+        rest.all_reduce(x)
+    assert (x.numpy() == rest.size * (rest.size + 1) / 2).all()
+    rest.close()
 
 
 @needs_core

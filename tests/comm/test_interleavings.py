@@ -19,7 +19,7 @@ from kos.comm.host.shared.segment import Segment
 from kos.comm.host.shared.status import SharedStatus
 from kos.errors import CollectiveError, KosError, RankLost
 from tests.comm.interleavings import LIMIT, Interleaving
-from tests.comm.ranks import TIMEOUT
+from tests.comm.ranks import TIMEOUT, on_each_rank
 from tests.comm.shared_ranks import needs_core, run, shared_only
 from tests.comm.tcp_ranks import environment, free_port, run_threads
 
@@ -247,15 +247,13 @@ def test_another_thread_frees_what_a_wait_uses(name):
 
 
 @needs_core
-def test_a_work_that_the_core_has_begun_is_aborted():
-    def body(comm):
-        x = np.ones(3)
-        for _ in range(3):
-            comm.all_reduce(x, async_op=True).wait()
-        if comm.rank == 0:
-            work = comm.all_reduce(x, async_op=True)
-            comm.abort()
-            with pytest.raises(CollectiveError):
-                work.wait()
-
-    run(body, 2, close=False)
+@on_each_rank(run, 2, close=False)
+def test_a_work_that_the_core_has_begun_is_aborted(comm, /):
+    x = np.ones(3)
+    for _ in range(3):
+        comm.all_reduce(x, async_op=True).wait()
+    if comm.rank == 0:
+        work = comm.all_reduce(x, async_op=True)
+        comm.abort()
+        with pytest.raises(CollectiveError):
+            work.wait()

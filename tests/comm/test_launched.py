@@ -92,47 +92,41 @@ if __name__ == "__main__":
     assert output(tmp_path, text, 2, fresh=way == "spawn") == "done\n" * 2
 
 
-@needs_mpirun
-@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "RANK"])
-def test_a_child_is_refused_whatever_other_launchers_have_set(tmp_path, name):
-    """As torchrun or srun set for what a rank of mpirun starts by them."""
-    text = f"""{CHILD}
-comm = kos.init(timeout=60)
-refused(child(env={{**os.environ, "{name}": "1"}}))
+# Programs of two ranks of MPI, each of which starts others.
+ON_MPI = {
+    # As torchrun or srun set for what a rank of mpirun starts by them.
+    "variables of other launchers": """
+for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "RANK"):
+    refused(child(env={**os.environ, name: "1"}))
 assert comm.all_reduce(np.ones(1)) == 2
 comm.close()
-print("done", flush=True)
-"""
-    assert output(tmp_path, text, 2) == "done\n" * 2
-
-
-@needs_mpirun
-def test_a_child_is_refused_as_long_as_its_rank_has_mpi(tmp_path):
-    """Also after ``close``: Open MPI 5.0.11 crashed in MPI_Finalize once a child had taken the rank's place."""
-    text = f"""{CHILD}
-comm = kos.init(timeout=60)
+""",
+    # Also after ``close``: Open MPI 5.0.11 crashed in MPI_Finalize once a child had taken the rank's place.
+    "as long as its rank has MPI": """
 comm.close()
 refused(child())
 again = kos.init(timeout=60)  # the rank itself
 assert again.all_reduce(np.ones(1)) == 2
-clean = {{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_"))}}
+clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_"))}
 assert child(env=clean) == "child: rank 0 of 1 on mock"
 again.close()
-print("done", flush=True)
-"""
-    assert output(tmp_path, text, 2) == "done\n" * 2
+""",
+    # The variables that are removed make mpirun of Open MPI 4 refuse to start; the others still name the rank.
+    "another job": """
+if comm.rank == 0:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_UNIVERSE_SIZE", "OMPI_MCA_ess"))}
+    assert claimant(True) == os.getpid() and env["OMPI_COMM_WORLD_RANK"] == "0"
+    said = child([mpirun, "-n", "2", sys.executable, "-c", INIT], env=env)
+    assert sorted(said.splitlines()) == [f"child: rank {rank} of 2 on mpi" for rank in range(2)], said
+comm.barrier()
+""",
+}
 
 
 @needs_mpirun
-def test_a_job_that_a_rank_starts_is_another(tmp_path):
-    text = f"""{CHILD}
-comm = kos.init(timeout=60)
-if comm.rank == 0:
-    said = child(["{MPIRUN}", "-n", "2", sys.executable, "-c", INIT])
-    assert sorted(said.splitlines()) == [f"child: rank {{rank}} of 2 on mpi" for rank in range(2)], said
-comm.barrier()
-print("done", flush=True)
-"""
+@pytest.mark.parametrize("name", ON_MPI)
+def test_what_a_rank_of_mpi_starts(tmp_path, name):
+    text = f"{CHILD}\nmpirun = {MPIRUN!r}\ncomm = kos.init(timeout=60)\n{ON_MPI[name]}\nprint('done', flush=True)\n"
     assert output(tmp_path, text, 2) == "done\n" * 2
 
 
@@ -162,18 +156,6 @@ def test_a_program_between_mpirun_and_the_rank(tmp_path, wrapper):
     }[wrapper]  # fmt: skip
     done = run_program(MPIRUN, "-n", "2", *command, env=environment(), cwd="/")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n" * 2, "")
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "spawn"])  # for which a program must be in a file
-def test_a_child_of_a_rank_without_mpi_is_refused(way):
-    text = f"""import os, sys, numpy as np, kos
-{CHILD}
-comm = kos.init(timeout=60)
-{WAYS[way]}
-assert comm.all_reduce(np.ones(1)) == 2
-comm.close()
-"""
-    assert run_processes(text, 2) == [(0, "")] * 2
 
 
 BEFORE = """
@@ -244,29 +226,22 @@ def test_a_program_that_starts_before_its_rank_without_mpi_is_refused(tmp_path):
     assert run_processes(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", 2) == [(0, "")] * 2
 
 
-def test_a_rank_whose_place_a_program_has_taken_is_refused():
-    """A program that the rank has started before it calls ``kos.init``."""
-    text = """import os, subprocess, sys, kos
-INIT = "import kos, sys\\nwith kos.init(timeout=60):\\n    print(1, flush=True)\\n    sys.stdin.readline()"
-command = (sys.executable, "-c", INIT)
+# Programs of two ranks without MPI.
+WITHOUT_MPI = {
+    # A program that the rank has started before it calls ``kos.init``.
+    "a rank whose place a program has taken is refused": """
+PROGRAM = "import kos, sys\\nwith kos.init(timeout=60):\\n    print(1, flush=True)\\n    sys.stdin.readline()"
+command = (sys.executable, "-c", PROGRAM)
 with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
     assert child.stdout.readline() == "1\\n"
-    try:
+    with pytest.raises(kos.errors.RendezvousError) as caught:
         kos.init(timeout=60)
-    except kos.errors.RendezvousError as error:
-        text = f"init: process {child.pid}, which this one has started, is already rank {os.environ['RANK']} of 2 of"
-        assert text in str(error), error
-    else:
-        raise AssertionError("not refused")
+    text = f"init: process {child.pid}, which this one has started, is already rank {os.environ['RANK']} of 2 of"
+    assert text in str(caught.value)
     child.stdin.close()
     assert child.wait(60) == 0
-"""
-    assert run_processes(text, 2) == [(0, "")] * 2
-
-
-def test_the_place_of_a_rank_without_mpi_is_free_once_it_has_closed():
-    text = f"""import os, sys, numpy as np, kos
-{CHILD}
+""",
+    "its place is free once it has closed": """
 comm = kos.init(timeout=60)
 part = comm.split(0)
 assert comm.split(None) is None
@@ -275,17 +250,11 @@ comm.close()
 refused(child())  # ``part`` is open
 part.close()
 assert claimant(False) is None
-assert child() == f"child: rank {{comm.rank}} of 2 on tcp"
-"""
-    assert run_processes(text, 2) == [(0, "")] * 2
-
-
-def test_the_claim_lasts_as_long_as_a_group_of_the_rank():
-    text = """import os, numpy as np, kos
-from kos.comm.control.identity import claimant
-from kos.errors import BackendUnavailable
+assert child() == f"child: rank {comm.rank} of 2 on tcp"
+""",
+    "the claim lasts as long as a group of the rank": """
 for attempt in range(2):
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(kos.errors.BackendUnavailable):
         kos.init("mock", timeout=60)
     assert claimant(False) is None
 with kos.init(timeout=60) as comm:
@@ -297,13 +266,8 @@ with kos.init(timeout=60) as comm:
 assert claimant(False) == os.getpid()
 grown.abort()
 assert claimant(False) is None
-"""
-    assert run_processes("import pytest\n" + text, 2) == [(0, "")] * 2
-
-
-def test_the_claim_goes_with_a_communicator_that_the_program_drops():
-    text = f"""import gc, os, sys, numpy as np, kos
-{CHILD}
+""",
+    "the claim goes with a communicator that the program drops": """
 comm = kos.init(timeout=60)
 part = comm.split(0)
 assert part.all_reduce(np.ones(1)) == 2
@@ -315,8 +279,18 @@ rank = comm.rank
 del comm
 gc.collect()
 assert claimant(False) is None
-assert child() == f"child: rank {{rank}} of 2 on tcp"
-"""
+assert child() == f"child: rank {rank} of 2 on tcp"
+""",
+    **{
+        f"a child, by {way}": f"comm = kos.init(timeout=60)\n{text}\nassert comm.all_reduce(np.ones(1)) == 2"
+        for way, text in WAYS.items() if way != "spawn"  # for which a program must be in a file
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_MPI)
+def test_ranks_without_mpi(name):
+    text = f"import gc, os, sys, numpy as np, pytest, kos\n{CHILD}\n{WITHOUT_MPI[name]}"
     assert run_processes(text, 2) == [(0, "")] * 2
 
 

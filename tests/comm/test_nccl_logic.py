@@ -74,22 +74,19 @@ def test_batch_is_one_group(gpu, /, fake):
     assert fake.groups == 2  # one on each rank
 
 
-def test_calls_with_error_feedback_in_a_batch(ranks, seed):
+@on_each_rank("ranks.run")
+def test_calls_with_error_feedback_in_a_batch(gpu, /, seed):
     """Their kernels run between their exchanges, which a group would put off to its end."""
-
-    def body(gpu):
-        comm, rng = gpu.comm, np.random.default_rng((seed, gpu.rank))
-        data = [rng.standard_normal(300).astype(np.float32) for _ in range(3)]
-        alone, together = ([(Array.from_numpy(x, 0), Array.zeros(300, np.float32, 0)) for x in data] for _ in range(2))
-        for x, residual in alone:
+    comm, rng = gpu.comm, np.random.default_rng((seed, gpu.rank))
+    data = [rng.standard_normal(300).astype(np.float32) for _ in range(3)]
+    alone, together = ([(Array.from_numpy(x, 0), Array.zeros(300, np.float32, 0)) for x in data] for _ in range(2))
+    for x, residual in alone:
+        comm.all_reduce(x, compress="int8", residual=residual)
+    with comm.batch():
+        for x, residual in together:
             comm.all_reduce(x, compress="int8", residual=residual)
-        with comm.batch():
-            for x, residual in together:
-                comm.all_reduce(x, compress="int8", residual=residual)
-        for one, other in zip(alone, together, strict=True):
-            assert [each.numpy().tolist() for each in one] == [each.numpy().tolist() for each in other]
-
-    ranks.run(body)
+    for one, other in zip(alone, together, strict=True):
+        assert [each.numpy().tolist() for each in one] == [each.numpy().tolist() for each in other]
 
 
 @on_each_rank(FakeRanks(1).run)

@@ -111,6 +111,21 @@ def test_a_newcomer_that_is_interrupted_waits_no_longer(monkeypatch):
     assert ThreadRendezvous(group, 0).newcomers() == 0
 
 
+def healthy_beside(
+    stranger: Callable[[str], Any],
+    ready: threading.Event,
+    body: Callable[[kos.Communicator], Any] = lambda comm: check(comm.grow(1)),
+) -> None:
+    """Two members admit a newcomer that calls them once ``ready`` is set, whatever the stranger does."""
+
+    def newcomer(address: str) -> tuple[int, int]:
+        assert ready.wait(20)
+        return check(join(address))
+
+    results = run("tcp", 2, body, stranger, newcomer)
+    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+
+
 def poll_newcomers(comm: kos.Communicator, until: Callable[[], bool]) -> list[int]:
     """The most newcomers that each rank has counted, at the steps of a program, until rank 0 says so."""
     most = np.zeros(comm.size, np.int64)
@@ -141,43 +156,28 @@ def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch):
         assert poll_newcomers(comm, refused.is_set) == [0, 0]
         return check(comm.grow(1))
 
-    def newcomer(address):
-        assert refused.wait(20)
-        return check(join(address))
-
     lost, closed, refused = threading.main_thread(), list[int](), threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", resolves)
-    assert sorted(each for each in run("tcp", 2, body, stranger, newcomer) if each) == [(rank, 3) for rank in range(3)]
+    healthy_beside(stranger, refused, body)
 
 
-def test_a_newcomer_that_knows_another_member_is_shown_the_leader():
-    def body(comm):
-        counted = []
-        poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)
-        return check(comm.grow(1))
-
-    def newcomer(address):
-        return check(join(address.split(",")[1]))
-
-    assert sorted(run("tcp", 3, body, newcomer)) == [(rank, 4) for rank in range(4)]
-
-
-def test_a_newcomer_that_the_leader_has_dropped_calls_there_again():
-    """Also if it knows the leader from another member alone, which still counts it."""
+@pytest.mark.parametrize(("members", "dropped"), [(3, False), (2, True)])
+def test_a_newcomer_that_knows_another_member_is_shown_the_leader(members, dropped):
+    """If the leader has dropped it, it calls there again, while the other member still counts it."""
 
     def body(comm):
         counted = []
         poll_newcomers(comm, lambda: counted.append(comm.newcomers()) or counted[-1] > 0)
-        while not comm.all_gather(np.array(comm.newcomers())).all():
+        while dropped and not comm.all_gather(np.array(comm.newcomers())).all():
             pass
-        if comm.rank == 0:
+        if dropped and comm.rank == 0:
             comm.rendezvous.joining.close()
-        return check(comm.grow(1, timeout=4.0))
+        return check(comm.grow(1, timeout=4.0 if dropped else None))
 
     def newcomer(address):
         return check(join(address.split(",")[1]))
 
-    assert sorted(run("tcp", 2, body, newcomer)) == [(rank, 3) for rank in range(3)]
+    assert sorted(run("tcp", members, body, newcomer)) == [(rank, members + 1) for rank in range(members + 1)]
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,7 @@ def test_a_newcomer_that_does_not_fit_is_refused(options, words, monkeypatch):
         assert "\n" not in str(caught.value)
         refused.set()
 
-    def newcomer(address):
-        assert refused.wait(20)
-        return check(join(address))
-
-    results = run("tcp", 2, lambda comm: check(comm.grow(1)), stranger, newcomer)
-    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+    healthy_beside(stranger, refused)
 
 
 def test_the_members_say_who_was_refused(monkeypatch):
@@ -239,16 +234,21 @@ def test_the_members_say_who_was_refused(monkeypatch):
     run("tcp", 2, body, stranger)
 
 
-def raw_newcomer(address: str, port: int = 1) -> Connection:
-    """Only the handshake and the first message of a newcomer, which says that it listens at ``port``."""
+def silent_newcomer(address: str) -> Connection:
+    """Only the handshake of a newcomer."""
     place, deadline = parse(address)[0], time.monotonic() + 20
     sock = connect(*place, deadline)
     greeting = drive(receive_greeting(sock), sock, deadline)
     key = Network(SECRET.encode(), "", "", False).key(b"join")
-    connection = drive(authenticate(sock, greeting, key, JOIN, 0, None), sock, deadline)
+    return drive(authenticate(sock, greeting, key, JOIN, 0, None), sock, deadline)
+
+
+def raw_newcomer(address: str, port: int = 1) -> Connection:
+    """Also the first message of a newcomer, which says that it listens at ``port``."""
+    connection = silent_newcomer(address)
     hello = {"kos": kos.__version__, "me": ["127.0.0.1", port]}
     connection.post(json.dumps(hello).encode())
-    drive(connection.flush(), sock, deadline)
+    drive(connection.flush(), connection.sock, time.monotonic() + 20)
     return connection
 
 
@@ -313,10 +313,6 @@ def test_a_newcomer_stops_while_it_joins(when, monkeypatch):
             assert over.wait(40)
             connection.close()
 
-    def newcomer(address):
-        assert here.wait(20)
-        return check(join(address))
-
     def body(comm):
         began = time.monotonic()
         new = comm.grow(1, timeout=4.0)
@@ -327,8 +323,7 @@ def test_a_newcomer_stops_while_it_joins(when, monkeypatch):
 
     monkeypatch.setattr("kos.comm.communicator", stopping)
     here, over = threading.Event(), threading.Event()
-    results = run("tcp", 2, body, stopped, newcomer)
-    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+    healthy_beside(stopped, here, body)
 
 
 @pytest.mark.parametrize("when", ["before it is admitted", "once it is admitted"])
@@ -340,13 +335,8 @@ def test_a_newcomer_dies_while_it_joins(when):
         connection.close()
         died.set()
 
-    def newcomer(address):
-        assert died.wait(20)
-        return check(join(address))
-
     died = threading.Event()
-    results = run("tcp", 2, lambda comm: check(comm.grow(1)), dying, newcomer)
-    assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
+    healthy_beside(dying, died)
 
 
 def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch):
@@ -385,14 +375,10 @@ def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch):
 
 def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing():
     def silent(address):
-        (host, port), deadline = parse(address)[0], time.monotonic() + 20
-        sock = connect(host, port, deadline)
-        greeting = drive(receive_greeting(sock), sock, deadline)
-        key = Network(SECRET.encode(), "", "", False).key(b"join")
-        drive(authenticate(sock, greeting, key, JOIN, 0, None), sock, deadline)
+        connection = silent_newcomer(address)
         here.set()
         assert over.wait(40)
-        sock.close()
+        connection.close()
 
     def body(comm):
         longest = 0.0

@@ -11,7 +11,7 @@ from kos.comm import watchdog
 from kos.comm.control.thread_rendezvous import single_rendezvous
 from kos.errors import KosError, RankLost
 from kos.testing import Fault, spawn
-from tests.comm.ranks import TIMEOUT
+from tests.comm.ranks import TIMEOUT, on_each_rank
 from tests.comm.tcp_ranks import run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
@@ -168,33 +168,30 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_a_callback_that_raises_does_not_keep_others_from_being_called(error):
+@on_each_rank(spawn, 2)
+def test_a_callback_that_raises_does_not_keep_others_from_being_called(comm, /, error):
     """Neither those of this failure nor those of a later one."""
+    first, second = comm.duplicate(), comm.duplicate()
+    if comm.rank == 0:
+        called = [threading.Event() for _ in range(3)]
 
-    def body(comm):
-        first, second = comm.duplicate(), comm.duplicate()
-        if comm.rank == 0:
-            called = [threading.Event() for _ in range(3)]
+        def report(failure):
+            called[0].set()
+            raise error
 
-            def report(failure):
-                called[0].set()
-                raise error
-
-            first.on_failure(report)
-            first.on_failure(lambda failure: called[1].set())
-            second.on_failure(lambda failure: called[2].set())
-        comm.barrier()
-        if comm.rank == 1:
-            first.abort()
-        elif comm.rank == 0:
-            assert called[0].wait(TIMEOUT) and called[1].wait(TIMEOUT)
-        comm.barrier()
-        if comm.rank == 1:
-            second.abort()
-        elif comm.rank == 0:
-            assert called[2].wait(TIMEOUT)
-
-    spawn(body, 2)
+        first.on_failure(report)
+        first.on_failure(lambda failure: called[1].set())
+        second.on_failure(lambda failure: called[2].set())
+    comm.barrier()
+    if comm.rank == 1:
+        first.abort()
+    elif comm.rank == 0:
+        assert called[0].wait(TIMEOUT) and called[1].wait(TIMEOUT)
+    comm.barrier()
+    if comm.rank == 1:
+        second.abort()
+    elif comm.rank == 0:
+        assert called[2].wait(TIMEOUT)
 
 
 def test_who_aborts_because_of_a_callback_names_the_cause():

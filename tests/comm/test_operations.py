@@ -110,15 +110,12 @@ def test_the_repr_of_a_work_and_of_a_persistent_operation():
     spawn(body, 2, timeout=30)
 
 
-def test_the_repr_of_what_is_queued_on_a_gpu(monkeypatch):
-    def body(gpu):
-        summing = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
-        assert repr(summing) == "<Persistent world: all_reduce of float32[3] by SUM: not started>"
-        assert repr(summing.start()) == "<Work world: all_reduce #0 of float32[3] by SUM: queued on cuda:0>"
-        assert repr(summing) == "<Persistent world: all_reduce #0 of float32[3] by SUM: queued on cuda:0>"
-
-    with no_gpu(monkeypatch):
-        FakeRanks(1).run(body)
+@on_each_rank(FakeRanks(1).run)
+def test_the_repr_of_what_is_queued_on_a_gpu(gpu, /, fake):
+    summing = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
+    assert repr(summing) == "<Persistent world: all_reduce of float32[3] by SUM: not started>"
+    assert repr(summing.start()) == "<Work world: all_reduce #0 of float32[3] by SUM: queued on cuda:0>"
+    assert repr(summing) == "<Persistent world: all_reduce #0 of float32[3] by SUM: queued on cuda:0>"
 
 
 def test_keywords_that_are_none():
@@ -149,11 +146,14 @@ def check_persistent_forms(
     comm: kos.Communicator,
     seed: int,
     together: bool,
-    new: Callable[[int], Any] = lambda count: poison(count, np.float64),
-    fill: Callable[[Any, np.ndarray], Any] = lambda array, values: np.copyto(array, values),
-    read: Callable[[Any], np.ndarray] = np.asarray,
+    new: Callable[[int], Any],
+    fill: Callable[[Any, np.ndarray], Any],
+    read: Callable[[Any], np.ndarray],
 ) -> None:
-    """Started again and again, alone or in a batch, they do what the calls do; ``fill`` and ``read`` their arrays."""
+    """On a GPU they do what the calls do, started again and again, alone or in a batch.
+
+    ``fill`` and ``read`` their arrays.  Those in host memory have a row of the conformance suite.
+    """
     n, me = comm.size, comm.rank
     everyone, forms = list(range(n)), []
     for name in NAMES if n > 1 else NAMES[:-1]:  # send_recv takes another rank
@@ -183,33 +183,20 @@ def check_persistent_forms(
                 assert_bits(read(out).reshape(-1), model.result(step, xs, me), step.name)
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms_do_what_the_calls_do(ranks, seed, together):
-    ranks.run(lambda comm: check_persistent_forms(comm, seed, together))
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms_on_stand_ins_for_gpus(seed, together, size, monkeypatch):
-    def body(gpu):
-        check_persistent_forms(gpu.comm, seed, together, *on_gpu(0))
-
-    with no_gpu(monkeypatch):
-        FakeRanks(size).run(body)
+def test_persistent_forms_on_stand_ins_for_gpus(seed, together, size, fake):
+    FakeRanks(size).run(lambda gpu: check_persistent_forms(gpu.comm, seed, together, *on_gpu(0)))
 
 
-def test_a_start_after_a_batch_is_in_the_order_of_its_stream(monkeypatch):
+@on_each_rank(FakeRanks(1).run)
+def test_a_start_after_a_batch_is_in_the_order_of_its_stream(gpu, /, fake):
     """Only in an asynchronous batch it runs beside the stream of its arrays."""
-
-    def body(gpu):
-        operation = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
-        with gpu.comm.batch(async_op=True) as batch:
-            operation.start()
-        assert batch.works[0].event is not None
-        assert operation.start().event is None
-
-    with no_gpu(monkeypatch):
-        FakeRanks(1).run(body)
+    operation = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
+    with gpu.comm.batch(async_op=True) as batch:
+        operation.start()
+    assert batch.works[0].event is not None
+    assert operation.start().event is None
 
 
 def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
@@ -479,9 +466,7 @@ def test_an_array_without_an_address():
 
 
 @pytest.mark.mpi
-def test_an_array_without_an_address_on_mpi(ranks_of_mpi, apart):
-    def body(comm):
-        x = Empty()
-        assert comm.all_reduce(x) is x and comm.all_gather(x).shape == (comm.size, 0, 3)
-
-    ranks_of_mpi.run(body)
+@on_each_rank("ranks_of_mpi.run")
+def test_an_array_without_an_address_on_mpi(comm, /, apart):
+    x = Empty()
+    assert comm.all_reduce(x) is x and comm.all_gather(x).shape == (comm.size, 0, 3)

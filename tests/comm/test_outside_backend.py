@@ -34,7 +34,7 @@ from kos.testing.conformance.on_gpu import OnGPU
 from tests.comm.fake_nccl import Comm, no_gpu
 from tests.comm.fake_nccl import Group as FakeGroup
 from tests.comm.outside.kos_relay import Relay
-from tests.comm.ranks import on_threads
+from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
 from tests.comm.test_tuning import changed
 from tests.host_compiler import needs_compiler
@@ -101,32 +101,27 @@ SLOW = [case for case in ON_GPU if case.name.startswith("compressed") and not ca
     # Emulated kernels take long.
     *(pytest.param([case], marks=[pytest.mark.slow, needs_compiler], id=case.name) for case in SLOW),
 ])  # fmt: skip
-def test_gpu_memory(gpus, group):
-    def body(comm):
-        assert (comm.device, comm.backend_name) == (0, "relay")
-        for case in group:
-            case.call(OnGPU(comm))
-
-    on_ranks(body)
+@on_each_rank(on_ranks)
+def test_gpu_memory(comm, /, gpus, group):
+    assert (comm.device, comm.backend_name) == (0, "relay")
+    for case in group:
+        case.call(OnGPU(comm))
 
 
-def test_a_batch_has_collectives_and_other_messages_on_each_rank(gpus):
+@on_each_rank(on_ranks)
+def test_a_batch_has_collectives_and_other_messages_on_each_rank(comm, /, gpus):
     """The library matches messages by their order, which must not depend on how many messages a rank has."""
-
-    def body(comm):
-        x, sent, received = (
-            Array.from_numpy(np.full(4, value, np.float32), comm.device) for value in (comm.rank + 1, comm.rank, -1)
-        )
-        with comm.batch():
-            comm.all_reduce(x)
-            if comm.rank > 0:
-                comm.recv(received, comm.rank - 1)
-            if comm.rank < comm.size - 1:
-                comm.send(sent, comm.rank + 1)
-        assert x.numpy().tolist() == [comm.size * (comm.size + 1) / 2] * 4
-        assert received.numpy().tolist() == [comm.rank - 1] * 4
-
-    on_ranks(body)
+    x, sent, received = (
+        Array.from_numpy(np.full(4, value, np.float32), comm.device) for value in (comm.rank + 1, comm.rank, -1)
+    )
+    with comm.batch():
+        comm.all_reduce(x)
+        if comm.rank > 0:
+            comm.recv(received, comm.rank - 1)
+        if comm.rank < comm.size - 1:
+            comm.send(sent, comm.rank + 1)
+    assert x.numpy().tolist() == [comm.size * (comm.size + 1) / 2] * 4
+    assert received.numpy().tolist() == [comm.rank - 1] * 4
 
 
 @needs_core
@@ -145,33 +140,28 @@ def test_auto_compares_calls_of_mock_with_calls_on_gpus(gpus, monkeypatch):
     assert on_ranks(body, "auto") == [("relay+mock", {})] * SIZE
 
 
-def test_a_run_on_gpu_memory_needs_a_gpu(installed):
-    def body(comm):
-        assert comm.device is None
-        with pytest.raises(InvalidArgument, match="gpu: expected a communicator that uses a GPU, got <Communicator"):
-            run(comm, gpu=True)
-
-    on_ranks(body, size=1)
+@on_each_rank(on_ranks, size=1)
+def test_a_run_on_gpu_memory_needs_a_gpu(comm, /, installed):
+    assert comm.device is None
+    with pytest.raises(InvalidArgument, match="gpu: expected a communicator that uses a GPU, got <Communicator"):
+        run(comm, gpu=True)
 
 
-def test_messages_of_a_batch_go_at_once(gpus):
+@on_each_rank(on_ranks)
+def test_messages_of_a_batch_go_at_once(comm, /, gpus):
     """Each rank sends to and receives from all others, in an order in which one exchange after another would wait."""
-
-    def body(comm):
-        others = [rank for rank in range(SIZE) if rank != comm.rank]
-        sent = [Array.from_numpy(np.full(3, 10 * comm.rank + rank), 0) for rank in others]
-        got = [Array.zeros(3, np.int64, 0) for _ in others]
-        total = Array.from_numpy(np.ones(2), 0)
-        with comm.batch():
-            for rank, x in zip(others, got, strict=True):
-                comm.recv(x, rank)
-            comm.all_reduce(total)
-            for rank, x in zip(others, sent, strict=True):
-                comm.send(x, rank)
-        assert [x.numpy().tolist() for x in got] == [[10 * rank + comm.rank] * 3 for rank in others]
-        assert total.numpy().tolist() == [SIZE, SIZE]
-
-    on_ranks(body)
+    others = [rank for rank in range(SIZE) if rank != comm.rank]
+    sent = [Array.from_numpy(np.full(3, 10 * comm.rank + rank), 0) for rank in others]
+    got = [Array.zeros(3, np.int64, 0) for _ in others]
+    total = Array.from_numpy(np.ones(2), 0)
+    with comm.batch():
+        for rank, x in zip(others, got, strict=True):
+            comm.recv(x, rank)
+        comm.all_reduce(total)
+        for rank, x in zip(others, sent, strict=True):
+            comm.send(x, rank)
+    assert [x.numpy().tolist() for x in got] == [[10 * rank + comm.rank] * 3 for rank in others]
+    assert total.numpy().tolist() == [SIZE, SIZE]
 
 
 @pytest.mark.parametrize("call", ["all_gather", "all_reduce", "broadcast", "batch"])
@@ -236,16 +226,14 @@ def test_an_abort_reaches_the_library_once_with_its_reason(gpus):
     assert len(reasons) == 1 and "enough" in reasons[0]
 
 
-def test_what_the_contract_lacks_is_named(gpus):
-    def body(comm):
-        x = comm.allocate(3, np.float32)
-        for method, call in (("views", comm.views), ("register", comm.register)):
-            with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that defines it, got relay"):
-                call(x)
-        with pytest.raises(InvalidArgument, match="algorithm: expected 'auto' on relay, got 'ring'"):
-            comm.all_reduce(x, algorithm="ring")
-
-    on_ranks(body, size=1)
+@on_each_rank(on_ranks, size=1)
+def test_what_the_contract_lacks_is_named(comm, /, gpus):
+    x = comm.allocate(3, np.float32)
+    for method, call in (("views", comm.views), ("register", comm.register)):
+        with pytest.raises(BackendUnavailable, match=f"{method}: expected a backend that defines it, got relay"):
+            call(x)
+    with pytest.raises(InvalidArgument, match="algorithm: expected 'auto' on relay, got 'ring'"):
+        comm.all_reduce(x, algorithm="ring")
 
 
 class Native(Relay):
@@ -383,12 +371,9 @@ def test_auto_takes_it_for_host_memory(installed, monkeypatch, tmp_path, caplog,
 
 
 @pytest.mark.gpu
-def test_on_one_gpu(installed):
+@on_each_rank(on_ranks, size=2, device=0)
+def test_on_one_gpu(comm, /, installed):
     """Two ranks, which are threads, and share a GPU."""
-
-    def body(comm):
-        assert comm.device is not None and comm.backend_name == "relay"
-        for case in ON_GPU:
-            case.call(OnGPU(comm))
-
-    on_ranks(body, size=2, device=0)
+    assert comm.device is not None and comm.backend_name == "relay"
+    for case in ON_GPU:
+        case.call(OnGPU(comm))

@@ -98,31 +98,28 @@ def test_pieces_that_do_not_belong_together(ranks):
     ranks.run(lambda gpu: body(gpu, True), limit)
 
 
-def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks):
+@on_each_rank("ranks.run")
+def test_cached_calls_of_all_to_all_v_whose_counts_disagree(gpu, /):
     """A rank knows only its own counts, so the sizes of the pieces are compared at every call."""
-
-    def body(gpu):
-        comm, calls = gpu.comm, []
-        for count in (3, 4):
-            x, out = (Array.zeros(SIZE * count, np.float32, 0) for _ in range(2))
-            calls.append(partial(comm.all_to_all_v, x, [count] * SIZE, [count] * SIZE, out))
-        for call in calls:
-            for _ in range(3):
-                call()
-        prepared, text = Prepared(comm), ""
-        try:
-            assert not prepared.by(calls[1 if comm.rank == 0 else 0])
-            comm.synchronize()
-        except (CollectiveMismatch, RankLost) as error:
-            text = str(error)
-        texts = [data.decode() for data in comm.rendezvous.allgather(text.encode())]
-        assert all("all_to_all_v" in each for each in texts), texts
-        sizes = "expected 12 bytes .* from rank 0, got 16 bytes|expected 16 bytes .* from rank [12], got 12 bytes"
-        assert any(re.search(sizes, each) for each in texts), texts
-        assert not prepared
-        comm.abort()
-
-    ranks.run(body)
+    comm, calls = gpu.comm, []
+    for count in (3, 4):
+        x, out = (Array.zeros(SIZE * count, np.float32, 0) for _ in range(2))
+        calls.append(partial(comm.all_to_all_v, x, [count] * SIZE, [count] * SIZE, out))
+    for call in calls:
+        for _ in range(3):
+            call()
+    prepared, text = Prepared(comm), ""
+    try:
+        assert not prepared.by(calls[1 if comm.rank == 0 else 0])
+        comm.synchronize()
+    except (CollectiveMismatch, RankLost) as error:
+        text = str(error)
+    texts = [data.decode() for data in comm.rendezvous.allgather(text.encode())]
+    assert all("all_to_all_v" in each for each in texts), texts
+    sizes = "expected 12 bytes .* from rank 0, got 16 bytes|expected 16 bytes .* from rank [12], got 12 bytes"
+    assert any(re.search(sizes, each) for each in texts), texts
+    assert not prepared
+    comm.abort()
 
 
 @needs_core

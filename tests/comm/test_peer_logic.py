@@ -63,23 +63,20 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def test_a_process_that_drives_two_gpus(no_gpu):
+@on_each_rank(ThreadRanks(SIZE).run_bare)
+def test_a_process_that_drives_two_gpus(rendezvous, /, no_gpu):
     """It has one communicator per GPU; an array on another GPU is refused, and the error names that GPU."""
-
-    def body(rendezvous):
-        child = rendezvous.split(0)
-        assert child is not None
-        comms = [Communicator(of_peer(each, device=i), each, {}, WAIT) for i, each in enumerate((rendezvous, child))]
-        arrays = [Array.from_numpy(np.full(100, comm.rank + comm.device, np.float32), comm.device) for comm in comms]
-        for comm, other, mine, foreign in zip(comms, comms[::-1], arrays, arrays[::-1], strict=True):
-            assert (comm.all_reduce(mine).numpy() == SIZE * (SIZE - 1) / 2 + SIZE * comm.device).all()
-            got = f"x: expected memory of cuda:{comm.device} .backend peer., got Array in memory of cuda:{other.device}"
-            with pytest.raises(InvalidArgument, match=f"{got}; a communicator uses one GPU: kos.init.device="):
-                comm.all_reduce(foreign)
-        for comm in comms[::-1]:
-            comm.close()
-
-    ThreadRanks(SIZE).run_bare(body)
+    child = rendezvous.split(0)
+    assert child is not None
+    comms = [Communicator(of_peer(each, device=i), each, {}, WAIT) for i, each in enumerate((rendezvous, child))]
+    arrays = [Array.from_numpy(np.full(100, comm.rank + comm.device, np.float32), comm.device) for comm in comms]
+    for comm, other, mine, foreign in zip(comms, comms[::-1], arrays, arrays[::-1], strict=True):
+        assert (comm.all_reduce(mine).numpy() == SIZE * (SIZE - 1) / 2 + SIZE * comm.device).all()
+        got = f"x: expected memory of cuda:{comm.device} .backend peer., got Array in memory of cuda:{other.device}"
+        with pytest.raises(InvalidArgument, match=f"{got}; a communicator uses one GPU: kos.init.device="):
+            comm.all_reduce(foreign)
+    for comm in comms[::-1]:
+        comm.close()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, R
 from kos.testing import spawn
 from kos.testing.conformance import cases
 from tests.comm.fake_nccl import no_gpu, of_nccl
-from tests.comm.ranks import MockRanks, MPIRanks, on_hosts
+from tests.comm.ranks import MockRanks, MPIRanks, on_each_rank, on_hosts
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, environment, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_jobs import needs_mpirun
@@ -101,18 +101,15 @@ def test_who_is_late(ranks, short):
     "ranks", [pytest.param(("mpi", hosts), id=str(hosts), marks=pytest.mark.mpi) for hosts in OF_MPI or [()]],
     indirect=True,
 )  # fmt: skip
-def test_a_rank_that_does_not_come_is_named(ranks):
+@on_each_rank("ranks.run")
+def test_a_rank_that_does_not_come_is_named(comm, /):
     """By every rank, also where several ranks end the call at their own timeout.  It waits in another job meanwhile."""
-
-    def body(comm):
-        comm.barrier()
-        late = comm.size - 1
-        if comm.rank != late:
-            with pytest.raises(CollectiveTimeout, match=rf"ranks \[{late}\] did not arrive") as caught:
-                comm.all_reduce(np.ones(5), timeout=2)
-            assert caught.value.ranks == (late,)
-
-    ranks.run(body)
+    comm.barrier()
+    late = comm.size - 1
+    if comm.rank != late:
+        with pytest.raises(CollectiveTimeout, match=rf"ranks \[{late}\] did not arrive") as caught:
+            comm.all_reduce(np.ones(5), timeout=2)
+        assert caught.value.ranks == (late,)
 
 
 def test_what_ranks_share(ranks):
@@ -159,18 +156,15 @@ def test_hosts_without_shared_memory_beside_others_with_it(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast", "reduce"])
-def test_every_schedule(ranks, call):
+@on_each_rank("ranks.run")
+def test_every_schedule(comm, /, call):
     """Hierarchical ones too."""
-
-    def body(comm):
-        for algorithm in algorithms(call):
-            for count in (1, 70_001):
-                x = np.full(count, comm.rank + 1.0)
-                getattr(comm, call)(x, algorithm=algorithm, **({} if call == "all_reduce" else {"root": 0}))
-                expected = 1 if call == "broadcast" else comm.size * (comm.size + 1) / 2
-                assert (call == "reduce" and comm.rank) or (x == expected).all(), algorithm
-
-    ranks.run(body)
+    for algorithm in algorithms(call):
+        for count in (1, 70_001):
+            x = np.full(count, comm.rank + 1.0)
+            getattr(comm, call)(x, algorithm=algorithm, **({} if call == "all_reduce" else {"root": 0}))
+            expected = 1 if call == "broadcast" else comm.size * (comm.size + 1) / 2
+            assert (call == "reduce" and comm.rank) or (x == expected).all(), algorithm
 
 
 LARGE = """

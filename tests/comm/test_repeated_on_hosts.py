@@ -113,27 +113,6 @@ def test_a_known_call_with_async_op_is_refused_in_a_batch(comm, /):
     assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
 
 
-def test_a_slot_is_not_filled_before_every_rank_has_read_it():
-    launched = [threading.Event(), threading.Event()]
-
-    def body(comm):
-        x, values = np.ones(4), [np.zeros(4) for _ in range(5)]
-        for _ in range(4):
-            comm.all_reduce(x)
-        if comm.rank == 0:
-            assert launched[1].wait(10)
-            for turn, value in enumerate(values):
-                value[:] = turn
-        works = [comm.broadcast(value, 0, async_op=True) for value in values]  # rank 1 has read nothing yet
-        launched[comm.rank].set()
-        assert launched[0].wait(10)
-        for work in works:
-            work.wait()
-        assert [value.tolist() for value in values] == [[turn] * 4 for turn in range(5)]
-
-    shared_ranks.run(body, 2)
-
-
 def test_a_call_interrupted_in_flight_is_not_started_again():
     """By Ctrl-C, or a handler of a signal that raises.  The next call on the same arrays is another one."""
     interrupted = threading.Event()

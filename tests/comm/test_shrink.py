@@ -121,30 +121,18 @@ def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss():
     assert spawn(body, 2, timeout=20) == [["world:shrunk", "world:shrunk.0:0", "world:shrunk:shrunk"]] * 2
 
 
-def test_a_rank_that_does_not_come_is_named():
-    done = threading.Event()
-
-    def body(comm):
-        comm.rendezvous.timeout = 0.2
-        if comm.rank == 1:
-            done.wait(20)
-            return
-        with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.2 s"):
-            comm.shrink()
-        done.set()
-
-    spawn(body, 2, timeout=20)
-
-
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_shrink_has_a_timeout_of_its_own(on):
+@pytest.mark.parametrize("call", ["shrink", "grow", "replace"])
+def test_a_rank_that_does_not_come_is_named_at_the_timeout_of_the_change(on, call):
+    """The change has a timeout of its own, and leaves that of the communicator."""
     done = threading.Event()
 
     def body(comm):
         usual = comm.timeout
         if comm.rank == 0:
-            with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.3 s"):
-                comm.shrink(timeout=0.3)
+            with pytest.raises(RendezvousError, match=rf"{call}: ranks \[1\] did not arrive within 0.3 s") as caught:
+                getattr(comm, call)(*[1] * (call == "grow"), timeout=0.3)
+            assert caught.value.ranks == (1,)
             done.set()
         assert done.wait(20)
         with comm.shrink(timeout=15) as part:

@@ -47,24 +47,21 @@ def test_sends_that_are_buffered(buffer_bytes):
             spawn(ring, 3, LONG, buffer_bytes=23)
 
 
-def test_a_send_is_done_when_its_array_may_change():
+@on_each_rank(spawn, 2, 60, check_arrays=False)
+def test_a_send_is_done_when_its_array_may_change(comm, /):
     """And not while the receiver copies it."""
-
-    def body(comm):
-        for number in range(16):
-            x = np.full(1 << 22, float(number), np.float32)
-            if comm.rank == 0:
-                work = comm.send(x, 1, async_op=True)
-                comm.barrier()
-                while not work.done():
-                    pass
-                x.fill(-1)
-            else:
-                comm.barrier()
-                comm.recv(x, 0)
-                assert (x == number).all()
-
-    spawn(body, 2, 60, check_arrays=False)
+    for number in range(16):
+        x = np.full(1 << 22, float(number), np.float32)
+        if comm.rank == 0:
+            work = comm.send(x, 1, async_op=True)
+            comm.barrier()
+            while not work.done():
+                pass
+            x.fill(-1)
+        else:
+            comm.barrier()
+            comm.recv(x, 0)
+            assert (x == number).all()
 
 
 @on_each_rank(spawn, 2, 60)
@@ -194,13 +191,11 @@ def test_arrays_that_are_written_in_flight(name, result):
         spawn(lambda comm: in_flight(comm, write, name), 2, 60, check_arrays=False)
 
 
-def test_a_root_that_may_only_read():
-    def body(comm):
-        x = np.full(3, float(comm.rank))
-        x.flags.writeable = comm.rank != 1
-        assert (comm.broadcast(x, 1, async_op=True).wait() == 1).all()
-
-    spawn(body, 2)
+@on_each_rank(spawn, 2)
+def test_a_root_that_may_only_read(comm, /):
+    x = np.full(3, float(comm.rank))
+    x.flags.writeable = comm.rank != 1
+    assert (comm.broadcast(x, 1, async_op=True).wait() == 1).all()
 
 
 def test_two_operations_in_flight_on_one_array():

@@ -101,28 +101,6 @@ def test_explain_says_what_is_shared(ranks):
         assert re.search(r"tcp +in use +sockets between the ranks\n", text)  # so many as are left after shrink()
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_a_failure_of_a_later_collective_leaves_the_earlier_alone(in_flight):
-    """A rank that gives the later one up and closes has done its part of the earlier, whoever else has not."""
-    gone = threading.Event()
-
-    def body(comm):
-        if comm.rank == 3:
-            assert gone.wait(TIMEOUT)
-        early = comm.gather(np.array([comm.rank]), root=1, async_op=True)
-        out = None if in_flight else early.wait()
-        with pytest.raises(CollectiveTimeout, match="barrier #1: not complete") as caught:
-            comm.barrier(timeout=0.2 if comm.rank == 0 else TIMEOUT)
-        assert "rank 0" not in str(caught.value)
-        out = early.wait() if in_flight else out
-        assert comm.rank != 1 or out.ravel().tolist() == [0, 1, 2, 3]
-        if comm.rank == 0:
-            comm.close()
-            gone.set()
-
-    TCPRanks(4).run(body)
-
-
 def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all():
     """A later one had failed; who waits for the lost rank itself reports it to those that wait for others."""
     launched, failed, reported = threading.Barrier(4), threading.Barrier(4), threading.Barrier(3)
@@ -231,33 +209,27 @@ def test_no_thread_polls_connections_that_are_being_closed(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("memory", ["none"], indirect=True)
-def test_more_messages_than_descriptions_are_kept(memory):
+@on_each_rank(TCPRanks(2).run)
+def test_more_messages_than_descriptions_are_kept(comm, /, memory):
     """Messages have no descriptions, and take none of those of collectives away."""
-
-    def body(comm):
-        x = np.zeros(3)
-        for number in range(RECENT + 10):
-            comm.send(x + number, 1) if comm.rank == 0 else comm.recv(x, 0)
-        assert comm.rank == 0 or (x == RECENT + 9).all()
-
-    TCPRanks(2).run(body)
+    x = np.zeros(3)
+    for number in range(RECENT + 10):
+        comm.send(x + number, 1) if comm.rank == 0 else comm.recv(x, 0)
+    assert comm.rank == 0 or (x == RECENT + 9).all()
 
 
-def test_many_collectives_in_flight(ranks):
+@on_each_rank("ranks.run")
+def test_many_collectives_in_flight(comm, /):
     """More than the complete ones whose descriptions a rank keeps."""
-
-    def body(comm):
-        x = np.arange(1100.0)
-        if comm.rank == 1:
-            comm.rendezvous.barrier()
-        works = [comm.all_reduce(x[at : at + 1], algorithm="ring", async_op=True) for at in range(x.size)]
-        if comm.rank != 1:
-            comm.rendezvous.barrier()
-        for work in works:
-            work.wait(10)
-        assert (x == comm.size * np.arange(x.size)).all()
-
-    ranks.run(body)
+    x = np.arange(1100.0)
+    if comm.rank == 1:
+        comm.rendezvous.barrier()
+    works = [comm.all_reduce(x[at : at + 1], algorithm="ring", async_op=True) for at in range(x.size)]
+    if comm.rank != 1:
+        comm.rendezvous.barrier()
+    for work in works:
+        work.wait(10)
+    assert (x == comm.size * np.arange(x.size)).all()
 
 
 @pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 
-from kos._core import native
 from kos.comm.control.group import TCPRendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
@@ -46,23 +45,6 @@ def test_the_ranks_that_are_left_meet(gone, waiting):
 
     expected = [b"%d" % rank for rank in left]
     assert run_ranks(4, body) == [expected if rank in left else None for rank in range(4)]
-
-
-def test_twice():
-    def body(rendezvous):
-        part = rendezvous
-        for gone in (0, 2):
-            part.barrier()
-            if rendezvous.rank == gone:
-                die(part)
-                return 0
-            part = part.shrink()
-        size = part.size
-        part.barrier()
-        part.close()
-        return size
-
-    assert run_ranks(4, body) == [0, 2, 0, 2]
 
 
 @pytest.mark.parametrize("of_a_part", [False, True])
@@ -181,45 +163,6 @@ def test_a_rank_that_joins_a_new_group_late():
         return size
 
     assert run_ranks(3, body) == [1, 2, 2]
-
-
-SURVIVE = """
-import os
-import numpy as np, kos
-if not {shared}:
-    os.environ["KOS_HOST"] = os.environ["RANK"]
-with kos.init(timeout=60) as comm:
-    me, killed = comm.rank, {killed}
-    comm.all_reduce(np.ones(3))
-    comm.rendezvous.barrier()
-    if me in killed:
-        os.kill(os.getpid(), 9)
-    if me != 2:  # who notices, and who does not
-        try:
-            while True:
-                comm.all_reduce(np.ones(100_000))
-        except kos.errors.RankLost as error:
-            assert "is gone" in str(error), error
-    left = [r for r in range(4) if r not in killed]
-    with comm.shrink() as part:
-        assert part.all_gather(np.array(me)).tolist() == left
-        total = part.all_reduce(np.full(100_000, float(me)), deterministic=True)
-        with part.split(part.rank % 2) as half:
-            half.barrier()
-        again = part.shrink()
-        again.barrier()
-        print(total[0], total[-1], again.size, again.backend.shares_memory, flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("killed", "shared"), [([0], True), ([0], False), ([0, 1], True), ([1, 3], False), ([3], True)], ids=str
-)
-def test_a_killed_process(killed, shared):
-    results = run_processes(SURVIVE.format(killed=killed, shared=shared), 4)
-    total, left = 6.0 - sum(killed), 4 - len(killed)
-    expected = (0, f"{total} {total} {left} {shared and native is not None}\n")
-    assert [r for r in results if r[0] != -9] == [expected] * left, results
 
 
 HANDLED = """

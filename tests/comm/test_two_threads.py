@@ -14,6 +14,7 @@ import kos
 from kos.errors import CollectiveError, KosError
 from kos.testing import spawn
 from tests.comm import shared_ranks
+from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 
 HERE = __file__.replace(".", r"\.")
@@ -73,11 +74,9 @@ def test_a_call_into_the_batch_of_another_thread():
         spawn(into_a_batch, 2)
 
 
-def test_spawn_that_is_not_strict():
-    def alike(comm):
-        assert outcomes(*[lambda: comm.all_reduce(np.ones(2))] * 2) == [None, None]
-
-    spawn(alike, 2, strict=False)
+@on_each_rank(spawn, 2, strict=False)
+def test_spawn_that_is_not_strict(comm, /):
+    assert outcomes(*[lambda: comm.all_reduce(np.ones(2))] * 2) == [None, None]
 
 
 def joined(comm: kos.Communicator) -> None:
@@ -157,8 +156,14 @@ def test_a_signal_handler_is_the_same_thread():
             signal.signal(signal.SIGUSR1, former)
 
 
-def at_once(comm: kos.Communicator) -> None:
-    """The threads of the ranks begin in different orders, so each rank waits in another call than its peer."""
+def at_once(comm: kos.Communicator, calls_before: int = 0) -> None:
+    """The threads of the ranks begin in different orders, so each rank waits in another call than its peer.
+
+    After some calls, the compiled core knows both.
+    """
+    for _ in range(calls_before):
+        comm.all_reduce(np.ones(2))
+        comm.barrier()
     first, second = [lambda: comm.all_reduce(np.ones(2)), comm.barrier][:: 1 if comm.rank == 0 else -1]
 
     def later() -> None:
@@ -178,8 +183,9 @@ def patient(monkeypatch):
 
 
 @pytest.mark.usefixtures("patient")
-def test_ranks_that_share_memory():
-    shared_ranks.run(at_once, 2, close=False)
+@pytest.mark.parametrize("calls_before", [0, 3])
+def test_ranks_that_share_memory(calls_before):
+    shared_ranks.run(lambda comm: at_once(comm, calls_before), 2, close=False)
 
 
 @pytest.mark.usefixtures("patient")

@@ -1,7 +1,5 @@
 """Collectives of the compiled core: counts that differ, who waits for whom, and arrays that do not fit."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,47 +9,34 @@ from tests.core.group import CoreError
 pytestmark = needs_core
 
 
-def test_counts_that_differ_raise_on_every_rank():
-    with groups(2) as made:
-        counts = [([1, 2], [1, 3]), ([4, 5], [2, 5])]  # rank 1 sends 4 elements to rank 0, which expects 3
+@pytest.mark.parametrize(
+    ("sent", "expected", "found"),
+    [
+        ([[1, 2], [4, 5]], [[1, 3], [2, 5]], (1, (0, 12, 16))),  # rank 1 sends 4 elements to rank 0, which expects 3
+        ([[5, 4], [4, 4]], [[4, 4], [4, 4]], (0, (0, 16, 20))),  # rank 0 gives itself 5 elements, and expects 4
+        # Rank 1 sends rank 2 one element more, rank 2 sends rank 1 two more: the others find it too.
+        ([[4, 4, 4], [4, 4, 5], [4, 6, 4]], [[4, 4, 4]] * 3, (1, (2, 16, 20))),
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_counts_that_differ_raise_on_every_rank(sent, expected, found, at_once):
+    """The sender, and the receiver with the bytes that it expects and those sent; before any data is read."""
+    with groups(len(sent)) as made:
         calls = [
-            group.prepare("all_to_all", "uint32", varies=True, send_counts=sent, recv_counts=received)
-            for group, (sent, received) in zip(made, counts, strict=True)
+            group.prepare("all_to_all", "uint32", varies=True, send_counts=counts, recv_counts=received)
+            for group, counts, received in zip(made, sent, expected, strict=True)
         ]
-        arrays = [(np.ones(sum(sent), np.uint32), np.ones(sum(received), np.uint32)) for sent, received in counts]
-        errors = run_threads(*[lambda c=c, a=a: c.run(*a) for c, a in zip(calls, arrays, strict=True)])
-        for error in errors:
-            assert isinstance(error, CoreError) and (error.kind, error.rank) == ("COUNTS", 1)
-            assert error.counts == (0, 12, 16)  # the receiver, the bytes that it expects, and those sent
-
-
-def test_all_ranks_find_the_same_counts_that_differ():
-    """Those of two other ranks too, and before any data is read."""
-    with groups(3) as made:
-        rows = [[4, 4, 4], [4, 4, 5], [4, 6, 4]]  # rank 1 sends rank 2 one element more, rank 2 sends rank 1 two more
-        calls = [
-            group.prepare("all_to_all", "uint32", varies=True, send_counts=sent, recv_counts=[4, 4, 4])
-            for group, sent in zip(made, rows, strict=True)
-        ]
-        arrays = [(np.ones(sum(sent), np.uint32), np.zeros(12, np.uint32)) for sent in rows]
-        first, second = (call.start(*each) for call, each in zip(calls[:2], arrays[:2], strict=True))
-        for step in (lambda: calls[2].start(*arrays[2]), second.done, first.done):
-            with pytest.raises(CoreError, match="^COUNTS of rank 1, 0, by rank 2") as found:
-                step()
-            assert found.value.counts == (2, 16, 20)
+        ends = zip(sent, expected, strict=True)
+        arrays = [(np.ones(sum(counts), np.uint32), np.zeros(sum(received), np.uint32)) for counts, received in ends]
+        if at_once:
+            errors = run_threads(*[lambda c=c, a=a: c.run(*a) for c, a in zip(calls, arrays, strict=True)])
+        else:
+            works = [call.start(*each) for call, each in zip(calls[:-1], arrays, strict=False)]
+            with pytest.raises(CoreError) as last:
+                calls[-1].start(*arrays[-1])
+            errors = [last.value, *run_threads(*[work.done for work in works])]
+        assert [(error.kind, error.rank, error.counts) for error in errors] == [("COUNTS", *found)] * len(sent)
         assert not any(out.any() for _, out in arrays)
-
-
-def test_a_rank_s_counts_of_its_own_part_that_differ_are_found():
-    with groups(2) as made:
-        calls, arrays = list[Any](), list[Any]()
-        for rank, group in enumerate(made):
-            sent, received = ([5, 4] if rank == 0 else [4, 4]), [4, 4]  # rank 0 gives itself 5 elements, and expects 4
-            calls.append(group.prepare("all_to_all", "uint8", varies=True, send_counts=sent, recv_counts=received))
-            arrays.append((np.ones(sum(sent), np.uint8), np.ones(8, np.uint8)))
-        errors = run_threads(*[lambda c=c, a=a: c.run(*a) for c, a in zip(calls, arrays, strict=True)])
-        for error in errors:
-            assert error.kind == "COUNTS" and error.rank == 0 and error.counts == (0, 4, 5)
 
 
 def test_who_only_gives_data_is_ahead_of_the_others():

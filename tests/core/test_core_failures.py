@@ -68,19 +68,29 @@ def test_a_rank_that_has_closed_its_group_is_lost():
 
 
 def forks(_: CoreGroup) -> str:
-    """The error of a forked child; its parent continues to work."""
+    """The error of a forked child with a collective and messages in flight; its parent continues to work."""
     with groups(2) as (a, b):
-        x, y = np.ones(3), np.ones(3)
-        work = a.start(x)
+        assert run_threads(a.connect, b.connect) == [True, True]
+        x, y, long, got = np.ones(3), np.ones(3), np.arange(500_000, dtype=np.uint8), np.zeros(500_000, np.uint8)
+
+        def send(tag: int = 0) -> Any:
+            return a.prepare("send", "uint8", long.size, dst=1, tag=tag).start(long)
+
+        def recv(tag: int = 0) -> Any:
+            return b.prepare("recv", "uint8", got.size, src=0, tag=tag).start(got)
+
+        work, sent, late = a.start(x), send(), recv(8)
 
         def beside() -> None:
             b.all_reduce(y)
-            work.wait()
-            assert (x == 2).all() and (y == 2).all()
+            works = [work, sent, recv(), late, send(8)]
+            while works:
+                works = [each for each in works if not each.done()]
+            assert (x == 2).all() and (y == 2).all() and (got == long).all()
             assert run_threads(lambda: a.all_reduce(x), lambda: b.all_reduce(y)) == [x, y] and x[0] == 4
 
         calls = [work.wait, work.done, lambda: a.all_reduce(np.ones(3)), lambda: b.start(np.ones(3))]
-        return said_by_a_child(a, calls, beside)
+        return said_by_a_child(a, [*calls, sent.wait, late.done, send, recv], beside)
 
 
 def forks_beside_a_wait(_: CoreGroup) -> int:

@@ -1,7 +1,5 @@
 """Messages of the compiled core: matched in order by tag, refused, cancelled, in one copy and in pieces."""
 
-import random
-import threading
 import time
 import weakref
 from typing import Any
@@ -17,16 +15,13 @@ from tests.core.core_ranks import (
     groups,
     interrupted,
     needs_core,
-    on_processes,
     run_threads,
-    said_by_a_child,
     segment,
     together,
 )
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core
-SIZES = (0, 1, 40, 41, 64, 1000, 65_536, 65_537, 300_000, 3_000_001)  # bytes
 
 
 @pytest.fixture(params=[False, True], ids=["pieces", "one copy"])
@@ -60,42 +55,6 @@ def end(*works: Any) -> None:
         left = [work for work in left if not work.done()]
 
 
-def test_blocking_calls_between_threads(pair):
-    def ping(group):
-        peer = 1 - group.rank
-        for nbytes in SIZES:
-            x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
-            calls = [
-                group.prepare("send", "uint8", nbytes, dst=peer, tag=3),
-                group.prepare("recv", "uint8", nbytes, src=peer, tag=3),
-            ]
-            for call in calls if group.rank == 0 else calls[::-1]:
-                call.run(x if call is calls[0] else y)
-            assert (x == y).all()
-            group.prepare("send_recv", "uint8", nbytes, dst=peer, src=peer, tag=5).run(x, y)
-            assert (x == y).all()
-
-    assert run_threads(*[lambda g=g: ping(g) for g in pair]) == [None] * 2
-
-
-def test_tags_in_any_order_and_order_within_a_tag(pair):
-    a, b = pair
-    draw = random.Random(5)
-    plan = [(draw.choice((1, 2, 3)), draw.choice(SIZES[:-1])) for _ in range(300)]  # more than headers or credits
-    sent = [data(nbytes, index) for index, (_, nbytes) in enumerate(plan)]
-    sends = [send(a, x, 1, tag) for x, (tag, _) in zip(sent, plan, strict=True)]
-    for tag in (3, 1, 2):
-        for x, (its, nbytes) in zip(sent, plan, strict=True):
-            if its == tag:
-                y = np.zeros(nbytes, np.uint8)
-                work = recv(b, y, 0, tag)
-                while not work.done():
-                    for each in sends:
-                        each.done()
-                assert (x == y).all()
-    end(*sends)
-
-
 def test_many_large_messages_without_a_receive(pair):
     a, b = pair
     x = np.arange(200_000, dtype=np.uint8)
@@ -112,39 +71,6 @@ def test_many_large_messages_without_a_receive(pair):
             for each in sends:
                 each.done()
     end(*sends, last)
-    assert (x == y).all()
-
-
-def test_ends_that_differ_fail_alone(pair):
-    a, b = pair
-    for nbytes in (10, 1000, 400_000):
-        x, y = np.ones(nbytes, np.uint8), np.ones(nbytes + 1, np.uint8)
-        work = send(a, x, 1)
-        with pytest.raises(CoreError, match=f"^MESSAGE of rank 0, {end_of(nbytes)}, by rank 1"):
-            end(recv(b, y, 0))
-        if nbytes == 400_000:
-            with pytest.raises(CoreError, match=f"^REFUSED_MESSAGE of rank 1, {end_of(nbytes + 1)}, by rank 0"):
-                end(work)
-        else:
-            end(work)
-        end(send(a, x, 1), recv(b, x.copy(), 0))
-
-
-def test_a_message_advances_while_a_barrier_waits(pair):
-    """Rank 0 sends a long message and waits in a barrier, which rank 1 enters after the message."""
-    a, b = pair
-    x, y = data(3_000_000, 1), np.zeros(3_000_000, np.uint8)
-
-    def first():
-        work = send(a, x, 1)
-        a.prepare("barrier").run()
-        work.wait()
-
-    def second():
-        b.prepare("recv", "uint8", y.size, src=0).run(y)
-        b.prepare("barrier").run()
-
-    assert run_threads(first, second) == [None, None]
     assert (x == y).all()
 
 
@@ -198,21 +124,6 @@ def test_a_message_that_was_received_gives_all_its_credit_back(pair):
         end(recv(b, y, 0))
 
 
-def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair):
-    a, b = pair
-    a.timeout = b.timeout = 0.05
-    y = np.zeros(500_000, np.uint8)
-    with pytest.raises(CoreError, match="^LATE of rank 1"):
-        recv(a, y, 1).wait()
-    late = send(a, y + 1, 1)
-    with pytest.raises(CoreError, match="^LATE of rank 1"):
-        late.wait()
-    a.timeout = b.timeout = 30.0
-    work = recv(b, y, 0)
-    end(send(a, y + 2, 1), work)
-    assert (y == 2).all()
-
-
 def test_a_closed_group_ends_its_messages():
     with groups(2) as (a, b):
         work, theirs = recv(a, np.zeros(3, np.uint8), 1), send(b, np.zeros(500_000, np.uint8), 0)
@@ -221,17 +132,6 @@ def test_a_closed_group_ends_its_messages():
             theirs.wait()
         with pytest.raises(CoreError, match="^LOST of rank 1"):
             work.wait()
-
-
-def test_a_blocking_receive_lets_other_threads_run(pair):
-    a, b = pair
-    y = np.zeros(3, np.uint8)
-    thread = threading.Thread(target=a.prepare("recv", "uint8", 3, src=1).run, args=(y,))
-    thread.start()
-    time.sleep(0.05)
-    b.prepare("send", "uint8", 3, dst=0).run(np.full(3, 5, np.uint8))
-    thread.join(20)
-    assert (y == 5).all()
 
 
 def test_memory_that_cannot_be_read_comes_in_pieces():
@@ -416,21 +316,3 @@ def test_an_interrupted_receive_leaves_the_message_to_the_next(pair):
             a.prepare("recv", "uint8", nbytes, src=1).start(lost, waits=True)
         end(send(b, x, 0), recv(a, y, 1))
         assert (y == x).all() and not lost.any()
-
-
-def forks(_: CoreGroup) -> str:
-    """A forked child with a message in flight; its parent goes on."""
-    with groups(2) as (a, b):
-        assert run_threads(a.connect, b.connect) == [True, True]
-        x, y = data(500_000, 3), np.zeros(500_000, np.uint8)
-        work, theirs = send(a, x, 1), recv(b, y[:5], 0, 8)
-
-        def beside() -> None:
-            end(work, recv(b, y, 0), theirs, send(a, x[:5], 1, 8))
-            assert (x[5:] == y[5:]).all()
-
-        return said_by_a_child(a, [work.wait, theirs.done, lambda: send(a, x, 1), lambda: recv(b, y, 0)], beside)
-
-
-def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path):
-    assert on_processes(1, forks, tmp_path) == ["FORKED"]

@@ -13,6 +13,7 @@ from kos.errors import InvalidArgument
 from kos.interop import flashinfer
 from kos.interop.flashinfer import CommBackend
 from kos.testing import spawn
+from tests.comm.ranks import on_each_rank
 
 
 @runtime_checkable
@@ -35,22 +36,20 @@ def test_it_has_the_methods_that_flashinfer_declares():
         assert ours == theirs, name
 
 
-def test_what_flashinfer_exchanges():
-    def body(comm):
-        backend = CommBackend(comm)
-        assert isinstance(backend, Declared)
-        r, n = backend.Get_rank(), backend.Get_size()
-        for data in (1 << 40, True, None, b"\x00handle\xff" * 8, socket.gethostname(), (r, "/tmp/x", b"\n"), [r, 0.1]):
-            assert backend.allgather(data)[r] == data
-        assert backend.allgather((r, b"fd")) == tuple((k, b"fd") for k in range(n))
-        assert backend.bcast(b"multicast" if r == 1 else object(), root=1) == b"multicast"
-        group = backend.Split(r % 2, -r)
-        assert group.allgather(r) == tuple(sorted((k for k in range(n) if k % 2 == r % 2), reverse=True))
-        with pytest.raises(InvalidArgument, match="data: expected numbers, text, bytes.* got <object"):
-            backend.allgather(object())
-        backend.barrier()
-
-    spawn(body, 3)
+@on_each_rank(spawn, 3)
+def test_what_flashinfer_exchanges(comm, /):
+    backend = CommBackend(comm)
+    assert isinstance(backend, Declared)
+    r, n = backend.Get_rank(), backend.Get_size()
+    for data in (1 << 40, True, None, b"\x00handle\xff" * 8, socket.gethostname(), (r, "/tmp/x", b"\n"), [r, 0.1]):
+        assert backend.allgather(data)[r] == data
+    assert backend.allgather((r, b"fd")) == tuple((k, b"fd") for k in range(n))
+    assert backend.bcast(b"multicast" if r == 1 else object(), root=1) == b"multicast"
+    group = backend.Split(r % 2, -r)
+    assert group.allgather(r) == tuple(sorted((k for k in range(n) if k % 2 == r % 2), reverse=True))
+    with pytest.raises(InvalidArgument, match="data: expected numbers, text, bytes.* got <object"):
+        backend.allgather(object())
+    backend.barrier()
 
 
 def test_it_is_short():

@@ -14,6 +14,7 @@ import kos
 import kos.interop.jax as collectives
 from kos.errors import InvalidArgument
 from kos.testing import spawn
+from tests.comm.ranks import on_each_rank
 from tests.comm.test_jobs import environment
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 
@@ -85,25 +86,23 @@ def test_memory_is_shared_and_not_copied(jax, monkeypatch):
     spawn(body, 1)
 
 
-def test_wrong_arguments_are_refused(jax):
-    def body(comm):
-        x = jax.numpy.ones((3, 2))
-        with pytest.raises(InvalidArgument, match=r"expected a first axis that 2 ranks divide, got shape \(3, 2\)"):
-            collectives.reduce_scatter(comm, x)
-        for option in ("async_op", "out"):
-            with pytest.raises(InvalidArgument, match=f"{option}: expected none, as calls return new arrays"):
-                collectives.all_reduce(comm, x, **{option: x})
-        for call in (collectives.broadcast, jax.jit(collectives.broadcast, static_argnums=0)):
-            with pytest.raises(InvalidArgument, match="got a PRNG key: pass jax.random.key_data"):
-                call(comm, {"key": jax.random.key(0)})
-        with pytest.raises(InvalidArgument, match="x: expected a writable array"):
-            comm.all_reduce(x)
-        (donated := x + 1).delete()
-        with pytest.raises(InvalidArgument, match="tree: expected arrays with memory, got one that was deleted"):
-            collectives.all_reduce(comm, donated)
-        assert (np.asarray(collectives.all_reduce(comm, x)) == 2).all()  # the communicator is intact
-
-    spawn(body, 2)
+@on_each_rank(spawn, 2)
+def test_wrong_arguments_are_refused(comm, /, jax):
+    x = jax.numpy.ones((3, 2))
+    with pytest.raises(InvalidArgument, match=r"expected a first axis that 2 ranks divide, got shape \(3, 2\)"):
+        collectives.reduce_scatter(comm, x)
+    for option in ("async_op", "out"):
+        with pytest.raises(InvalidArgument, match=f"{option}: expected none, as calls return new arrays"):
+            collectives.all_reduce(comm, x, **{option: x})
+    for call in (collectives.broadcast, jax.jit(collectives.broadcast, static_argnums=0)):
+        with pytest.raises(InvalidArgument, match="got a PRNG key: pass jax.random.key_data"):
+            call(comm, {"key": jax.random.key(0)})
+    with pytest.raises(InvalidArgument, match="x: expected a writable array"):
+        comm.all_reduce(x)
+    (donated := x + 1).delete()
+    with pytest.raises(InvalidArgument, match="tree: expected arrays with memory, got one that was deleted"):
+        collectives.all_reduce(comm, donated)
+    assert (np.asarray(collectives.all_reduce(comm, x)) == 2).all()  # the communicator is intact
 
 
 def run(tmp_path: Path, ranks: int, text: str) -> str:

@@ -1,0 +1,107 @@
+"""What the campaigns of faults share: processes of a trial, reports of ranks, the loop over trials, its summary."""
+
+import argparse
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.errors import KosError
+from tests.forked import PATHS
+
+START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
+MARGIN = 15.0  # seconds beyond the timeout in which every survivor ends; a busy machine takes some
+LAUNCHERS = (
+    "OMPI_", "PMIX_", "PMI_", "MPI_LOCALNRANKS", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "KOS_HOST", "KOS_JOIN",
+)  # fmt: skip
+RIGHT, HUNG = "right", "hung"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a rank, of which no launcher has told this process any."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return {**env, "PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests", **more}
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Write a report, which nobody reads before it is whole."""
+    path.with_suffix(".tmp").write_text(json.dumps(report))
+    path.with_suffix(".tmp").rename(path)
+
+
+def described(error: BaseException, step: str) -> dict[str, Any]:
+    """A rank's report of an error that it met in this step."""
+    return {"kind": type(error).__name__, "text": str(error), "ranks": list(getattr(error, "ranks", ())), "step": step}
+
+
+def until(holds: Callable[[], bool], seconds: float) -> bool:
+    """Whether it holds within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return held
+
+
+def campaign(
+    head: dict[str, Any],
+    trials: Sequence[Any],
+    run: Callable[[Any], tuple[str, str]],
+    *,
+    jobs: int = 1,
+    out: Path | None = None,
+    first: Sequence[Any] = (),
+    facts: Callable[[list[Any]], dict[str, Any]] = lambda done: {},
+) -> int:
+    """Run the trials, print what was wrong and the counts; the number of wrong ones.
+
+    ``run`` gives a trial's verdict and the story.  ``trial.kind`` is a key of the summary, which gets ``facts`` of the
+    trials of that kind that are done.  The trials ``first`` have no fault; they are not counted.
+    """
+    began, wrong = time.monotonic(), list[dict[str, str]]()
+    done, verdicts = defaultdict[str, list[Any]](list), defaultdict[str, Counter[str]](Counter)
+    print(f"{len(trials)} trials, {jobs} at a time: {json.dumps(head)}", flush=True)
+
+    def summary() -> dict[str, Any]:
+        summed = sum(verdicts.values(), Counter[str]())
+        return {
+            **head, "of": len(trials), "trials": summed.total(), "right": summed[RIGHT], "verdicts": dict(summed),
+            "by fault": {kind: {**each, **facts(done[kind])} for kind, each in sorted(verdicts.items())},
+            "seconds": round(time.monotonic() - began, 1), "wrong": wrong,
+        }  # fmt: skip
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for part in (first, trials):
+            for trial, (became, story) in zip(part, pool.map(run, part), strict=True):
+                if became != RIGHT:
+                    wrong.append({"trial": str(trial), "verdict": became, "story": story})
+                    print(f"WRONG {trial}: {became}\n      {story}", flush=True)
+                if part is trials:
+                    done[trial.kind].append(trial)
+                    verdicts[trial.kind][became] += 1
+                if out is not None:  # at each trial: what was seen stays if the run is ended
+                    out.write_text(json.dumps(summary(), indent=1) + "\n")
+    total = summary()
+    print(f"{total['right']} of {len(trials)} right in {total['seconds']:.0f} s: {json.dumps(total['by fault'])}")
+    return len(wrong)
+
+
+class Arguments(argparse.ArgumentParser):
+    """The arguments of a campaign; ``--as-rank JSON`` starts a rank of a trial."""
+
+    def __init__(self, words: str, description: str) -> None:
+        super().__init__(prog=f"python -m tests.faults {words}".rstrip(), description=description)
+        self.add_argument("--trials", type=int, default=20)
+        self.add_argument("--seed", type=int, default=int(np.random.SeedSequence().generate_state(1)[0]),
+                          help="of the first trial; the next ones follow it")  # fmt: skip
+        self.add_argument("--timeout", type=float, help="of the ranks, in seconds (3; on GPUs 5)")
+        self.add_argument("--out", type=Path, help="where to write the summary, as JSON")
+        self.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
+
+    def refuse(self, reason: str | KosError) -> None:
+        self.exit(2, f"{self.prog}: {reason}\n")
