@@ -286,6 +286,14 @@ def test_deterministic_on_cpus(sixteens, layout):
     compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
 
 
+def test_the_rows_of_logits_in_a_fixed_order_are_a_multiple_of_16():
+    """If the head is in 8 bits; else they are the most that divide a micro-batch, here 3 x 4,112 tokens."""
+    base = LinearOps(reference)
+    for head, rows in ((True, 4112), (False, 6168)):
+        ops = FixedOrder(Fp8Ops(base, reference.make_arena(), True, head), None, Split(1, 1), ALONE, ALONE, {})
+        assert ops.head_rows(3 * 4112, 8192) == rows and ops.head_rows(24, 16) == (8 if head else 12)
+
+
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
 def test_layout_on_cpus(sixteens, layout):
     how = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3}
