@@ -148,6 +148,10 @@ class Fp8Ops(Wrapper):
     def of_head(self) -> Any:
         return self if self.head else self.inner.of_head
 
+    @property
+    def head_multiple(self) -> int:
+        return MULTIPLE if self.head else self.inner.head_multiple
+
     def matrix(self, of: Mapping[str, Any], name: str) -> Any:
         return of.get(name + OF_HEAD) or of[name]
 
