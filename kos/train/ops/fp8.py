@@ -143,14 +143,11 @@ class Fp8Ops(Wrapper):
     def __init__(self, inner: Any, arena: Arena, alone: bool, head: bool = False) -> None:
         super().__init__(inner)
         self.arena, self.alone, self.head, self.watching, self.first = arena, alone, head, False, ""
+        self.head_multiple = MULTIPLE if head else inner.head_multiple
 
     @property
     def of_head(self) -> Any:
         return self if self.head else self.inner.of_head
-
-    @property
-    def head_multiple(self) -> int:
-        return MULTIPLE if self.head else self.inner.head_multiple
 
     def matrix(self, of: Mapping[str, Any], name: str) -> Any:
         return of.get(name + OF_HEAD) or of[name]
