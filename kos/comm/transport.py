@@ -227,7 +227,7 @@ class ScheduledCalls:
         while distance < self.size:
             send = self.messages.isend(empty, (self.rank + distance) % self.size, tag)
             recv = self.messages.irecv(empty, (self.rank - distance) % self.size, tag)
-            yield from _wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
+            yield from self.wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
     def message(self, work: Work[Any]) -> Steps:
@@ -290,7 +290,7 @@ class ScheduledCalls:
         mine, own = send(self.rank), recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
-        yield from _wait_for(*requests)
+        yield from self.wait_for(*requests)
         check()  # raises if what has arrived is wrong
         if work.prepared.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
@@ -317,28 +317,28 @@ class ScheduledCalls:
                 np.copyto(next(own), x)
                 requests += [messages.isend(x, peer, tag) for peer in (*self._across, *self._inside)]
         for message, x in chain(*first):
-            yield from _wait_for(message)
+            yield from self.wait_for(message)
             requests += [messages.isend(x, peer, tag) for peer in self._inside]
-        yield from _wait_for(*requests)
+        yield from self.wait_for(*requests)
 
+    @staticmethod
+    def wait_for(*requests: Request) -> Steps:
+        """Wait for all of them.
 
-def _wait_for(*requests: Request) -> Steps:
-    """Wait for all of them.
-
-    Messages within a host and messages between hosts are polled in turn: either kind progresses only while a rank polls
-    one of them, and another rank may wait for it.
-    """
-    waiting: dict[type, deque[Request]] = {}
-    for request in requests:
-        waiting.setdefault(type(request), deque()).append(request)
-    while waiting:
-        for kind, queue in list(waiting.items()):
-            while queue and queue[0].done():
-                queue.popleft()
-            if not queue:
-                del waiting[kind]
-        if waiting:
-            yield
+        Messages within a host and messages between hosts are polled in turn: either kind progresses only while a rank
+        polls one of them, and another rank may wait for it.
+        """
+        waiting: dict[type, deque[Request]] = {}
+        for request in requests:
+            waiting.setdefault(type(request), deque()).append(request)
+        while waiting:
+            for kind, queue in list(waiting.items()):
+                while queue and queue[0].done():
+                    queue.popleft()
+                if not queue:
+                    del waiting[kind]
+            if waiting:
+                yield
 
 
 def _reducing(work: Work[Any]) -> tuple[Array, Array, Reduction]:
