@@ -194,7 +194,7 @@ Node._read_each_other = lambda node, rendezvous: False
 @needs_mpirun
 @pytest.mark.parametrize("before", ["", TWO_COPIES], ids=["one copy", "two copies"])
 def test_large_messages_of_mpi_progress_while_a_rank_waits_within_its_host(before, tmp_path):
-    """Over sockets, a message of MPI is sent only while the sender calls MPI.  So is one of two copies within a host."""
+    """Over sockets, MPI sends only while the sender calls it.  With two copies, so does the memory of a host."""
     assert job(tmp_path, 4, before + LARGE, "--mca", "btl", "self,tcp") == ["done"] * 4
 
 
