@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from kos import train
@@ -28,6 +29,7 @@ def start_trainer() -> list[subprocess.Popen[bytes]]:
 trainer = start_trainer()
 atexit.register(lambda: [rank.kill() for rank in trainer])
 while not (checkpoints := list(out.glob("checkpoints/step-*/config.json"))):  # for the model's shape
+    assert trainer[1].poll() is None, "the trainer ended before its first checkpoint"
     time.sleep(0.1)
 if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
     import torch
@@ -41,10 +43,7 @@ if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"
 else:
     model = train.load(out)
     subscriber = Subscriber(address, {name: (x, Placement.whole(x.shape)) for name, x in model.weights.items()})
-
-    def answer() -> str:
-        return model.generate("import ", 12, temperature=0)
-
+    answer = partial(model.generate, "import ", 12, temperature=0)
 
 answers = 0
 while answers < 8:
@@ -55,5 +54,6 @@ while answers < 8:
             trainer[1].kill()
     except TransferError as error:  # the server has the weights from before
         print(f"{error}; version {subscriber.version}: {answer()!r}", flush=True)
+        assert trainer[1].poll() in (None, -9), "the trainer ended, and was not killed"
         trainer = start_trainer() if all(rank.poll() is not None for rank in trainer) else trainer
     time.sleep(0.5)

@@ -2,10 +2,13 @@
 
 import gc
 import json
+import os
 import runpy
 import shlex
+import subprocess
 import sys
 import traceback
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +41,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # thousands of tests and what they import: a collection that a test asks for passes them over
+
+
+def pytest_runtest_setup() -> None:
+    if "mpi4py.MPI" in sys.modules:
+        remove_variables_of_mpi()
+
+
+@cache
+def remove_variables_of_mpi() -> None:
+    """Remove the variables that programs inherit from this process and ``os.environ`` does not have.
+
+    MPI_Init of Open MPI 4 adds such variables if no mpirun has started the process. With them, a program would take
+    itself for a rank, and mpirun would refuse to start.
+    """
+    inherited = subprocess.run(["env", "-0"], stdout=subprocess.PIPE, check=True).stdout.split(b"\0")
+    for name in {variable.partition(b"=")[0] for variable in inherited if variable} - os.environb.keys():
+        os.unsetenv(name)
 
 
 class Ended(NamedTuple):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from kos import cuda
 from kos.bench.report import NOTED
 from kos.comm.gpu.nccl_binding import ranks_may_share_a_gpu
-from tests.forked import remove_session
+from tests.forked import PATHS, remove_session
 from tests.run import NEVER_STARTED
 
 _FOUND = shutil.which(
@@ -26,8 +27,13 @@ _FOUND = shutil.which(
 MPIRUN = os.path.abspath(_FOUND) if _FOUND else ""
 needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
 _INSIDE = ("PMIX_", "PMI_", "OMPI_COMM_", "PYTEST_XDIST_", *NOTED)
-OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(_INSIDE)} | {"LC_ALL": "C.UTF-8"}
-"""The environment of a program of its own: neither a rank nor a worker of pytest-xdist, whose language is English."""
+OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(_INSIDE)}
+OUTSIDE |= {"LC_ALL": "C.UTF-8", "PYTHONPATH": PATHS, "PYTHONUNBUFFERED": ""}
+"""The environment of a program of its own: neither a rank nor a worker of pytest-xdist, whose language is English.
+
+The program finds the packages that this process finds.  Its lines are not written in parts, between which mpirun of
+Open MPI 4 may print those of other ranks.
+"""
 SECONDS = 200  # of any program here: much more than it needs, less than what pytest gives a test
 
 
@@ -37,8 +43,20 @@ def nccl_ranks() -> int:
     return 8 if ranks_may_share_a_gpu() else len(cuda.visible_devices())
 
 
+@cache
+def open_mpi() -> int:
+    """The major version of Open MPI whose mpirun this is; 0 if there is none, or it is that of another MPI."""
+    version = run_program(MPIRUN, "--version").stdout if MPIRUN else ""
+    found = re.match(r"\S+ \(Open MPI\) (\d+)", version)
+    return int(found[1]) if found else 0
+
+
 def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The program's end and output, as of ``subprocess.run``; of a job that mpirun never started, the next try's."""
+    """The program's end and output, as of ``subprocess.run``; of a job that mpirun never started, the next try's.
+
+    The environment is ``OUTSIDE`` unless ``env`` is given.
+    """
+    options.setdefault("env", OUTSIDE)
     if options.pop("capture_output", True):
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     for _ in range(3):
@@ -60,8 +78,10 @@ def running_program(
     """Start a program and yield it once it prints a line for which ``reached`` is true; kill it at the end.
 
     The program is also killed after ``SECONDS``. A job that mpirun never started is started again. If the program ends
-    before that line, AssertionError is raised with its output, standard error included.
+    before that line, AssertionError is raised with its output, standard error included.  The environment is as of
+    ``run_program``.
     """
+    options.setdefault("env", OUTSIDE)
     for _ in range(3):
         printed = []
         with subprocess.Popen(

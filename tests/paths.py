@@ -135,7 +135,7 @@ def on_tcp() -> dict[str, Path_]:
 
 def on_mpi() -> dict[str, Path_]:
     command = [MPIRUN, "-n", "2", sys.executable, __file__, "--as-rank", "mpi"]
-    done = run_program(*command, env={**OUTSIDE, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return _of_ranks(json.loads(done.stdout))
 

@@ -23,7 +23,7 @@ from kos.cuda import driver
 from kos.errors import CudaError
 from tests.comm.shared_ranks import needs_core
 from tests.forked import python
-from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, open_mpi, run_program
 from tests.test_benchmark_cases import PLACES, Lazy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -375,7 +375,7 @@ def test_between_two_hosts(tmp_path):
             pass
     except Impossible as why:
         pytest.skip(str(why))
-    if "(Open MPI) 5" not in run_program(MPIRUN, "--version").stdout:
+    if open_mpi() < 5:
         pytest.skip("needs Open MPI 5")
     words = f"-m benchmarks.between_hosts --sizes 64K --operations all_reduce --json {tmp_path / 'rows.json'}"
     env = OUTSIDE | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,9 +107,9 @@ def test_the_options_that_started_this_job_are_kept(tmp_path, script):
     file.chmod(0o755)
     program = [str(file)] if script else [sys.executable, "-c", code]
     options = ["--map-by", ":OVERSUBSCRIBE", "-x", "KOS_A=b c", "-n", "1"]
-    done = run_program(MPIRUN, *options, *program, "a", "b c", env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    done = run_program(MPIRUN, *options, *program, "a", "b c", env=OUTSIDE)
     assert json.loads(done.stdout)[-6:] == options, done.stderr
-    two = run_program(MPIRUN, *options, *program, ":", *options, *program, env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    two = run_program(MPIRUN, *options, *program, ":", *options, *program, env=OUTSIDE)
     assert [json.loads(line)[-2:] for line in two.stdout.splitlines()] == [["-n", "1"]] * 2, two.stderr
 
 
@@ -205,7 +204,7 @@ def test_nothing_is_said_of_equal_values_and_of_options_of_several(kind, caplog)
 def test_the_trainer_says_it_once_for_all_ranks(tmp_path):
     pytest.importorskip("pydantic", reason="needs the extra 'train'")
     command = [sys.executable, "-m", "kos.train", "--steps", "4", "--steps=3", "--plan", "--ranks=1"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    ran = run_program(*command, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("--steps is given twice: 3 counts, not 4") == 1
 

@@ -41,7 +41,7 @@ from kos.memory import Array
 from kos.testing import spawn
 from tests.comm.test_jobs import environment
 from tests.forked import fork_server, python
-from tests.launcher import MPIRUN, run_program
+from tests.launcher import MPIRUN, open_mpi, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMUNICATOR = ("collectives", "gpus", "hosts", "failures", "determinism", "testing-your-code", "backends")
@@ -194,6 +194,8 @@ def test_commands(page, slow, tmp_path):
             command, _, expected = session.partition("\n")
             if "mpirun" in command and not MPIRUN:
                 pytest.skip("mpirun was not found beside Python or in PATH")
+            if "--with-ft" in command and open_mpi() < 5:
+                pytest.skip("mpirun has no option --with-ft: it is not of Open MPI 5")
             if page.name == "04-failures.md" and _core.unavailable:
                 pytest.skip(f"shows what errors name with shared memory: {_core.unavailable}")
             shell, status = ("bash", "-o", "pipefail", "-c"), int(match["status"] or 0)

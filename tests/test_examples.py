@@ -121,6 +121,13 @@ def test_weights_to_a_server(tmp_path):
     assert re.search(rf"publisher kos.train at 127.0.0.1:{port}, which had version \d+: expected it to answer", text)
 
 
+def test_a_trainer_that_fails_ends_the_example(tmp_path):
+    env = {**environment(), "TMPDIR": str(tmp_path)}
+    done = run_program(*python(), str(EXAMPLES / "weights_to_server.py"), "65535", env=env, cwd=tmp_path)
+    assert done.returncode == 1 and "the trainer ended before its first checkpoint" in done.stderr, done.stderr
+    assert done.stderr.count("MASTER_PORT: expected a whole number from 1 to 65535, got '65536'") == 2, done.stderr
+
+
 SLURM = {
     "scontrol": '[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\nnode2\\n" || echo "scontrol $*"',
     "srun": """[ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=3" ] || exit 2; shift 2

@@ -108,6 +108,8 @@ class Late(NamedTuple):
     """If nothing else is known: the ranks of which some are late."""
     all_wait: bool = False
     """Whether every rank that has begun the call waits in it, so that a rank that does not wait is late."""
+    may_be_over: bool = False
+    """Whether the call may be complete on ``others``.  Of several that do not wait, it is unknown which are late."""
     one_suffices: bool = False
     """Whether the call waits for any one of ``ranks``, and not for all of them."""
 
@@ -303,11 +305,13 @@ class FailureLog:
             error = self.overdue(Late(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
+            one = error.cause is not None or len(error.ranks) == 1 or all(map(halted, error.ranks))
             # A running rank that has failed since this call began may have ended the call at its own timeout.
             runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
             since = (self.timeout if seconds is None else seconds) + RECENT_SECONDS
             left = any(self.status.failed_within(rank, since) for rank in runs)
-            if error.ranks and not left and (certain or len(error.ranks) < len(late.others)):
+            known = (certain or len(error.ranks) < len(late.others)) and (one or not late.may_be_over)
+            if error.ranks and not left and known:
                 return error
         world = [*self.in_world(late.ranks), *late.elsewhere]
         for rank in world:

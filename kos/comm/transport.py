@@ -59,6 +59,7 @@ class ScheduledCalls:
         self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
         self.matching = Matching(self.rank, self.size, messages, transport.failures)
         self.arriving = set[int]()  # the numbers of the collectives that wait for other ranks to begin them
+        self.native = set[int]()  # and of those in a native call of the transport
         self.local = transport.ranks_per_host or 1
         """The number of ranks on each host, if there are several hosts with the same number of ranks; else 1."""
         self._inside, self._across = self._neighbours(transport.ranks_per_host or self.size)
@@ -122,7 +123,11 @@ class ScheduledCalls:
             return
         native = self.transport.native(work, spaces, collective)
         if native is not None:
-            yield from native
+            self.native.add(work.sequence)
+            try:
+                yield from native
+            finally:
+                self.native.discard(work.sequence)
             return
         nbytes = max(space.nbytes for space in spaces.values())
         if nbytes == 0:
@@ -257,20 +262,10 @@ class ScheduledCalls:
         try:
             for request in post:
                 requests.append(request)
-            wrong: CollectiveMismatch | None = None
-            waiting = list(requests)
-            while waiting:
-                for request in list(waiting):  # either may progress only while it is polled
-                    try:
-                        over = request.done()
-                    except CollectiveMismatch as error:  # of the receive; the send continues
-                        over, wrong = True, wrong or error
-                    if over:
-                        waiting.remove(request)
-                if waiting:
-                    yield
-            if wrong is not None:
-                raise wrong
+            wrong: list[CollectiveMismatch] = []  # of the receive; the send continues
+            yield from self.wait_for(*requests, mismatches=wrong)
+            if wrong:
+                raise wrong[0]
         except BaseException:  # such as a timeout: cancel only these requests, not others with their tag
             self.matching.cancel(requests)
             raise
@@ -322,21 +317,27 @@ class ScheduledCalls:
         yield from self.wait_for(*requests)
 
     @staticmethod
-    def wait_for(*requests: Request) -> Steps:
-        """Wait for all of them.
+    def wait_for(*requests: Request, mismatches: list[CollectiveMismatch] | None = None) -> Steps:
+        """Wait for all of them.  A CollectiveMismatch is appended to ``mismatches``, if given, and else raised.
 
-        Messages within a host and messages between hosts are polled in turn: either kind progresses only while a rank
-        polls one of them, and another rank may wait for it.
+        To poll a message advances all messages of its transport.  So one within the host and one between hosts are
+        polled in turn: while this rank waits for either kind, other ranks may wait for the other kind.
         """
-        waiting: dict[type, deque[Request]] = {}
+        waiting: dict[bool, deque[Request]] = {}
         for request in requests:
-            waiting.setdefault(type(request), deque()).append(request)
+            waiting.setdefault(getattr(request, "within_host", False), deque()).append(request)
         while waiting:
-            for kind, queue in list(waiting.items()):
-                while queue and queue[0].done():
+            for within_host, queue in list(waiting.items()):
+                try:
+                    while queue and queue[0].done():
+                        queue.popleft()
+                except CollectiveMismatch as error:
+                    if mismatches is None:
+                        raise
+                    mismatches.append(error)
                     queue.popleft()
                 if not queue:
-                    del waiting[kind]
+                    del waiting[within_host]
             if waiting:
                 yield
 

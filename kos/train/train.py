@@ -263,7 +263,8 @@ class Step:
             compress=config.compress, exact=mesh.exact(config.device), twice=buckets.twice, more=more,
         )  # fmt: skip
         shapes, stacks = model.parameter_shapes(*parts), model.fused_groups(*parts)
-        store = weight_store(linear_names(self.models) if config.dtype == "fp8" else (), shapes, stacks, ops)
+        in_8_bits = linear_names(self.models, config.fp8_head) if config.dtype == "fp8" else ()
+        store = weight_store(in_8_bits, shapes, stacks, ops)
         alone = config.lora is not None and not config.publish_merged
         self.store, self.quantized = ({}, store) if alone else (store, {})
         """The weights of linear layers in 8 bits. ``store`` is memory for weights that each step quantizes.

@@ -23,7 +23,7 @@ from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub
 from kos.errors import RendezvousError
 from tests.comm import ranks
-from tests.forked import Forked, fork_server
+from tests.forked import PATHS, Forked, fork_server
 
 TIMEOUT = 40.0  # seconds; a busy machine takes many
 SECRET = "of the tests"
@@ -162,7 +162,7 @@ def both_ranks() -> Iterator[list[kos.Communicator]]:
 def start(command: list[str], rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:
     """One rank as a process, started as from a shell."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
-    env |= environment(rank, size, port, PYTHONPATH=str(ROOT), OPENBLAS_NUM_THREADS="1", **more)
+    env |= environment(rank, size, port, PYTHONPATH=PATHS, OPENBLAS_NUM_THREADS="1", **more)
     return subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -188,7 +188,7 @@ def run_processes(code: str, size: int, **more: str) -> list[tuple[int, str]]:
         outputs = [Path(folder) / str(rank) for rank in range(size)]
         try:
             for rank, output in enumerate(outputs):
-                own = environment(rank, size, port, PYTHONPATH=str(ROOT), OPENBLAS_NUM_THREADS="1", **more)
+                own = environment(rank, size, port, PYTHONPATH=PATHS, OPENBLAS_NUM_THREADS="1", **more)
                 ranks.append(fork_server().start("tests.forked:run_program", [code], env | own, output))
             codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
         finally:

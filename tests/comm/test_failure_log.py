@@ -97,6 +97,17 @@ def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
 
 
 @pytest.mark.parametrize(
+    ("waits", "may_be_over", "named"),
+    [({}, False, (1, 2)), ({}, True, ()), ({1: (0,)}, True, (2,)), ({1: (2,), 2: (0,)}, True, ())],
+    ids=["none waits", "none waits: one may be done", "one waits", "all wait"],
+)
+def test_of_several_ranks_that_may_have_completed_the_call_none_is_late(waits, may_be_over, named):
+    """As in a native collective of mpi between hosts, which all ranks have begun."""
+    late = Late(words="which ranks did not arrive is not known", others=[1, 2], all_wait=True, may_be_over=may_be_over)
+    assert FailureLog(range(3), 0, _Waits(waits, {})).overdue(late, "broadcast #1", 1.0).ranks == named
+
+
+@pytest.mark.parametrize(
     ("handled", "waits", "named"),
     [(False, {}, (2,)), (True, {}, ()), (True, {1: (0, 2)}, (2,))],
     ids=["it has just ended", "it has left the call", "it is in another call"],

@@ -109,5 +109,5 @@ def test_tensors_of_torch_and_its_stream(tmp_path):
     """In a process of its own: the core reads the tensors of one type."""
     program = tmp_path / "program.py"
     program.write_text(TORCH)
-    done = run_program(sys.executable, str(program), env={**OUTSIDE, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    done = run_program(sys.executable, str(program), env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr

@@ -23,7 +23,7 @@ def program(tmp_path: Path, text: str) -> str:
 
 def environment() -> dict[str, str]:
     """This one's, less what an mpirun around the tests put in it."""
-    return {**OUTSIDE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**OUTSIDE, "OMP_NUM_THREADS": "1"}
 
 
 def start(*command: str) -> subprocess.CompletedProcess[str]:

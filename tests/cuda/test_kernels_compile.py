@@ -168,9 +168,12 @@ ONE_PASS = [b"attention_backward", b"attention_finish"]
 PORTABLE = [
     ("mma", "bfloat16", 128, FORWARD + BACKWARD),
     ("mma", "float16", 64, FORWARD + BACKWARD),
+    ("mma", "bfloat16", 80, FORWARD + BACKWARD),
+    ("mma", "bfloat16", 256, FORWARD + BACKWARD),
     ("simple", "float32", 48, FORWARD + BACKWARD),
     ("simple", "bfloat16", 256, FORWARD + BACKWARD),
     ("statistics", "bfloat16", 64, [b"attention_statistics", b"attention_bounds"]),
+    ("statistics", "bfloat16", 80, [b"attention_statistics", b"attention_bounds"]),
     ("mask", "bfloat16", 64, [b"attention_mask"]),
 ]
 
@@ -180,7 +183,7 @@ PORTABLE = [
     [("bfloat16", 2, False), ("bfloat16", 3, False), ("float16", 2, False), ("bfloat16", 2, True)],
 )
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", ONE_PASS)])
 def test_compiles_for_hopper(file, head_dim, names, dtype, stages, causal, masked):
     tiles = attention.FORWARD if file == "forward_hopper" else attention.BACKWARD
@@ -189,6 +192,11 @@ def test_compiles_for_hopper(file, head_dim, names, dtype, stages, causal, maske
     assert all(b".text." + name in cubin for name in names)
     with pytest.raises(CompileError):  # these instructions are Hopper's alone
         compile_kernels(ATTENTION / f"attention_{file}.cu", "sm_80", defines, KEPT)
+
+
+def tiles_of(file: str, head_dim: int) -> dict[str, int]:
+    """The macros of tiles that the file asks for."""
+    return attention.mma_tiles(head_dim, 227 << 10)[0] if file == "mma" else {}
 
 
 PACKETS = [b"one_shot", b"two_shot", b"reduce_scatter", b"ring", b"tree"]
@@ -241,8 +249,8 @@ EVERY = [
     *((OF_COMM / file, arch, {**macros, "RANKS": ranks}, names) for arch, ranks, file, macros, names in ASKED),
     *((KERNELS / file, arch, macros, names) for arch in ARCHITECTURES for file, macros, names in CASES),
     *((KERNELS / "fp8.cu", arch, macros, IN_8_BITS) for arch in ("sm_89", "sm_90a", "sm_100") for macros in EIGHT_BITS),
-    *((ATTENTION / f"attention_{file}.cu", arch, macros(dtype, head_dim, causal, masked), names)
-      for arch in ARCHITECTURES for file, dtype, head_dim, names in PORTABLE
+    *((ATTENTION / f"attention_{file}.cu", arch, macros(dtype, d, causal, masked) | tiles_of(file, d), names)
+      for arch in ARCHITECTURES for file, dtype, d, names in PORTABLE
       for causal in (True, False) for masked in (True, False)),
 ]  # fmt: skip
 

@@ -16,8 +16,9 @@ import kos
 from kos.errors import InvalidArgument, RendezvousError
 from kos.interop.ray import Collectives, register, rendezvous
 from kos.testing import spawn
-from tests.comm.tcp_ranks import ROOT, TIMEOUT, free_port, run_threads
+from tests.comm.tcp_ranks import TIMEOUT, free_port, run_threads
 from tests.comm.test_jobs import environment
+from tests.forked import PATHS
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 SECONDS = 280  # of a program with actors; it takes 30 on two idle cores
@@ -176,7 +177,7 @@ def test_a_later_registration_replaces_the_terms(store, monkeypatch):
 def run_program(tmp_path: Path, text: str, hook: str = "kos.interop.ray.register") -> None:
     path = tmp_path / "program.py"
     path.write_text(HEAD.replace("HOOK", hook) + text)
-    env = {**environment(), "PYTHONPATH": f"{ROOT}:{tmp_path}", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    env = {**environment(), "PYTHONPATH": f"{PATHS}:{tmp_path}", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
         [sys.executable, str(path)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
     )

@@ -16,6 +16,7 @@ from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import free_port
 from tests.comm.test_jobs import environment
 from tests.interop.ranks import LATE, run
+from tests.forked import PATHS
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -179,8 +180,7 @@ def test_a_program_of_accelerate_has_the_losses_of_gloo():
         command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
         command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         command += ["--main_process_port", str(free_port()), "tests/interop/accelerate_program.py", backend]
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"PYTHONPATH": PATHS, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=200)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -216,7 +216,7 @@ def test_torch_registers_it_by_its_entry_point(tmp_path):
     (tmp_path / "kos-0.dist-info" / "entry_points.txt").write_text("\n".join(lines))
     code = "import sys, json, torch.distributed as dist\n"
     code += "print(json.dumps(['kos' in dist.Backend.backend_list, 'kos.comm' in sys.modules]))"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), PATHS]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, False]

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.forked import PATHS
+
 ROOT = Path(__file__).resolve().parents[2]
 EXCEPT = {
     "test_monitored_barrier_gloo": "dist.monitored_barrier refuses every backend but gloo by its name",
@@ -98,7 +100,7 @@ def run_part(backend: str, ranks: int, pattern: str, part: int, parts: int) -> d
     """The outcomes of one part of the suite, in a process of its own."""
     with tempfile.NamedTemporaryFile() as file:
         env = os.environ | {
-            "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT),
+            "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": PATHS,
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONHASHSEED": "0",  # reasons have sets of names: a repeated run writes the same file
             "PYTHONFAULTHANDLER": "1",  # a rank that crashes prints where

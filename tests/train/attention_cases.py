@@ -87,6 +87,7 @@ def launcher(stream: Any, kernels: str | None = None) -> CudaOps:
         return launch
     launch, multiprocessors = CudaOps.__new__(CudaOps), device_info(0).multiprocessors
     launch.__dict__.update(device=0, stream=stream, multiprocessors=multiprocessors, _kernels={})
+    launch.shared_memory = 227 << 10 if "hopper" in SETS else 99 << 10
     launch.attention_kernels = kernels or ops.fastest_kernels(0)
     return launch
 

@@ -27,7 +27,6 @@ from safetensors.numpy import load_file
 from kos.bench.report import provenance, to_json
 from kos.cuda.devices import visible_devices
 from kos.train.tools.metrics import read_metrics
-from tests.forked import PATHS
 from tests.launcher import OUTSIDE
 
 RANKS, SPARES = 4, 2
@@ -91,7 +90,7 @@ class Run:
 
     def start(self, name: str, environment: dict[str, str], *flags: str) -> subprocess.Popen[bytes]:
         with (self.folder / name).open("wb") as output:
-            environment = {**OUTSIDE, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **environment}
+            environment = {**OUTSIDE, "OMP_NUM_THREADS": "1", **environment}
             begin, self.ready = self.folder / "begin", [*self.ready, self.folder / f"{name}.ready"]
             command = [sys.executable, "-c", START, str(self.ready[-1]), str(begin), *self.flags, *flags]
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)

@@ -254,7 +254,10 @@ def attend(dtype: Any, head_dim: int) -> Attend:
     [
         (ml_dtypes.bfloat16, 64, {"hopper": "hopper", "mma": "mma", "simple": "simple"}),
         (np.float16, 128, {"hopper": "hopper", "mma": "mma", "simple": "simple"}),
-        (ml_dtypes.bfloat16, 96, dict.fromkeys(KERNEL_SETS, "simple")),
+        (ml_dtypes.bfloat16, 16, {"hopper": "hopper", "mma": "mma", "simple": "simple"}),
+        (ml_dtypes.bfloat16, 80, {"hopper": "hopper", "mma": "mma", "simple": "simple"}),
+        (ml_dtypes.bfloat16, 256, {"hopper": "mma", "mma": "mma", "simple": "simple"}),
+        (ml_dtypes.bfloat16, 72, dict.fromkeys(KERNEL_SETS, "simple")),
         (np.float32, 64, dict.fromkeys(KERNEL_SETS, "simple")),
         (np.float32, 256, dict.fromkeys(KERNEL_SETS, "simple")),
     ],
@@ -267,7 +270,8 @@ def test_the_fastest_kernels_that_compute_an_attention(dtype, head_dim, chosen):
 def test_what_kernels_do_not_compute_is_named():
     for kernels in ("hopper", "mma"):
         assert unsupported(kernels, attend(np.float32, 64)) == "bfloat16 or float16, got float32"
-        assert unsupported(kernels, attend(np.float16, 96)) == "heads of 64 or 128 elements, got 96"
+        assert unsupported(kernels, attend(np.float16, 72)) == "heads of a multiple of 16 elements, got 72"
+    assert unsupported("hopper", attend(np.float16, 192)) == "heads of at most 128 elements, got 192"
     for fastest in KERNEL_SETS:
         with pytest.raises(InvalidArgument, match="attention: expected heads of at most 256 elements, got 258"):
             kernel_set(attend(np.float32, 258), fastest)

@@ -26,7 +26,7 @@ from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program, running_program
 
-ENVIRONMENT = {**OUTSIDE, "PYTHONUNBUFFERED": ""}  # as users have it
+ENVIRONMENT = OUTSIDE
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
 
 

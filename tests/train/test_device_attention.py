@@ -40,6 +40,40 @@ def test_tensor_cores(rng, stream, kernels, dtype, shape):
     cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), dtype, shape[-1])
 
 
+OTHER_SIZES = [each for each in product(SETS, (16, 48, 80, 96, 112, 160, 256)) if each[1] <= ops.MOST_HEAD_DIM[each[0]]]
+"""Sets of kernels, and heads that are neither 64 nor 128 wide."""
+EMULATED_SIZES = [("mma", 80), ("hopper", 80), ("mma", 256)]
+MORE_SIZES = [("hopper", 16), ("hopper", 48), ("hopper", 112), ("mma", 48), ("mma", 160)]
+
+
+@on_devices("kernels d", OTHER_SIZES, EMULATED_SIZES, MORE_SIZES)
+def test_other_head_sizes(rng, stream, kernels, d):
+    case = cases.make_case(rng, stream, (2, 150, 2, 1, d), "bfloat16")
+    cases.assert_close(case, case.run(stream, cases.device_arena(stream), kernels=kernels), "bfloat16", d)
+
+
+@on_devices("kernels d", OTHER_SIZES, EMULATED_SIZES[:2], EMULATED_SIZES[2:] + MORE_SIZES)
+def test_other_head_sizes_to_others(rng, stream, kernels, d):
+    """Of documents in a window, too."""
+    for window in (None, 40):
+        cases.check_to_others(rng, stream, kernels, "bfloat16", (2, 150, 2, 1, d, (70, 150), (3, 140)), window=window)
+
+
+@on_devices("d", product([128, 256]), (), product([128, 256]))
+def test_tiles_of_gpus_with_little_shared_memory(rng, stream, d, monkeypatch):
+    monkeypatch.setattr(ops, "MMA", 2 * ops.MMA[-1:])
+    test_other_head_sizes(rng, stream, "mma", d)
+
+
+def test_tiles_fit_into_shared_memory():
+    """Of Ampere's and Ada's small GPUs, an A100 and a Hopper."""
+    for memory, (warps, step) in {99 << 10: (4, 16), 163 << 10: (8, 16), 227 << 10: (8, 32)}.items():
+        for d in range(16, 257, 16):
+            tiles, shared = ops.mma_tiles(d, memory)
+            assert 0 < max(shared) <= memory, (d, tiles)
+        assert (tiles["WARPS"], tiles["STEP"]) == (warps, step)
+
+
 @on_devices("kernels", product(SETS), product(EMULATED))
 def test_large_scores(rng, stream, kernels):
     """Scores of hundreds, in several blocks of keys: only the shift by the largest so far keeps them finite."""
@@ -158,7 +192,7 @@ def test_equal_bits_to_others(rng, stream, kernels):
             np.testing.assert_array_equal(one, other)
 
 
-@on_devices("d", product([64, 128]))
+@on_devices("d", product([64, 80, 128, 256]))
 def test_equal_bits_many_times(rng, stream, d):
     """With many blocks at work; a race once showed in one of a hundred runs."""
     samples, length, heads, kv_heads = 2, 2048, 32, 8
@@ -172,7 +206,7 @@ def test_equal_bits_many_times(rng, stream, d):
             assert np.array_equal(array.view(np.uint16), first[name]), name
 
 
-@on_devices("kernels d", product(SETS, [64, 128]))
+@on_devices("kernels d", product(SETS, [64, 80, 128]))
 def test_the_size_of_gradients_does_not_matter(rng, stream, kernels, d):
     """dQ is added up relative to what it can be at most: powers of two less leave the same bits."""
     case = cases.make_case(rng, stream, (1, 300, 4, 2, d), "bfloat16")
@@ -186,7 +220,7 @@ def test_the_size_of_gradients_does_not_matter(rng, stream, kernels, d):
     assert not case.run(stream, cases.device_arena(stream), kernels=kernels)["d_qkv"].astype(np.float32).any()
 
 
-@on_devices("kernels d", product(SETS, [64, 128]))
+@on_devices("kernels d", product(SETS, [64, 80, 128]))
 def test_the_largest_sums(rng, stream, kernels, d):
     """Values, keys and d_out of one direction each, so that a query's dQ is half of what it can be at most."""
     length = 640
@@ -218,7 +252,7 @@ def test_a_token_unlike_the_others(rng, stream, kernels, d, key, value):
     cases.assert_close(case, {**results, "log_sum_exp": lse}, "bfloat16", d)
 
 
-@on_devices("kernels d", product(SETS, [64, 128]))
+@on_devices("kernels d", product(SETS, [64, 80, 128]))
 def test_later_tokens_do_not_matter(rng, stream, kernels, d):
     """Not by a bit: neither as keys whose values are huge, nor in what dQ can be at most."""
     case = cases.make_case(rng, stream, (1, 512, 4, 2, d), "bfloat16")

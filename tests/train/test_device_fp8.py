@@ -257,10 +257,11 @@ FP8 = ["--dtype", "fp8", "--lr", "1e-4"]  # faster, the losses of any two roundi
 class TestRuns:
     pytestmark = ON_GPU
 
-    def test_losses_are_those_of_the_emulation(self, text, tmp_path):
+    @pytest.mark.parametrize("head", [[], ["--fp8-head"]], ids=["layers", "head"])
+    def test_losses_are_those_of_the_emulation(self, text, tmp_path, head):
         """Their mean; a single one, of 1,024 tokens, differs more: norms and attention are not in bfloat16 there."""
         for device in ("cuda", "cpu"):
-            run(text, tmp_path / device, *FP8, "--device", device)
+            run(text, tmp_path / device, *FP8, *head, "--device", device)
         ours, emulated = (np.array(column(tmp_path / device)) for device in ("cuda", "cpu"))
         assert np.mean(ours) == pytest.approx(np.mean(emulated), rel=1e-3)
         np.testing.assert_allclose(ours, emulated, rtol=5e-3)

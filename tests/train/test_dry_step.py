@@ -75,6 +75,21 @@ def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
     assert sent["gradients"] == sent["pp"] == sent["cp"] == 0
 
 
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=str)
+def test_tensor_parallel_sums_the_gradients_of_all_norms_in_one_call(axes, monkeypatch):
+    sums, all_reduce = [], Link.all_reduce
+
+    def counted(link, x, *options, **more):
+        sums.extend([x.size] * (link.axis == "tp"))
+        return all_reduce(link, x, *options, **more)
+
+    monkeypatch.setattr(Link, "all_reduce", counted)
+    config = parse([*SHAPE, "--model-type=qwen3", "--head-dim=8"])
+    TimedDryRun(make_job(config, config.model_config_for(V), Layout(**axes), SLOW), 0)
+    stages = axes.get("pp", 1)
+    assert sums == [(2 * D + 2 * 8) * LAYERS // stages + (0 if stages > 1 else D)]
+
+
 @pytest.mark.parametrize(("sequences", "most"), [(1, 0.25), (2, 0.13), (3, 0.25)])
 def test_collectives_of_tensor_parallel_overlap_products_on_gpus(sequences, most):
     """``most``: the share of the collectives' time that the step may wait, more if both halves share a sequence."""

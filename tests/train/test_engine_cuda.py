@@ -1,8 +1,6 @@
 """Whole runs on GPUs: beside the CPU's, replayed and resumed bit for bit, over ranks, with and without ZeRO-1."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +10,11 @@ import pytest
 
 from kos import cuda
 from kos.train.tools.metrics import read_metrics
+from tests.launcher import MPIRUN, OUTSIDE
 from tests.train.beside_torch import losses_beside_torch
 from tests.train.sharded import tensors_of_run
 
 GPUS = len(cuda.visible_devices())
-MPIRUN = shutil.which("mpirun")
 SECONDS = 200  # of a run, much more than it needs
 MODEL = """
 --hidden-size 256 --num-hidden-layers 3 --num-attention-heads 4 --num-key-value-heads 2 --intermediate-size 512
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.gpu
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(gpus > GPUS or MPIRUN is None, reason=f"needs {gpus} GPUs and mpirun, has {GPUS}")
+    return pytest.mark.skipif(gpus > GPUS or not MPIRUN, reason=f"needs {gpus} GPUs and mpirun, has {GPUS}")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +53,7 @@ def run(text: Path, out: Path, *flags: object, ranks: int = 1, error: str = "", 
     launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
     command = [*launcher, sys.executable, "-m", "kos.train", "--data", text, "--out", out, *MODEL, *flags]
     done = subprocess.run(
-        list(map(str, command)), env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS
+        list(map(str, command)), env={**OUTSIDE, **environment}, capture_output=True, text=True, timeout=SECONDS
     )
     if error:
         said = [line for line in done.stderr.splitlines() if line.startswith("kos: error:")]

@@ -1,6 +1,5 @@
 """``kos.train.fit`` and ``kos eval`` on GPUs: losses of a program's own and the numbers of references, in layouts."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 import kos
 from kos.train import CudaLoss, evaluator, fit
 from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
-from tests.run import ROOT
 from tests.train.fits import ROWS, TOKENS, batch_of, batches_of, column, config_of, cross_entropy
 from tests.train.test_evaluate import FORMS, check, folder  # noqa: F401 (a fixture)
 from tests.train.test_fit_losses import KERNEL
@@ -83,8 +81,7 @@ def test_a_loss_of_ones_own(tmp_path, capsys, expected, loss):
 @pytest.mark.parametrize("loss", ["torch", "cuda"])
 def test_ranks(tmp_path, expected, loss, layout):
     words = [MPIRUN, "-n", "2", sys.executable, "-c", RUN, str(tmp_path / "run"), KERNEL, loss, layout]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(words, env=OUTSIDE | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, env=OUTSIDE, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2500:]
     check_run(tmp_path / "run", expected)
 

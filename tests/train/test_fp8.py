@@ -66,6 +66,30 @@ def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys
     assert said.count("GiB of memory a rank; products in 8 bits are emulated, slower than float32") == 1
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_in_8_bits(emulated_runs, text, tmp_path, tied):
+    """Alone and on two stages of a pipeline; on the emulated GPU too."""
+    settings = {**RUN, "model": {**MODEL, "tie_word_embeddings": tied}}
+    without = train(text, tmp_path / "without", "cpu", **settings)
+    settings["fp8_head"] = True
+    cpu, gpu = (train(text, tmp_path / device, device, **settings) for device in ("cpu", "cuda"))
+    stages = train(text, tmp_path / "stages", "cpu", **settings, ranks=2, pp=2, micro_batch_size=2)
+    for name in ("loss", "val_loss"):
+        np.testing.assert_allclose(column(gpu, name), column(cpu, name), rtol=1e-3)
+        np.testing.assert_allclose(column(stages, name), column(cpu, name), rtol=1e-3)
+        np.testing.assert_allclose(column(cpu, name), column(without, name), rtol=NEAR)
+        assert not set(column(cpu, name)) & set(column(without, name))
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"dtype": "float32"}, "--fp8-head: expected --dtype fp8, got float32"),
+    ({"dtype": "fp8", "lora": 4}, "--fp8-head: expected no --lora"),
+])  # fmt: skip
+def test_a_head_in_8_bits_is_for_fp8(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig.from_preset(**settings, fp8_head=True).for_world(1)
+
+
 def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
     """Bit for bit: a step depends on no scale of an earlier one."""
     whole, tensors = train(text, tmp_path / "whole", **RUN), tensors_of_run(tmp_path / "whole")
@@ -81,8 +105,9 @@ def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
 @pytest.mark.parametrize(
     ("broken", "value", "first"),
     [
-        ("mlp.down_proj", np.inf, "the weights of model.layers.1.mlp.down_proj"),
-        ("input_layernorm", 3e38, "the input of model.layers.1.self_attn.qkv_proj"),
+        ("model.layers.1.mlp.down_proj", np.inf, "the weights of model.layers.1.mlp.down_proj"),
+        ("model.layers.1.input_layernorm", 3e38, "the input of model.layers.1.self_attn.qkv_proj"),
+        ("lm_head", np.inf, "the weights of lm_head"),
     ],
 )
 @pytest.mark.parametrize(("device", "ranks"), [("cuda", 1), ("cuda", 2), ("cpu", 1)])
@@ -91,7 +116,7 @@ def test_a_value_that_is_not_finite_stops_the_run(
 ):
     """Saturating would hide it. The first tensor with one is named, with the step."""
     kind = CudaDevice if device == "cuda" else CpuDevice
-    start_step, name = kind.start_step, f"model.layers.1.{broken}.weight"
+    start_step, name = kind.start_step, f"{broken}.weight"
 
     def started(self, step, stop):
         if step == 2 and name in self.step.weights:
@@ -101,8 +126,9 @@ def test_a_value_that_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(kind, "start_step", started)
     settings = {**RUN, "eval_every": 0, "save_every": 0, "ranks": ranks, "pp": ranks}
+    settings |= {"fp8_head": True, "model": {**MODEL, "tie_word_embeddings": False}}
     if ranks > 1:  # a rank has several models
-        settings |= {"pp_schedule": "zero-bubble-v", "model": {**MODEL, "num_hidden_layers": 3}}
+        settings |= {"pp_schedule": "zero-bubble-v", "model": {**settings["model"], "num_hidden_layers": 3}}
     with pytest.raises(TrainingError, match=rf"step 3: expected a finite loss, got nan \(first in {first}.weight\);"):
         train(text, tmp_path, device, **settings)
 

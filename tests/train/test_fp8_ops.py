@@ -231,8 +231,10 @@ def test_the_first_of_all_ranks():
     layers = TrainConfig.from_preset("tiny").model_config_for(256).layers(range(3))
     qkv, down = "model.layers.{}.self_attn.qkv_proj.weight", "model.layers.{}.mlp.down_proj.weight"
     d = "the gradient of the output of "
-    assert first_of(["", d + qkv.format(1), f"the input of {down.format(2)}", ""], layers).endswith(down.format(2))
-    assert first_of([d + qkv.format(1), d + down.format(1), d + down.format(0)], layers) == d + down.format(1)
-    found = first_of([f"the weights of {down.format(0)}", f"the input of {qkv.format(0)}"], layers)
+    found = first_of(["", d + qkv.format(1), f"the input of {down.format(2)}", ""], layers, "head")
+    assert found == f"the input of {down.format(2)}"
+    assert first_of([d + qkv.format(1), d + down.format(1), d + down.format(0)], layers, "head") == d + down.format(1)
+    found = first_of([f"the weights of {down.format(0)}", f"the input of {qkv.format(0)}"], layers, "head")
     assert found == f"the input of {qkv.format(0)}"
-    assert first_of(["", ""], layers) is None
+    assert first_of(["", ""], layers, "head") is None
+    assert first_of([d + down.format(1), d + "head"], layers, "head") == d + "head"

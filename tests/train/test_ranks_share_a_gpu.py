@@ -1,7 +1,6 @@
 """Data parallelism on one GPU: two ranks that share it, over ``peer``, held against one rank and among themselves."""
 
 import hashlib
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 
 from kos.train.tools.metrics import read_metrics
+from tests.launcher import MPIRUN, OUTSIDE
 from tests.train.sharded import tensors_of_run
 
-MPIRUN = shutil.which("mpirun")
 SECONDS = 40  # of a run, which takes some 5
 STEPS = 20
 FLAGS = f"""
@@ -25,7 +24,7 @@ FLAGS = f"""
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(4 * SECONDS + 20),  # a test waits for four runs at most
-    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun"),
+    pytest.mark.skipif(not MPIRUN, reason="needs mpirun"),
 ]
 
 
@@ -40,7 +39,7 @@ def train(tmp_path_factory):
             launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
             command = [*launcher, sys.executable, "-m", "kos.train", *FLAGS, "--out", str(out), *flags]
             command += ["--backend", "peer"] * (ranks > 1)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
             assert done.returncode == 0, done.stderr[-1500:] + done.stdout[-500:]
             known[ranks, *flags] = _losses(out), _digest(out)
         return known[ranks, *flags]

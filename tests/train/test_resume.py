@@ -179,7 +179,7 @@ def test_resume_does_not_print_mpirun_for_several_programs(hosts):
     code = "from pathlib import Path; from kos.train import report; print(report.resume(Path('run'), 2))"
     programs = [["-x", f"KOS_HOST={host}", "-n", str(2 // hosts), sys.executable, "-c", code] for host in range(hosts)]
     words = [word for program in programs for word in (":", *program)][1:]
-    done = run_program(MPIRUN, *words, env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    done = run_program(MPIRUN, *words, env=OUTSIDE)
     found = [line.startswith("start the 2 ranks as before, with: ") for line in done.stdout.splitlines()]
     assert found == [hosts > 1] * 2, done.stdout + done.stderr
     assert hosts > 1 or "KOS_HOST=0 -n 2" in done.stdout
@@ -336,14 +336,13 @@ def test_the_commands_that_it_prints_work(text, tmp_path, ranks):
         "--data", os.path.relpath(text, tmp_path), "--steps", "6", "--warmup-steps", "2", "--lr", "2e-3", "--seed", "7",
         "--sample-tokens", "20", "--temperature", "0.5", "--top-k", "3", "--prompt=-ring", ranks=ranks,
     )  # fmt: skip
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.getcwd()}
-    done = run_program(*command, env=environment, cwd=tmp_path)
+    done = run_program(*command, env=ENVIRONMENT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    more = run_program("sh", "-c", _pasted(done.stdout, "more steps:"), env=environment, cwd=tmp_path)
+    more = run_program("sh", "-c", _pasted(done.stdout, "more steps:"), env=ENVIRONMENT, cwd=tmp_path)
     assert (more.returncode, more.stderr) == (0, ""), more.stderr
     assert f"{ranks} rank" in more.stdout and "step 12/12" in more.stdout
     rows = read_metrics(tmp_path / "runs/tiny/metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13)) and rows[6]["lr"] == pytest.approx(2e-4)
-    sample = run_program("sh", "-c", _pasted(more.stdout, "more text:"), env=environment, cwd=tmp_path)
+    sample = run_program("sh", "-c", _pasted(more.stdout, "more text:"), env=ENVIRONMENT, cwd=tmp_path)
     assert sample.stdout.startswith("-ring"), sample.stderr
     assert "--top-k=3" in more.stdout and "--temperature=0.5" in more.stdout

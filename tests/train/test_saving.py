@@ -192,7 +192,7 @@ def test_a_killed_rank_leaves_whole_checkpoints(text, tmp_path, killed, rng):
 def test_a_folder_that_a_rank_does_not_see(text, tmp_path):
     """Where it writes and where it begins: named with the rank."""
     (tmp_path / "elsewhere").mkdir()
-    environment = {**ENVIRONMENT, "RANK_1": str(tmp_path / "elsewhere"), "PYTHONPATH": os.getcwd()}
+    environment = {**ENVIRONMENT, "RANK_1": str(tmp_path / "elsewhere")}
     command = [MPIRUN, "-n", "2", *python(), "-c", CODE, *FLAGS, "--data", str(text), "--steps=1"]
     done = run_program(*command, "--out=run", env=environment, cwd=tmp_path)
     error = "--out run: expected a folder that all ranks share: each writes its part of a checkpoint; on rank 1 got"

@@ -198,7 +198,7 @@ def test_a_tracker_that_hangs_does_not_delay_an_error(text, tmp_path, hanging):
     """It is said before the other ranks, which leave that to rank 0, end the job."""
     flags = ["--data", text, "--out", tmp_path / "run", "--steps=50", "--eval-every=0", "--tracker=wandb"]
     command = [MPIRUN, "-n", "2", sys.executable, "-m", "kos.train", *SHAPE, *flags, "--lr=1e30", "--grad-clip=0"]
-    env = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT.get('PYTHONPATH', '')}"}
+    env = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
     done = run_program(*map(str, command), env=env)
     os.kill(_tracker(hanging), signal.SIGKILL)
     assert "kos: error: step " in done.stderr and "expected a finite" in done.stderr, done.stderr

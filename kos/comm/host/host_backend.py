@@ -254,9 +254,10 @@ class HostBackend(GroupBackend):
             return Late(late, timeouts.stuck(names(late)))
         if late := self.messages.awaited(self.scheduled.tag(work)):
             return Late(late, timeouts.awaited(names(late)))
-        known = work.sequence in self.scheduled.arriving
-        others = [rank for rank in range(self.size) if rank != self.rank] if known else []
-        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True)
+        # Neither the transport's comparison of calls nor its native call shows for whom it waits.
+        arriving, begun = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
+        others = [rank for rank in range(self.size) if rank != self.rank] if arriving or begun else []
+        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_over=begun)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""

@@ -202,6 +202,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     dtype: Literal["auto", "float32", "bfloat16", "fp8"] = option("auto")
     """Compute in float32, bfloat16 or fp8 (matmuls of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
     GPUs, and float32 on CPUs. CPUs emulate fp8."""
+    fp8_head: bool = option(False)
+    """With --dtype fp8, the matmuls of the output head are in 8 bits too. Its effect on losses was not measured."""
     master_weights: Literal["float32", "none"] = option("float32")
     """Weights that the optimizer updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
     grad_dtype: Literal["float32", "bfloat16"] = option("float32")
@@ -460,6 +462,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if self.compress != "none" and (self.deterministic or (self.optimizer == "muon" and self.zero)):
             others = ["--deterministic"] if self.deterministic else ["--optimizer muon", "--zero 1"]
             raise SettingError("--compress", f"none with {' and '.join(others)}", self.compress, also=others)
+        if self.fp8_head and (dtype != "fp8" or self.lora is not None):
+            expected, got = ("--dtype fp8", dtype) if dtype != "fp8" else ("no --lora, which freezes the head", "it")
+            raise SettingError("--fp8-head", expected, got, also=["dtype", "lora"])
         batch, micro = self.batch_size, self.micro_batch_size
         ranks = "ranks" if self.tp * self.pp * self.cp == 1 else "data-parallel ranks"
         most, even = self.most_ranks(size), self.elastic is None or ranks != "ranks"

@@ -112,7 +112,7 @@ class Device(Runner):
         if watched:
             model, every = self.step.models[0].config, self.mesh.world.all_gather_bytes("\n".join(found).encode())
             names = "\n".join(map(bytes.decode, every)).split("\n")
-            if first := first_of(names, model.layers(range(model.num_hidden_layers))):
+            if first := first_of(names, model.layers(range(model.num_hidden_layers)), model.head):
                 return first
         return tensor and f"the gradient of {tensor}"
 

@@ -40,7 +40,7 @@ from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches
 from kos.train.device import Device
-from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
+from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory, slow_attention
 from kos.train.layers import Gradients, Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
@@ -249,7 +249,8 @@ class CudaDevice(Device):
 
         def passes() -> dict[str, str]:
             sizes = self.evaluated_at_once()
-            chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
+            dtypes = config.dtype, config.fp8_head, config.grad_dtype
+            chosen = config.micro_batch_size, config.seq_len, dtypes, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
             about = hashlib.blake2b(
                 repr((model, chosen, tp.size, cp.size, accumulation_steps > 1, sorted(sizes))).encode()
@@ -269,7 +270,7 @@ class CudaDevice(Device):
             gradients, loss = drawn.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(drawn, random, trying, places)
-            names = linear_names([stage]) if config.dtype == "fp8" else []
+            names = linear_names([stage], config.fp8_head) if config.dtype == "fp8" else []
             store = weight_store(names, shapes, groups, trying)
             weights = fp8_weights(drawn, store, trying, stage.arena)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
@@ -295,6 +296,8 @@ class CudaDevice(Device):
     def describe(self) -> str:
         about = device_info(self.ops.device)
         how = "one CUDA graph a step" if self.config.graph else "no graph"
+        slow = slow_attention(self.step.models[0].config, self.ops, self.config.compute_dtype)
+        how += f"; attention is slow: {slow}" if slow else ""
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:

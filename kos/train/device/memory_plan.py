@@ -20,13 +20,14 @@ from kos.memory.array import Array
 from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
+from kos.train.layers.attention import Attention
 from kos.train.layers.lora import A, is_adapter
 from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model
 from kos.train.model.parameters import OwnedSlices
 from kos.train.ops.cuda import CudaOps, cublaslt
-from kos.train.ops.cuda.attention import MOST_HEAD_DIM
+from kos.train.ops.cuda.attention import MOST_HEAD_DIM, kernel_set, unsupported
 from kos.train.optim import BLOCK, MatrixRule, by_axes, elements, state_of
 from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
@@ -91,8 +92,10 @@ def plan_buckets(
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
-    regions, every = by_axes(groups), model.parameter_shapes(*parts)
-    shapes = {name: every[name] for names in regions.values() for name in every if name in names}
+    regions, places = by_axes(groups), model.placements(*parts)
+    # Gradients of which each rank of tp has a term lie together, for one sum after the backward (``GradientSums``).
+    order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
+    shapes = {name: places[name].local for names in regions.values() for name in order if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
     ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(regions)))
     sharded = config.zero == 1 and ranks > 1
@@ -188,8 +191,8 @@ def plan_memory(
     attention do not take heads of this size.
     """
     on_cpu = config.device == "cpu"
-    if model.head_dim > MOST_HEAD_DIM and not on_cpu:
-        raise SettingError("--head-dim", f"at most {MOST_HEAD_DIM} on GPUs", model.head_dim)
+    if model.head_dim > (most := MOST_HEAD_DIM["simple"]) and not on_cpu:
+        raise SettingError("--head-dim", f"at most {most} on GPUs", model.head_dim)
     run = DryRun(config, model, mesh, schedule, ops if on_cpu else DryCudaOps(ops))
     buckets, residual = plan_buckets(config, model, run.parts, mesh, reaches), run.parallel.residual
     ranks, count, slots = mesh.dense.replicas.size, run.gradients.flat.size, len(run.stages.free)
@@ -273,6 +276,20 @@ def _of_gpu(
         "tokens, cuBLASLt's workspace": batch * micro_batches + cublaslt.WORKSPACE,
         "kernels, graph, communication": RESERVE + buckets.staging,
     }  # fmt: skip
+
+
+def slow_attention(model: LlamaConfig, gpu: Any, dtype: str) -> str | None:
+    """Why the fast kernels of ``gpu`` (as ``DryCudaOps`` takes it) do not compute the attention of ``model``.
+
+    None: they do, or the GPU has none.
+    """
+    attention = model.layers([0])[0][0]
+    assert isinstance(attention, Attention)
+    x = DryCudaOps(gpu).zeros((1, attention.column.rows), dtype)
+    attend = attention.attend((attention.heads, attention.kv_heads), x, x, x)
+    if gpu.attention_kernels == "simple" or kernel_set(attend, gpu.attention_kernels) != "simple":
+        return None
+    return f"the fast kernels expect {unsupported('mma', attend)}"
 
 
 class DryCudaOps(CudaOps):

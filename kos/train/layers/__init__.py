@@ -22,7 +22,7 @@ class Gradients(NamedTuple):
     """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
 
     Frozen weights are not in ``of``. ``final`` takes the name of a tensor or of a group, in the order in which they lie
-    in memory.
+    in memory, but for tensors that all ranks of tp hold whole, which lie last.
     """
 
     of: Weights

@@ -207,10 +207,11 @@ class Head:
                 with ctx.arena.scope():
                     logits, add = self.logits(ctx, normed[rows]), accumulate or number > 0
                     self._losses(ctx, logits, rows, losses_N[rows], count)
-                    ops.linear_input_gradient(logits, table, d_normed[rows])
+                    d_logits = ops.gradient(logits, None if d_table is None else ctx.arena)
+                    ops.linear_input_gradient(d_logits, table, d_normed[rows])
                     if d_table is not None:
                         d_matrix = ops.matrix({self.name: d_table}, self.name)
-                        ops.linear_weight_gradient(logits, normed[rows], d_matrix, add, ctx.arena)
+                        ops.linear_weight_gradient(d_logits, normed[rows], d_matrix, add, ctx.arena)
 
         if d_weight is None:
             for piece in range(len(pieces)):

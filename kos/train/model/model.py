@@ -438,6 +438,9 @@ def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequen
     split = split_of(config, model, mesh)
     pieces = (2 * mesh.tp.size if mesh.tp.size > 1 else 1) * (split.tokens if split else mesh.cp.size)
     tokens = {f"--seq-len {config.seq_len} / {pieces}": config.seq_len // pieces}
+    if config.fp8_head:
+        share = model.vocab_size // mesh.tp.size
+        tokens[f"the vocabulary {model.vocab_size} / --tp {mesh.tp.size} (--fp8-head)"] = share
     check_sizes([layer for part in parts for layer in model.layers(part.layers)], mesh.tp.size, tokens)
 
 
@@ -459,7 +462,7 @@ def make_stage(
     copies, first = mesh.copies(max(1, mesh.tp.size // model.num_key_value_heads)), local.vocabulary.start
     arena, base = arena or ops.make_arena(), LinearOps(ops)
     tensor, context = TensorParallel(base, mesh.tp, first, copies), ContextParallel(base, mesh.cp)
-    in_8 = Fp8Ops(base, arena, mesh.tp.size == 1) if config.dtype == "fp8" else None
+    in_8 = Fp8Ops(base, arena, mesh.tp.size == 1, config.fp8_head) if config.dtype == "fp8" else None
     wrapped: Any = in_8 or base
     if (split := split_of(config, model, mesh)) is not None:
         matrices = {model.head: (0, [slice(0, len(local.vocabulary))])}

@@ -129,7 +129,7 @@ class FixedOrder(LinearOps):
 
     def matrix(self, of: Mapping[str, Array], name: str) -> Any:
         if self.split.features == 1 or name not in self.matrices:
-            return of[name]
+            return self.inner.matrix(of, name)
         dim, members = self.matrices[name]
         each = [equal_parts(member, self.parts) for member in members]
         return Matrix(of[name], dim, [[*part] for part in zip(*each, strict=True)])

@@ -46,6 +46,9 @@ SCALE = np.dtype(np.float32)
 MULTIPLE = 16
 """cuBLASLt's 8-bit products take only sizes that are multiples of it."""
 
+OF_HEAD = " of the head"
+"""Follows the name of the head's matrix in 8 bits, which may be tied to the embedding in 16 bits."""
+
 
 class Role(NamedTuple):
     """What a tensor is to a linear layer: in words, its format, and of which products it is the first operand.
@@ -134,15 +137,19 @@ class Fp8Ops(Wrapper):
     """``inner``, with the products of linear layers in 8 bits: weights are ``Quantized``, other operands may be.
 
     ``arena`` is scratch memory. ``alone``: one rank has all features, so that no rank needs an input in 16 bits.
+    ``head``: the head's products are in 8 bits too (``--fp8-head``).
     """
 
-    def __init__(self, inner: Any, arena: Arena, alone: bool) -> None:
+    def __init__(self, inner: Any, arena: Arena, alone: bool, head: bool = False) -> None:
         super().__init__(inner)
-        self.arena, self.alone, self.watching, self.first = arena, alone, False, ""
+        self.arena, self.alone, self.head, self.watching, self.first = arena, alone, head, False, ""
 
     @property
     def of_head(self) -> Any:
-        return self.inner.of_head
+        return self if self.head else self.inner.of_head
+
+    def matrix(self, of: Mapping[str, Any], name: str) -> Any:
+        return of.get(name + OF_HEAD) or of[name]
 
     @property
     def of_adapters(self) -> Any:
@@ -252,7 +259,7 @@ def fp8_weights(
     def first(name: str) -> Any:
         if (made := store.get(name)) is None:
             return weights[name]
-        ops.quantize(weights[name], made.rows, made.columns, arena)
+        ops.quantize(weights[made.name], made.rows, made.columns, arena)
         return made
 
     return OnFirstRead(weights, first)
@@ -265,9 +272,10 @@ def linears(layers: Iterable[Iterable[Any]]) -> Iterator[Any]:
             yield from (sublayer.column, sublayer.row)
 
 
-def linear_names(models: Iterable[Any]) -> list[str]:
-    """The weights of the linear layers of ``models``."""
-    return [linear.name for model in models for linear in linears(model.layers)]
+def linear_names(models: Sequence[Any], head: bool) -> list[str]:
+    """The weights of the linear layers of ``models``, and of the ``head``, if one of them has it."""
+    names = [linear.name for model in models for linear in linears(model.layers)]
+    return names + [model.config.head + OF_HEAD for model in models if head and model.local.last]
 
 
 def weight_store(
@@ -276,15 +284,16 @@ def weight_store(
     """Memory for the weights of linear layers.  ``shapes`` are those of tensors, ``stacks`` name stacked ones."""
     store = dict[str, Quantized]()
     for name in names:
-        members = stacks.get(name, (name,))
+        tensor = name.removesuffix(OF_HEAD)
+        members = stacks.get(tensor, (tensor,))
         shape = sum(shapes[each][0] for each in members), shapes[members[0]][1]
-        store[name] = replace(Quantized.empty(shape, WEIGHTS, ops, ops.zeros, ops.zeros, name=name), members=members)
+        store[name] = replace(Quantized.empty(shape, WEIGHTS, ops, ops.zeros, ops.zeros, name=tensor), members=members)
     return store
 
 
-def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]]) -> str | None:
+def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]], head: str) -> str | None:
     """Of what the ranks of a model of ``layers`` have ``found``, the first in the order of a step."""
-    order = [linear.name for linear in linears(layers)]
+    order = [*(linear.name for linear in linears(layers)), head]
 
     def place(each: str) -> tuple[bool, int]:
         kind, _, name = each.rpartition(" of ")

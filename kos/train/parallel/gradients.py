@@ -57,18 +57,32 @@ class GradientSums:
         """This rank's gradient of a tensor or a group is complete: the sums over other ranks begin."""
         if self.tied_apart and name == self.model.config.embedding:
             return  # in ``finish``: both ends of the pipeline in the same order
-        if name in self.replicated:
-            self.model.tensor.sum_replicated(self.gradients[name])
+        if name in self.replicated and self.model.tensor.size > 1:
+            return  # in ``finish``: all in one call
         parts = self.gradients.groups.get(name, (name,))
         if copied := [self.gradients.spans[part] for part in parts if part in self.copied]:  # neighbours: k and v
             self.model.tensor.sum_copies(self.gradients.flat[copied[0].start : copied[-1].stop])
         for part in parts:
             self.parallel.gradient_ready(part)
 
+    def _sum_replicated(self) -> None:
+        """Sum the gradients of which each rank of tp has a term: those of neighbours in memory in one call."""
+        spans = {name: span for name, span in self.gradients.spans.items() if name in self.replicated}
+        runs: list[slice] = []
+        for span in spans.values():
+            start = runs.pop().start if runs and runs[-1].stop == span.start else span.start
+            runs.append(slice(start, span.stop))
+        for run in runs:
+            self.model.tensor.sum_replicated(self.gradients.flat[run])
+        for name in spans:
+            self.parallel.gradient_ready(name)
+
     def finish(self) -> None:
         """Complete all sums, after the last backward."""
         name, in_order = self.model.config.embedding, self.parallel.tree is not None
         embedding = self.gradients.get(name)
+        if self.model.tensor.size > 1 and not in_order:
+            self._sum_replicated()
         if self.tied_apart and embedding is not None and not in_order:
             self.pipeline.sum_tied(embedding)
             self.parallel.gradient_ready(name)

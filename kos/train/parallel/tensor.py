@@ -117,10 +117,9 @@ class TensorParallel:
             own = slice(self.axis.rank * len(out_nD), (self.axis.rank + 1) * len(out_nD))
             self.ops.add(out_nD, whole_ND[own], out_nD)
 
-    def sum_replicated(self, gradient: Array) -> None:
-        """The gradient of a weight that all ranks hold whole, from the terms of their rows."""
-        if self.size > 1:
-            self.axis.comm.all_reduce(gradient)
+    def sum_replicated(self, gradients: Array) -> None:
+        """The gradients of weights that all ranks hold whole, from the terms of their rows."""
+        self.axis.comm.all_reduce(gradients)
 
     def sum_copies(self, gradient: Array) -> None:
         """The gradient of a kv head, from the terms of the query heads of each rank that holds it."""

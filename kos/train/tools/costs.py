@@ -159,7 +159,9 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
     if known is None:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
     gpu, peak = GPUS[known], PEAK_FLOPS[known]
-    forward, backward = GPU["attention"]["128" if head_dim > 64 else "64"]
+    sizes = sorted(map(int, GPU["attention"]))
+    size = next((each for each in sizes if each >= head_dim), sizes[-1])  # other heads take as long as larger ones
+    forward, backward = (rate * min(1.0, head_dim / size) for rate in GPU["attention"][str(size)])
     fp8 = GPU["fp8"] * peak if gpu.attention_kernels == "hopper" else 0.0
     return Rates(
         known, GPU["linear"] * peak, (forward * peak, backward * peak), GPU["memory"] * gpu.memory,

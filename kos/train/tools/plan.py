@@ -27,11 +27,9 @@ from kos.train.data.corpus import read_corpus
 from kos.train.data.loading import lines_of
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of
-from kos.train.device.memory_plan import GIB, DryCudaOps, MemoryPlan
-from kos.train.layers.attention import Attention
+from kos.train.device.memory_plan import GIB, MemoryPlan, slow_attention
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import check_blocks, check_fp8, check_groups
-from kos.train.ops.cuda.attention import unsupported
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES, build, simulate
 from kos.train.tools.costs import GPUS, Rates, cpu_rates, gpu_here, gpu_rates
@@ -288,11 +286,8 @@ def notes(job: Job) -> list[str]:
         found.append("no run on several machines has confirmed its prediction")
     if job.config.device == "cpu":
         return found
-    gpu, (attention, *_) = GPUS[job.rates.name], job.model.layers([0])[0]
-    assert isinstance(attention, Attention)
-    x = DryCudaOps(gpu).zeros((1, attention.column.rows), "bfloat16")
-    if why := unsupported(gpu.attention_kernels, attention.attend((attention.heads, attention.kv_heads), x, x, x)):
-        found.append(f"attention is slower than predicted: the fast kernels expect {why}")
+    if why := slow_attention(job.model, GPUS[job.rates.name], job.config.compute_dtype):
+        found.append(f"attention is slower than predicted: {why}")
     if layout.ranks > 4 and layout.dp < layout.ranks:
         found.append("on more than 4 GPUs only dp has been run, see docs/guides/layouts.md")
     elif layout.ranks > 2 and layout.ranks not in (layout.dp, layout.tp, layout.pp, layout.cp):

@@ -68,16 +68,16 @@ PTX = [
     (r'asm volatile\("mbarrier\.arrive[^;]*;"[^;]*;', "arrive(barrier);"),
     (r'(?s)asm volatile\(\s*"\{\\n.*?: "memory"\);', "wait_for_phase(barrier, phase);"),
     (
-        r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d\.shared::cluster[^;]*;"[^;]*;',
-        "load_a_box(target, &map, barrier, column, token, sample);",
+        r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.4d\.shared::cluster[^;]*;"[^;]*;',
+        "load_a_box(target, &map, barrier, column, head, token, sample);",
     ),
     (
         r'asm volatile\("cp\.async\.bulk\.shared[^;]*;"[^;]*;',
         "memcpy(target, source, bytes), bytes_came(barrier, bytes);",
     ),
     (
-        r'asm volatile\("cp\.async\.bulk\.tensor\.3d\.global[^;]*;"[^;]*;',
-        "store_a_box(&map, source, column, token, sample);",
+        r'asm volatile\("cp\.async\.bulk\.tensor\.4d\.global[^;]*;"[^;]*;',
+        "store_a_box(&map, source, column, head, token, sample);",
     ),
     (r"struct alignas\(64\) TensorMap", "struct TensorMap"),  # libffi aligns arguments to 8 bytes
 ]
@@ -87,12 +87,12 @@ C_TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "int": ctypes.c_i
 class HostMap(ctypes.Structure):
     """What ``load_a_box`` and ``store_a_box`` of tensor_cores.h take for a tensor map; as large as one."""
 
-    _fields_ = (("pointer", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("samples", "tokens", "columns")),
-                ("stride", ctypes.c_long), ("_", ctypes.c_byte * 88))  # fmt: skip
+    _fields_ = (("pointer", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("tokens", "stride", "columns",
+                "head_dim")), ("_", ctypes.c_byte * 88))  # fmt: skip
 
     @classmethod
-    def of(cls, pointer, samples, tokens, length, columns):
-        return cls(pointer, samples, tokens, columns, length)
+    def of(cls, pointer, samples, tokens, length, columns, head_dim):
+        return cls(pointer, tokens, length, columns, head_dim)
 
 
 def to_host_source(path: Path, causal: bool = True, masked: bool = False) -> tuple[str, dict[str, list[type]]]:

@@ -144,28 +144,30 @@ static void wait_for_phase(void* at, int phase) {
     while (((Arrivals*)at)->phase == phase) give_turn();
 }
 
-// TMA: boxes of 64 tokens and 64 columns of 16 bits.  A tensor map is what emulator.py makes of it.
+// TMA: boxes of 64 tokens and 64 columns of a head, of 16 bits.  A tensor map is what emulator.py makes of it.
 struct HostMap {
     char* pointer;
-    long samples, tokens, columns, stride;
-    char* at(int column, int token, int sample) const {
-        return pointer + ((sample * stride + token) * columns + column) * 2;
+    long tokens, stride, columns, head_dim;
+    bool has(int column, int token) const { return token < tokens && column < head_dim; }
+    char* at(int column, int head, int token, int sample) const {
+        return pointer + ((sample * stride + token) * columns + head * head_dim + column) * 2;
     }
 };
-static void load_a_box(void* target, const void* map, void* barrier, int column, int token, int sample) {
+static void load_a_box(void* target, const void* map, void* barrier, int column, int head, int token, int sample) {
     const HostMap& from = *(const HostMap*)map;
     const unsigned address = __cvta_generic_to_shared(target);
     for (int row = 0; row < 64; ++row)
         for (int chunk = 0; chunk < 8; ++chunk)
             memcpy((void*)permuted(address + row * 128 + chunk * 16),
-                   token + row < from.tokens && column + 8 * chunk < from.columns
-                       ? from.at(column + 8 * chunk, token + row, sample) : zeros, 16);
+                   from.has(column + 8 * chunk, token + row)
+                       ? from.at(column + 8 * chunk, head, token + row, sample) : zeros, 16);
     bytes_came(barrier, 64 * 128);
 }
-static void store_a_box(const void* map, const void* source, int column, int token, int sample) {
+static void store_a_box(const void* map, const void* source, int column, int head, int token, int sample) {
     const HostMap& to = *(const HostMap*)map;
     const unsigned address = __cvta_generic_to_shared(source);
-    for (int row = 0; row < 64 && token + row < to.tokens; ++row)
+    for (int row = 0; row < 64; ++row)
         for (int chunk = 0; chunk < 8; ++chunk)
-            memcpy(to.at(column + 8 * chunk, token + row, sample), permuted(address + row * 128 + chunk * 16), 16);
+            if (to.has(column + 8 * chunk, token + row))
+                memcpy(to.at(column + 8 * chunk, head, token + row, sample), permuted(address + row * 128 + chunk * 16), 16);
 }

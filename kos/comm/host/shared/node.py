@@ -331,6 +331,7 @@ class SegmentMessage:
     """One end of a message of a schedule, between ranks of one host."""
 
     __slots__ = ("_left", "_liveness", "_node", "array", "peer", "receives", "tag")
+    within_host = True
 
     def __init__(self, node: Node, array: Array, peer: int, tag: int, receives: bool) -> None:
         self._node, self.array, self.peer, self.tag, self.receives = node, array, peer, tag, receives

@@ -31,19 +31,22 @@ from kos.train.ops import Attend, Mask
 
 KERNELS = Path(__file__).parent / "kernels"
 KERNEL_SETS = ("hopper", "mma", "simple")  # the fastest first
-_TENSOR_CORE_HEAD_DIMS = (64, 128)
-MOST_HEAD_DIM = 256  # of attention_simple.cu
+_MULTIPLE = 16  # elements of a head: the inner dimension of one instruction of tensor cores
+MOST_HEAD_DIM = {"hopper": 128, "mma": 256, "simple": 256}
 CHUNK = 128  # keys of a block of cache.cu
 _PAD = 128  # tokens: PAD of attention.cuh
-_BLOCK = 128  # rows that a block of threads owns
+_BLOCK = 128  # rows that a block of threads owns, on Hopper
 _ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
 _CACHED = 24 << 20  # bytes of keys and values (or queries) in use at once: half of an H200's L2
 
 _LONG = 16384  # tokens from which a tile of queries takes so long that the work before and after it is negligible
 
-# Macros of the Hopper kernels: the fastest of those tried, for both head sizes.
+# Macros of the Hopper kernels: the fastest of those tried, for head sizes 64 and 128.
 FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
 BACKWARD = {"STAGES": 2}
+# Of the mma kernels: the first that fits the registers (a STEP of 64: heads of up to 64) and shared memory is used.
+MMA = [dict(zip(("WARPS", "KEYS", "STEP"), each, strict=True))
+       for each in ((8, 64, 64), (8, 64, 32), (8, 32, 16), (4, 32, 16))]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class _Task:
         return attend.log_sum_exp.pointer + 4 * self.queries.start
 
     def tokens(self, array: Array, tokens: slice) -> Tokens:
-        return Tokens(array, self.size[0], self.length, tokens)
+        return Tokens(array, self.size[0], self.length, tokens, self.head_dim)
 
 
 def attention_mask(
@@ -114,15 +117,17 @@ def attention(attend: Attend, ops: Any) -> None:
         operands = (q, merged, lse, *size, *task.others, *task.mask)
         ops.launch("attention_simple.cu", "attention_forward", _rows(samples * T * heads), 256, *operands, **defines)
         return
-    row, rows = head_dim * 2, _BLOCK if task.kernels == "mma" else 64 * FORWARD["CONSUMERS"]
-    grid = samples * heads * -(-T // rows)
     section = _section(samples * heads, heads // kv_heads, seen, head_dim)
     if task.kernels == "mma":
+        tiles, (shared, _) = mma_tiles(head_dim, ops.shared_memory)
+        rows = 16 * tiles["WARPS"]
         ops.launch(
-            "attention_mma.cu", "attention_forward", grid, 256, q, merged, lse, *size, section, *task.others,
-            *task.mask, shared=(_BLOCK + 4 * 64) * row, **defines,
+            "attention_mma.cu", "attention_forward", samples * heads * -(-T // rows), 2 * rows, q, merged, lse, *size,
+            section, *task.others, *task.mask, shared=shared, **defines, **tiles,
         )  # fmt: skip
         return
+    row, rows = _padded_dim(head_dim) * 2, 64 * FORWARD["CONSUMERS"]
+    grid = samples * heads * -(-T // rows)
     shared = (2 * rows + 2 * FORWARD["STAGES"] * FORWARD["KEYS"]) * row + _ALIGNMENT + 256
     other = task.tokens(out, task.queries) if kv is None else task.tokens(kv, task.keys)
     # A block that stays for many tiles loads the next while it finishes the last. For long tiles that gains nothing,
@@ -143,7 +148,7 @@ def attention_backward(
     """``Ops.attention_backward``, but that the ``keys`` alone of ``d_kv`` are written.
 
     Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none if ``simple``)
-    and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
+    and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128, d to 64.
     """
     task, qkv, kv = _Task.of(attend, ops.attention_kernels), attend.qkv, attend.kv
     samples, T, heads, kv_heads = size = task.size
@@ -163,7 +168,7 @@ def attention_backward(
             operands = (q, d, o, lse, target, *size, *task.others, *task.mask)
             ops.launch("attention_simple.cu", name, _rows(samples * count), 256, *operands, **defines)
         return
-    threads = samples * _padded(T) * heads * (head_dim // 8)
+    threads = samples * _padded(T) * heads * (_padded_dim(head_dim) // 8)
     with arena.scope():
         statistics, bounds, sums = take_scratch(task, arena)
         if bounds is not None:
@@ -192,8 +197,8 @@ def _backward_hopper(
     task: _Task, maps: tuple[Tokens, ...], others: tuple[int, ...], statistics: Array, sums: Array, ops: Any
 ) -> None:
     samples, T, heads, kv_heads = task.size
-    step, turns = 8192 // task.head_dim, 3 if task.head_dim == 128 else 2  # STEP and TURNS
-    row = task.head_dim * 2
+    columns = _padded_dim(task.head_dim)
+    step, turns, row = 8192 // columns, 3 if columns == 128 else 2, columns * 2  # STEP, TURNS, bytes
     own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
     shared = own + BACKWARD["STAGES"] * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
     section = _section(samples * kv_heads, 1, T, task.head_dim * (heads // kv_heads))
@@ -205,15 +210,31 @@ def _backward_hopper(
 
 def _backward_mma(task: _Task, operands: tuple[int, int], d_keys: int, dq: int, statistics: Array, ops: Any) -> None:
     (samples, T, heads, kv_heads), head_dim, seen = task.size, task.head_dim, task.key_count
-    group, shared = heads // kv_heads, (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * head_dim * 2
-    for name, of, rows, target, section in (
-        ("attention_backward_kv", kv_heads, seen, d_keys, _section(samples * kv_heads, 1, T, head_dim * group)),
+    group, parts, (tiles, (_, shared)) = heads // kv_heads, -(-head_dim // 128), mma_tiles(head_dim, ops.shared_memory)
+    own = 16 * tiles["WARPS"]
+    for name, blocks, rows, target, section in (
+        ("attention_backward_kv", parts * kv_heads, seen, d_keys, _section(samples * kv_heads, 1, T, head_dim * group)),
         ("attention_backward_q", heads, T, dq, _section(samples * heads, group, seen, head_dim)),
     ):
         ops.launch(
-            "attention_mma.cu", name, samples * of * -(-rows // _BLOCK), 256, *operands, target, statistics, *task.size,
-            section, *task.others, *task.mask, shared=shared, **task.defines,
+            "attention_mma.cu", name, samples * blocks * -(-rows // own), 2 * own, *operands, target, statistics,
+            *task.size, section, *task.others, *task.mask, shared=shared, **task.defines, **tiles,
         )  # fmt: skip
+
+
+def mma_tiles(head_dim: int, memory: int) -> tuple[dict[str, int], tuple[int, int]]:
+    """The macros of ``attention_mma.cu``, and the bytes of shared memory of its forward and its backward.
+
+    ``memory``: the bytes that a block may have: at least 96 KiB.
+    """
+    chunks = head_dim // 8
+    row = 16 * (chunks if chunks % 8 == 0 else chunks + 1)  # ROW_BYTES
+    for tiles in MMA[head_dim > 64 :]:
+        own = 16 * tiles["WARPS"]
+        shared = (own + 4 * tiles["KEYS"]) * row, (2 * own + 4 * tiles["STEP"]) * row
+        if max(shared) <= memory:
+            break
+    return tiles, shared
 
 
 def take_scratch(task: _Task, arena: Arena) -> tuple[Array, Array | None, Array | None]:
@@ -224,11 +245,16 @@ def take_scratch(task: _Task, arena: Arena) -> tuple[Array, Array | None, Array 
     if task.kernels != "hopper":
         return statistics, None, None
     bounds = arena.take((2 * samples * kv_heads * _padded(task.key_count) // _PAD,), np.float32)
-    return statistics, bounds, arena.take((rows * task.head_dim,), np.int32)
+    return statistics, bounds, arena.take((rows * _padded_dim(task.head_dim),), np.int32)
 
 
 def _padded(tokens: int) -> int:
     return -(-tokens // _PAD) * _PAD
+
+
+def _padded_dim(head_dim: int) -> int:
+    """PADDED_DIM: the columns of a tile on Hopper."""
+    return next(columns for columns in (64, 128, 256) if head_dim <= columns)
 
 
 def _row(array: Array, tokens: slice) -> int:
@@ -244,13 +270,14 @@ def fastest_kernels(device: int) -> str:
 
 def unsupported(kernels: str, attend: Attend) -> str | None:
     """What the ``kernels`` of a set expect of an attention, and what they got. None: they compute it."""
-    dtype, head_dim = attend.qkv.dtype.name, attend.head_dim
+    head_dim, most = attend.head_dim, MOST_HEAD_DIM[kernels]
+    if head_dim > most:
+        return f"heads of at most {most} elements, got {head_dim}"
     if kernels == "simple":
-        return f"heads of at most {MOST_HEAD_DIM} elements, got {head_dim}" if head_dim > MOST_HEAD_DIM else None
-    if dtype == "float32":
+        return None
+    if attend.qkv.dtype.name == "float32":
         return "bfloat16 or float16, got float32"
-    known = _TENSOR_CORE_HEAD_DIMS
-    return None if head_dim in known else f"heads of {' or '.join(map(str, known))} elements, got {head_dim}"
+    return f"heads of a multiple of {_MULTIPLE} elements, got {head_dim}" if head_dim % _MULTIPLE else None
 
 
 def kernel_set(attend: Attend, fastest: str) -> str:
@@ -286,39 +313,43 @@ def macros_of(attend: Attend) -> dict[str, Define]:
 
 
 class _Words:
-    """Device memory as (B, T, columns) 16-bit words, for the tensor map: it only moves them."""
+    """Device memory as (B, T, heads, head_dim) 16-bit words, for the tensor map: it only moves them."""
 
-    def __init__(self, pointer: int, shape: tuple[int, int, int], strides: tuple[int, int, int] | None) -> None:
+    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
         self.__cuda_array_interface__ = {
             "shape": shape, "typestr": "<u2", "data": (pointer, False), "strides": strides, "version": 3,
         }  # fmt: skip
 
 
 class Tokens(NamedTuple):
-    """What a kernel reads by TMA: of ``tokens`` of each of ``samples`` of ``length`` tokens."""
+    """What a kernel reads by TMA: of ``tokens`` of each of ``samples`` of ``length`` tokens.
+
+    A row has heads of ``head_dim`` columns; None: it is one head.
+    """
 
     array: Array
     samples: int
     length: int
     tokens: slice | None = None
+    head_dim: int | None = None
 
     def encode(self) -> Any:
         tokens = self.tokens or slice(0, self.length)
         size, columns = tokens.stop - tokens.start, self.array.shape[1]
-        return tensor_map(_row(self.array, tokens), self.samples, size, self.length, columns)
+        return tensor_map(_row(self.array, tokens), self.samples, size, self.length, columns, self.head_dim or columns)
 
 
 @functools.lru_cache(maxsize=1024)
-def tensor_map(pointer: int, samples: int, tokens: int, length: int, columns: int) -> Any:
-    """A TMA descriptor for boxes of 64 tokens and 64 columns.
+def tensor_map(pointer: int, samples: int, tokens: int, length: int, columns: int, head_dim: int) -> Any:
+    """A TMA descriptor for boxes of 64 tokens and 64 columns of one of the heads in a row of ``columns``.
 
-    Tokens beyond the ``tokens`` of a sample are read as zeros and not written.
+    What lies beyond the ``tokens`` of a sample, or beyond a head, is read as zeros and not written.
     """
     from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
     from cuda.core.utils import StridedMemoryView
 
-    strides = None if tokens == length else (2 * length * columns, 2 * columns, 2)  # bytes
-    words = _Words(pointer, (samples, tokens, columns), strides)
+    strides = None if tokens == length else (2 * length * columns, 2 * columns, 2 * head_dim, 2)  # bytes
+    words = _Words(pointer, (samples, tokens, columns // head_dim, head_dim), strides)
     return StridedMemoryView.from_cuda_array_interface(words, -1).as_tensor_map(
-        (1, 64, 64), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
+        (1, 64, 1, 64), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
     )

@@ -1,6 +1,7 @@
 // What all attention kernels share: 16-bit types without CUDA's headers, softmax's arithmetic, order of blocks.
 //
-// Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM); CAUSAL; MASKED.
+// Macros: HEAD_DIM, a multiple of 16 (attention_simple.cu: any); DTYPE bfloat16, float16 or (attention_simple.cu only)
+// float32; SCALE = 1 / sqrt(HEAD_DIM); CAUSAL; MASKED.
 // Scores are kept without SCALE.  Exponentials have base 2: exp(SCALE (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one
 // FFMA and one EX2.
 //
@@ -18,6 +19,9 @@
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
+
+// The columns of a tile on Hopper, of which those from HEAD_DIM on are 0, and eight times the lanes that read a head.
+#define PADDED_DIM (HEAD_DIM <= 64 ? 64 : HEAD_DIM <= 128 ? 128 : 256)
 
 #define LOG2_E 1.4426950408889634f
 #define LOG2_SCALE (SCALE * LOG2_E)
@@ -145,7 +149,8 @@ __device__ inline long statistics_at(int head, int token, int T) {
 
 // Adds the rows of d that exist, times a factor for the thread's upper and one for its lower row, to what is there, times
 // another.
-__device__ inline void add_rows(const float (&d)[HEAD_DIM / 2], float upper, float lower, float* head, long stride, int row,
+template <int N>
+__device__ inline void add_rows(const float (&d)[N], float upper, float lower, float* head, long stride, int row,
                                 int rows, float old_upper = 1, float old_lower = 1) {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i += 2) {

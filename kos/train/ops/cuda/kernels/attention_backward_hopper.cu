@@ -14,19 +14,18 @@
 // a value of 20 times the size of all others, which no later query attends to, would make it as much.)
 //
 // The first warpgroup's first thread issues all TMA loads.
+//
+// Macros: STAGES.
 #include "attention_hopper.cuh"
 
-#ifndef STAGES
-#define STAGES 2
-#endif
-#define STEP (8192 / HEAD_DIM)  // queries of a tile: two pieces of dQ, 64 queries by 64 columns each
+#define STEP (8192 / PADDED_DIM)  // queries of a tile: two pieces of dQ, 64 queries by 64 columns each
 #define PIECE 4096
 #define DONE 1  // named barriers; from MY_TURN on one of each warpgroup
 #define MY_TURN 2
 #define GROUPS 2
 #define OWN (64 * GROUPS)  // keys of a block
-#define OWN_BYTES (OWN * HEAD_DIM * 2)
-#define STEP_BYTES (STEP * HEAD_DIM * 2)
+#define OWN_BYTES (OWN * PADDED_DIM * 2)
+#define STEP_BYTES (STEP * PADDED_DIM * 2)
 #define STATISTICS_BYTES (STEP * STATISTICS * 4)
 #define SLOPE_BYTES (OWN * STEP * 2)
 #define THREADS (128 * (GROUPS + 1))
@@ -80,7 +79,7 @@ struct Worker {
     Shared& s;
     const int group, lane, row, key, keys;  // row: of 64 queries or keys
     const int unmasked, last[2];  // the last query that sees all keys of the warpgroup, and those that see the thread's
-    float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {}, scales[2];
+    float dk[SUMMED / 2] = {}, dv[SUMMED / 2] = {}, scales[2];
     int* target;
     Ring<STAGES> ring;
     Ring<TURNS> turn, turn_before;
@@ -215,7 +214,7 @@ __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, 
     const int start = 0;
 #endif
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, first_key = first + group * 64;
-    const int heads = H / K, of_head = padded(T) * HEAD_DIM;
+    const int heads = H / K, of_head = padded(T) * PADDED_DIM;
     const auto last = [&](int key) { return mask.last_query(sample, min(key, keys - 1)); };
     Worker worker{s, group, lane, row, first_key + row, keys, last(first_key), {last(first_key + row), last(first_key + row + 8)}};
 #if CAUSAL
@@ -226,9 +225,9 @@ __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, 
 #endif
     if (TAKE_TURNS && group == 1) named_arrive(MY_TURN, 128 * GROUPS);
     barrier_wait(&s.own_full, 0);
-    worker.work<true>(start, sums + start * HEAD_DIM);
+    worker.work<true>(start, sums + start * PADDED_DIM);
     for (int i = 0, token = start + STEP; i < heads; ++i, token = start) {
-        for (; token < end; token += STEP) worker.work<false>(token, sums + token * HEAD_DIM);
+        for (; token < end; token += STEP) worker.work<false>(token, sums + token * PADDED_DIM);
         sums += of_head;
 #if !CAUSAL
         if (++head == heads) head = 0, sums -= (long)heads * of_head;
@@ -236,10 +235,9 @@ __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, 
     }
     worker.finish();
 #if CAUSAL
-    const int k_column = (H + kv_head) * HEAD_DIM, v_column = k_column + K * HEAD_DIM;
     char *k = s.k + group * 64 * ROW_BYTES, *v = s.v + group * 64 * ROW_BYTES;
-    store_tile(worker.dv, 1, 1, v, OWN, group, d_qkv, v_column, first_key, sample);
-    store_tile(worker.dk, SCALE, SCALE, k, OWN, group, d_qkv, k_column, first_key, sample);
+    store_tile(worker.dv, 1, 1, v, OWN, group, d_qkv, H + K + kv_head, first_key, sample);
+    store_tile(worker.dk, SCALE, SCALE, k, OWN, group, d_qkv, H + kv_head, first_key, sample);
 #else
     float *dk = d_kv + ((long)sample * stride * 2 * K + kv_head) * HEAD_DIM, *dv = dk + K * HEAD_DIM;
     add_rows(worker.dv, 1, 1, dv, 2 * K * HEAD_DIM, worker.key, keys);
@@ -281,8 +279,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         registers_down<24>();
         if (threadIdx.x == 0) {
             barrier_expect(&s.own_full, 2 * OWN_BYTES);
-            load_tile<OWN>(s.k, kv, &s.own_full, ((CAUSAL ? H : 0) + kv_head) * HEAD_DIM, first, sample);
-            load_tile<OWN>(s.v, kv, &s.own_full, ((CAUSAL ? H : 0) + K + kv_head) * HEAD_DIM, first, sample);
+            load_tile<OWN>(s.k, kv, &s.own_full, (CAUSAL ? H : 0) + kv_head, first, sample);
+            load_tile<OWN>(s.v, kv, &s.own_full, (CAUSAL ? H : 0) + K + kv_head, first, sample);
             Ring<STAGES> ring;
 #if CAUSAL
             for (int head = kv_head * (H / K); head < (kv_head + 1) * (H / K); ++head) {
@@ -295,9 +293,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     u64* full = &s.full[i];
                     barrier_wait(&s.empty[i], ring.phase ^ 1);
                     barrier_expect(full, 2 * STEP_BYTES + STATISTICS_BYTES);
-                    load_tile<STEP>(s.q[i], qkv, full, head * HEAD_DIM, token, sample);
+                    load_tile<STEP>(s.q[i], qkv, full, head, token, sample);
                     load_bulk(s.statistics[i], statistics + statistics_at(sample * H + head, token, T), STATISTICS_BYTES, full);
-                    load_tile<STEP>(s.d_out[i], d_out, full, head * HEAD_DIM, token, sample);
+                    load_tile<STEP>(s.d_out[i], d_out, full, head, token, sample);
                 }
             }
         }
@@ -321,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int item = threadIdx.x; item < 512; item += 256) {
         const int row = item / 8, chunk = item % 8, token = tile * 64 + row;
-        if (token >= T) return;
+        if (token >= T || panel * PANEL_COLUMNS + chunk * 8 >= HEAD_DIM) continue;
         const long at = blockIdx.x * 1024l + (chunk * 4 + row / 8 % 2 * 2) * 32 + row / 16 * 8 + row % 8;
         const int4 even = sums[at], odd = sums[at + 32];
         const float factor = SCALE / scales[row];

@@ -8,24 +8,17 @@
 // The tile on the diagonal comes first: it alone needs a mask, and it gives every row a finite maximum.  Without CAUSAL it
 // is the last keys, which need not be a tile.  With MASKED tiles before the first key of a block's first query are left out,
 // and those before the first key of its last query have a mask as well.
+//
+// Macros: CONSUMERS, KEYS, STAGES.
 #include "attention_hopper.cuh"
 
-#ifndef CONSUMERS
-#define CONSUMERS 2
-#endif
-#ifndef KEYS
-#define KEYS 128
-#endif
-#ifndef STAGES
-#define STAGES 2
-#endif
 #ifndef PINGPONG
 #define PINGPONG 1
 #endif
 #define QUERIES (64 * CONSUMERS)
 #define THREADS (128 * (CONSUMERS + 1))
-#define TILE_BYTES (KEYS * HEAD_DIM * 2)
-#define Q_BYTES (QUERIES * HEAD_DIM * 2)
+#define TILE_BYTES (KEYS * PADDED_DIM * 2)
+#define Q_BYTES (QUERIES * PADDED_DIM * 2)
 
 struct Shared {
     alignas(1024) char q[2][Q_BYTES];  // becomes the output
@@ -77,16 +70,16 @@ __device__ inline void produce(Shared& s, const TensorMap& qkv, const TensorMap&
     for (Ring<2> own; work.next(); own.next()) {
         barrier_wait(&s.q_empty[own.stage], own.phase ^ 1);
         barrier_expect(&s.q_full[own.stage], Q_BYTES);
-        load_tile<QUERIES>(s.q[own.stage], qkv, &s.q_full[own.stage], work.head * HEAD_DIM, work.first, work.sample);
-        const int k_column = ((CAUSAL ? work.H : 0) + work.kv_head) * HEAD_DIM, v_column = k_column + work.K * HEAD_DIM;
+        load_tile<QUERIES>(s.q[own.stage], qkv, &s.q_full[own.stage], work.head, work.first, work.sample);
+        const int k_head = (CAUSAL ? work.H : 0) + work.kv_head, v_head = k_head + work.K;
         for (int tile = work.keys - 1; tile >= work.begin; --tile, ring.next()) {
             const int i = ring.stage;
             barrier_wait(&s.k_empty[i], ring.phase ^ 1);
             barrier_expect(&s.k_full[i], TILE_BYTES);
-            load_tile<KEYS>(s.k[i], kv, &s.k_full[i], k_column, tile * KEYS, work.sample);
+            load_tile<KEYS>(s.k[i], kv, &s.k_full[i], k_head, tile * KEYS, work.sample);
             barrier_wait(&s.v_empty[i], ring.phase ^ 1);
             barrier_expect(&s.v_full[i], TILE_BYTES);
-            load_tile<KEYS>(s.v[i], kv, &s.v_full[i], v_column, tile * KEYS, work.sample);
+            load_tile<KEYS>(s.v[i], kv, &s.v_full[i], v_head, tile * KEYS, work.sample);
         }
     }
 }
@@ -137,7 +130,7 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
 __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles work, int group, int stride) {
 #endif
     const int lane = threadIdx.x % 32;
-    float scores[KEYS / 2], sums[HEAD_DIM / 2], top[2], total[2], factor[2];
+    float scores[KEYS / 2], sums[SUMMED / 2], top[2], total[2], factor[2];
     u32 probabilities[KEYS / 4];
     const auto narrow = [&] {
 #pragma unroll
@@ -159,7 +152,7 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
         char* q = s.q[own.stage] + group * 64 * ROW_BYTES;
         top[0] = top[1] = -INFINITE, total[0] = total[1] = 0;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0;
+        for (int i = 0; i < SUMMED / 2; ++i) sums[i] = 0;
         int tile = work.keys - 1;
         barrier_wait(&s.q_full[own.stage], own.phase);
         barrier_wait(&s.k_full[k.stage], k.phase);
@@ -193,7 +186,7 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
             hold(probabilities);
             done(&s.v_empty[v.stage]);
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] *= factor[LOWER(i)];
+            for (int i = 0; i < SUMMED / 2; ++i) sums[i] *= factor[LOWER(i)];
             narrow();
             k.next();
             v.next();
@@ -223,8 +216,7 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
         done(&s.v_empty[v.stage]);
         v.next();
 #if CAUSAL
-        store_tile(sums, inverse[0], inverse[1], q, QUERIES, group, out, work.head * HEAD_DIM, work.first + group * 64,
-                   work.sample);
+        store_tile(sums, inverse[0], inverse[1], q, QUERIES, group, out, work.head, work.first + group * 64, work.sample);
         if (threadIdx.x % 128 == 0) barrier_arrive(&s.q_empty[own.stage]);
 #else
         named_sync(8 + group, 128);  // nobody of the group reads its queries any more

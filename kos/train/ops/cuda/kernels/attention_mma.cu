@@ -4,14 +4,11 @@
 // A block owns 128 rows (queries, or keys in the first backward pass), 16 a warp, and streams tiles of the other side
 // through two buffers filled by cp.async.  The backward is two passes that each own what they write, so that nothing is
 // added across blocks and every sum has one order; see attention_backward_hopper.cu, whose mathematics this shares.
+//
+// Macros: WARPS; KEYS of a tile of the forward; STEP: rows of a tile of the backward, two of which a buffer holds.
 #include "attention_mma.cuh"
 
-#ifndef KEYS
-#define KEYS 64  // of a tile of the forward
-#endif
-#ifndef STEP
-#define STEP (HEAD_DIM == 64 ? 64 : 32)  // rows of a tile of the backward, two of which a buffer holds
-#endif
+#define PARTS (HEAD_DIM > 128 ? 2 : 1)  // no thread has registers for both dK and dV of more columns
 
 struct Shape {
     int samples, T, H, K;
@@ -131,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int keys = T, stride = T;
 #endif
     const Mask mask MASK_OF(stride);
-    const Place at = place(blockIdx.x, samples * K, (keys + OWN - 1) / OWN, section);
+    const bool makes_dv = PARTS == 1 || blockIdx.x % PARTS, makes_dk = PARTS == 1 || !makes_dv;
+    const Place at = place(blockIdx.x / PARTS, samples * K, (keys + OWN - 1) / OWN, section);
     const int sample = at.head / K, kv_head = at.head % K;
     const int first = at.block * OWN, own = threadIdx.x / 32 * 16, key = first + own + lane / 4;
     const long width = shape.width(), out_width = shape.out_width();
@@ -157,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         load_commit();
     };
 
-    float scores[STEP / 2], slopes[STEP / 2], dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
+    float scores[STEP / 2], slopes[STEP / 2], sums[3 - PARTS][HEAD_DIM / 2];
+    auto &dk = sums[0], &dv = sums[2 - PARTS];
     u32 narrow[STEP / 4];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0;
@@ -179,31 +178,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         if (!CAUSAL || token + STEP > first + own) {
             multiply_transposed<STEP>(scores, k_tile, own, q);
-            multiply_transposed<STEP>(slopes, v_tile, own, dout);
+            if (makes_dk) multiply_transposed<STEP>(slopes, v_tile, own, dout);
             const float* statistic = statistics + statistics_at(head, token, T);
 #pragma unroll
             for (int j = 0; j < STEP / 2; ++j) {
                 const int column = COLUMN_OF(j, lane);
                 scores[j] = exponential(score_of(scores[j]), statistic[column]);
                 if (CAUSAL && token + column < key + LOWER(j) * 8 || MASKED && token + column > last[LOWER(j)]) scores[j] = 0;
-                slopes[j] = product_gradient(scores[j], slopes[j], statistic[64 + column], statistic[column]);
+                if (makes_dk) slopes[j] = product_gradient(scores[j], slopes[j], statistic[64 + column], statistic[column]);
             }
+            if (makes_dv) {
 #pragma unroll
-            for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(scores[2 * j], scores[2 * j + 1]);
-            multiply_add<STEP>(dv, narrow, dout);
+                for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(scores[2 * j], scores[2 * j + 1]);
+                multiply_add<STEP>(dv, narrow, dout);
+            }
+            if (makes_dk) {
 #pragma unroll
-            for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(slopes[2 * j], slopes[2 * j + 1]);
-            multiply_add<STEP>(dk, narrow, q);
+                for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(slopes[2 * j], slopes[2 * j + 1]);
+                multiply_add<STEP>(dk, narrow, q);
+            }
         }
         __syncthreads();
     }
 #if CAUSAL
     u16* target = gradient + sample * T * width;
-    store_rows(dk, SCALE, SCALE, target + k_at, width, key, T);
-    store_rows(dv, 1, 1, target + v_at, width, key, T);
+    if (makes_dk) store_rows(dk, SCALE, SCALE, target + k_at, width, key, T);
+    if (makes_dv) store_rows(dv, 1, 1, target + v_at, width, key, T);
 #else
-    add_rows(dk, SCALE, SCALE, gradient + k_at, kv_width, key, keys);
-    add_rows(dv, 1, 1, gradient + v_at, kv_width, key, keys);
+    if (makes_dk) add_rows(dk, SCALE, SCALE, gradient + k_at, kv_width, key, keys);
+    if (makes_dv) add_rows(dv, 1, 1, gradient + v_at, kv_width, key, keys);
 #endif
 }
 

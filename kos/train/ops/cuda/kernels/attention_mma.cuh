@@ -1,19 +1,21 @@
 // Tensor cores of every GPU since Ampere (sm_80): cp.async, ldmatrix, mma.sync.
 //
-// Tiles in shared memory: rows of HEAD_DIM elements whose 16-byte chunks are permuted by xor with the row mod 8, so
-// that the eight rows an ldmatrix reads lie in different banks.  A warp owns 16 rows of every product's left side.
+// Tiles in shared memory: rows of HEAD_DIM elements.  The eight rows that an ldmatrix reads lie in different banks: the
+// 16-byte chunks of a row are permuted by xor with the row mod 8, or the rows are an odd number of chunks apart.  A warp
+// owns 16 rows of every product's left side.
 #pragma once
 #include "attention.cuh"
 
-#define WARPS 8
 #define OWN (16 * WARPS)  // rows of a block
 #define THREADS (32 * WARPS)
 #define CHUNKS (HEAD_DIM / 8)
-#define TILE_BYTES(rows) ((rows) * HEAD_DIM * 2)
+#define PERMUTED (CHUNKS % 8 == 0)
+#define ROW_BYTES ((PERMUTED ? CHUNKS : CHUNKS + 1) * 16)
+#define TILE_BYTES(rows) ((rows) * ROW_BYTES)
 
 __device__ inline u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 __device__ inline u32 chunk_at(u32 tile, int row, int chunk) {
-    return tile + row * (HEAD_DIM * 2) + (chunk ^ row % 8) * 16;
+    return tile + row * ROW_BYTES + (PERMUTED ? chunk ^ row % 8 : chunk) * 16;
 }
 
 // Rows first.. of one head, `stride` elements apart, those from `rows` on as zeros.

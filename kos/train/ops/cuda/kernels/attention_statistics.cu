@@ -8,10 +8,11 @@
 // maxima of PAD keys; a query takes those of its own PAD and of all before, without CAUSAL of all; with MASKED from the PAD
 // of its first key on.
 //
-// A group of HEAD_DIM / 8 lanes reads one head of one token, 16 bytes a lane; memory-bound.
+// A group of PADDED_DIM / 8 lanes reads one head of one token, 16 bytes a lane; memory-bound.
 #include "attention.cuh"
 
-#define LANES (HEAD_DIM / 8)
+#define LANES (PADDED_DIM / 8)
+#define CHUNKS (HEAD_DIM / 8)  // lanes that have elements; others have zeros
 #define THREADS 256
 
 __device__ inline void widen(float (&x)[8], uint4 packed) {
@@ -58,10 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x / LANES; i < PAD; i += THREADS / LANES) {
         const int token = block * PAD + i;
         float x[8] = {}, y[8] = {}, mine = 0;
-        if (token < keys) {
-            const uint4* at = kv + (((long)sample * stride + token) * width + kv_head) * LANES + lane;
+        if (token < keys && lane < CHUNKS) {
+            const uint4* at = kv + (((long)sample * stride + token) * width + kv_head) * CHUNKS + lane;
             widen(x, at[0]);
-            widen(y, at[K * LANES]);
+            widen(y, at[K * CHUNKS]);
         }
 #pragma unroll
         for (int j = 0; j < 8; ++j) mine = larger(mine, fabsf(x[j]));
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Of T queries to `keys` keys, in samples of `stride` tokens.  sums, if there are any, become 0: samples padded(T) H
-// HEAD_DIM integers.
+// PADDED_DIM integers.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_statistics(const uint4* d_out, const uint4* out, const float* log_sum_exp, float* statistics,
                          const float2* bounds, uint4* sums, int samples, int T, int H, int K, int keys, int stride MASK) {
@@ -88,9 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool exists = sample < samples && token < T;
     float x[8] = {}, y[8] = {}, delta = 0, lse = INFINITE;
     if (exists) {
-        const long at = (((long)sample * stride + token) * H + head) * LANES + lane;
-        widen(x, d_out[at]);
-        widen(y, out[at]);
+        const long at = (((long)sample * stride + token) * H + head) * CHUNKS + lane;
+        if (lane < CHUNKS) {
+            widen(x, d_out[at]);
+            widen(y, out[at]);
+        }
         lse = log_sum_exp[((long)sample * H + head) * stride + token];
     }
 #pragma unroll

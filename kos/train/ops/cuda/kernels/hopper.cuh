@@ -55,16 +55,17 @@ struct Ring {
 __device__ inline void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ inline void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// --- TMA ---
+// --- TMA: boxes of 64 columns of a head and 64 tokens; what lies beyond a head or a sample is read as 0, not written ---
 
 __device__ inline void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
 }
-__device__ inline void load_box(void* target, const TensorMap& map, u64* barrier, int column, int token, int sample) {
+__device__ inline void load_box(void* target, const TensorMap& map, u64* barrier, int column, int head, int token,
+                                int sample) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
             shared_address(target)),
-        "l"((u64)&map), "r"(shared_address(barrier)), "r"(column), "r"(token), "r"(sample)
+        "l"((u64)&map), "r"(shared_address(barrier)), "r"(column), "r"(head), "r"(token), "r"(sample)
         : "memory");
 }
 __device__ inline void load_bulk(void* target, const void* source, int bytes, u64* barrier) {
@@ -73,9 +74,9 @@ __device__ inline void load_bulk(void* target, const void* source, int bytes, u6
                  "l"(source), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
-__device__ inline void store_box(const TensorMap& map, const void* source, int column, int token, int sample) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"((u64)&map),
-                 "r"(shared_address(source)), "r"(column), "r"(token), "r"(sample)
+__device__ inline void store_box(const TensorMap& map, const void* source, int column, int head, int token, int sample) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((u64)&map),
+                 "r"(shared_address(source)), "r"(column), "r"(head), "r"(token), "r"(sample)
                  : "memory");
 }
 __device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -117,11 +118,12 @@ __device__ inline u32 operand(const void* tile, int leading = 16) {
 #define D32                                                                                                       \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31"
-#define D64                                                                                                           \
-    D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D40 D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define D48 D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define D64 D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define EACH4(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
-#define EACH16(how, i) EACH4(how, i), EACH4(how, i + 4), EACH4(how, i + 8), EACH4(how, i + 12)
+#define EACH8(how, i) EACH4(how, i), EACH4(how, i + 4)
+#define EACH16(how, i) EACH8(how, i), EACH8(how, i + 8)
 #define ADDED(x) "+f"(x)
 #define WRITTEN(x) "=f"(x)  // the old value is not read, so it needs no registers
 
@@ -149,16 +151,16 @@ __device__ inline void wgmma(float (&d)[64], u32 a, u32 b) { SHARED64(ADDED, 1);
 __device__ inline void wgmma_crossed_first(float (&d)[32], u32 a, u32 b) { CROSSED32(WRITTEN, 0); }
 __device__ inline void wgmma_crossed(float (&d)[32], u32 a, u32 b) { CROSSED32(ADDED, 1); }
 // A from registers, B from shared memory, MN-major; adds.
-__device__ inline void wgmma(float (&d)[32], const u32* a, u32 b) {
-    asm volatile("{.reg .b64 b; mov.b64 b, {%36, " UPPER "};\n" WGMMA(64) "{" D32 "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;}"
-                 : EACH16(ADDED, 0), EACH16(ADDED, 16)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-}
-__device__ inline void wgmma(float (&d)[64], const u32* a, u32 b) {
-    asm volatile("{.reg .b64 b; mov.b64 b, {%68, " UPPER "};\n" WGMMA(128) "{" D64 "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1;}"
-                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-}
+#define FROM_REGISTERS(VALUES, N, D, A, B, ...)                                                                      \
+    __device__ inline void wgmma(float (&d)[VALUES], const u32* a, u32 b) {                                      \
+        asm volatile("{.reg .b64 b; mov.b64 b, {" B ", " UPPER "};\n" WGMMA(N) "{" D "}, {" A "}, b, 1, 1, 1, 1;}" \
+                     : __VA_ARGS__                                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                      \
+    }
+FROM_REGISTERS(32, 64, D32, "%32, %33, %34, %35", "%36", EACH16(ADDED, 0), EACH16(ADDED, 16))
+FROM_REGISTERS(40, 80, D40, "%40, %41, %42, %43", "%44", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH8(ADDED, 32))
+FROM_REGISTERS(48, 96, D48, "%48, %49, %50, %51", "%52", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32))
+FROM_REGISTERS(64, 128, D64, "%64, %65, %66, %67", "%68", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48))
 #define D128 \
     D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \

@@ -55,7 +55,7 @@ __device__ inline void produce(char* ring_memory, Shared& shared, const TensorMa
         return ring_memory + ring.stage * STAGE_BYTES;
     };
     auto load = [&](char* at, const TensorMap& map, int column, int row) {
-        load_box(at, map, &shared.full[ring.stage], column, row, 0);
+        load_box(at, map, &shared.full[ring.stage], column, 0, row, 0);
     };
     for_each_tile(size, [&](int m, int n) {
         for (int k = 0; k < size.K; k += BK, ring.next()) {
@@ -141,8 +141,8 @@ __device__ inline void consume(char* ring_memory, Shared& shared, const TensorMa
             if (first) store_wait();
             named_sync(1 + consumer, 128);
             if (first) {
-                store_box(map_d_gate_up, memory, column, m + consumer * 64, 0);
-                store_box(map_d_gate_up, memory + UP, size.N + column, m + consumer * 64, 0);
+                store_box(map_d_gate_up, memory, column, 0, m + consumer * 64, 0);
+                store_box(map_d_gate_up, memory + UP, size.N + column, 0, m + consumer * 64, 0);
                 store_commit();
             }
             if (column > n) release(ring.before().stage);
