@@ -170,15 +170,13 @@ def read_sources(path: Path) -> tuple[str, dict[str, str]]:
     headers: dict[str, str] = {}
 
     def read(name: str) -> str:
-        file = path.parent / name
         try:
-            text = file.read_text("utf-8")
+            text = (path.parent / name).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or f"expected UTF-8, got {error}"
-            raise CompileError(f"{path}: cannot read {file}: {reason}") from error
+            raise CompileError(f"{path}: cannot read {path.parent / name}: {reason}") from error
         for included in _INCLUDE.findall(text):
-            header = normpath(join(dirname(name), included))
-            if header not in headers:
+            if (header := normpath(join(dirname(name), included))) not in headers:
                 headers[header] = ""  # a file that includes itself ends here
                 headers[header] = read(header)
         return text
