@@ -12,7 +12,7 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import environment, free_port, run_processes
-from tests.forked import python
+from tests.forked import ROOT, python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 STOPS = """
