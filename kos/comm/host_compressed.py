@@ -151,9 +151,12 @@ def _sums(
     for data, segment in zip(arrived, pieces[calls.rank], strict=True):
         data[calls.rank] = form.encode(segment)
 
+    sending = calls.wait_for(*sends)
+
     def added() -> Iterator[Array | None]:
         for data, requests, segment in zip(arrived, receives, pieces[calls.rank], strict=True):
-            while not all(request.done() for request in requests):
+            for _ in calls.wait_for(*requests):
+                next(sending, None)  # other ranks may wait for these messages
                 yield None
             total = np.empty(segment.size, np.float32)
             for rank, contribution in enumerate(data):
@@ -162,8 +165,7 @@ def _sums(
             with np.errstate(over="ignore"):
                 total = total.astype(x.dtype, copy=False)
             yield total
-        while not all(request.done() for request in sends):
-            yield None
+        yield from sending
 
     return added()
 

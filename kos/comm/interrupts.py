@@ -35,8 +35,10 @@ def hold() -> bool:
         return False
     try:
         signal(SIGINT, _note)
-    except ValueError:  # on another thread; Python runs handlers on the main thread
-        return False
+    except ValueError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # of the handler of another signal, which signal() has run
+        return False  # this is another thread; Python runs handlers on the main thread
     _handler = handler
     return True
 

@@ -232,7 +232,7 @@ class ScheduledCalls:
         while distance < self.size:
             send = self.messages.isend(empty, (self.rank + distance) % self.size, tag)
             recv = self.messages.irecv(empty, (self.rank - distance) % self.size, tag)
-            yield from _wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
+            yield from self.wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
     def message(self, work: Work[Any]) -> Steps:
@@ -263,7 +263,7 @@ class ScheduledCalls:
             for request in post:
                 requests.append(request)
             wrong: list[CollectiveMismatch] = []  # of the receive; the send continues
-            yield from _wait_for(*requests, mismatches=wrong)
+            yield from self.wait_for(*requests, mismatches=wrong)
             if wrong:
                 raise wrong[0]
         except BaseException:  # such as a timeout: cancel only these requests, not others with their tag
@@ -285,7 +285,7 @@ class ScheduledCalls:
         mine, own = send(self.rank), recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
-        yield from _wait_for(*requests)
+        yield from self.wait_for(*requests)
         check()  # raises if what has arrived is wrong
         if work.prepared.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
@@ -312,34 +312,34 @@ class ScheduledCalls:
                 np.copyto(next(own), x)
                 requests += [messages.isend(x, peer, tag) for peer in (*self._across, *self._inside)]
         for message, x in chain(*first):
-            yield from _wait_for(message)
+            yield from self.wait_for(message)
             requests += [messages.isend(x, peer, tag) for peer in self._inside]
-        yield from _wait_for(*requests)
+        yield from self.wait_for(*requests)
 
+    @staticmethod
+    def wait_for(*requests: Request, mismatches: list[CollectiveMismatch] | None = None) -> Steps:
+        """Wait for all of them.  A CollectiveMismatch is appended to ``mismatches``, if given, and else raised.
 
-def _wait_for(*requests: Request, mismatches: list[CollectiveMismatch] | None = None) -> Steps:
-    """Wait for all of them.  A CollectiveMismatch is appended to ``mismatches``, if given, and else raised.
-
-    To poll a message advances all messages of its transport.  So one within the host and one between hosts are polled
-    in turn: while this rank waits for either kind, other ranks may wait for the other kind.
-    """
-    waiting: dict[bool, deque[Request]] = {}
-    for request in requests:
-        waiting.setdefault(getattr(request, "within_host", False), deque()).append(request)
-    while waiting:
-        for within_host, queue in list(waiting.items()):
-            try:
-                while queue and queue[0].done():
+        To poll a message advances all messages of its transport.  So one within the host and one between hosts are
+        polled in turn: while this rank waits for either kind, other ranks may wait for the other kind.
+        """
+        waiting: dict[bool, deque[Request]] = {}
+        for request in requests:
+            waiting.setdefault(getattr(request, "within_host", False), deque()).append(request)
+        while waiting:
+            for within_host, queue in list(waiting.items()):
+                try:
+                    while queue and queue[0].done():
+                        queue.popleft()
+                except CollectiveMismatch as error:
+                    if mismatches is None:
+                        raise
+                    mismatches.append(error)
                     queue.popleft()
-            except CollectiveMismatch as error:
-                if mismatches is None:
-                    raise
-                mismatches.append(error)
-                queue.popleft()
-            if not queue:
-                del waiting[within_host]
-        if waiting:
-            yield
+                if not queue:
+                    del waiting[within_host]
+            if waiting:
+                yield
 
 
 def _reducing(work: Work[Any]) -> tuple[Array, Array, Reduction]:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import dirname, join, normpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,22 +166,22 @@ def compile_kernels(
 
 
 def read_sources(path: Path) -> tuple[str, dict[str, str]]:
-    """The text of ``path``, and the texts of all files that it includes, by the names in the includes."""
+    """The text of ``path``, and the texts of all files that it includes, by their paths from the folder of ``path``."""
     headers: dict[str, str] = {}
 
-    def read(file: Path) -> str:
+    def read(name: str) -> str:
         try:
-            text = file.read_text("utf-8")
+            text = (path.parent / name).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or f"expected UTF-8, got {error}"
-            raise CompileError(f"{path}: cannot read {file}: {reason}") from error
-        for name in _INCLUDE.findall(text):
-            if name not in headers:
-                headers[name] = ""  # a file that includes itself ends here
-                headers[name] = read(file.parent / name)
+            raise CompileError(f"{path}: cannot read {path.parent / name}: {reason}") from error
+        for included in _INCLUDE.findall(text):
+            if (header := normpath(join(dirname(name), included))) not in headers:
+                headers[header] = ""  # a file that includes itself ends here
+                headers[header] = read(header)
         return text
 
-    return read(path), headers
+    return read(path.name), headers
 
 
 @functools.cache

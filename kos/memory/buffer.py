@@ -131,7 +131,8 @@ def handle_and_keeper(stream: Any) -> tuple[int, Any]:
     """Handle and keeper of ``stream``; caches the last one, as consecutive calls mostly use one stream."""
     global _last_stream
     known, handle, queue = _last_stream
-    if known is not stream:
+    # The owner of a stream may have closed it.
+    if known is not stream or (stream is queue is not None and streams.handle(stream) != handle):
         handle, queue = streams.handle(stream), streams.keeper(stream)
         _last_stream = stream, handle, queue
     return handle, queue

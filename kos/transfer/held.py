@@ -58,7 +58,7 @@ class Held:
                 place = "the host" if device is None else f"cuda:{device}"
                 expected = f"the same memory as before ({place}, {address:#x})"
                 raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
-            if buffer.device is not None:
+            if buffer.device is not None and buffer.device in self.copiers:  # an empty array may have moved
                 found[buffer.device, buffer.stream] = name
         for (gpu, stream), name in found.items():
             if streams.is_captured(stream):

@@ -15,6 +15,7 @@ from kos.cuda.kernels import Address, Kernel
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
+from tests.comm.fake_gpu import Stream
 
 
 def described(
@@ -32,6 +33,16 @@ def test_array_becomes_a_buffer():
     assert (str(buffer), buffer.place) == ("float32[2, 3]", "cuda:0")
     assert as_buffer(x, "x", writable=True, stream=5).stream == 5
     assert as_buffer(described(), "x", writable=True).stream == streams.LEGACY
+
+
+def test_a_stream_that_its_owner_closed_is_not_used():
+    """Its handle is then that of the legacy stream."""
+    stream = Stream(40)
+    x = described()
+    assert as_buffer(x, "x", writable=True, stream=stream).stream == 40
+    stream.handle = 0
+    buffer = as_buffer(x, "x", writable=True, stream=stream)
+    assert (buffer.stream, buffer.queue) == (streams.LEGACY, None)
 
 
 def test_overlap_of_gpu_memory():

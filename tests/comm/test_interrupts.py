@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm import interrupts
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.errors import InvalidArgument
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import environment, free_port, run_processes
 from tests.core.core_ranks import needs_core
@@ -255,6 +257,32 @@ def test_a_receive_that_ctrl_c_ends_takes_no_message(call, raised):
         interrupted.set()
         assert comm.recv_bytes(timeout=5) == (b"later", 1)
     thread.join(TIMEOUT)
+
+
+@pytest.mark.parametrize("raised", [ValueError, InvalidArgument, TimeoutError])
+def test_what_the_handler_of_another_signal_raises_ends_a_call(raised, monkeypatch):
+    """``signal`` runs the handlers of signals that have come, before it sets one."""
+    install = interrupts.signal
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGALRM)
+        return install(*arguments)
+
+    def handler(*_):
+        raise raised("of the program")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with kos.init(timeout=TIMEOUT) as comm:
+            x = np.ones(3)
+            comm.all_reduce(x)
+            with monkeypatch.context() as patch:
+                patch.setattr(interrupts, "signal", interrupted)
+                with pytest.raises(raised, match="of the program"):
+                    comm.all_reduce(np.ones(4))
+            assert (comm.all_reduce(x) == 1).all()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @needs_core

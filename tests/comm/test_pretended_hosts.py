@@ -179,15 +179,23 @@ for _ in range(2):
     assert (gathered == np.arange(4)[:, None]).all()
     assert (comm.send_recv(x, y, after[comm.rank], before[comm.rank]) == before[comm.rank]).all()
     assert (comm.all_to_all(x[:-3]).reshape(4, -1) == np.arange(4)[:, None]).all()
+    for _ in range(4):
+        y[:] = 1
+        assert (comm.all_reduce(y, compress="fp8", deterministic=True) == 4).all()
 print("done", flush=True)
 comm.close()
+"""
+TWO_COPIES = """
+from kos.comm.host.shared.node import Node
+Node._read_each_other = lambda node, rendezvous: False
 """
 
 
 @needs_mpirun
-def test_large_messages_of_mpi_progress_while_a_rank_waits_within_its_host(tmp_path):
-    """Over sockets, a message of MPI is sent only while the sender calls MPI."""
-    assert job(tmp_path, 4, LARGE, "--mca", "btl", "self,tcp") == ["done"] * 4
+@pytest.mark.parametrize("before", ["", TWO_COPIES], ids=["one copy", "two copies"])
+def test_large_messages_of_mpi_progress_while_a_rank_waits_within_its_host(before, tmp_path):
+    """Over sockets, MPI sends only while the sender calls it.  With two copies, so does the memory of a host."""
+    assert job(tmp_path, 4, before + LARGE, "--mca", "btl", "self,tcp") == ["done"] * 4
 
 
 KILLED = """

@@ -12,7 +12,7 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import environment, free_port, run_processes
-from tests.forked import python
+from tests.forked import PATHS, python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 STOPS = """
@@ -119,7 +119,7 @@ def test_a_rank_that_stops_in_a_collective_of_mpi_between_hosts(tmp_path, size, 
     """MPI does not show for whom it waits: the ranks ask each other."""
     path = tmp_path / "program.py"
     path.write_text(STOPS_IN_MPI.format(call=call))
-    environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**OUTSIDE, "PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1"}
     done = run_program(MPIRUN, "-n", f"{size}", *python(), str(path), env=environment, cwd=tmp_path)
     said = [line for line in done.stdout.splitlines() if line.startswith("CollectiveTimeout (1,)")]
     assert len(said) == size - 1, done.stdout + done.stderr

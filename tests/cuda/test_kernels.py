@@ -105,6 +105,24 @@ def test_everything_that_matters_is_in_the_key(cache, compilations, tmp_path, mo
     assert len(compilations) == 6
 
 
+def test_headers_of_one_name_in_two_folders(cache, tmp_path):
+    """Each is in the key."""
+    first, second = tmp_path / "in" / "c.cuh", tmp_path / "c.cuh"
+    first.parent.mkdir()
+    (first.parent / "b.cuh").write_text('#include "c.cuh"\n')
+    (tmp_path / "a.cu").write_text(
+        '#include "c.cuh"\n#include "in/b.cuh"\nextern "C" __global__ void f(int* x) { *x = ONE + TWO; }\n'
+    )
+    first.write_text("#define ONE 1\n")
+    found = set[bytes]()
+    for number in range(2):
+        second.write_text(f"#define TWO {number}\n")
+        found.add(compile_kernels(tmp_path / "a.cu", "sm_90a", cache=cache))
+    first.write_text("#define ONE 5\n")
+    found.add(compile_kernels(tmp_path / "a.cu", "sm_90a", cache=cache))
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
 def test_damaged_entry_is_compiled_anew(cache, compilations, caplog, damage):
     good = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)

@@ -15,8 +15,8 @@ from kos.errors import InvalidArgument
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import free_port
 from tests.comm.test_jobs import environment
-from tests.interop.ranks import LATE, run
 from tests.forked import PATHS
+from tests.interop.ranks import LATE, run
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError, TrainingError
+from kos.testing import spawn
 from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device.cpu import CpuDevice
 from kos.train.device.cuda import CudaDevice
+from kos.train.evaluate import SETTINGS
+from kos.train.evaluator import evaluate
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as reference
 from kos.train.ops.fixed_order import FixedOrder, Split
@@ -79,6 +82,21 @@ def test_the_head_in_8_bits(emulated_runs, text, tmp_path, tied):
         np.testing.assert_allclose(column(stages, name), column(cpu, name), rtol=1e-3)
         np.testing.assert_allclose(column(cpu, name), column(without, name), rtol=NEAR)
         assert not set(column(cpu, name)) & set(column(without, name))
+
+
+def test_a_run_with_a_head_in_8_bits_is_resumed_and_evaluated(text, tmp_path, caplog):
+    """A run resumed without it is warned; ``kos eval`` with it has the validation loss of the run."""
+    (val := tmp_path / "val.txt").write_text(text.read_text()[: 8 * 16 + 1])
+    settings = {**RUN, "val_data": str(val), "eval_batches": 99, "steps": 2, "seed": 3}
+    rows = train(text, tmp_path / "run", "cpu", **settings, fp8_head=True)
+    flags = {"device": "cpu", "dtype": "fp8", "seq_len": 16, "fp8_head": True}
+    ((row,),) = spawn(lambda comm: evaluate(tmp_path / "run", [str(val)], [], flags, comm), 1, timeout=100)
+    assert row["loss"] == pytest.approx(rows[-1]["val_loss"], rel=1e-5) and set(flags) <= set(SETTINGS)
+    for head, warned in ((True, []), (False, ["resuming with another fp8_head"])):
+        caplog.clear()
+        settings["steps"] += 1
+        train(text, tmp_path / "run", "cpu", **settings, fp8_head=head, resume="auto")
+        assert [line.partition(":")[0] for line in caplog.messages] == warned
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -266,6 +284,14 @@ def test_deterministic_on_cpus(sixteens, layout):
     how = {"dtype": "fp8", "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
     (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
     compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
+
+
+def test_the_rows_of_logits_in_a_fixed_order_are_a_multiple_of_16():
+    """If the head is in 8 bits; else they are the most that divide a micro-batch, here 3 x 4,112 tokens."""
+    base = LinearOps(reference)
+    for head, rows in ((True, 4112), (False, 6168)):
+        ops = FixedOrder(Fp8Ops(base, reference.make_arena(), True, head), None, Split(1, 1), ALONE, ALONE, {})
+        assert ops.head_rows(3 * 4112, 8192) == rows and ops.head_rows(24, 16) == (8 if head else 12)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)

@@ -454,6 +454,23 @@ def test_another_protocol_is_refused():
             answered({**answer, "protocol": PROTOCOL + 1}, "")
 
 
+def test_a_replica_on_the_same_host_is_read(monkeypatch):
+    """A subscriber on another host takes turns."""
+    hosts = dict[int, str]()
+    monkeypatch.setattr(exchange, "place", lambda: hosts[threading.get_ident()])
+
+    def run(comm):
+        hosts[threading.get_ident()] = f"host {comm.rank}"
+        with Publisher(comm, arrays_of(WHOLE)) as publisher:
+            for host, sources in ((f"host {comm.rank}", {comm.rank}), ("another host", {0, 1})):
+                hosts[threading.get_ident()] = host
+                with Subscriber(publisher.address, arrays_of(WHOLE)) as subscriber:
+                    assert {source for source, _ in subscriber.plan().traffic()} == sources
+            comm.barrier()
+
+    spawn(run, 2, timeout=60)
+
+
 def test_catalogue():
     """What a subscriber can learn before it makes its arrays."""
     with publishing([zero(r, 2) for r in range(2)], name="policy") as ranks:

@@ -12,6 +12,7 @@ from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber
 from kos.transfer.gpu import Run, launches, merged, whole
+from kos.transfer.placement import Current
 from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
@@ -38,6 +39,19 @@ def test_a_captured_stream_is_refused():
             with captures(), pytest.raises(InvalidArgument, match="w: expected a stream that is not being captured"):
                 subscriber.update(30)
             assert subscriber.update(30).version == 1
+
+
+def test_the_memory_of_an_empty_array_may_change():
+    """As of a rank's part without elements, which is moved to another device together with its module."""
+    places = [np.empty(0, np.float32)]
+    arrays = {"w": (np.ones(4, np.float32), Placement.whole((4,))),
+              "none": (Current(lambda: places[-1]), Placement.whole((0,)))}  # fmt: skip
+    with Publisher(None, arrays) as publisher:
+        publisher.publish(1)
+        places.append(Array.zeros((0,), np.float32, 0))
+        publisher.publish(2)
+        with Subscriber(publisher.address, {"w": (np.zeros(4, np.float32), Placement.whole((4,)))}) as subscriber:
+            assert subscriber.update(30).version == 2
 
 
 @pytest.mark.parametrize("staged", [True, False])

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "fit", "long_documents"),
-    *("deterministic", "device", "dtype", "master_weights", "grad_dtype", "compress"),
+    *("deterministic", "device", "dtype", "fp8_head", "master_weights", "grad_dtype", "compress"),
 )
 """A resumed run gives the same bits as an uninterrupted one only if these settings do not change."""
 
@@ -243,7 +243,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     """
     before = found.config
     asked = {"grad_dtype": "float32", "compress": "none", "documents": "cross", "fit": "cut", "long_documents": "cut"}
-    asked |= before.get("config", {})
+    asked |= {"fp8_head": False} | before.get("config", {})
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)
     if other_layout:  # their defaults depend on the layout

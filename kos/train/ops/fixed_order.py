@@ -139,8 +139,9 @@ class FixedOrder(LinearOps):
         return equal_parts(slice(0, count), self.pieces)
 
     def head_rows(self, count: int, most: int) -> int:
-        """The most that divide ``count``."""
-        return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
+        """The most that divide ``count``: a multiple of ``head_multiple`` if ``count`` is one."""
+        step = math.gcd(self.inner.head_multiple, count)
+        return next(n for n in range(min(most, count) // step * step, 0, -step) if count % n == 0)
 
     def sum_pieces(self, leaf: Leaf, out: Array) -> None:
         sum_tree(self.inner, self.arena, leaf, out, self.pieces)

@@ -37,6 +37,9 @@ class LinearOps(Wrapper):
     parts = 1
     """Into how many parts a rank's features are split."""
 
+    head_multiple = 1
+    """The head's matmuls take only a number of rows that is a multiple of it, on GPUs."""
+
     @property
     def of_head(self) -> Any:
         """The operations of the head: for rows of one piece, in the dtype of their operands."""

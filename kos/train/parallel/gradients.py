@@ -66,15 +66,12 @@ class GradientSums:
             self.parallel.gradient_ready(part)
 
     def _sum_replicated(self) -> None:
-        """Sum the gradients of which each rank of tp has a term: those of neighbours in memory in one call."""
-        spans = {name: span for name, span in self.gradients.spans.items() if name in self.replicated}
-        runs: list[slice] = []
-        for span in spans.values():
-            start = runs.pop().start if runs and runs[-1].stop == span.start else span.start
-            runs.append(slice(start, span.stop))
-        for run in runs:
-            self.model.tensor.sum_replicated(self.gradients.flat[run])
-        for name in spans:
+        """Sum the gradients of which each rank of tp has a term by one call: they lie together (``plan_buckets``)."""
+        names = [name for name in self.gradients if name in self.replicated]
+        if names:
+            first, last = (self.gradients.spans[name] for name in (names[0], names[-1]))
+            self.model.tensor.sum_replicated(self.gradients.flat[first.start : last.stop])
+        for name in names:
             self.parallel.gradient_ready(name)
 
     def finish(self) -> None:
