@@ -1,4 +1,4 @@
-"""What the campaigns of faults share: processes of a trial, reports of ranks, the loop over trials, its summary."""
+"""What the fault campaigns share: the processes of a trial, the reports of ranks, the loop over trials, the summary."""
 
 import argparse
 import json
@@ -24,24 +24,24 @@ RIGHT, HUNG = "right", "hung"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The variables of a rank, of which no launcher has told this process any."""
+    """The environment of a rank, without variables that a launcher has set for this process."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     return {**env, "PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests", **more}
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Write a report, which nobody reads before it is whole."""
+    """Write a report atomically: no reader sees a part of it."""
     path.with_suffix(".tmp").write_text(json.dumps(report))
     path.with_suffix(".tmp").rename(path)
 
 
 def described(error: BaseException, step: str) -> dict[str, Any]:
-    """A rank's report of an error that it met in this step."""
+    """A rank's report of an error that was raised in this step."""
     return {"kind": type(error).__name__, "text": str(error), "ranks": list(getattr(error, "ranks", ())), "step": step}
 
 
 def until(holds: Callable[[], bool], seconds: float) -> bool:
-    """Whether it holds within so many seconds."""
+    """Wait until ``holds()`` is true, for at most ``seconds``.  Returns whether it became true."""
     deadline = time.monotonic() + seconds
     while not (held := holds()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -58,7 +58,7 @@ def campaign(
     first: Sequence[Any] = (),
     facts: Callable[[list[Any]], dict[str, Any]] = lambda done: {},
 ) -> int:
-    """Run the trials, print what was wrong and the counts; the number of wrong ones.
+    """Run the trials, print failed trials and the counts, and return the number of failed trials.
 
     ``run`` gives a trial's verdict and the story.  ``trial.kind`` is a key of the summary, which gets ``facts`` of the
     trials of that kind that are done.  The trials ``first`` have no fault; they are not counted.

@@ -412,7 +412,7 @@ def run(
     trials: int, backend: str, seed: int, timeout: float, jobs: int, largest: int = 4, out: Path | None = None,
     hosts: int = 0,
 ) -> int:  # fmt: skip
-    """Run the campaign; the number of wrong trials."""
+    """Run the campaign, and return the number of failed trials."""
     chosen = [Trial.of(seed + index, backend, timeout, largest) for index in range(trials)]
     if backend == "mpi" and open_mpi() < 5:
         chosen = [replace(trial, fault_tolerant=False) for trial in chosen]

@@ -181,7 +181,7 @@ def facts(trials: list[HostTrial]) -> dict[str, Any]:
 
 
 def run(trials: list[HostTrial], out: Path | None) -> int:
-    """Run the campaign; the number of wrong trials."""
+    """Run the campaign, and return the number of failed trials."""
     head = {"hosts": 2, "ranks": SIZE, "timeout": trials[0].timeout, "first seed": trials[0].seed}
     with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
         return campaign(head, trials, lambda trial: trial.run(hosts), out=out, facts=facts)

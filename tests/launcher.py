@@ -45,14 +45,14 @@ def nccl_ranks() -> int:
 
 @cache
 def open_mpi() -> int:
-    """The major version of Open MPI whose mpirun this is; 0 if there is none, or it is that of another MPI."""
+    """The major version of Open MPI.  0 if there is no mpirun, or it belongs to another MPI."""
     version = run_program(MPIRUN, "--version").stdout if MPIRUN else ""
     found = re.match(r"\S+ \(Open MPI\) (\d+)", version)
     return int(found[1]) if found else 0
 
 
 def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The program's end and output, as of ``subprocess.run``; of a job that mpirun never started, the next try's.
+    """Run a program to its end, as ``subprocess.run`` does.  If mpirun never started the job, it is tried again.
 
     The environment is ``OUTSIDE`` unless ``env`` is given.
     """

@@ -37,8 +37,8 @@ def hold() -> bool:
         signal(SIGINT, _note)
     except ValueError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # of the handler of another signal, which signal() has run
-        return False  # this is another thread; Python runs handlers on the main thread
+            raise  # raised by the handler of another signal, which signal() has run
+        return False  # not the main thread, on which alone Python runs handlers
     _handler = handler
     return True
 

@@ -318,10 +318,10 @@ class ScheduledCalls:
 
     @staticmethod
     def wait_for(*requests: Request, mismatches: list[CollectiveMismatch] | None = None) -> Steps:
-        """Wait for all of them.  A CollectiveMismatch is appended to ``mismatches``, if given, and else raised.
+        """Wait for all ``requests``.  A CollectiveMismatch is appended to ``mismatches`` if that is given, else raised.
 
-        To poll a message advances all messages of its transport.  So one within the host and one between hosts are
-        polled in turn: while this rank waits for either kind, other ranks may wait for the other kind.
+        Polling one message advances all messages of its transport.  A message within the host and one between hosts are
+        polled alternately, because other ranks may wait until this rank advances a message of the other kind.
         """
         waiting: dict[bool, deque[Request]] = {}
         for request in requests:

@@ -166,7 +166,7 @@ def compile_kernels(
 
 
 def read_sources(path: Path) -> tuple[str, dict[str, str]]:
-    """The text of ``path``, and the texts of all files that it includes, by their paths from the folder of ``path``."""
+    """The text of ``path``, and the texts of all files that it includes, by their paths relative to that file."""
     headers: dict[str, str] = {}
 
     def read(name: str) -> str:

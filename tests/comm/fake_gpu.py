@@ -1,4 +1,4 @@
-"""A GPU that is the host: memory, streams, graphs, the functions of the driver, and kernels compiled for the host."""
+"""A stand-in for a GPU on the host: memory, streams, graphs, driver functions, and kernels built for the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.comm.host_kernel import HostKernel
 
 
 def at(pointer: int, count: int, dtype: np.dtype) -> np.ndarray:
-    """The host memory at an address, as it is."""
+    """An array that views the host memory at an address."""
     if count == 0:
         return np.empty(0, dtype)
     assert pointer % dtype.itemsize == 0, "misaligned"
@@ -71,7 +71,7 @@ class FakeKernel:
 
 
 class Memory:
-    """Host memory that says it is a GPU's; poisoned, as fresh memory of a GPU may be."""
+    """Host memory that claims to be on a GPU.  It is filled with garbage, as new memory of a GPU may be."""
 
     __slots__ = ("__dict__", "__weakref__", "closed")
 
@@ -87,7 +87,7 @@ class Memory:
 
 
 class FakeGraph:
-    """What a stream captures: reports its end as the driver does."""
+    """A captured graph.  It reports its destruction as the driver does."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -106,13 +106,13 @@ _capturing = threading.local()
 
 
 def is_capturing() -> bool:
-    """Whether what this thread queues is captured."""
+    """Whether this thread is capturing a graph."""
     return hasattr(_capturing, "graph")
 
 
 @contextlib.contextmanager
 def captures() -> Iterator[FakeGraph]:
-    """What this thread queues meanwhile is captured, and done nevertheless."""
+    """In this block, the work that this thread queues is captured, and also runs at once."""
     _capturing.graph = FakeGraph()
     try:
         yield _capturing.graph
@@ -121,7 +121,7 @@ def captures() -> Iterator[FakeGraph]:
 
 
 def driver_functions(virtual: set[int]) -> SimpleNamespace:
-    """The functions of the driver.  ``virtual`` are the addresses of memory of cuMemCreate."""
+    """The functions of the driver.  ``virtual`` has the addresses of memory that cuMemCreate allocated."""
 
     def copy(target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
         ctypes.memmove(target, source, nbytes)
@@ -156,13 +156,13 @@ def driver_functions(virtual: set[int]) -> SimpleNamespace:
 
 
 def load_kernel(path: Path, name: str, index: int, **defines: Any) -> Any:
-    """A stand-in for the kernel, or itself, compiled for the host."""
+    """A stand-in for the kernel, or the kernel itself, compiled for the host."""
     assert path.exists()
     return FakeKernel(name, **defines) if path.name == "reduce_ordered.cu" else HostKernel(path, name, index, **defines)
 
 
 class Stream:
-    """A stream of the caller's."""
+    """A stream that belongs to the caller."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle

@@ -97,7 +97,7 @@ def _write(pointer: int, count: int, code: int, values: np.ndarray) -> None:
 
 
 def _at_the_end(run: Callable[..., None]) -> Callable[..., None]:
-    """A collective: one that is called in a group runs at the end of the group."""
+    """Decorates a collective: within a group, it runs at the end of the group, as in NCCL."""
     return lambda nccl, *arguments: nccl._do("collective", partial(run, nccl, *arguments))
 
 

@@ -39,7 +39,7 @@ def known(comm: kos.Communicator, x: Array, **options: Any) -> None:
 
 
 def call_during_start(comm: Any, x: Any, event: str, act: Callable[[], Any]) -> None:
-    """Make an all_reduce, and run ``act`` at the "call" or the "return" of the start of what was prepared for it."""
+    """Call all_reduce, and run ``act`` when ``Prepared.start`` begins or ends (the ``event`` "call" or "return")."""
 
     def profile(frame: Any, at: str, argument: Any) -> None:
         if at == event and frame.f_code is Prepared.start.__code__:

@@ -38,7 +38,7 @@ def step(rng: np.random.Generator, size: int) -> Step:
 
 
 def run_program(comm: OnGPU, rng: np.random.Generator) -> int:
-    """One program; returns the number of its calls."""
+    """Run one random program.  Returns the number of its calls."""
     trials = [Trial(comm, step(rng, comm.size), int(rng.integers(1 << 30))) for _ in range(rng.integers(1, MOST_CALLS))]
     if rng.random() < 0.2:
         with comm.batch():

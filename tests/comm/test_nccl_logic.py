@@ -263,7 +263,7 @@ def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu, /, fake):
 
 
 def test_collectives_of_a_group_run_at_its_end(fake):
-    """As those of NCCL, for which the stand-in stands."""
+    """The stand-in for NCCL must do this as NCCL does."""
     x, out = np.ones(4, np.float32), np.zeros(4, np.float32)
     fake.group_start()
     code = nccl_binding.CODE_OF[DTYPES["float32"]]

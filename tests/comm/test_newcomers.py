@@ -116,7 +116,7 @@ def healthy_beside(
     ready: threading.Event,
     body: Callable[[kos.Communicator], Any] = lambda comm: check(comm.grow(1)),
 ) -> None:
-    """Two members admit a newcomer that calls them once ``ready`` is set, whatever the stranger does."""
+    """Two members admit a newcomer that connects once ``ready`` is set, whatever another stranger does meanwhile."""
 
     def newcomer(address: str) -> tuple[int, int]:
         assert ready.wait(20)
@@ -163,7 +163,7 @@ def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("members", "dropped"), [(3, False), (2, True)])
 def test_a_newcomer_that_knows_another_member_is_shown_the_leader(members, dropped):
-    """If the leader has dropped it, it calls there again, while the other member still counts it."""
+    """If the leader has dropped the newcomer, the newcomer connects to it again.  The other member still counts it."""
 
     def body(comm):
         counted = []
@@ -235,7 +235,7 @@ def test_the_members_say_who_was_refused(monkeypatch):
 
 
 def silent_newcomer(address: str) -> Connection:
-    """Only the handshake of a newcomer."""
+    """A connection on which a newcomer has sent only its handshake."""
     place, deadline = parse(address)[0], time.monotonic() + 20
     sock = connect(*place, deadline)
     greeting = drive(receive_greeting(sock), sock, deadline)
@@ -244,7 +244,7 @@ def silent_newcomer(address: str) -> Connection:
 
 
 def raw_newcomer(address: str, port: int = 1) -> Connection:
-    """Also the first message of a newcomer, which says that it listens at ``port``."""
+    """A connection with the handshake and first message of a newcomer, which says that it listens at ``port``."""
     connection = silent_newcomer(address)
     hello = {"kos": kos.__version__, "me": ["127.0.0.1", port]}
     connection.post(json.dumps(hello).encode())

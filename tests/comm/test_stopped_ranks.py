@@ -116,7 +116,7 @@ os._exit(0)
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_stops_in_a_collective_of_mpi_between_hosts(tmp_path, size, call):
-    """MPI does not show for whom it waits: the ranks ask each other."""
+    """MPI does not report for which ranks a collective waits, so the ranks ask each other."""
     path = tmp_path / "program.py"
     path.write_text(STOPS_IN_MPI.format(call=call))
     environment = {**OUTSIDE, "PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1"}

@@ -157,7 +157,7 @@ def test_a_signal_handler_is_the_same_thread():
 
 
 def at_once(comm: kos.Communicator, calls_before: int = 0) -> None:
-    """The threads of the ranks begin in different orders, so each rank waits in another call than its peer.
+    """Two threads make calls in different orders on the ranks, so each rank waits in another call than its peer.
 
     After some calls, the compiled core knows both.
     """

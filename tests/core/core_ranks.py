@@ -27,7 +27,7 @@ class _Interrupted(Exception):
 
 @contextmanager
 def interrupted(seconds: float) -> Iterator[None]:
-    """The handler of a signal raises in this block after so many seconds."""
+    """After ``seconds``, a signal handler raises an exception in this block."""
 
     def handler(*_: Any) -> None:
         raise _Interrupted

@@ -195,7 +195,7 @@ def test_compiles_for_hopper(file, head_dim, names, dtype, stages, causal, maske
 
 
 def tiles_of(file: str, head_dim: int) -> dict[str, int]:
-    """The macros of tiles that the file asks for."""
+    """The macros that set the tile sizes of this file, for heads of this size."""
     return attention.mma_tiles(head_dim, 227 << 10)[0] if file == "mma" else {}
 
 

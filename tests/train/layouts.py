@@ -177,7 +177,7 @@ def named(layout: Layout) -> str:
 
 
 def cases(quick: Sequence[tuple[Layout, dict[str, Any]]], slow: Sequence[tuple[Layout, dict[str, Any]]] = ()) -> Any:
-    """Decorates a test of each ``layout`` with its ``changes``."""
+    """Parametrizes a test by ``layout`` and by the ``changes`` of its settings."""
     ids = ["-".join([named(layout), *map(str, more.values())]) or "alone" for layout, more in [*quick, *slow]]
     every = [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
     return pytest.mark.parametrize(("layout", "changes"), every, ids=ids)

@@ -26,7 +26,7 @@ def _config(text: Path, out: Path | None, **changes: Any) -> TrainConfig:
 
 
 def run(config: TrainConfig, ranks: int = 1, hosts: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Train on ranks that are threads. Returns the rows of the metrics, none if ``config`` names no folder."""
+    """Train on ranks that are threads. Returns the rows of the metrics file; none if ``config`` has no folder."""
     spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=200, hosts=hosts)
     return read_metrics(config.out) if config.out else []
 

@@ -175,7 +175,7 @@ def test_saving_the_best_changes_nothing_else(text, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("patience", "ended"), [(1, 6), (2, 8), (3, 16), (4, 18)])
 def test_patience(text, tmp_path, monkeypatch, capsys, patience, ended):
-    """Counts validations since the best, the first of equal ones. Both ranks end at one step, which is saved."""
+    """Patience counts from the best validation (of equal ones, the first). Both ranks end at the same, saved step."""
     steps, best = run(text, tmp_path, monkeypatch, ranks=2, patience=patience)
     assert steps[-1] == ended and best == f"step-{ {6: 4, 8: 4, 16: 10, 18: 18}[ended]}"
     without = "1 validation" if patience == 1 else f"{patience} validations"

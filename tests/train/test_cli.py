@@ -70,7 +70,7 @@ def test_a_process_that_is_alone_has_no_rank(tmp_path):
     [(["--stepz", "3"], "run", "--steps"), ([], "file/run", "expected a folder that can be written")],
 )
 def test_bad_input_is_one_line_and_ends_the_job(text, tmp_path, flags, out, expected):
-    """What every rank finds, or one alone; what the line says in other cases is tested where it is made."""
+    """Either every rank finds the value, or only one does. Other texts of the line are tested in other files."""
     (tmp_path / "file").write_text("")
     done = _run("--data", text, "--out", tmp_path / out, *flags)
     assert done.returncode != 0 and "Traceback" not in done.stderr

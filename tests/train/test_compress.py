@@ -1,4 +1,4 @@
-"""``--compress``: losses near the others, one set of weights, and what compression loses comes back, resumed too.
+"""``--compress``: losses stay close, ranks have the same weights, and residuals are added later, also after a resume.
 
 Between hosts: exact sums within hosts and compressed ones between them.
 """
@@ -323,7 +323,7 @@ def decoded(form: Format, x: np.ndarray) -> np.ndarray:
 
 
 def between_hosts(form: Format, sums: list[np.ndarray], residuals: list[np.ndarray], sharded: bool) -> np.ndarray:
-    """The sum of what the hosts send of a rail's piece; with ZeRO-1 the parts of it are not compressed again."""
+    """The sum of the compressed pieces that the hosts send.  With ZeRO-1, its parts are not compressed again."""
     sent = [total.copy() for total in sums]
     for x, residual in zip(sent, residuals, strict=True):
         feed_back(x, residual, form)
@@ -336,7 +336,7 @@ def between_hosts(form: Format, sums: list[np.ndarray], residuals: list[np.ndarr
 @pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bits_of_sums_and_residuals(hosts, sharded, rng):
-    """A host's sum in rank order, then compressed and added in the order of hosts; each rank keeps a piece's losses."""
+    """Hosts add in rank order. Their compressed sums are added in host order. A rank keeps the residual of a piece."""
     ranks, local, form = sum(hosts), hosts[0], FORMATS["int4"]
     bucket, steps = ranks * BLOCK, 3
     terms = rng.standard_normal((steps, ranks, 3 * bucket)).astype(np.float32)
@@ -419,7 +419,7 @@ def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, after, capl
 
 
 def test_a_run_of_an_earlier_version_resumes(text, tmp_path, caplog):
-    """With the bits of an unbroken run, if it compressed between hosts alone; else it is said to differ."""
+    """The bits are those of an unbroken run if only hosts compress. Otherwise a message says that they differ."""
     how = {**HOSTED, "steps": 4, "save_every": 2, "schedule": "constant", "hosts": [2, 2]}
     _train(text, tmp_path / "run", 4, **how)
     step = tmp_path / "run/checkpoints/step-2"

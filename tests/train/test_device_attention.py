@@ -41,7 +41,7 @@ def test_tensor_cores(rng, stream, kernels, dtype, shape):
 
 
 OTHER_SIZES = [each for each in product(SETS, (16, 48, 80, 96, 112, 160, 256)) if each[1] <= ops.MOST_HEAD_DIM[each[0]]]
-"""Sets of kernels, and heads that are neither 64 nor 128 wide."""
+"""The sets of kernels, and head sizes other than 64 and 128."""
 EMULATED_SIZES = [("mma", 80), ("hopper", 80), ("mma", 256)]
 MORE_SIZES = [("hopper", 16), ("hopper", 48), ("hopper", 112), ("mma", 48), ("mma", 160)]
 

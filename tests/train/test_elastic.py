@@ -157,7 +157,7 @@ def test_fewer_ranks_than_the_least_save_and_end(where, text, tmp_path, unhurt):
 
 
 def ask_at_step_2(ranks: Sequence[int], number: signal.Signals) -> Callable[[Trainer], None]:
-    """Have these ranks asked to leave or to stop, within that step."""
+    """A callback by which these ranks act as if they got the signal ``number`` during step 2."""
 
     def ask(trainer: Trainer) -> None:
         trainer.stop.number, rank, show = number, trainer.comm.rank, trainer.device.show
@@ -173,7 +173,7 @@ def ask_at_step_2(ranks: Sequence[int], number: signal.Signals) -> Callable[[Tra
 
 @pytest.mark.parametrize(("zero", "leaving"), [(0, [0]), (0, [1, 2]), (1, [1, 2]), (1, [3])])
 def test_a_rank_leaves_between_steps(zero, leaving, text, tmp_path, unhurt, capsys):
-    """Of two that hold a part of the state, one leaves a step later."""
+    """Two ranks hold a part of the state. One of them leaves a step later."""
     assert train(text, tmp_path, before=ask_at_step_2(leaving, signal.SIGUSR1), zero=zero) == unhurt
     at_once = not zero or len(leaving) == 1
     after = [(4, 0)] * 2 + ([(4 - len(leaving), 1)] * 4 if at_once else [(3, 1)] + [(2, 2)] * 3)

@@ -48,7 +48,7 @@ TASKS = [f"{form}.jsonl" for form in FORMS]
 def rows_of(
     folder: Path, ranks: int = 1, data: Any = ("text.txt",), choices: Any = TASKS, model: str = "model", **flags: Any
 ) -> list[Any]:
-    """What all ranks return of the model, the data and the questions in ``folder``."""
+    """The rows of ``kos eval`` for the model, data and questions in ``folder``. All ranks must return the same rows."""
     sources, tasks = [str(folder / name) for name in data], [folder / name for name in choices]
 
     def run(comm: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``kos.train.fit`` and ``kos eval`` on GPUs: losses of a program's own and the numbers of references, in layouts."""
+"""``kos.train.fit`` with a loss of your own, and ``kos eval``, on GPUs in several layouts, compared with references."""
 
 import re
 import subprocess
@@ -102,7 +102,7 @@ def test_evaluation(folder):  # noqa: F811
 @pytest.mark.skipif(not MPIRUN or nccl_ranks() < 2, reason="needs mpirun and two GPUs")
 @pytest.mark.parametrize("layout", ["--dp", "--tp", "--pp", "--cp"])
 def test_evaluation_by_ranks(folder, tmp_path, layout):  # noqa: F811
-    """They print the numbers that one rank prints, but for the rounding of sums in another order."""
+    """Layouts print the numbers of one rank. They may round differently, because they add in another order."""
     words = [sys.executable, "-m", "kos.train.evaluate", str(folder / "model"), "--data", str(folder / "text.txt")]
     words += ["--device", "cuda", "--dtype", "float32"]
     first = subprocess.run(words, env=OUTSIDE, capture_output=True, text=True, timeout=100)

@@ -287,7 +287,7 @@ def test_deterministic_on_cpus(sixteens, layout):
 
 
 def test_the_rows_of_logits_in_a_fixed_order_are_a_multiple_of_16():
-    """If the head is in 8 bits; else they are the most that divide a micro-batch, here 3 x 4,112 tokens."""
+    """This holds if the head is in 8 bits. Otherwise they are the largest divisor of a micro-batch: 3 x 4,112."""
     base = LinearOps(reference)
     for head, rows in ((True, 4112), (False, 6168)):
         ops = FixedOrder(Fp8Ops(base, reference.make_arena(), True, head), None, Split(1, 1), ALONE, ALONE, {})

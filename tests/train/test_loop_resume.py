@@ -1,4 +1,4 @@
-"""Runs that are resumed: bit for bit, behind later checkpoints, with other settings, on other ranks, of kos 0.2.0."""
+"""Resumed runs: bit for bit, from an older checkpoint, with other settings, on other ranks, and from kos 0.2.0."""
 
 import json
 import shutil
@@ -182,7 +182,7 @@ def old(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, []), (1, ["--eval-batches=0"])], ids=str)
 def test_an_old_run_resumes_with_the_same_losses(old, ranks, more):
-    """By the run's own settings; two ranks add in another order.  Without validation, it holds out what it did."""
+    """With the settings of the run.  Two ranks add in another order.  Without validation, the same data is held out."""
     losses = _losses(read_metrics(old))
     rows = run(parse(["--config", "run/config.json", "--resume", "auto", *more]), ranks)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and len(losses) == 6

@@ -194,7 +194,7 @@ def test_a_cpu_and_a_gpu_are_planned_by_one_rule():
     ("hopper", 80, "bfloat16", None), ("hopper", 256, "bfloat16", None), ("simple", 72, "bfloat16", None),
 ])  # fmt: skip
 def test_attention_without_tensor_cores_is_said(kernels, head_dim, dtype, said):
-    """In the first lines of a run, and with --plan. A GPU that has no faster kernels is not slower than expected."""
+    """A run reports it in its first lines, --plan in its notes. If a GPU has no faster kernels, nothing is reported."""
     model = parse(["--preset", "tiny", "--head-dim", str(head_dim)]).model_config_for(256)
     slow = slow_attention(model, GPUS["H100"]._replace(attention_kernels=kernels), dtype)
     assert slow == (said and f"the fast kernels expect {said}")

@@ -40,7 +40,7 @@ def _figure(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Any:
 
 
 def _drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> list[dict[str, tuple[Any, Any]]]:
-    """By panel, the lines of the picture by their labels."""
+    """The lines of each panel, by label."""
     figure = _figure(monkeypatch, *arguments)
     return [{str(line.get_label()): line.get_data() for line in axes.lines} for axes in figure.axes]
 

@@ -1,4 +1,4 @@
-"""SwiGLU's backward within a product on a Hopper GPU, and without one: tensor cores and TMA are emulated."""
+"""SwiGLU's backward within a matmul, on a Hopper GPU or on the host, where tensor cores and TMA are emulated."""
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ LARGE = [(5000, 1536, 328), (4096, 4096, 2048)]
 
 @pytest.fixture
 def ops(request, monkeypatch):
-    """Those of a GPU for tests marked so; else emulated ones."""
+    """The operations of a GPU in tests that are marked ``gpu``, and emulated ones in others."""
     if request.node.get_closest_marker("gpu"):
         made = CudaOps(0, search=True)
         return made if made.swiglu_kernel else pytest.skip("needs a Hopper GPU")
@@ -27,7 +27,7 @@ def ops(request, monkeypatch):
 
 
 def operands(rng, ops, n, f, d):
-    """d_out, weight and gate_up, and the product of the first two: of small integers, so that it is exact."""
+    """d_out, weight, gate_up, and the product of d_out and weight.  All are small integers, so the product is exact."""
     d_out, weight = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((n, d), (d, f)))
     arrays = d_out, weight, rng.standard_normal((n, 2 * f)), d_out @ weight
     *given, d_inner = (Array.from_numpy(x.astype(ml_dtypes.bfloat16), 0, stream=ops.stream) for x in arrays)
@@ -70,7 +70,7 @@ def test_a_search_chooses_for_other_ranks(rng, ops):
 @needs_compiler
 @pytest.mark.parametrize(("times", "chosen"), [([2.0, 1.5], "fused"), ([1.0, 1.5], "apart")])
 def test_the_fastest_is_chosen_once(rng, ops, monkeypatch, times, chosen):
-    """By a search alone; then the table has it. Without one, no time decides: it is one kernel."""
+    """A search measures both, and stores its choice in the table. Without a search, the fused kernel is used."""
     searches = []
 
     def fastest(runs, stream):

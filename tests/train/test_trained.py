@@ -29,7 +29,7 @@ PROMPT = "one ring"
 
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
-    """A model of three steps: what it says is noise, but its own."""
+    """A model that was trained for three steps. Its text is noise, but it depends on the weights."""
     out = tmp_path_factory.mktemp("run") / "out"
     _train(text, out, steps=3, eval_batches=1, tokenizer="chars", save_every=1)
     return out
@@ -139,7 +139,7 @@ LONGEST = 5
 
 
 class Fixed:
-    """A model whose next token never depends on the context, which it keeps."""
+    """A model whose next token does not depend on the context. It records the context."""
 
     def __init__(self, logits: np.ndarray = LOGITS) -> None:
         self.logits = logits
@@ -187,7 +187,7 @@ def test_a_temperature_near_zero_takes_the_likeliest(temperature, top_k, scale):
 
 @pytest.mark.parametrize("length", [4, 9])
 def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length, caplog):
-    """Which is said once, also if the prompt is too long itself."""
+    """This is reported once, also if the prompt alone is too long."""
     model = Fixed()
     prompt = [7, 6, 5, 4, 3, 2, 1, 0, 7][:length]
     whole = prompt + _generated(model, prompt, 9, seed=0)
@@ -288,7 +288,7 @@ def test_a_long_text_is_decoded_in_pieces():
 
 
 def _spelled(text: str) -> list[int]:
-    """The bytes of a text, but one token for " b" and for "a"."""
+    """The bytes of a text, except that " b" and "a" are one token each."""
     words = {" b": [258], "a": [257]}
     return [token for part in re.findall(" b|a|.", text, re.DOTALL) for token in words.get(part, part.encode())]
 

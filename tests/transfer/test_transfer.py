@@ -32,7 +32,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shared", "tcp"])
 
 @contextmanager
 def both(**options):
-    """Arrays, their publisher with these options, other arrays, and the subscriber of these."""
+    """Source arrays and their publisher, target arrays and their subscriber; ``options`` are those of the publisher."""
     transport = options.pop("transport", "auto")
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
     with (

@@ -42,7 +42,7 @@ def test_a_captured_stream_is_refused():
 
 
 def test_the_memory_of_an_empty_array_may_change():
-    """As of a rank's part without elements, which is moved to another device together with its module."""
+    """An example is the empty shard of a rank, which moves to another device together with its module."""
     places = [np.empty(0, np.float32)]
     arrays = {"w": (np.ones(4, np.float32), Placement.whole((4,))),
               "none": (Current(lambda: places[-1]), Placement.whole((0,)))}  # fmt: skip
@@ -167,7 +167,7 @@ def test_conversions(source, target):
 
 
 def test_a_replica_on_the_same_gpu_is_read():
-    """And not in turn with that on another GPU."""
+    """A publisher on another GPU is not read in turn with it."""
 
     def run(comm):
         with Publisher(comm, {"w": (Array.zeros((6,), "f4", comm.rank), Placement.whole((6,)))}) as publisher:

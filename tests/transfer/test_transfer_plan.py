@@ -118,7 +118,7 @@ def test_replicas_take_turns():
 
 
 def test_replicas_that_are_near_are_preferred():
-    """Those of the first set with a holder; they take turns, too.  The last rank has only one of the tensors."""
+    """Publishers of the first set that holds a box are read, in turn.  The last rank holds only one of the tensors."""
     layout = {name: Array(F32, Placement.whole((4, 4)).named(name)) for name in "abcd"}
     offers = Offers.of([layout, layout, layout, {"a": layout["a"]}])
     some = {0: 64, 1: 64, 2: 64, 3: 64}

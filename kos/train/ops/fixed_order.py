@@ -139,7 +139,7 @@ class FixedOrder(LinearOps):
         return equal_parts(slice(0, count), self.pieces)
 
     def head_rows(self, count: int, most: int) -> int:
-        """The most that divide ``count``: a multiple of ``head_multiple`` if ``count`` is one."""
+        """The largest divisor of ``count`` up to ``most``; a multiple of ``head_multiple`` if ``count`` is one."""
         step = math.gcd(self.inner.head_multiple, count)
         return next(n for n in range(min(most, count) // step * step, 0, -step) if count % n == 0)
 

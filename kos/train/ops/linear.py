@@ -38,7 +38,7 @@ class LinearOps(Wrapper):
     """Into how many parts a rank's features are split."""
 
     head_multiple = 1
-    """The head's matmuls take only a number of rows that is a multiple of it, on GPUs."""
+    """On GPUs, the number of rows in a matmul of the head must be a multiple of this."""
 
     @property
     def of_head(self) -> Any:

@@ -66,7 +66,7 @@ class GradientSums:
             self.parallel.gradient_ready(part)
 
     def _sum_replicated(self) -> None:
-        """Sum the gradients of which each rank of tp has a term by one call: they lie together (``plan_buckets``)."""
+        """Sum the gradients of weights that every rank of tp holds whole: neighbours in memory (``plan_buckets``)."""
         names = [name for name in self.gradients if name in self.replicated]
         if names:
             first, last = (self.gradients.spans[name] for name in (names[0], names[-1]))
