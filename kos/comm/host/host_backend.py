@@ -255,9 +255,9 @@ class HostBackend(GroupBackend):
         if late := self.messages.awaited(self.scheduled.tag(work)):
             return Late(late, timeouts.awaited(names(late)))
         # kos cannot see for which ranks a native call of the transport waits, or its comparison of calls.
-        arriving, native = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
-        others = [rank for rank in range(self.size) if rank != self.rank] if arriving or native else []
-        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_complete=native)
+        arriving, in_native = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
+        others = [rank for rank in range(self.size) if rank != self.rank] if arriving or in_native else []
+        return Late(words=timeouts.UNKNOWN, others=others, all_wait=True, may_be_complete=in_native)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""
