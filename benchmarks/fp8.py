@@ -38,7 +38,6 @@ from kos.train.config import PRESETS
 from kos.train.ops import SCALE_BLOCK as BLOCK
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.fp8 import GRADIENT, INPUT, WEIGHTS, Fp8Ops, Quantized, Role
-from kos.train.ops.linear import LinearOps
 
 KINDS = ("bf16", "tensor", "tensor fast", "rows", "1x128 128x128", "1x128 1x128")
 PRODUCTS = ("forward", "input gradient", "weight gradient")
@@ -71,7 +70,7 @@ class Bench:
         self.options = options
         self.ops = CudaOps(0, search=True)
         self.arena = self.ops.make_arena()
-        self.fp8 = Fp8Ops(LinearOps(self.ops), self.arena, alone=True)
+        self.fp8 = Fp8Ops(self.ops, self.arena, alone=True)
         self.rng, self.reasons = np.random.default_rng(0), dict[str, str]()
 
     def normal(self, *shape: int) -> Array:

@@ -143,7 +143,7 @@ class Fp8Ops(Wrapper):
     def __init__(self, inner: Any, arena: Arena, alone: bool, head: bool = False) -> None:
         super().__init__(inner)
         self.arena, self.alone, self.head, self.watching, self.first = arena, alone, head, False, ""
-        self.head_multiple = MULTIPLE if head else inner.head_multiple
+        self.head_multiple = MULTIPLE if head else 1
 
     @property
     def of_head(self) -> Any:
