@@ -43,7 +43,7 @@ def recorded() -> Recorder:
     x, weight, d_out = tensors.values()
     recorder, arena = Recorder(tensors), Arena(1 << 16)
     ops_8 = Fp8Ops(recorder, arena, alone=True)
-    store = {"w": Quantized.empty((F, D), WEIGHTS, ops, np.zeros, np.zeros)}
+    store = {"w": Quantized.empty((F, D), WEIGHTS, ops, np.zeros, np.zeros, name="w")}
     weights = fp8_weights({"w": weight}, store, recorder, arena)  # type: ignore[arg-type]
     saved = ops_8.empty_transposed((N, D), arena)
     assert saved is not None
