@@ -30,15 +30,12 @@ def _note(_: int, frame: FrameType | None) -> None:
 def hold() -> bool:
     """Hold Ctrl-C back.  True if the caller must ``release`` it; False if it is held already, or cannot be held."""
     global _handler
+    if get_ident() != main_thread().ident:
+        return False  # Python runs handlers on the main thread
     handler = getsignal(SIGINT)
     if handler is _note or not callable(handler):
         return False
-    try:
-        signal(SIGINT, _note)
-    except ValueError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # raised by the handler of another signal, which signal() has run
-        return False  # not the main thread, on which alone Python runs handlers
+    signal(SIGINT, _note)
     _handler = handler
     return True
 
