@@ -328,15 +328,16 @@ class ScheduledCalls:
             waiting.setdefault(getattr(request, "within_host", False), deque()).append(request)
         while waiting:
             for within_host, queue in list(waiting.items()):
-                try:
-                    while queue and queue[0].done():
-                        queue.popleft()
-                except CollectiveMismatch as error:
-                    if mismatches is None:
-                        raise
-                    mismatches.append(error)
+                while queue:
+                    try:
+                        if not queue[0].done():
+                            break
+                    except CollectiveMismatch as error:
+                        if mismatches is None:
+                            raise
+                        mismatches.append(error)
                     queue.popleft()
-                if not queue:
+                else:
                     del waiting[within_host]
             if waiting:
                 yield

@@ -10,6 +10,7 @@ import pytest
 
 import kos
 from kos.comm.host import mpi_messages
+from kos.comm.transport import ScheduledCalls
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
 from tests.comm.ranks import MockRanks, on_each_rank, time_out_beside_others
 from tests.comm.tcp_ranks import TCPRanks
@@ -184,6 +185,15 @@ def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(comm, /):
         comm.recv(y, 0)
         assert (y == 0).all()
     comm.barrier()
+
+
+def test_requests_that_are_ready_at_one_poll():
+    """Otherwise the rank would wait for an event that nobody causes any more."""
+    wrong: list[CollectiveMismatch] = []
+    does_not_fit = Mock(within_host=False, done=Mock(side_effect=CollectiveMismatch("got 3 elements")))
+    complete = [Mock(within_host=within, done=Mock(return_value=True)) for within in (False, True)]
+    assert list(ScheduledCalls.wait_for(does_not_fit, *complete, mismatches=wrong)) == []
+    assert len(wrong) == 1
 
 
 @pytest.mark.mpi
