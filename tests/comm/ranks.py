@@ -87,7 +87,7 @@ class MPIRanks:
 
 
 def on_threads(
-    size: int, fn: Callable[[ThreadRendezvous], Any], timeout: float = 20.0, when_one_fails: Callable[[], Any] = list
+    size: int, fn: Callable[[ThreadRendezvous], Any], timeout: float = 60.0, when_one_fails: Callable[[], Any] = list
 ) -> list[Any]:
     """What ``fn(rendezvous)`` returned on each rank, a thread; a failure of one ends the waits of the others."""
     group, results, failures = ThreadGroup(size), [None] * size, list[str]()
