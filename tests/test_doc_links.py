@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.hooks.fences import CODE
+from tests.lines import LANGUAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -56,9 +57,16 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_navigation():
     nav = re.search(r"^nav:\n((?: +.*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert nav is not None
     listed = re.findall(r"(?:- |: )(\S+\.md)$", nav[1], re.M)
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in DOCS]
     missing = [page for page in pages if not any(fnmatch(page, each) for each in listed)]
     assert len(listed) > 10 and not missing, f"mkdocs.yml: expected these pages in nav: {missing}"
     assert len(listed) == len(set(listed)), f"mkdocs.yml: expected each page once in nav, got {Counter(listed)}"
+
+
+def test_the_architecture_names_every_file():
+    text, named = (ROOT / "docs" / "architecture.md").read_text().partition("\n## The files\n")[2], set()
+    for folder, rows in re.findall(r"^### (kos\S*)\n(.*?)(?=^###|\Z)", text, re.M | re.S):
+        named |= {f"{folder}/{file}" for file in re.findall(r"`([^`|]+)`(?=[^|\n]* \| [^\n|]+ \|$)", rows, re.M)}
+    paths = (path for path in (ROOT / "kos").rglob("*.*") if path.suffix in LANGUAGES and path.stat().st_size)
+    assert named == {name(path) for path in paths}

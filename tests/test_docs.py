@@ -247,20 +247,17 @@ def resolves(name: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "thing",
-    [kos, kos.comm, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder],
-    ids=lambda thing: thing.__name__,
-)
+PUBLIC = [kos, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder]
+NAME = "{0.__name__}".format
+
+
+@pytest.mark.parametrize("thing", [*PUBLIC, kos.comm], ids=NAME)
 def test_what_is_public_is_documented(thing):
     bare = [name for name, value in public(thing) if not value.__doc__]
     assert not bare, f"{thing.__name__}: expected docstrings, {bare} have none"
 
 
-@pytest.mark.parametrize(
-    "thing", [kos, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder, Array],
-    ids=lambda thing: thing.__name__,
-)
+@pytest.mark.parametrize("thing", [*PUBLIC, Array], ids=NAME)
 def test_help_names_every_argument_and_the_errors(thing):
     """In a function's own text, in its class's, or in that of a function that its text names (``as ``split````)."""
     lacking = []
