@@ -236,6 +236,7 @@ BROKEN: dict[str, tuple[bytes, list[str]]] = {
     "lines.csv": (b'text,label\n"a\nb",1\n\n"c\n"\n', ["line 5: expected 2 columns, as in the first line, got 1"]),
     "lines of other.csv": (b'body\n"x\ny"\n', ["line 2: expected the field 'text'"]),
     "string.jsonl": (b'{"text": "a', ["line 1: expected JSON, got", "(Unterminated string starting at column 10)"]),
+    "end.jsonl": (b'{"text": "a"\r\n', ["got '{\"text\": \"a\"' (Expecting ',' delimiter at column 13)"]),
     "two forms.jsonl": (
         b'{"text": "a", "messages": []}\n{"text": "a", "messages": [{}]}\n',
         ["line 2: expected one of the fields text, completion, messages, conversations, instruction, got text and "

@@ -309,6 +309,7 @@ def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(_decoded(path, lines.encoding, "\n"), 1):
         if not line.strip():
             continue
+        line = line.rstrip("\r\n")  # a line that is cut is then wrong at its own end, and not at column 1 after it
         try:
             yield f"line {number}", JSON.decode(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
