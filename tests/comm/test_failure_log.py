@@ -92,7 +92,7 @@ class _Waits(PeerStatus):
 )
 def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
     """As in a barrier of mpi between hosts, which does not know who has not arrived."""
-    late = Late(words="which ranks did not arrive is not known", others=[1], all_wait=all_wait)
+    late = Late(words=timeouts.UNKNOWN, others=[1], all_wait=all_wait)
     error = FailureLog(range(2), 0, _Waits(waits, {})).overdue(late, "barrier #1", 1.0)
     assert error.ranks == named and ("rank" in str(error)) and ("not known" in str(error)) != bool(named)
 
@@ -104,7 +104,7 @@ def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
 )
 def test_of_several_ranks_that_may_have_completed_the_call_none_is_late(waits, complete, named):
     """As in a native collective of mpi between hosts, which all ranks have begun."""
-    late = Late(words="which ranks did not arrive is not known", others=[1, 2], all_wait=True, may_be_complete=complete)
+    late = Late(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True, may_be_complete=complete)
     assert FailureLog(range(3), 0, _Waits(waits, {})).overdue(late, "broadcast #1", 1.0).ranks == named
 
 
@@ -117,11 +117,11 @@ def test_a_rank_whose_own_timeout_named_no_rank_is_not_late(handled, waits, name
     """It has begun the call, and has left it."""
     status = PeerStatus(0)
     known = PeerStatus(1, status)
-    known.post_failure(CollectiveTimeout("which ranks did not arrive is not known"))
+    known.post_failure(CollectiveTimeout(timeouts.UNKNOWN))
     if handled:
         known.clear_failure()
     status.waits |= waits
-    late = Late(words="which ranks did not arrive is not known", others=[1, 2], all_wait=True)
+    late = Late(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True)
     log = FailureLog(range(3), 0, PeerStatus(0, status))
     assert log.overdue(late, "barrier #1", 0.001).ranks == named
     status.connect(_Plane(-1))  # of a new group, in which ranks have other numbers

@@ -170,3 +170,37 @@ def test_ranks_without_shared_memory_are_asked_for_whom_they_wait():
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+STOPPED_HOST = """
+import os, signal, time
+import kos, numpy as np
+comm = kos.init("tcp", timeout=30)
+comm.barrier()
+comm.rendezvous.barrier()  # the hub has answered all ranks
+if comm.rank < 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    comm.all_gather(np.ones(3), timeout=2)
+except kos.errors.CollectiveTimeout as error:
+    print(error.ranks, "ranks [1] could not be asked" in str(error), comm.shrink(timeout=10).size, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_host_with_the_hub_that_is_stopped_is_left_out():
+    """Its rank 0 is named.  That rank 1 is stopped too cannot be known, but nobody waits for it any longer."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED_HOST], stdout=subprocess.PIPE, text=True,
+            env={**OUTSIDE, **environment(rank, 4, port, KOS_HOST="aabb"[rank])},
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        assert [rank.communicate(timeout=90)[0] for rank in ranks[2:]] == ["(0,) True 2\n"] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
