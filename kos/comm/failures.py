@@ -90,7 +90,7 @@ class StoppedRanks:
         """Raise RendezvousError if a rank is stopped.  For exchanges, in which all ranks take part."""
         if world := self.find(self._failures.world):
             late = [self._failures.world.index(rank) for rank in world]
-            absent = timeouts.late(self._failures.names(late), within=self._usual)
+            absent = timeouts.late(self._failures.names(late), timeouts.GO_ON, self._usual)
             raise self._failures.overdue(Late(late, absent), what, None, RendezvousError)
 
 
@@ -112,6 +112,8 @@ class Late(NamedTuple):
     """Whether ranks of ``others`` may have completed the call, so that a rank that does not wait need not be late."""
     one_suffices: bool = False
     """Whether the call waits for any one of ``ranks``, and not for all of them."""
+    absent: bool = False
+    """Whether ``ranks`` are known not to have begun the call."""
 
 
 class FailureLog:
@@ -319,13 +321,17 @@ class FailureLog:
             if (cause := self._failure_of(rank)) is not None:
                 return cause.copy(f"{cause}; {self._names([rank])} failed because of it", what, cause)
         culprits, cycle = self._blocking(world, self.in_world(late.arrived))
-        waiting = [rank for rank in world if rank not in culprits]
+        unasked = self.status.unasked
+        waiting = [rank for rank in world if rank not in culprits and rank not in unasked]
         if culprits == world and late.words is not None:
             absent = late.words
         else:
-            names = self._names(culprits, True)
-            absent = timeouts.late_for(names, self._ranks(waiting, True)) if waiting else timeouts.late(names)
+            verb = timeouts.ARRIVE if late.absent and set(culprits) <= set(world) else timeouts.GO_ON
+            absent = timeouts.late(self._names(culprits, True), verb)
+            absent += timeouts.awaited_by(self._ranks(waiting, True)) if waiting else ""
         absent += self._where(culprits)
+        if unasked:
+            absent += f"; {timeouts.unasked(self._ranks(unasked, True), self._names(culprits))}"
         calls = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
         if cycle and (late.words is None or any(calls)):  # otherwise the words say what is known
             one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in calls)
@@ -440,7 +446,8 @@ class FailureLog:
         ``late``, and the second has all ranks of that cycle.
         """
         me = self.world[self.rank]
-        seen, todo, culprits, cycle, silent = {me}, list(late), list[int](), False, None
+        seen, todo, culprits, cycle, silent = {me}, list(late), list[int](), False, list[int]()
+        self.status.unasked = []
         while todo:
             rank = todo.pop(0)
             if rank in seen:
@@ -458,9 +465,10 @@ class FailureLog:
             else:
                 cycle = cycle or me in awaited
                 todo += awaited
-        cut_off = silent in culprits and self._whole_hosts(sorted(culprits))
-        if silent is not None and not cut_off and not all(map(self.status.sees, culprits)):
-            return [silent], []  # it is stopped: its hub has not forwarded the query, and the others may wait for it
+        hidden = [rank for rank in culprits if not self.status.sees(rank)]
+        if silent and hidden:  # they could not answer, and may wait for the silent ones
+            self.status.unasked = sorted(set(hidden).difference(silent))
+            return silent, []
         halted = [rank for rank in culprits if self.status.halted(rank)]  # for which others may wait unseen
         if found := sorted(halted or culprits):
             return found, []

@@ -48,7 +48,9 @@ class PeerStatus:
         self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
         self._asked = self._answered = self._queried = -_ANSWER_SECONDS * 2  # when this rank sent, answered or got one
-        self._forwarded = True  # its last query
+        self._silent = list[int]()  # the ranks that kept the hub from forwarding its last query
+        self.unasked = list[int]()
+        """The ranks that could not be queried at the last timeout, because the hub did not forward the query."""
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
@@ -63,12 +65,14 @@ class PeerStatus:
     def connect(self, plane: Any) -> None:
         """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
 
-        Its ``send_notice`` sends a notice to all others; with a timeout it returns whether the hub has forwarded it.
+        Its ``send_notice`` sends a notice to all others.  With a timeout it returns the ranks that keep the hub from
+        forwarding it: the rank of the hub, or all ranks of its host if that is cut off; none if it was forwarded.
         Its ``receive_notices`` calls ``handle_notice`` with each that has arrived, adds to ``ends``, and does not wait.
         Earlier failures are removed, because all ranks that it connects have handled them.
         """
         self.failures.clear()
         self.failed_at.clear()
+        self.unasked = []
         self._plane = weakref.ref(plane)
 
     @property
@@ -161,19 +165,18 @@ class PeerStatus:
             return tuple(dict.fromkeys(rank for each in queued.values() for rank in each))
         return wait
 
-    def query(self) -> int | None:
+    def query(self) -> list[int]:
         """Query all ranks for the ranks that they wait for; ``awaited`` then waits for the answers.
 
-        Returns the rank of the hub if that has not forwarded the query, so nobody can answer.
+        Returns the ranks that keep the hub from forwarding the query, so that no rank can answer.
         """
         plane, now = self._plane(), time.monotonic()
         if plane is None or len(plane.failures.world) > _MOST_ASKED:
-            return None
+            return []
         if now > self._asked + 2 * _ANSWER_SECONDS:
-            self._forwarded = plane.send_notice("query", None, _FORWARD_SECONDS)
+            self._silent = plane.send_notice("query", None, _FORWARD_SECONDS)
             self._asked = time.monotonic()
-        hub: int = plane.failures.world[0]
-        return None if self._forwarded or self.runs(hub) else hub
+        return [] if self.runs(plane.failures.world[0]) else self._silent
 
     def _reply_of(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that a queried rank waits for, by its answer; None if it has ended, is stopped or is computing."""
@@ -181,7 +184,7 @@ class PeerStatus:
             now, (came, waits) = time.monotonic(), self._answers.get(rank, (0.0, None))
             if waits is not None and came > self._asked - _ANSWER_SECONDS and now < self._asked + 2 * _ANSWER_SECONDS:
                 return waits
-            if not self._forwarded or now > self._asked + _ANSWER_SECONDS:
+            if self._silent or now > self._asked + _ANSWER_SECONDS:
                 break
             time.sleep(0.001)
         return None

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 ARRIVE, CONNECT, ANSWER, REPLY = "did not arrive", "did not connect", "did not answer", "gave no answer"
 JOIN = "did not join the store"
-UNKNOWN = "which ranks did not arrive is not known"
+GO_ON = "did not arrive or went no further"
+"""Of ranks that are late, if it is not known whether they have begun the call.  ``ARRIVE``: they have not."""
+UNKNOWN = "which ranks are late is not known"
 
 
 def late(names: str, verb: str = ARRIVE, within: float | None = None) -> str:
-    """Ranks that are late: ``ranks [1] did not arrive``, with a limit also ``within 5 s``."""
+    """Ranks that are late: ``ranks [1] did not arrive``; with a limit: ``ranks [1] did not arrive within 5 s``."""
     return f"{names} {verb}" + ("" if within is None else f" within {within:g} s")
 
 
@@ -23,9 +25,14 @@ def rejected(callers: list[str]) -> str:
     return f"rank 0 rejected {', '.join(callers)}: expected the same secret (KOS_SECRET) on all ranks, got another"
 
 
-def late_for(culprits: str, waiting: str) -> str:
-    """Late ranks, and the ranks that are late only because they wait for them."""
-    return f"{late(culprits)}, for which {waiting} wait"
+def awaited_by(waiting: str) -> str:
+    """Follows ``late``: the ranks that are late only because they wait for the named ones."""
+    return f", for which {waiting} wait"
+
+
+def unasked(names: str, hub: str) -> str:
+    """Ranks of which nothing is known, because ``hub``, through which all hosts send queries, does not answer."""
+    return f"{names} could not be asked, because {hub} connects the hosts"
 
 
 def stopped(names: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kos.comm import timeouts
 from kos.comm.failures import HOST_SECONDS, FailureLog, Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, from_record, to_record
@@ -91,7 +92,7 @@ class _Waits(PeerStatus):
 )
 def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
     """As in a barrier of mpi between hosts, which does not know who has not arrived."""
-    late = Late(words="which ranks did not arrive is not known", others=[1], all_wait=all_wait)
+    late = Late(words=timeouts.UNKNOWN, others=[1], all_wait=all_wait)
     error = FailureLog(range(2), 0, _Waits(waits, {})).overdue(late, "barrier #1", 1.0)
     assert error.ranks == named and ("rank" in str(error)) and ("not known" in str(error)) != bool(named)
 
@@ -103,7 +104,7 @@ def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
 )
 def test_of_several_ranks_that_may_have_completed_the_call_none_is_late(waits, complete, named):
     """As in a native collective of mpi between hosts, which all ranks have begun."""
-    late = Late(words="which ranks did not arrive is not known", others=[1, 2], all_wait=True, may_be_complete=complete)
+    late = Late(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True, may_be_complete=complete)
     assert FailureLog(range(3), 0, _Waits(waits, {})).overdue(late, "broadcast #1", 1.0).ranks == named
 
 
@@ -116,11 +117,11 @@ def test_a_rank_whose_own_timeout_named_no_rank_is_not_late(handled, waits, name
     """It has begun the call, and has left it."""
     status = PeerStatus(0)
     known = PeerStatus(1, status)
-    known.post_failure(CollectiveTimeout("which ranks did not arrive is not known"))
+    known.post_failure(CollectiveTimeout(timeouts.UNKNOWN))
     if handled:
         known.clear_failure()
     status.waits |= waits
-    late = Late(words="which ranks did not arrive is not known", others=[1, 2], all_wait=True)
+    late = Late(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True)
     log = FailureLog(range(3), 0, PeerStatus(0, status))
     assert log.overdue(late, "barrier #1", 0.001).ranks == named
     status.connect(_Plane(-1))  # of a new group, in which ranks have other numbers
@@ -187,12 +188,35 @@ def test_the_call_and_the_communicator_are_named_once(cause, named):
     assert str(caught.value) == (f"{call}: the communicator failed before: {named}" if named else cause)
 
 
-def test_a_hub_that_does_not_answer_is_named_alone():
-    """No rank of another host can say that it waits for the rank of the hub."""
-    status, plane = PeerStatus(2), _Plane(-1)
+@pytest.mark.parametrize(
+    ("late", "keeps", "named", "unasked"),
+    [
+        (Late([0, 1]), [0], "ranks [0] did not arrive or went no further; rank 0 is on host a", "[1]"),
+        (Late([0, 1], absent=True), [0], "ranks [0] did not arrive; rank 0 is on host a", "[1]"),
+        (Late([1], "rank 1 sent nothing"), [0], f"ranks [0] {timeouts.GO_ON}; rank 0 is on host a", "[1]"),
+        (Late(others=[0, 1, 3], all_wait=True, may_be_complete=True), [0],
+         f"ranks [0] {timeouts.GO_ON}, for which ranks [3] wait; rank 0 is on host a", "[1]"),
+        (Late([0, 1]), [0, 1], f"host a (ranks [0, 1]) {timeouts.GO_ON}", ""),
+        (Late([0, 1, 4]), [0, 1], f"host a (ranks [0, 1]) {timeouts.GO_ON}", "[4]"),
+        (Late([0, 1, 4]), [0], f"ranks [0] {timeouts.GO_ON}; rank 0 is on host a", "[1, 4]"),
+    ],
+)  # fmt: skip
+def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
+    """No rank of another host can say that it waits for the rank of the hub: it is said that these were not asked.
+
+    If the whole host of the hub is cut off, all of its ranks are named.
+    """
+    table, plane = PeerStatus(), _Plane(-1, keeps)
+    table.waits[3] = (0,)
+    status = PeerStatus(2, table)
+    status.sees = lambda rank: rank in (2, 3)
+    status.hosts = HOSTS
     status.connect(plane)
-    error = FailureLog(range(3), 2, status).overdue(Late([0, 1]), "all_gather #1", 1.0)
-    assert error.ranks == (0,) and "ranks [0] did not arrive, for which ranks [1] wait" in str(error)
+    error = FailureLog(range(5), 2, status).overdue(late, "all_gather #1", 1.0)
+    hub = "host a (ranks [0, 1])" if len(keeps) > 1 else "rank 0"
+    more = f"; ranks {unasked} could not be asked, because {hub} connects the hosts" if unasked else ""
+    assert str(error) == f"all_gather #1: not complete after 1.0 s; {named}{more}"
+    assert error.ranks == tuple(keeps) and f"{status.unasked or ''}" == unasked
 
 
 @pytest.mark.parametrize(
@@ -216,8 +240,15 @@ def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs():
     status.halted = lambda rank: rank == 2
     error = FailureLog(range(4), 0, status).overdue(Late([1, 2]), "all_reduce #1", 1.0)
     assert error.ranks == (2,) and str(error).endswith(
-        "ranks [2] did not arrive, for which ranks [1] wait; ranks [2] were stopped by a signal or a debugger"
+        f"ranks [2] {timeouts.GO_ON}, for which ranks [1] wait; ranks [2] were stopped by a signal or a debugger"
     )
+
+
+def test_a_rank_beyond_the_absent_ones_may_have_begun_the_call():
+    """Rank 1 is absent, as it waits for rank 2 in another call; rank 2 may have begun both and stopped."""
+    error = FailureLog(range(3), 0, _Waits({1: (2,)}, {})).overdue(Late([1], absent=True), "all_reduce #1", 1.0)
+    late = f"ranks [2] {timeouts.GO_ON}, for which ranks [1] wait"
+    assert str(error) == f"all_reduce #1: not complete after 1.0 s; {late}"
 
 
 @pytest.mark.parametrize(
@@ -285,14 +316,17 @@ def on_hosts(world: Sequence[int] = range(5)) -> FailureLog:
 @pytest.mark.parametrize(
     ("late", "named"),
     [
-        ([2, 3], "host b (ranks [2, 3]) did not arrive"),
-        ([3], "ranks [3] did not arrive; rank 3 is on host b"),
-        ([1, 2, 3], "ranks [1, 2, 3] did not arrive; rank 1 is on host a; ranks [2, 3] are on host b"),
-        ([4], "ranks [4] did not arrive; rank 4 is on c"),
+        ([2, 3], "host b (ranks [2, 3]) {}"),
+        ([3], "ranks [3] {}; rank 3 is on host b"),
+        ([1, 2, 3], "ranks [1, 2, 3] {}; rank 1 is on host a; ranks [2, 3] are on host b"),
+        ([4], "ranks [4] {}; rank 4 is on c"),
     ],
 )
-def test_late_ranks_are_named_with_their_hosts(late, named):
-    error = on_hosts().overdue(Late(late), "all_reduce #1", 1.0)
+@pytest.mark.parametrize("absent", [True, False])
+def test_late_ranks_are_named_with_their_hosts(late, named, absent):
+    """A rank that is not known to be absent may have stopped within the call."""
+    error = on_hosts().overdue(Late(late, absent=absent), "all_reduce #1", 1.0)
+    named = named.format(timeouts.ARRIVE if absent else timeouts.GO_ON)
     assert str(error) == f"all_reduce #1: not complete after 1.0 s; {named}" and error.ranks == tuple(late)
 
 
@@ -333,11 +367,11 @@ class _Plane:
 
     failures = SimpleNamespace(world=range(3))
 
-    def __init__(self, silent: int) -> None:
-        self.silent = silent
+    def __init__(self, silent: int, keeps: Sequence[int] = (0,)) -> None:
+        self.silent, self.keeps = silent, list(keeps)
 
-    def send_notice(self, kind: str, what: object = None, timeout: float | None = None) -> bool:
-        return False
+    def send_notice(self, kind: str, what: object = None, timeout: float | None = None) -> list[int]:
+        return self.keeps
 
     def receive_notices(self, status: PeerStatus) -> None:
         self.silent -= 1

@@ -105,7 +105,7 @@ def test_a_rank_that_is_late_in_another_group_is_named(on):
 
     found, *others = on(3).run(body)
     assert found is not None and others == [None, None]
-    assert found[1] == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in found[0]
+    assert found[1] == (2,) and "ranks [2] did not arrive or went no further, for which ranks [1] wait" in found[0]
 
 
 def test_timeout_names_operation_and_missing_ranks():

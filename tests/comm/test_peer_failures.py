@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
-from kos.comm import tuning, watchdog
+from kos.comm import timeouts, tuning, watchdog
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import shared as gpu_shared
@@ -174,7 +174,7 @@ def test_a_message_that_the_watchdog_ends_is_named(ranks, monkeypatch):
             comm.on_failure(lambda error: found.set())  # the program waits outside kos
             comm.recv(x, SIZE - 1)
             assert found.wait(20)
-            with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} did not arrive within 0.5 s"):
+            with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} {timeouts.GO_ON} within 0.5 s"):
                 comm.synchronize()
         meet(rendezvous)
         comm.abort()
@@ -284,7 +284,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous, /, how):
                 engine.record.timeout = 0.3 if how == "timeout" else 20.0
         meet(rendezvous)
     if rendezvous.rank < SIZE - 1:
-        timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
+        timed_out = rf"rank {SIZE - 1} {timeouts.GO_ON} within 0.3 s \(channel \d+, phase [13]"
         why = timed_out if how == "timeout" else "aborted"
         with pytest.raises(CollectiveError, match=f"{why}|kernel of rank [01] ended early"):
             engine.record.check("x")
@@ -303,7 +303,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezv
     engine.record.timeout = 0.3
     if rank < SIZE - 1:
         engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
-        late = rf"rank {SIZE - 1} did not arrive within 0.3 s|kernel of rank [01] ended early"
+        late = rf"rank {SIZE - 1} {timeouts.GO_ON} within 0.3 s|kernel of rank [01] ended early"
         with pytest.raises(CollectiveError, match=f"all_reduce #0 .*: ({late})"):
             comm.synchronize(until=lambda: True)
         with pytest.raises(CollectiveError, match="failed before"):
@@ -411,7 +411,7 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous, /):
         comm.recv(x, 0)  # returns when its kernel has given up
         with pytest.raises(CollectiveTimeout) as raised:
             comm.synchronize()
-        assert "rank 2 of world did not arrive within 0.3 s (channel 0" in str(raised.value)
+        assert f"rank 2 of world {timeouts.GO_ON} within 0.3 s (channel 0" in str(raised.value)
         assert raised.value.ranks == (2,)
     meet(rendezvous)
     comm.abort()
@@ -499,4 +499,4 @@ def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu, monkeypatch):
     assert type(error) is RankLost and error.ranks == () and str(error) == str(ended)
     halted.add(3)
     error = shared.cause(work_of("all_reduce", backend, 7), ended)
-    assert error.ranks == (3,) and str(error) == f"{ended}: ranks [3] of world did not arrive"
+    assert error.ranks == (3,) and str(error) == f"{ended}: ranks [3] of world {timeouts.GO_ON}"

@@ -16,7 +16,7 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm.ranks import on_each_rank, on_hosts, time_out_beside_others
-from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, free_port, run_processes, run_ranks, run_threads
+from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, both_ranks, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
@@ -303,6 +303,19 @@ def test_a_killed_or_stopped_rank_is_named(memory, signal):
         assert f"{'RankLost' if killed else 'CollectiveTimeout'} world: all_reduce #2 of float64[2, 3] by SUM" in output
         assert ("rank 1 is gone" if killed else "not complete after 1.0 s") in output, output
         assert killed or re.search(stopped, output), output
+
+
+def test_a_root_that_stops_within_a_gather_is_named(monkeypatch):
+    """Once it has received a part of a message, the sender waits for room in the socket, and for no CTS."""
+    on_hosts(monkeypatch, (1, 1))
+    with both_ranks() as (root, other):
+        x, out = np.ones(4 << 20), np.zeros((2, 4 << 20))  # more bytes than the sockets hold
+        received, sent = root.gather(x, 0, out=out, async_op=True), other.gather(x, 0, async_op=True)
+        while not out[1, 0]:
+            assert not received.done() and not sent.done()
+        with pytest.raises(CollectiveTimeout, match=r"not complete after 0.2 s; still waiting for ranks \[0\]") as caught:
+            sent.wait(0.2)
+        assert caught.value.ranks == (0,)
 
 
 ENDS_FOR_IT = """

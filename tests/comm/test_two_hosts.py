@@ -171,6 +171,29 @@ except kos.errors.CollectiveTimeout as error:
         assert code == 0 and f"host {HOSTS[other]} (ranks {[other, other + 2]})" in output, results
 
 
+def test_a_host_that_is_cut_off_is_named_by_ranks_that_sent_it_nothing(hosts):
+    """Rank 0 runs the hub.  Its host does not acknowledge the question for whom its ranks wait."""
+    text = f"""
+import subprocess, time, kos, numpy as np
+comm = kos.init(timeout=60)
+comm.barrier()
+if comm.rank == 3:
+    time.sleep(1)  # all have got out of the barrier, and what they sent is acknowledged
+    subprocess.run(["ip", "link", "set", "{CABLE}", "down"], check=True)
+if comm.rank == 1:
+    try:
+        comm.recv(np.empty(3), 0, timeout=4)
+    except kos.errors.CollectiveTimeout as error:
+        print(error.ranks, error, flush=True)
+time.sleep(8)
+"""
+    try:
+        results = hosts.start([0, 1, 0, 1], sys.executable, "-c", text)
+    finally:
+        subprocess.run(["ip", "-n", HOSTS[1], "link", "set", CABLE, "up"], check=True, timeout=20)
+    assert results[1][1].startswith("(0, 2) ") and f"host {HOSTS[0]} (ranks [0, 2])" in results[1][1], results
+
+
 def test_environment_without_a_secret(hosts, tmp_path):
     """Users whose hosts do not share their home have none in common."""
     code = "import os, kos; os.environ['XDG_CACHE_HOME'] += os.environ['RANK']\n"

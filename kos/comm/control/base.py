@@ -241,7 +241,8 @@ class Rendezvous(ABC):
     ) -> KosError:
         """The error of ``what``, in which those ranks are missing at the timeout."""
         text = timeouts.late(self.failures.names(ranks, several), verb, self.timeout)
-        return self.failures.overdue(Late(ranks, text), what, None, RendezvousError)
+        late = Late(ranks, text, absent=verb == timeouts.ARRIVE)
+        return self.failures.overdue(late, what, None, RendezvousError)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

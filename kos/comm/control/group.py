@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -31,11 +30,11 @@ from kos.comm.control.hub import (
     PACKED,
     Hub,
     abort_message,
-    is_cut_off,
     look_beside_hub,
     pair,
     reporting,
     send,
+    silent_ranks,
     stop,
 )
 from kos.comm.control.identity import hold
@@ -113,9 +112,11 @@ class TCPRendezvous(Rendezvous):
             self.inbox.poll(connection)
         return self.inbox.deaths.copy()  # another thread may read from the hub
 
-    def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> bool:
-        wait = timeout > 0 and self._connection is not None
-        return self._channel(0).send([self.rank, kind, what], wait=wait, timeout=timeout)
+    def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> list[int]:
+        connection, wait = self._connection, timeout > 0
+        if connection is None or self._channel(0).send([self.rank, kind, what], wait=wait, timeout=timeout):
+            return []
+        return self.failures.in_world(silent_ranks(self.failures, connection.sock))
 
     def receive_notices(self, status: PeerStatus) -> None:
         world = self.failures.world
@@ -163,8 +164,7 @@ class TCPRendezvous(Rendezvous):
             return found
         allow_files(self.size)
         purpose = self.allgather(os.urandom(16))[0]
-        me, above = self.failures.names([self.rank], False), set(range(self.rank + 1, self.size))
-        peer = self.rank
+        peer, me, above = self.rank, self.failures.names([self.rank], False), set(range(self.rank + 1, self.size))
         with self.waiting():
             try:
                 for peer in range(self.rank):
@@ -340,7 +340,7 @@ class TCPRendezvous(Rendezvous):
             self._cut_short(error)
         assert failures.over is not None
         failures.status.post_failure(failures.over)  # a hub that has admitted this rank refuses a second call
-        with contextlib.suppress(KosError):
+        with suppress(KosError):
             self._join_at(hub_address, listener)
 
     def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
@@ -457,7 +457,7 @@ class TCPRendezvous(Rendezvous):
         with self.waiting(), self.inbox.lock:
             try:
                 # The hub may have reported a failure before it closed.
-                with contextlib.suppress(ConnectionError), self._sending:
+                with suppress(ConnectionError), self._sending:
                     connection.post(message)
                     drive(connection.flush(), connection.sock, deadline)
                 self.inbox.exchanging = True
@@ -466,8 +466,8 @@ class TCPRendezvous(Rendezvous):
                 finally:
                     self.inbox.exchanging = False
             except TimeoutError as error:
-                silent = self.failures.on_hosts_of([0]) if is_cut_off(connection.sock) else [0]
-                raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
+                hub = silent_ranks(self.failures, connection.sock)
+                raise self.absent(hub, "rendezvous", timeouts.REPLY, several=False) from error
             except (OSError, ValueError) as error:
                 if self._connection is None or isinstance(error, ValueError):  # it has no descriptor any more
                     raise self._closed_by_another_thread() from error
@@ -488,7 +488,7 @@ class TCPRendezvous(Rendezvous):
         if not ranks:
             return RendezvousError(why)
         names = (named := self.failures.names(ranks)) + f" of {self.size}" * named.endswith("]")
-        return self.failures.overdue(Late(ranks, f"{names} {why}"), "rendezvous", None, RendezvousError)
+        return self.failures.overdue(Late(ranks, f"{names} {why}", absent=True), "rendezvous", None, RendezvousError)
 
     @property
     def local_rank(self) -> int:

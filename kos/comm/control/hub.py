@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import select
 import selectors
 import socket
 import struct
+import termios
 import threading
 import time
 import weakref
@@ -46,6 +48,7 @@ CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends
 _POLL_SECONDS = 0.1  # between two polls of ranks that have not closed yet
 _LAZY_SECONDS = 0.05  # after which a notice that is not urgent is forwarded
 RESENDS = 3  # of the same data, in 1.4 s or more, after which a host counts as cut off
+_ACKNOWLEDGE_SECONDS = 1.5  # in which a host acknowledges what was sent, or counts as cut off
 
 
 class _Failure(Exception):
@@ -391,6 +394,24 @@ def is_cut_off(sock: socket.socket) -> bool:
     except (AttributeError, OSError):
         return False
     return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
+
+
+def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
+    """The ranks that do not answer if the hub does not: rank 0, or all ranks of its host if that is cut off.
+
+    ``sock`` leads to the hub.  Waits until the other side has acknowledged what was sent, or counts as cut off.
+    """
+    deadline = time.monotonic() + _ACKNOWLEDGE_SECONDS
+    while not (cut_off := is_cut_off(sock)) and _is_unacknowledged(sock) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return failures.on_hosts_of([0]) if cut_off else [0]
+
+
+def _is_unacknowledged(sock: socket.socket) -> bool:
+    try:
+        return fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4)
+    except (OSError, ValueError):  # of a system that does not say it, or of a closed socket
+        return False
 
 
 def look_beside_hub(failures: FailureLog, addresses: Sequence[tuple[str, int]]) -> None:

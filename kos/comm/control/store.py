@@ -40,7 +40,7 @@ def store_rendezvous(
         listener, offer = _by_store(store, rank, size, timeout)
         if missing := offer.get("missing"):
             text = timeouts.late(failures.names(missing), timeouts.JOIN, timeout)
-            raise failures.overdue(Late(missing, text), "rendezvous", None, RendezvousError)
+            raise failures.overdue(Late(missing, text, absent=True), "rendezvous", None, RendezvousError)
         place = place_by(rank, size, "the store", offer)
     return job_rendezvous(place, timeout, listener, failures)
 

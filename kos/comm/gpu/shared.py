@@ -165,7 +165,7 @@ class CommState:
         )
         if ranks:
             arrived = others if self.calls is not None and work.collective else []
-            return Late(ranks, arrived=[rank for rank in arrived if rank not in missing])
+            return Late(ranks, arrived=[rank for rank in arrived if rank not in missing], absent=bool(missing))
         # Those that other communicators of this GPU wait for: kernels run one after another.
         queued = list(self.failures.status.queued.items())
         elsewhere = sorted({rank for backend, each in queued if backend is not self._backend for rank in each})

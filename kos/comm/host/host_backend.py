@@ -249,7 +249,7 @@ class HostBackend(GroupBackend):
         if not work.collective:
             return self._late_in_message(work)
         if late := self.transport.absent(work) if self.calls is None else self.calls.missing(work):
-            return Late(late, timeouts.late(names(late)))
+            return Late(late, timeouts.late(names(late)), absent=True)
         if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
             return Late(late, timeouts.stuck(names(late)))
         if late := self.messages.awaited(self.scheduled.tag(work)):

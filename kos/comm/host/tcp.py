@@ -89,7 +89,7 @@ class TCPTransport(Backend):
             peer.cancel(cancelled)
 
     def awaited(self, tag: int) -> list[int]:
-        awaited = (rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
+        awaited = (rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.sends(tag))
         cut_off = [rank for rank, peer in self.peers.items() if peer.gone is None and is_cut_off(peer.sock)]
         lost = [rank for rank, peer in self.peers.items() if peer.is_lost]  # others may wait for them
         return self.failures.on_hosts_of(cut_off) if cut_off else lost or sorted(awaited)

@@ -209,13 +209,10 @@ class Peer:
         """Whether a message with that tag is still to be received."""
         return tag in self._posted or any(message.tag == tag for message in self._incoming.values())
 
-    def announced(self, tag: int) -> bool:
-        """Whether a message with that tag waits for a CTS."""
-        return any(message.tag == tag for message in self._announced.values())
-
     def sends(self, tag: int) -> bool:
-        """Whether a message with that tag is still to be sent."""
-        return self.announced(tag) or any(item.message and item.message.tag == tag for item in self._outgoing)
+        """Whether a message with that tag is still to be sent: it waits for a CTS, or for room in the socket."""
+        outgoing = (item.message for item in self._outgoing if item.message is not None)
+        return any(message.tag == tag for message in (*self._announced.values(), *outgoing))
 
     def cancel(self, cancelled: Callable[[TCPMessage], bool]) -> None:
         """Cancel messages; their memory is free afterwards."""

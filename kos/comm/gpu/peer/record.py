@@ -85,7 +85,7 @@ class KernelRecord:
         if cause == _PEER_ENDED:
             raise EndedEarly(f"the kernel of {name} ended early", ranks=[world], call=what)
         limit = float(self.words[LIMIT]) / 1e9
-        absent = f"{timeouts.late(name, within=limit)} ({self._where()}{beside})"
+        absent = f"{timeouts.late(name, timeouts.GO_ON, limit)} ({self._where()}{beside})"
         raise failures.overdue(Late([peer], absent, arrived), what)
 
     def waits_for(self) -> list[int]:
