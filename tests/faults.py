@@ -373,7 +373,7 @@ def run_trial(trial: Trial, largest: int, hosts: int = 0) -> tuple[str, str]:
                 if not ended:
                     others = [each for rank, each in enumerate(processes) if rank != trial.victim]
                     for process in processes if trial.backend == "mpi" else others:
-                        if process.poll() is None:  # a rank writes the stacks of its threads to the log; mpirun asks all
+                        if process.poll() is None:  # a rank writes its stacks to the log; mpirun forwards the signal
                             os.kill(process.pid, signal.SIGUSR2)
                     time.sleep(0.5)
             finally:
