@@ -370,9 +370,11 @@ def run_trial(trial: Trial, largest: int, hosts: int = 0) -> tuple[str, str]:
             processes = start(trial, largest, folder, hosts)
             try:
                 ended = _await(trial, folder, processes)
-                if not ended and trial.backend != "mpi":
-                    for process in (p for r, p in enumerate(processes) if r != trial.victim and p.poll() is None):
-                        os.kill(process.pid, signal.SIGUSR2)  # it writes the stacks of its threads to the log
+                if not ended:
+                    others = [each for rank, each in enumerate(processes) if rank != trial.victim]
+                    for process in processes if trial.backend == "mpi" else others:
+                        if process.poll() is None:  # a rank writes its stacks to the log; mpirun forwards the signal
+                            os.kill(process.pid, signal.SIGUSR2)
                     time.sleep(0.5)
             finally:
                 for process in processes:

@@ -35,6 +35,7 @@ _lock = threading.RLock()  # reentrant: the garbage collector may remove a backe
 _checking = threading.Lock()  # held while ``find_failure`` runs
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _callbacks: weakref.WeakKeyDictionary[GroupBackend, list[Callback]] = weakref.WeakKeyDictionary()
+_calling: weakref.WeakSet[GroupBackend] = weakref.WeakSet()  # whose callbacks are being called
 _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # errors of checks, by backend
 _thread: threading.Thread | None = None
 _stop = threading.Event()
@@ -61,6 +62,11 @@ def on_failure(backend: GroupBackend, callback: Callback) -> None:
     with _lock:
         _callbacks.setdefault(backend, []).append(callback)
         _start()
+
+
+def is_to_call(backend: GroupBackend) -> bool:
+    """Whether ``backend`` has callbacks that have not returned yet.  They are called once it has failed."""
+    return backend in _callbacks or backend in _calling  # in this order: ``_tick`` moves it from one to the other
 
 
 def wait_for_check() -> None:
@@ -93,6 +99,7 @@ def _forked() -> None:
     _thread, _lock, _checking, _stop = None, threading.RLock(), threading.Lock(), threading.Event()  # it may hold them
     _watched.clear()
     _callbacks.clear()
+    _calling.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -143,9 +150,11 @@ def _tick() -> None:
         if failure is None:
             continue
         with _lock:
+            _calling.add(backend)
             callbacks = _callbacks.pop(backend, [])
         for callback in callbacks:
             try:
                 callback(failure)
             except BaseException:  # such as that of sys.exit, which would end this thread
                 log.exception("on_failure: %s raised", callback)
+        _calling.discard(backend)

@@ -43,6 +43,7 @@ class Engine:
         self.unreported: list[Work[Any]] = []  # failed messages whose error was not raised yet
         self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
+        self.wake: Callable[[], None] = lambda: None  # wakes the rank's waits, where these sleep until an event
 
     def begin(self, work: Work[Any], steps: Steps) -> None:
         """Run the first of ``steps``, which carry ``work``: messages that need no waiting are posted on return."""
@@ -203,8 +204,7 @@ class Work(_Base, Generic[T]):
         def __init__(self, prepared: Any, send: Any = None, recv: Any = None, array: Any = None) -> None:
             self.prepared, self.send, self.recv, self.array = prepared, send, recv, array
 
-    stream: int = 0
-    """On a GPU, the handle of the stream of the arrays."""
+    stream: int = 0  # on a GPU, the handle of the stream of the arrays
     queue: Any = None  # the object that keeps that stream alive
     held: Any = None
     """The array that is read, which must live until the GPU has done so."""
@@ -212,8 +212,7 @@ class Work(_Base, Generic[T]):
     """The array for the error feedback of a compressed reduction; in host memory it is 1-D."""
     polled_at: float | None = None
     """Monotonic time of the first ``done`` that found it in flight."""
-    _report_at: float | None = None
-    """When ``done`` next posts the ranks that it waits for."""
+    _report_at: float | None = None  # when ``done`` next posts the ranks that it waits for
 
     def unstarted_copy(self) -> Work[T]:
         """A Work of the same call on the same arrays, which is not started."""
@@ -394,6 +393,7 @@ class Work(_Base, Generic[T]):
                 if self.core_work is not None:  # its steps had not begun
                     self.core_work.cancel()
                 self._fail(error)
+                self.backend.engine.wake()  # another thread may wait for it
 
     def withdraw(self) -> None:
         """Cancel the receive of a call that raises, such as for Ctrl-C: the program would never get its message."""

@@ -157,8 +157,6 @@ def _run(
         thread.join(max(0.0, watch.deadline - time.monotonic()))
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     waiting = [rank for rank in running if rank in comms and comms[rank].backend.engine.expire(timeout)]
-    with group.world.lock:
-        group.world.notify(waiting)  # their own deadlines may be later
     for rank in waiting:
         threads[rank].join(ERROR_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm import watchdog
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadWorld, Waits
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.recorder import call_site
@@ -35,7 +36,8 @@ class Watch:
 
     A rank is stuck if its thread waits in kos, no event has occurred since the wait began, and its timeout is not
     before the end of ``spawn``.  It is a deadlock if all ranks are stuck, unless a thread that started after ``spawn``
-    is alive: it may compute, sleep, or serve a communicator.
+    is alive: it may compute, sleep, or serve a communicator.  So may the watchdog's thread while it has a callback of
+    ``on_failure`` to call for a communicator that has failed.
     """
 
     def __init__(
@@ -73,10 +75,15 @@ class Watch:
         if not stuck.issuperset(ranks):
             return seconds
         idle = stuck | self._others | set(self.threads)
-        if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
+        others = (thread for thread in threading.enumerate() if thread.name != "kos-watchdog")
+        if idle.issuperset(others) and not self._has_callbacks():
             world.fail(Deadlock(self._describe(world), ranks=self.plan.culprits()))
             return 0.0
         return _POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS)
+
+    def _has_callbacks(self) -> bool:
+        """Whether the watchdog has yet to call a callback of ``on_failure``, which may abort a communicator."""
+        return any(watchdog.is_to_call(each) and each.find_failure() is not None for _, each in self._backends)
 
     def end_wait(self) -> None:
         """Record that the calling thread no longer waits."""

@@ -3,13 +3,16 @@
 Those of GPUs are in ``test_scenarios_on_fakes.py``.
 """
 
+import ctypes
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from kos.comm.peer_status import PeerStatus
 from kos.testing.conformance.failures import LATE, SCENARIOS, check
-from tests.comm.ranks import MockRanks, check_scenario
+from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario
 from tests.comm.tcp_ranks import TCPRanks
 
 # Left to `make test-all`: rows whose ranks wait for a timeout, but for these, and one of both memories of other rows.
@@ -33,6 +36,21 @@ in_both_memories = pytest.mark.parametrize(("row", "memory"), rows(), indirect=[
 @pytest.mark.parametrize("row", SCENARIOS, ids=str)
 def test_on_threads(row):
     check_scenario(MockRanks(3).run, row)
+
+
+def test_a_rank_that_gets_no_core_may_be_named(monkeypatch):
+    """It waits too, but cannot show that in time."""
+    row = next(row for row in SCENARIOS if str(row) == "recv_bytes from any, a rank is late")
+    shown, meeting = threading.Semaphore(0), threading.Barrier(3)
+    monkeypatch.setattr(PeerStatus, "post_wait", lambda self, ranks: shown.release())
+
+    def meet(comm, limit):
+        if comm.rank == 2:
+            assert shown.acquire(timeout=TIMEOUT) and shown.acquire(timeout=TIMEOUT)
+            ctypes.PyDLL(None).usleep(int(0.7e6 * limit))  # which keeps Python's lock, so that no other thread runs
+        meeting.wait(TIMEOUT)
+
+    MockRanks(3).run(lambda comm: check(comm, row, 2.0, meet))
 
 
 @in_both_memories

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Deadlock, Fault, spawn
 from tests.comm.ranks import on_each_rank
 
@@ -137,6 +137,22 @@ def later(comm: kos.Communicator, how: str) -> None:
 @pytest.mark.parametrize("how", ["sleep", "thread", "timer", "timeout"])
 def test_who_may_yet_go_on_is_in_no_deadlock(how):
     spawn(lambda comm: later(comm, how), 2, 60)
+
+
+def test_a_callback_that_aborts_a_communicator_ends_its_waits():
+    """The watchdog calls it a little later, when all ranks wait already."""
+
+    def body(comm: kos.Communicator) -> None:
+        other = comm.duplicate()
+        comm.on_failure(lambda failure: comm.abort(reason=f"the callback, because {failure}"))
+        work = comm.all_reduce(np.ones(1 + comm.rank), async_op=True)
+        with pytest.raises(KosError, match="was aborted|the callback") as caught:
+            other.recv(np.empty(1), 1 - comm.rank)
+        assert not isinstance(caught.value, Deadlock)
+        with pytest.raises(CollectiveMismatch):
+            work.wait()
+
+    spawn(body, 2, LONG)
 
 
 @on_each_rank(spawn, 7, 120)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.errors import CollectiveError, KosError
+from kos.errors import CollectiveError, CollectiveTimeout, KosError
 from kos.testing import spawn
 from tests.comm import shared_ranks
 from tests.comm.ranks import on_each_rank
@@ -137,6 +137,47 @@ LEGAL = [joined, locked, queued, messages_beside_collectives, groups_of_their_ow
 @pytest.mark.parametrize("program", LEGAL)
 def test_allowed_programs(program):
     spawn(program, 2)
+
+
+@pytest.mark.parametrize("how", ["timeout", "abort"])
+def test_another_thread_ends_the_operation_of_a_sleeping_wait(how, monkeypatch):
+    """The wait sleeps until an event, and no other rank causes one."""
+    over, sleeps = threading.Event(), threading.Semaphore(0)
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank:
+            assert over.wait(TIMEOUT)
+            return
+        backend, work, raised = comm.backend, comm.recv(np.empty(1), 1, async_op=True), list[Any]()
+        pause, abort = backend.transport.pause, backend.abort
+
+        def sleep(mark: int, seconds: float) -> None:
+            if seconds > 1:  # not the first sleep, after which a wait shows for whom it waits
+                sleeps.release()
+            pause(mark, seconds)
+
+        def report(reason: str) -> None:
+            """The report wakes the wait, which finds its operation still in flight and sleeps again."""
+            while sleeps.acquire(blocking=False):
+                pass
+            abort(reason)
+            assert sleeps.acquire(timeout=TIMEOUT)
+
+        monkeypatch.setattr(backend.transport, "pause", sleep)
+        monkeypatch.setattr(backend, "abort", report)
+        waiting = threading.Thread(target=lambda: raised.extend(outcomes(work.wait)), daemon=True)
+        waiting.start()
+        assert sleeps.acquire(timeout=TIMEOUT)
+        if how == "abort":
+            comm.abort()
+        else:
+            with pytest.raises(CollectiveTimeout, match="not complete after 0.1 s"):
+                work.wait(0.1)
+        waiting.join(TIMEOUT / 4)
+        over.set()
+        assert isinstance(raised[0], CollectiveError)
+
+    spawn(body, 2, 2 * TIMEOUT)
 
 
 def test_a_signal_handler_is_the_same_thread():

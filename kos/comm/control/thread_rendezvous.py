@@ -56,6 +56,11 @@ class ThreadWorld:
             self.events[rank] += 1
             self.wakeup[rank].notify_all()
 
+    def wake(self, rank: int) -> None:
+        """Wake the threads of ``rank`` that wait."""
+        with self.lock:
+            self.notify([rank])
+
     def wait(self, rank: int, seconds: float | None, waits_for: Callable[[], Waits]) -> None:
         """Wait for an event of ``rank``, at most ``seconds``; the caller holds the lock."""
         if self.watch is not None:

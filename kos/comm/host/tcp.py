@@ -46,6 +46,7 @@ class TCPTransport(Backend):
     def __init__(self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None) -> None:
         super().__init__(rendezvous, engine)
         self.poller = poller or Poller()
+        self._slept_at = 0  # the mark of the poller at the last ``sleep``
         self.lost: Peer | None = None  # the first rank lost without CLOSE, or that aborted in the earliest collective
         self._aborting = False
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
@@ -69,7 +70,8 @@ class TCPTransport(Backend):
         return self.poller
 
     def sleep(self, seconds: float | None) -> bool:
-        self.poller.pause(seconds=seconds)
+        mark, self._slept_at = self._slept_at, self.poller.mark()
+        self.poller.pause(mark, seconds)  # not if something has arrived since the last sleep: all must be polled again
         return True
 
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:

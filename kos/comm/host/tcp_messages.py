@@ -42,7 +42,7 @@ OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own byte
 CONTROL_BYTES = 1 << 19  # the longest control message: an error of 60,000 ranks
 REASON_LENGTH = 1000  # characters of a reason or an error
 _SIOCOUTQNSD = 0x894B  # of Linux, for ioctl: the bytes that are not sent yet
-_SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
+_SLEEP_SECONDS = 0.05  # the longest poll: another thread may consume the awaited event, or end the operation
 
 CLOSED_HERE = "this rank closed the communicator"
 
@@ -54,7 +54,7 @@ class Poller:
     """All connections of this rank, over a communicator and its splits; a wait polls all of them."""
 
     def __init__(self) -> None:
-        self._epoll = select.epoll()
+        self._epoll, self._events = select.epoll(), 0
         # Weak: connections end with their communicator, and epoll removes closed sockets.
         self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
 
@@ -72,15 +72,22 @@ class Poller:
     def progress(self) -> None:
         """Read and write without waiting."""
         for descriptor, _ in self._epoll.poll(0):
+            self._events += 1
             if (peer := self._peers.get(descriptor)) is not None:
                 peer.progress()
 
     def mark(self) -> int:
-        return 0
+        """See ``Backend.waiter``."""
+        return self._events
 
-    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        # Level-triggered: sockets stay ready until they are read, so no event since ``mark`` is missed.
-        self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
+    def pause(self, mark: int | None = None, seconds: float | None = None) -> None:
+        """See ``Backend.waiter``.  Without a ``mark``, it waits until a socket is ready.
+
+        An event since ``mark`` that was not handled still makes its socket ready.  One that was handled may have
+        completed a message whose operation was polled before.
+        """
+        if mark is None or mark == self._events:
+            self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
 class TCPMessage:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ class ThreadTransport(Backend):
         assert rendezvous.threads is not None
         self.group: ThreadGroup = rendezvous.threads
         self._me = self.group.members[self.rank]
+        engine.wake = partial(self.group.world.wake, self._me)
         # What the ranks share, guarded by the lock of their world.
         self._sent: dict[Key, deque[ThreadMessage]] = self.group.shared("mock sent", dict)
         self._posted: dict[Key, deque[ThreadMessage]] = self.group.shared("mock posted", dict)
@@ -141,7 +143,8 @@ class ThreadTransport(Backend):
             remove(self._posted, lambda receive: receive.dst == self.rank and cancelled(receive))
             remove(self._sent, lambda m: m.src == self.rank and not m.complete and cancelled(m))
 
-    # A wait sleeps on this rank's condition.  Every message and every change of the group notifies it.
+    # A wait sleeps on this rank's condition.  Every message, every change of the group and every operation that another
+    # thread of this rank ends notifies it.
 
     def waiter(self) -> Any:
         return self

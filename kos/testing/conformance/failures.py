@@ -6,7 +6,9 @@ instead, and what the others raise.  ``check`` runs one row.
 
 from __future__ import annotations
 
+import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -191,6 +193,26 @@ def _raises(comm: Any, row: Scenario, *ranks: int, **names: Any) -> Iterator[lis
         _check_ranks(comm, caught[0], *ranks)
 
 
+class _HeldUp:
+    """Measures in a ``with`` block the longest time, ``seconds``, for which this process got no core."""
+
+    def __enter__(self) -> _HeldUp:
+        self.seconds, self._at, self._over = 0.0, time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kos-held-up", daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._over.wait(0.01):
+            now = time.monotonic()
+            self.seconds, self._at = max(self.seconds, now - self._at), now
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.seconds = max(self.seconds, time.monotonic() - self._at)
+
+
 def _late(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
     """The last rank does not come: it is named when the timeout has passed."""
     culprit, message = comm.size - 1, row.program in MESSAGES
@@ -199,21 +221,23 @@ def _late(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None
     call = _ready(part, row.program, culprit)  # making large arrays takes a while on a busy machine
     began = time.monotonic()  # before any rank begins the call
     comm.rendezvous.barrier()
-    start, named = time.monotonic(), set[int]()
-    if comm.rank != culprit:
-        with _raises(comm, row, culprit=culprit) as caught:
-            call()
-            part.synchronize()
-        assert limit <= time.monotonic() - began < limit + GRACE, "the error came early or late"
-        named = set(caught[0].ranks)
-        if not message or _on_gpus(comm):
-            with raises(CollectiveError, "failed before"):
-                part.barrier()
+    with _HeldUp() as mine:
+        start, named = time.monotonic(), set[int]()
+        if comm.rank != culprit:
+            with _raises(comm, row, culprit=culprit) as caught:
+                call()
+                part.synchronize()
+            assert limit <= time.monotonic() - began < limit + GRACE, "the error came early or late"
+            named = set(caught[0].ranks)
+    if comm.rank != culprit and (not message or _on_gpus(comm)):
+        with raises(CollectiveError, "failed before"):
+            part.barrier()
     meet(comm, limit)  # not in kos: a rank that waited there would be late because of the others
-    starts = [float(each) for each in comm.rendezvous.allgather(str(start).encode())]
-    held_up = {rank for rank in range(culprit) if starts[rank] > start + 0.5 * limit}
+    # A rank that could not begin, or not yet show for whom it waits, may be named too.
+    everyone = [json.loads(each) for each in comm.rendezvous.allgather(json.dumps([start, mine.seconds]).encode())]
+    slow = {rank for rank, (began, held_up) in enumerate(everyone) if max(began - start, held_up) > 0.5 * limit}
     if comm.rank != culprit and not _may_not_name(comm):
-        assert (named or not _fills_ranks(comm)) and named <= {culprit} | held_up, caught[0]
+        assert (named or not _fills_ranks(comm)) and named <= {culprit} | slow, caught[0]
 
 
 def _gives_up(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
@@ -398,6 +422,7 @@ FAULTS: dict[str, Callable[[Any, Any, Scenario, float, Meet], None]] = {
 
 LATE = (CollectiveTimeout, RankLost)
 NAMED = r"(ranks?|did not reach rank) \[?{culprit}\]?"
+LATE_NAMED = r"(ranks?|did not reach rank) \[?(\d+, )*{culprit}\]?"  # ``_late`` checks which others may be named
 GONE = f"rank {{culprit}}( of world)? is gone: {WHY}"
 UNSENT = f"rank {{culprit}} is gone: .*{WHY}"
 LEFT = r"rank {culprit} is gone: it closed its communicator"
@@ -410,14 +435,14 @@ OF_ARRAYS = r"rank {receiver} of world expected \d+ elements of \w+ from rank {c
 _SIZES = ("send of 4", "send of 4,096", "send of 1,048,576")
 _TABLE: list[tuple[str, Any, str, int, Sequence[str], Sequence[str]]] = [
     # What goes wrong, the error that the others raise, its words, the least ranks, backends without it, programs
-    ("a rank is late", LATE, NAMED, 2, (), (
+    ("a rank is late", LATE, LATE_NAMED, 2, (), (
         "barrier", "all_reduce", "all_reduce of 300,007", "all_reduce in rank order", "all_reduce in 8 bits",
         "broadcast", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "recv",
         "send_recv")),
-    ("a rank is late", LATE, NAMED, 2, NO_GPU, (
+    ("a rank is late", LATE, LATE_NAMED, 2, NO_GPU, (
         "all_reduce by a ring", "all_reduce, polled", "all_reduce_init", "several all_reduce", "batch", "scatter",
         "all_gather_v without counts", "all_gather_bytes", "split")),
-    ("a rank is late", LATE, NAMED, 2, NO_GPU, ENVELOPES[:-1]),  # a poll has no timeout
+    ("a rank is late", LATE, LATE_NAMED, 2, NO_GPU, ENVELOPES[:-1]),  # a poll has no timeout
     ("rank 0 gives up", LATE, NAMED, 2, NO_GPU, ENVELOPES[:-1]),
     ("a rank aborts", RankLost, GONE, 2, NO_GPU, ENVELOPES),
     ("a rank closes", RankLost, LEFT, 2, NO_GPU, ("recv_bytes", "probe")),
