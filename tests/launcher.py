@@ -1,6 +1,7 @@
 """mpirun as tests find it, and an environment that knows nothing of a job that the tests themselves are run by."""
 
 import contextlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -111,3 +112,11 @@ def _kill(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     remove_session(process.pid)
+
+
+def skip_without_semaphores() -> None:
+    """Skip a test with a pool of multiprocessing where POSIX semaphores, files of /dev/shm, cannot be made."""
+    try:
+        multiprocessing.get_context("spawn").Lock()
+    except OSError as error:
+        pytest.skip(f"multiprocessing makes no semaphore: {error}")

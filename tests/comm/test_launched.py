@@ -1,7 +1,6 @@
 """Programs that a rank starts do not take its place: a process claims the rank of its job."""
 
 import gc
-import multiprocessing
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import kos
 from kos.comm.control.identity import claimant, claimed, hold
 from tests.comm.tcp_ranks import free_port, run_processes
 from tests.comm.test_jobs import environment, output, program
-from tests.launcher import MPIRUN, needs_mpirun, run_program
+from tests.launcher import MPIRUN, needs_mpirun, run_program, skip_without_semaphores
 
 CHILD = """
 import re, subprocess
@@ -65,14 +64,6 @@ process.join(100)
 assert process.exitcode == 7, process.exitcode
 """,
 }
-
-
-def skip_without_semaphores() -> None:
-    """Skip a test with a pool of multiprocessing where POSIX semaphores, files of /dev/shm, cannot be made."""
-    try:
-        multiprocessing.get_context("spawn").Lock()
-    except OSError as error:
-        pytest.skip(f"multiprocessing makes no semaphore: {error}")
 
 
 @needs_mpirun

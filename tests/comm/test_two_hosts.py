@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_hosts import ADDRESSES, CABLE, HOSTS, Hosts, Impossible, two_hosts
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, finish, free_port, start
 from tests.forked import PATHS
 from tests.launcher import run_program
@@ -112,6 +113,7 @@ def test_mismatch(hosts, tmp_path):
     assert len(lines) == 3 and set(lines) <= {"float32 against int32", "int32 against float32"}
 
 
+@needs_core
 @pytest.mark.parametrize(
     ("launcher", "kind"), [("environment", "nccl"), pytest.param("mpirun", "auto", marks=pytest.mark.slow)]
 )

@@ -17,7 +17,7 @@ import pytest
 from kos.errors import ConfigError, install
 from kos.train.tools import trackers
 from kos.train.tools.metrics import METRICS, MetricsLog
-from tests.launcher import MPIRUN, needs_mpirun, run_program
+from tests.launcher import MPIRUN, needs_mpirun, run_program, skip_without_semaphores
 from tests.train.refusal import refused
 from tests.train.runs import _train
 from tests.train.test_cli import ENVIRONMENT, SHAPE
@@ -60,6 +60,7 @@ def _events(folder: Path) -> Iterator[Any]:
 def test_tensorboard_has_the_values_of_metrics_jsonl(text, tmp_path):
     """Those of a step that is repeated replace the first: a mark in the file says so."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
+    skip_without_semaphores()  # tensorboardX writes in another process
     rows = _interrupted_and_resumed(text, tmp_path / "run", "tensorboard")
     assert len(rows) == 8
     texts = _check_events(tmp_path / "run" / "tensorboard", rows, kept=[0, 3])
@@ -69,6 +70,7 @@ def test_tensorboard_has_the_values_of_metrics_jsonl(text, tmp_path):
 def test_tensorboard_shows_one_run_where_it_begins_again(text, tmp_path):
     """As one does that was killed before its first checkpoint."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
+    skip_without_semaphores()
     _train(text, tmp_path, tracker=("tensorboard",), **RUN)
     shutil.rmtree(tmp_path / "checkpoints")
     rows = _train(text, tmp_path, tracker=("tensorboard",), **RUN | {"steps": 4})
