@@ -35,10 +35,10 @@ __all__ = [
     "test_shapes_and_scalars",
 ]  # fmt: skip
 
-# Threads, processes with the compiled core and processes without it run every pair of dtype and operation once, and
-# move every dtype once: threads on 2, 3 or 4 ranks in turn, and processes with the core a third of the pairs on each of 2,
-# 3 and 4.  Two processes move every dtype, others one of each size.  `make test` runs a third on threads, another on two
-# processes and a ninth on four; all ranks with GPUs run everything.
+# Threads, processes with the compiled core and processes without it each run every pair of dtype and operation once:
+# threads on 2, 3 or 4 ranks in turn, and processes with the core a third of the pairs on each of 2, 3 and 4.  For data
+# movement, two processes and threads run every dtype, other processes one dtype of each size.  `make test` runs a third
+# of the pairs on threads, another on two processes and a ninth on four.  Ranks with GPUs run everything.
 PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
 DIVIDED = PROCESSES in ("2", "3", "4") and bool(cuda.unavailable())
 THIRD = {"2": 1, "4": 2}.get(PROCESSES or "", 0)
