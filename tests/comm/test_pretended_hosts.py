@@ -70,7 +70,7 @@ PROMISES = [
     for kind, hosts in KINDS
     if hosts not in OF_FOUR or (hosts == OF_FOUR[number % 3]) == (kind != "tcp")
 ]
-"""Each promise with each kind of ranks, and with each of ``OF_FOUR``: threads and MPI have one of these, tcp the others."""
+"""Each promise with each kind of ranks; of ``OF_FOUR``, threads and MPI have one, and tcp the other two."""
 
 
 @pytest.fixture(params=[named(*each) for each in KINDS])
