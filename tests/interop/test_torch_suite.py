@@ -60,6 +60,7 @@ def test_a_part_of_the_suite_passes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("autograd")
 def test_a_part_of_the_suite_passes_by_the_name_of_kos():
     """The suite has for kos a part of the tests that it has for gloo."""
