@@ -175,15 +175,13 @@ def test_failures_of_two_threads_in_shared_memory():
         assert known is not None and str(known[0]) in texts
 
 
+QUICK = ("recv", "none"), ("all_reduce", "shared"), ("async", "shared")
+SLOW = ("recv", "shared"), ("all_reduce", "none"), ("async", "none")
+
+
 @pytest.mark.parametrize(
-    ("name", "memory"),
-    [
-        ("recv", "none"), ("all_reduce", "shared"), ("async", "shared"),
-        *(pytest.param(*each, marks=pytest.mark.slow)
-          for each in (("recv", "shared"), ("all_reduce", "none"), ("async", "none"))),
-    ],
-    indirect=["memory"],
-)  # fmt: skip
+    ("name", "memory"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)], indirect=["memory"]
+)
 def test_another_thread_aborts_a_waiting_call(name, memory):
     """At every line of the backend: the call raises an error of kos, and no other."""
     interleaving = Interleaving("host/host_backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")

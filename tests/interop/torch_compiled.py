@@ -35,12 +35,10 @@ def compare(parts: Sequence[str], compiler: str, kind: str, cache: str) -> dict[
 def _results(backend: str, parts: Sequence[str], compiler: str, kind: str, cache: str) -> list[dict[str, Any]]:
     """What each rank has for each case; that without a compiler is kept for the calls to come."""
     key = (backend, *parts, kind)
-    if compiler != "none" or key not in _plain:
-        found = run("tests.interop.torch_compiled_programs:matrix", 2, backend, parts, compiler, kind, cache)
-        if compiler != "none":
-            return found
-        _plain[key] = found
-    return _plain[key]
+    if compiler == "none" and key in _plain:
+        return _plain[key]
+    found = run("tests.interop.torch_compiled_programs:matrix", 2, backend, parts, compiler, kind, cache)
+    return _plain.setdefault(key, found) if compiler == "none" else found
 
 
 _plain: dict[tuple[str, ...], list[dict[str, Any]]] = {}
