@@ -15,6 +15,7 @@ import os
 import runpy
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -112,6 +113,13 @@ def fork_server() -> ForkServer:
 def python() -> list[str]:
     """What stands for ``python`` in a command, for a program that need not start as a Python of its own."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("as_forked.py")), fork_server().name]
+
+
+def as_program(path: Path, *arguments: str) -> str:
+    """A file at ``path`` that stands for ``python ARGUMENTS…``, for what starts one program by its name."""
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*python(), *arguments])} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 def serve(owner: socket.socket, listener: socket.socket) -> Callable[[], Any] | None:

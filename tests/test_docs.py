@@ -24,7 +24,6 @@ import pkgutil
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +39,7 @@ from kos.comm.recorder import Recorder
 from kos.memory import Array
 from kos.testing import spawn
 from tests.comm.test_jobs import environment
-from tests.forked import fork_server, python
+from tests.forked import as_program, fork_server, python
 from tests.launcher import MPIRUN, open_mpi, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +102,7 @@ def test_block(block, name, line, tmp_path):
     elif way and way["pytest"]:
         (tmp_path / "conftest.py").write_text('pytest_plugins = ["kos.testing.plugin"]\n')
         (tmp_path / "test_example.py").write_text(code)
-        text = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", ".", cwd=tmp_path)
+        text = run(*python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", ".", cwd=tmp_path)
     elif way and way["mpi"]:
         if not MPIRUN:
             pytest.skip("mpirun was not found beside Python or in PATH")
@@ -178,9 +177,7 @@ def test_commands(page, slow, tmp_path):
     programs.mkdir()
     folder.mkdir()
     for program, arguments in {"python": (), "kos": ("-m", "kos"), "pytest": ("-m", "pytest")}.items():
-        script = programs / program
-        script.write_text(f'#!/bin/sh\nexec {shlex.join([*python(), *arguments])} "$@"\n')
-        script.chmod(0o755)
+        as_program(programs / program, *arguments)
     env = environment() | {"PATH": f"{programs}:{Path(MPIRUN).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
     text, ran = page.read_text(), ""
     for match in COMMANDS.finditer(text):

@@ -175,7 +175,13 @@ def test_failures_of_two_threads_in_shared_memory():
         assert known is not None and str(known[0]) in texts
 
 
-@pytest.mark.parametrize("name", ["recv", "all_reduce", "async"])
+QUICK = ("recv", "none"), ("all_reduce", "shared"), ("async", "shared")
+SLOW = ("recv", "shared"), ("all_reduce", "none"), ("async", "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)], indirect=["memory"]
+)
 def test_another_thread_aborts_a_waiting_call(name, memory):
     """At every line of the backend: the call raises an error of kos, and no other."""
     interleaving = Interleaving("host/host_backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")

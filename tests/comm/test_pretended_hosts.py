@@ -58,10 +58,26 @@ class Ranks:
         return list(range(ends[host] - self.hosts[host], ends[host]))
 
 
-@pytest.fixture(
-    params=[pytest.param(each, marks=pytest.mark.mpi if each[0] == "mpi" else ()) for each in KINDS],
-    ids=lambda kind: f"{kind[0]} {'+'.join(map(str, kind[1]))}",
-)
+def named(kind: str, hosts: tuple[int, ...], *more: Any, slow: bool = False) -> Any:
+    """Parameters of a test: the ranks, and ``more``."""
+    name = "-".join([f"{kind} {'+'.join(map(str, hosts))}", *map(str, more)])
+    marks = [pytest.mark.mpi] * (kind == "mpi") + [pytest.mark.slow] * slow
+    return pytest.param((kind, hosts), *more, marks=marks, id=name)
+
+
+PROMISES = [
+    named(kind, hosts, case, slow=kind == "tcp" and hosts == OF_FOUR[(number + 1) % 3])
+    for number, case in enumerate(CASES)
+    for kind, hosts in KINDS
+    if hosts not in OF_FOUR or (hosts == OF_FOUR[number % 3]) == (kind != "tcp")
+]
+"""Each promise with each kind of ranks; of ``OF_FOUR``, threads and MPI have one, and tcp the other two.
+
+`make test` has one of the two.
+"""
+
+
+@pytest.fixture(params=[named(*each) for each in KINDS])
 def ranks(request, monkeypatch):
     kind, hosts = request.param
     if kind == "mock":
@@ -71,7 +87,7 @@ def ranks(request, monkeypatch):
     return Ranks(kind, hosts, start)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("ranks", "case"), PROMISES, indirect=["ranks"])
 def test_promise(ranks, case, request):
     if ranks.kind == "mock":
         request.getfixturevalue("messages")
@@ -97,10 +113,7 @@ def test_who_is_late(ranks, short):
     ranks.run(body)
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(("mpi", hosts), id=str(hosts), marks=pytest.mark.mpi) for hosts in OF_MPI or [()]],
-    indirect=True,
-)  # fmt: skip
+@pytest.mark.parametrize("ranks", [named("mpi", hosts) for hosts in OF_MPI or [()]], indirect=True)
 @on_each_rank("ranks.run")
 def test_a_rank_that_does_not_come_is_named(comm, /):
     """By every rank, also where several ranks end the call at their own timeout.  It waits in another job meanwhile."""

@@ -19,12 +19,17 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("inductor"))
 
 
-@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
-    "compiler", [*COMPILERS[:2], *(pytest.param(x, marks=pytest.mark.slow) for x in COMPILERS[2:])]
+    ("compiler", "parts"),
+    [
+        *((compiler, parts) for compiler in COMPILERS[:2] for parts in (PARTS[:2], PARTS[2:])),
+        pytest.param("aot_eager", PARTS[1:], marks=pytest.mark.slow),  # whose part of inductor compiles collectives
+        *(pytest.param("inductor", parts, marks=pytest.mark.slow) for parts in (PARTS[:2], PARTS[2:])),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
-def test_compiled_programs_give_what_gloo_gives(part, compiler, cache):
-    found = compare([part], compiler, "cpu", cache)
+def test_compiled_programs_give_what_gloo_gives(compiler, parts, cache):
+    found = compare(parts, compiler, "cpu", cache)
     differ = {case: results for case, results in found.items() if results != "equal"}
     assert found and not {case: x for case, x in differ.items() if "gloo does not support" not in str(x)}
 

@@ -77,12 +77,16 @@ def missed(tests: dict[str, dict[str, str]], other: str = "gloo") -> list[str]:
 
 
 def run_here(pattern: str, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Run one of ``parts`` parts of the tests whose names contain one of the words of ``pattern`` in this process."""
+    """Run one of ``parts`` parts of the tests that ``pattern`` names in this process.
+
+    Its words are names, or texts that names contain; without words it names all tests.
+    """
     from tests.interop.torch_cases import TorchSuite
 
     names = unittest.TestLoader().getTestCaseNames(TorchSuite)
     words = pattern.split()
-    chosen = [name for name in names if not words or any(word in name for word in words)]
+    parts_of_names = [word for word in words if word not in names]
+    chosen = [name for name in names if not words or name in words or any(word in name for word in parts_of_names)]
     suite = unittest.TestSuite(TorchSuite(name) for name in chosen[part::parts])
     result = Outcomes()
     suite.run(result)

@@ -19,10 +19,10 @@ SOME = (*range(1, 18), 23, 24, 31, 32, 33, 64)
 
 @pytest.mark.parametrize("sizes", [
     pytest.param(SOME, id="some"),
-    pytest.param(sorted({*range(1, 65)} - {*SOME}), id="others", marks=pytest.mark.slow),
+    pytest.param((18, 19, 20, 21, 27, 36, 47, 48, 49, 63), id="others", marks=pytest.mark.slow),
 ])
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
-def test_proved_for_1_to_64_ranks(collective, algorithm, sizes):
+def test_proved_for_up_to_64_ranks(collective, algorithm, sizes):
     for ranks in sizes:
         roots = range(ranks) if ranks <= 9 else {0, ranks - 1, ranks // 3} if ranks <= 24 else {ranks // 3}
         for root in roots if collective in ROOTED else (0,):
