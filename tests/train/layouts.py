@@ -142,10 +142,14 @@ OF_LAYOUTS = {"pp_schedule", "zero", "recompute"}
 """Settings that change no bit of a run on one rank."""
 
 
-def check(layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any) -> None:
+def check(
+    layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any
+) -> list[dict[str, Any]]:
+    """Returns what the ranks know."""
     alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
     ranks = train(layout, kind, layers, tied, steps, **changes)
     compare(ranks, serial(kind, layers, tied, steps, **alone), layout, DEVICES[kind])
+    return ranks
 
 
 def check_bits(layout: Layout, layers: int, tied: bool, **changes: Any) -> None:
