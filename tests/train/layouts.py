@@ -138,6 +138,11 @@ def compare(
     assert held == set(alone["weights"]) and ranks[0]["text"] == alone["text"]
 
 
+def sequences(layout: Layout) -> int:
+    """Of a batch: few with which every rank adds up two gradients, and a pipeline begins, is full and ends."""
+    return min(8, max(4, 2 * layout.dp * layout.pp))
+
+
 OF_LAYOUTS = {"pp_schedule", "zero", "recompute"}
 """Settings that change no bit of a run on one rank."""
 
@@ -146,6 +151,7 @@ def check(
     layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any
 ) -> list[dict[str, Any]]:
     """Returns what the ranks know."""
+    changes = {"batch_size": sequences(layout), **changes}
     alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
     ranks = train(layout, kind, layers, tied, steps, **changes)
     compare(ranks, serial(kind, layers, tied, steps, **alone), layout, DEVICES[kind])
@@ -154,7 +160,7 @@ def check(
 
 def check_bits(layout: Layout, layers: int, tied: bool, **changes: Any) -> None:
     """With ``deterministic``, unless ``changes`` say otherwise."""
-    changes = BITS | changes
+    changes = {**BITS, "batch_size": sequences(layout), **changes}
     alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
     compare(train(layout, CpuDevice, layers, tied, **changes), bits_of_one(layers, tied, **alone), layout)
 

@@ -10,7 +10,7 @@ import pytest
 from kos.train.device.cpu import CpuDevice
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
-from tests.train.layouts import STEPS, Precise, cases, check, check_bits, layouts, length, named, serial, train
+from tests.train.layouts import STEPS, Precise, cases, check, check_bits, layouts, length, named, sequences, serial, train
 
 
 def run(layout: Layout, layers: int = 2, tied: bool = False, slow: bool = False, **changes: Any) -> Any:
@@ -54,7 +54,7 @@ def test_layout(layout, layers, tied, changes):
 FIXED = Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(dp=2, tp=2), Layout(pp=2, cp=2)
 BITS = [
     *(run(each, stages(each), each.dp % 2 == 0 or each.pp % 2 == 0, each not in FIXED, seq_len=length(each.cp),
-          batch_size=12 if each.pp == 3 else 16 // max(each.cp, 2))  # 12: subtrees of several sizes
+          batch_size=12 if each.pp == 3 else sequences(each))  # 12: subtrees of several sizes
       for each in EXACT),
     *(run(each, 3, seq_len=length(2), documents="pack") for each in FIXED if each != Layout(dp=2, tp=2)),
     *(run(Layout(pp=2, dp=2, tp=1 + tied), 4, tied, tied or name != V, pp_schedule=name, batch_size=16)
@@ -92,7 +92,7 @@ def test_float32(layout):
 
 def test_a_head_in_several_chunks(monkeypatch):
     """Of rows and of the vocabulary's parts; one rank has a single chunk."""
-    serial(Precise, 3, True, STEPS, documents="pack")
+    serial(Precise, 3, True, STEPS, batch_size=sequences(Layout(tp=2)), documents="pack")
     monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
     check(Layout(tp=2), Precise, 3, True, documents="pack")
 
