@@ -10,7 +10,19 @@ import pytest
 from kos.train.device.cpu import CpuDevice
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
-from tests.train.layouts import STEPS, Precise, cases, check, check_bits, layouts, length, named, sequences, serial, train
+from tests.train.layouts import (
+    STEPS,
+    Precise,
+    cases,
+    check,
+    check_bits,
+    layouts,
+    length,
+    named,
+    sequences,
+    serial,
+    train,
+)
 
 
 def run(layout: Layout, layers: int = 2, tied: bool = False, slow: bool = False, **changes: Any) -> Any:
