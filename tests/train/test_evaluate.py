@@ -55,7 +55,7 @@ def rows_of(
         device = DeviceComm(comm) if flags.get("device") == "cuda" else comm
         return evaluator.evaluate(folder / model, sources, tasks, flags, device)
 
-    first, *others = spawn(run, ranks, timeout=100)
+    first, *others = spawn(run, ranks, timeout=200)
     assert all(rows == first for rows in others)
     return first
 
