@@ -28,7 +28,7 @@ from kos.train.optim import cuda as cuda_optimizer
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
-from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end, sequences
+from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end
 from tests.train.models import InMemory
 
 STEPS = 3
@@ -91,8 +91,7 @@ def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
 
 
 def check(layout: Layout, changes: dict[str, Any]) -> None:
-    few = sequences(layout) if changes.get("micro_batch_size", 1) < 4 else RUN["batch_size"]
-    changes = {"layers": layers_of(layout), "batch_size": few, **changes}
+    changes = {"layers": layers_of(layout), **changes}
     layers, of_layouts = changes.pop("layers"), OF_LAYOUTS | {"graph", "micro_batch_size", "tied"}
     alone = {key: value for key, value in changes.items() if key not in of_layouts}
     ranks = train(layout, layers, **changes)
@@ -105,8 +104,7 @@ def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda_optimizer, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
-    changes = {"deterministic": True, "grad_clip": 1.0, "layers": layers_of(layout), "batch_size": sequences(layout),
-               **changes}  # fmt: skip
+    changes = {"deterministic": True, "grad_clip": 1.0, "layers": layers_of(layout), **changes}
     layers = changes.pop("layers")
     if "master_weights" in changes:
         changes["dtype"] = "bfloat16"
