@@ -38,7 +38,7 @@ def config_of(text: Path, out: Path, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {
         "steps": STEPS, "batch_size": 8, "seq_len": 8, "lr": 3e-3, "warmup_steps": 0, "eval_every": 3,
         "eval_batches": 2, "sample_tokens": 0, "save_every": 2, "device": "cpu", "deterministic": True, "model": SHAPE,
-        "timeout": 30.0,
+        "timeout": 100.0,
     }  # fmt: skip
     return TrainConfig.from_preset("tiny", data=str(text), out=out, **{**values, **changes})
 
@@ -64,7 +64,7 @@ def train(
         except Left:
             pass
 
-    spawn(run, ranks, timeout=60, faults=faults)
+    spawn(run, ranks, timeout=200, faults=faults)
     return result(out / "metrics.jsonl")
 
 

@@ -39,22 +39,34 @@ def named(others: Path) -> list[str]:
     return [f"zig={others / 'zig.txt'}", f"pairs={others / 'pairs.jsonl'}"]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})])
-def test_the_losses_are_those_of_val_data(text, others, tmp_path, ranks, layout):
-    """Training does not change, and neither does val_loss."""
-    how = {"steps": 4, "eval_every": 2, "save_every": 0, "sample_tokens": 0, **layout}
-    plain = _train(text, tmp_path / "plain", 1, **how | dict.fromkeys(layout, 1))
-    rows = _train(text, tmp_path / "more", ranks, **how, eval_data=named(others))
-    for key in ("loss", "val_loss", "val_loss_before"):
-        np.testing.assert_allclose([row[key] for row in rows if key in row], [x[key] for x in plain if key in x], 1e-5)
+FOUR: dict[str, Any] = {"steps": 4, "eval_every": 2, "save_every": 0, "sample_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def plain(text, others, tmp_path_factory):
+    """A run of one rank without others' data, and the losses after it with each of them as ``val_data``."""
+    out, losses = tmp_path_factory.mktemp("plain"), {}
+    rows = _train(text, out / "run", 1, **FOUR)
+    step4 = str(out / "run" / "checkpoints" / "step-4")
     for each in named(others):
         name, _, path = each.partition("=")
+        on = {"steps": 5, "eval_every": 1, "resume": step4, "lr": 1e-30, "fit": "whole" if name == "pairs" else "cut"}
+        losses[name] = _train(text, out / name, 1, **FOUR | on, val_data=path)[-1]["val_loss"]
+    return rows, losses
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})])
+def test_the_losses_are_those_of_val_data(text, others, tmp_path, plain, ranks, layout):
+    """Training does not change, and neither does val_loss."""
+    without, losses = plain
+    rows = _train(text, tmp_path, ranks, **FOUR, **layout, eval_data=named(others))
+    for key in ("loss", "val_loss", "val_loss_before"):
+        got, expected = ([row[key] for row in each if key in row] for each in (rows, without))
+        np.testing.assert_allclose(got, expected, 1e-5)
+    for name, loss in losses.items():
         assert [row["step"] for row in rows if f"val_loss/{name}" in row] == [2, 4]
         assert f"val_loss_before/{name}" in rows[0]
-        step4 = str(tmp_path / "more" / "checkpoints" / "step-4")
-        on = {"steps": 5, "eval_every": 1, "resume": step4, "lr": 1e-30, "fit": "whole" if name == "pairs" else "cut"}
-        alone = _train(text, tmp_path / name, 1, **how | dict.fromkeys(layout, 1) | on, val_data=path)
-        assert rows[-1][f"val_loss/{name}"] == pytest.approx(alone[-1]["val_loss"], rel=1e-5)
+        assert rows[-1][f"val_loss/{name}"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_gpu_has_the_losses_of_a_cpu(emulated, text, others, tmp_path):

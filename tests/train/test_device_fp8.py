@@ -155,21 +155,21 @@ def check_not_finite(ops: Any, arena: Arena, value: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @on_devices
 def test_quantize(ops, arena, rng, shapes, kind, form):
-    for shape in shapes if kind == "normal" else shapes[:-1]:
+    for shape in shapes if kind == "normal" else shapes[1:2]:
         check_quantize(ops, arena, matrix(kind, shape, rng), form)
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
 @on_devices
 def test_swiglu(ops, arena, rng, shapes, kind):
-    for n, f in shapes:
+    for n, f in shapes if kind == "normal" else shapes[1:2]:
         check_swiglu(ops, arena, matrix(kind, (n, 2 * f), rng), matrix("normal", (n, f), rng))
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
 @on_devices
 def test_rms_norm(ops, arena, rng, shapes, kind):
-    for n, f in shapes:
+    for n, f in shapes if kind == "normal" else shapes[1:2]:
         check_rms_norm(ops, arena, matrix(kind, (n, f), rng), rng.normal(size=f))
 
 

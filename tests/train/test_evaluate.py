@@ -55,7 +55,7 @@ def rows_of(
         device = DeviceComm(comm) if flags.get("device") == "cuda" else comm
         return evaluator.evaluate(folder / model, sources, tasks, flags, device)
 
-    first, *others = spawn(run, ranks, timeout=100)
+    first, *others = spawn(run, ranks, timeout=200)
     assert all(rows == first for rows in others)
     return first
 
@@ -66,7 +66,9 @@ def check(rows: list[Any], seq_len: int = 64, rel: float = 1e-5) -> None:
     assert loss["loss"] == pytest.approx(LOSSES[seq_len], rel=rel)
     assert loss["perplexity"] == pytest.approx(math.exp(loss["loss"]))
     assert loss["bits_per_byte"] == pytest.approx(loss["loss"] / math.log(2)), "a token of this tokenizer is a byte"
-    for row, (acc, acc_norm) in zip(accuracies, ACCURACIES.values(), strict=True):
+    assert accuracies
+    for row in accuracies:
+        acc, acc_norm = ACCURACIES[Path(row["data"]).stem]
         got = row["acc"], row["acc_norm"], row["questions"]
         assert got == (pytest.approx(acc / 24), pytest.approx(acc_norm / 24), 24), row["data"]
 
@@ -75,20 +77,20 @@ LAYOUTS = [(2, {}), (3, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2}), (4,
 
 
 def test_one_rank_has_the_numbers_of_the_references(folder):
-    check(rows_of(folder))
+    check(rows := rows_of(folder))
     check(rows_of(folder, seq_len=32), 32)
-    assert [row["cut"] for row in rows_of(folder)[1:]] == [16, 20, 21]
+    assert [row["cut"] for row in rows[1:]] == [16, 20, 21]
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_any_layout_has_the_same_numbers(folder, ranks, layout):
-    check(rows_of(folder, ranks, **layout))
+    check(rows_of(folder, ranks, choices=TASKS[:1], **layout))
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})])
 def test_an_emulated_gpu_has_the_same_numbers(emulated, folder, monkeypatch, ranks, layout):
     monkeypatch.setattr(evaluator, "choose_device", lambda asked, comm: asked)
-    check(rows_of(folder, ranks, device="cuda", dtype="float32", **layout))
+    check(rows_of(folder, ranks, choices=TASKS[:1], device="cuda", dtype="float32", **layout))
 
 
 def test_there_are_no_gradients_of_matrices(folder):

@@ -41,7 +41,7 @@ SLOW: list[tuple[Layout, dict[str, Any]]] = [
 def test_layouts_agree(layout, changes):
     """Losses, norms, adapters and text are those of one rank."""
     changes = {**changes, **({"lora_targets": (*changes["lora_targets"],)} if "lora_targets" in changes else {})}
-    layouts.check(layout, Precise, 5 if layout.pp > 1 else 2, False, **LORA, **changes)
+    layouts.check(layout, Precise, 5 if layout.pp > 1 else 2, False, 4, batch_size=8, **LORA, **changes)
 
 
 IN_ORDER: list[tuple[Layout, dict[str, Any]]] = [

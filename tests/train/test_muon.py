@@ -184,12 +184,12 @@ def small_buckets(monkeypatch):
 
 @cases(LAYOUTS, SLOW)
 def test_layout(layout, changes, small_buckets):
-    check(layout, Precise, 4, layout.dp % 2 == 0, **MUON, muon_lr=4e-3, **changes)
+    check(layout, Precise, 4, layout.dp % 2 == 0, batch_size=8, **MUON, muon_lr=4e-3, **changes)
 
 
 @cases([(Layout(tp=4), {}), (Layout(dp=2, tp=4), {"zero": 1})])
 def test_more_ranks_than_kv_heads(layout, changes, small_buckets):
-    check(layout, Precise, 3, True, **MUON, muon_lr=4e-3, kv_heads=2, **changes)
+    check(layout, Precise, 3, True, batch_size=8, **MUON, muon_lr=4e-3, kv_heads=2, **changes)
 
 
 @cases(LAYOUTS, SLOW)

@@ -3,6 +3,7 @@
 A group comes from an entry of ``OPTIMIZERS``, whose ``groups`` every part of the trainer asks.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +102,7 @@ def named(x: Any) -> str:
 def test_groups_on_different_axes(layout, changes, use):
     """The same losses, norms and weights as one group on one rank, clipped by the norm of both groups."""
     layers = 5 if layout.pp > 1 else 2
-    layouts.serial(Precise, layers, layout.dp == 2, layouts.STEPS)
+    layouts.serial(Precise, layers, layout.dp == 2, layouts.STEPS, batch_size=layouts.sequences(layout))
     use(norms_over_tp)
     layouts.check(layout, Precise, layers, layout.dp == 2, **changes)
 
@@ -112,16 +113,18 @@ FROZEN: list[tuple[Layout, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+FREEZING = [
+    *((*case, matrices_of_attention) for case in FROZEN),
+    *((*case, all_but_the_mlp_of_one_layer) for case in FROZEN if case[0].pp > 1 or case[0].dp * case[0].cp > 1),
+    *((*case, both) for case in FROZEN if case[0].tp > 1 and "deterministic" not in case[1]),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "changes", "kind"),
-    [
-        pytest.param(*case, kind, id=f"{case}-{kind.__name__}", marks=() if quick else pytest.mark.slow)
-        for number, case in enumerate(FROZEN)
-        for kind in (matrices_of_attention, all_but_the_mlp_of_one_layer, both)
-        if not (kind is both and "deterministic" in case[1])
-        for quick in [number < 4 if kind is matrices_of_attention else case[0].pp > 1]
-    ],
-)
+    [pytest.param(*case, id="-".join(map(named, case)), marks=pytest.mark.slow if number > 3 else ())
+     for number, case in enumerate(FREEZING)],
+)  # fmt: skip
 def test_frozen_tensors(layout, changes, kind, use):
     """They stay as they are. The others are trained as where the frozen ones have a learning rate of 0."""
     check_frozen(layout, changes, kind, use)
@@ -135,18 +138,26 @@ def test_biases_of_frozen_matrices(layout, changes, use, monkeypatch):
     check_frozen(layout, changes, biases_alone, use)
 
 
+@functools.cache
+def of_one_rank(kind: Kind, freezes: bool, layers: int, **how: Any) -> dict[str, Any]:
+    """What ``kind`` freezes is frozen, or has a learning rate of 0."""
+
+    def fields(name: str) -> dict[str, Any]:
+        if "frozen" in kind(name):
+            return {"frozen": True} if freezes else {"lr_scale": 0.0}
+        return {"decay": kind(name).get("decay", 0.0)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIMIZERS, "adamw", OPTIMIZERS["adamw"]._replace(groups=by_tensor(fields)))
+        (alone,) = layouts.train(Layout(), Precise, layers, True, **how)
+    return alone
+
+
 def check_frozen(layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]) -> None:
     layers = 5 if layout.pp > 1 else 2
     alike = {name: value for name, value in changes.items() if name in ("deterministic", "batch_size")}
     how: dict[str, Any] = {"lr": 3e-3, "grad_clip": 0.0, **alike}
-
-    def still(name: str) -> dict[str, Any]:
-        return {"lr_scale": 0.0} if "frozen" in kind(name) else {"decay": kind(name).get("decay", 0.0)}
-
-    use(still)
-    (expected,) = layouts.train(Layout(), Precise, layers, True, **how)
-    use(lambda name: {"frozen": True} if "frozen" in kind(name) else still(name))
-    (alone,) = layouts.train(Layout(), Precise, layers, True, **how)
+    expected, alone = (of_one_rank(kind, freezes, layers, **how) for freezes in (False, True))
     use(kind)
     for rank, got in enumerate(layouts.train(layout, Precise, layers, True, **{**how, **changes})):
         np.testing.assert_allclose(got["rows"], alone["rows"], rtol=1e-10)

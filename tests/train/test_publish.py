@@ -105,10 +105,20 @@ def test_every_k_steps_and_the_last(tmp_path):
     assert [*run(tmp_path, 2, publish_every=3)] == [0, 3, 4]
 
 
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Models to adapt, by type."""
+    folder, found = tmp_path_factory.mktemp("bases"), dict[str, Path]()
+    for name, shape in (("llama", SHAPE), ("gpt2", GPT2)):
+        (folder / name).mkdir()
+        run(folder / name, 1, model=shape, steps=1)
+        found[name] = folder / name / "out" / "checkpoints" / "step-1"
+    return found
+
+
 @pytest.mark.parametrize("changes", [{"zero": 1}, {"freeze": ("*lora_A*",)}], ids=["ZeRO-1", "A is frozen"])
-def test_adapters_are_published_alone(changes, tmp_path):
-    run(tmp_path, 1)
-    base = tmp_path / "out" / "checkpoints" / f"step-{STEPS}"
+def test_adapters_are_published_alone(changes, tmp_path, bases):
+    base = bases["llama"]
     seen = run(tmp_path, 2, out=tmp_path / "lora", init_from=str(base), lora=2, **changes)
     right = saved(tmp_path / "lora" / "checkpoints" / f"step-{STEPS}")
     assert right.keys() == seen[STEPS].keys() and all("lora_" in name for name in right)
@@ -129,11 +139,9 @@ def test_adapters_are_published_alone(changes, tmp_path):
         pytest.param(2, {"freeze": ("*lora_A*",)}, id="A is frozen"),
     ],
 )
-def test_adapters_are_published_merged(ranks, changes, tmp_path):
+def test_adapters_are_published_merged(ranks, changes, tmp_path, bases):
     """As ``kos export --merge`` writes them, under the names of the base."""
-    model = {"model": changes.get("model", SHAPE)}
-    run(tmp_path, 1, **model)
-    base = tmp_path / "out" / "checkpoints" / f"step-{STEPS}"
+    base = bases["gpt2" if "model" in changes else "llama"]
     about = {"init_from": str(base), "lora": 2, "publish_merged": True, "lr": 1e-2}
     seen = run(tmp_path, ranks, out=tmp_path / "lora", **about, **changes)
     for step in (2, STEPS):
