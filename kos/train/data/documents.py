@@ -307,9 +307,9 @@ def _text(path: Path, lines: Lines) -> Iterator[tuple[str, str]]:
 
 def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(_decoded(path, lines.encoding, "\n"), 1):
-        if not line.strip():
+        # Without the line's end, a line that is cut is wrong at its own end, and not at column 1 after it.
+        if not (line := line.rstrip("\r\n")).strip():
             continue
-        line = line.rstrip("\r\n")  # a line that is cut is then wrong at its own end, and not at column 1 after it
         try:
             yield f"line {number}", JSON.decode(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
