@@ -7,7 +7,7 @@ import select
 import threading
 import time
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -170,7 +170,7 @@ def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch):
 class Epoll:
     """As ``select.epoll``.  ``slept`` has the threads that have waited for an event."""
 
-    slept: list[threading.Thread] = []
+    slept: ClassVar[list[threading.Thread]] = []
     make = select.epoll
 
     def __init__(self) -> None:

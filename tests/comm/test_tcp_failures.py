@@ -313,7 +313,8 @@ def test_a_root_that_stops_within_a_gather_is_named(monkeypatch):
         received, sent = root.gather(x, 0, out=out, async_op=True), other.gather(x, 0, async_op=True)
         while not out[1, 0]:
             assert not received.done() and not sent.done()
-        with pytest.raises(CollectiveTimeout, match=r"not complete after 0.2 s; still waiting for ranks \[0\]") as caught:
+        waiting = r"not complete after 0.2 s; still waiting for ranks \[0\]"
+        with pytest.raises(CollectiveTimeout, match=waiting) as caught:
             sent.wait(0.2)
         assert caught.value.ranks == (0,)
 
