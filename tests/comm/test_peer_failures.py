@@ -303,7 +303,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezv
     engine.record.timeout = 0.3
     if rank < SIZE - 1:
         engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
-        late = rf"rank {SIZE - 1} {timeouts.GO_ON} within 0.3 s|kernel of rank [01] ended early"
+        late = rf"rank {SIZE - 1} {timeouts.GO_ON} within 0.3 s|the kernel of rank [01] ended early"
         with pytest.raises(CollectiveError, match=f"all_reduce #0 .*: ({late})"):
             comm.synchronize(until=lambda: True)
         with pytest.raises(CollectiveError, match="failed before"):
