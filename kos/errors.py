@@ -32,6 +32,8 @@ class KosError(RuntimeError):
     """Whether every rank of the job is known to raise this same error, so that one of them may speak for all."""
     ranks: tuple[int, ...] = ()
     """The ranks that failed first, as ranks of the world, where the error is about other ranks and they are known."""
+    unasked: tuple[int, ...] = ()
+    """Ranks of the world that may have failed too: the ranks that failed kept this one from asking them."""
     orderly = False
     """Whether the error is that a rank has closed its communicator, and not that it failed."""
     call: str | None = None
@@ -59,6 +61,7 @@ class KosError(RuntimeError):
         new = type(self)(f"{self}" if text is None else text, ranks=self.ranks, call=call)
         new.expected, new.got, new.cause = self.expected, self.got, cause or self.cause
         new.call, new.orderly = new.call or self.call, self.orderly and cause is None
+        new.unasked = self.unasked
         return new
 
     def about(self, *settings: str) -> Self:
@@ -173,7 +176,7 @@ _SENT = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout,
 def to_record(error: KosError, length: int | None = None) -> list[Any]:
     """A failure in the form in which ranks send it to each other, with at most ``length`` characters of each text."""
     parts = ((each and each[:length]) for each in (error.call, error.expected, error.got))
-    return [type(error).__name__, str(error)[:length], list(error.ranks), *parts]
+    return [type(error).__name__, str(error)[:length], list(error.ranks), *parts, list(error.unasked)]
 
 
 def from_record(record: Sequence[Any]) -> KosError:
@@ -181,7 +184,8 @@ def from_record(record: Sequence[Any]) -> KosError:
     kind, text, ranks, *parts = record
     error = _SENT.get(kind, CollectiveError)(text, ranks=ranks)
     if parts:
-        error.call, error.expected, error.got = parts
+        error.call, error.expected, error.got, unasked = parts
+        error.unasked = tuple(unasked)
     return error
 
 

@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "kos.cuda.Kernel": ("members: [__call__, bind]", "filters: []"),
     "kos.cuda.on_device": WITH_INIT,
     "kos.dtypes.DType": ALL,
-    "kos.errors.KosError": ("members: [on_every_rank, ranks]",),
+    "kos.errors.KosError": ("members: [on_every_rank, ranks, unasked]",),
     "kos.interop.flashinfer.CommBackend": (*ALL, *WITH_INIT),
     "kos.interop.ray.Collectives": ALL,
     "kos.interop.torch.Options": ALL,

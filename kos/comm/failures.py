@@ -307,10 +307,9 @@ class FailureLog:
             error = self.overdue(Late(late.others), what, seconds, kind)
             halted, awaited = self.status.halted, self.status.awaited
             certain = all(halted(rank) or (late.all_wait and awaited(rank) is None) for rank in error.ranks)
-            # If several running ranks do not wait, some of them may have completed the call.
-            clear = error.cause is not None or len(error.ranks) == 1 or all(map(halted, error.ranks))
-            # A running rank that has failed since this call began may have ended the call at its own timeout.
             runs = [] if error.cause is not None else [rank for rank in error.ranks if not halted(rank)]
+            clear = len(runs) <= 1  # if several running ranks do not wait, some of them may have completed the call
+            # A running rank that has failed since this call began may have ended the call at its own timeout.
             since = (self.timeout if seconds is None else seconds) + RECENT_SECONDS
             left = any(self.status.failed_within(rank, since) for rank in runs)
             known = (certain or len(error.ranks) < len(late.others)) and (clear or not late.may_be_complete)
@@ -320,30 +319,31 @@ class FailureLog:
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return cause.copy(f"{cause}; {self._names([rank])} failed because of it", what, cause)
-        culprits, cycle = self._blocking(world, self.in_world(late.arrived))
-        unasked = self.status.unasked
+        culprits, cycle, unasked, hub = self._blocking(world, self.in_world(late.arrived))
         waiting = [rank for rank in world if rank not in culprits and rank not in unasked]
         if culprits == world and late.words is not None:
-            absent = late.words
+            text = late.words
         else:
             verb = timeouts.ARRIVE if late.absent and set(culprits) <= set(world) else timeouts.GO_ON
-            absent = timeouts.late(self._names(culprits, True), verb)
-            absent += timeouts.awaited_by(self._ranks(waiting, True)) if waiting else ""
-        absent += self._where(culprits)
+            text = timeouts.late(self._names(culprits, True), verb)
+            text += timeouts.awaited_by(self._ranks(waiting, True)) if waiting else ""
+        text += self._where(culprits)
         if unasked:
-            absent += f"; {timeouts.unasked(self._ranks(unasked, True), self._names(culprits))}"
+            text += f"; {timeouts.unasked(self._ranks(unasked, True), self._names(hub))}"
         calls = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
         if cycle and (late.words is None or any(calls)):  # otherwise the words say what is known
             one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in calls)
-            absent += f"; {timeouts.cycle(self._ranks(cycle, True), one_group)}"
+            text += f"; {timeouts.cycle(self._ranks(cycle, True), one_group)}"
         for rank in culprits[:SHOWN_CALLS]:
             call = self.status.last_call(rank)
             if call and not f"{what} ".startswith(call.partition(" at ")[0] + " "):  # it has not begun ``what``
-                absent += f"; {timeouts.last_called(self._names([rank]), call)}"
+                text += f"; {timeouts.last_called(self._names([rank]), call)}"
         if stopped := [rank for rank in culprits if self.status.halted(rank) and not self.status.ended(rank)]:
-            absent += f"; {timeouts.stopped(self._names(stopped, True))}"
+            text += f"; {timeouts.stopped(self._names(stopped, True))}"
         over = "" if seconds is None else f"{timeouts.incomplete(seconds)}; "
-        return kind(over + absent, ranks=culprits, call=what)
+        error = kind(over + text, ranks=culprits, call=what)
+        error.unasked = tuple(unasked)
+        return error
 
     def mismatch(self, group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
         """The error of two calls that differ.  A call is given as its rank, text and fingerprint."""
@@ -439,15 +439,18 @@ class FailureLog:
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
 
-    def _blocking(self, late: list[int], arrived: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _blocking(self, late: list[int], arrived: Sequence[int]) -> tuple[list[int], ...]:
         """The ranks, among the ``late`` ones and those they wait for, transitively, that do not wait themselves.
 
         The second list is empty unless all of them wait, and one of them for this rank.  Then the first list is
         ``late``, and the second has all ranks of that cycle.
+
+        If the hub does not forward queries, the fourth list has the ranks to name for that (``PeerStatus.query``).  The
+        first list then has these ranks, and those that are known to be gone or stopped.  The third list has the ranks of
+        other hosts that could not be asked: they may be late, or wait.
         """
         me = self.world[self.rank]
         seen, todo, culprits, cycle, silent = {me}, list(late), list[int](), False, list[int]()
-        self.status.unasked = []
         while todo:
             rank = todo.pop(0)
             if rank in seen:
@@ -465,11 +468,11 @@ class FailureLog:
             else:
                 cycle = cycle or me in awaited
                 todo += awaited
-        hidden = [rank for rank in culprits if not self.status.sees(rank)]
-        if silent and hidden:  # they could not answer, and may wait for the silent ones
-            self.status.unasked = sorted(set(hidden).difference(silent))
-            return silent, []
         halted = [rank for rank in culprits if self.status.halted(rank)]  # for which others may wait unseen
+        hidden = [rank for rank in culprits if not self.status.sees(rank)]
+        if silent and hidden:
+            known = {*silent, *halted}
+            return sorted(known), [], sorted({*hidden} - known), silent
         if found := sorted(halted or culprits):
-            return found, []
-        return list(late), sorted(seen) if cycle else []
+            return found, [], [], []
+        return list(late), sorted(seen) if cycle else [], [], []

@@ -48,9 +48,7 @@ class PeerStatus:
         self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
         self._asked = self._answered = self._queried = -_ANSWER_SECONDS * 2  # when this rank sent, answered or got one
-        self._silent = list[int]()  # the ranks that kept the hub from forwarding its last query
-        self.unasked = list[int]()
-        """The ranks that could not be queried at the last timeout, because the hub did not forward the query."""
+        self._silent = list[int]()  # the ranks to name because the hub did not forward the last query
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
@@ -65,14 +63,14 @@ class PeerStatus:
     def connect(self, plane: Any) -> None:
         """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
 
-        Its ``send_notice`` sends a notice to all others.  With a timeout it returns the ranks that keep the hub from
-        forwarding it: the rank of the hub, or all ranks of its host if that is cut off; none if it was forwarded.
+        Its ``send_notice`` sends a notice to all others.  With a timeout, it waits until the hub has forwarded it.  If
+        the hub does not answer in time, it returns the ranks to name: that of the hub, or all of its host if this is
+        cut off from the network.  Else it returns no ranks.
         Its ``receive_notices`` calls ``handle_notice`` with each that has arrived, adds to ``ends``, and does not wait.
         Earlier failures are removed, because all ranks that it connects have handled them.
         """
         self.failures.clear()
         self.failed_at.clear()
-        self.unasked = []
         self._plane = weakref.ref(plane)
 
     @property
@@ -168,7 +166,8 @@ class PeerStatus:
     def query(self) -> list[int]:
         """Query all ranks for the ranks that they wait for; ``awaited`` then waits for the answers.
 
-        Returns the ranks that keep the hub from forwarding the query, so that no rank can answer.
+        Returns no ranks, or, if the hub does not forward the query so that no rank can answer, the ranks to name for
+        that (see ``connect``).
         """
         plane, now = self._plane(), time.monotonic()
         if plane is None or len(plane.failures.world) > _MOST_ASKED:

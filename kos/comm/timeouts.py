@@ -11,7 +11,7 @@ from collections.abc import Sequence
 ARRIVE, CONNECT, ANSWER, REPLY = "did not arrive", "did not connect", "did not answer", "gave no answer"
 JOIN = "did not join the store"
 GO_ON = "did not arrive or went no further"
-"""Of ranks that are late, if it is not known whether they have begun the call.  ``ARRIVE``: they have not."""
+"""For late ranks that may have begun the call.  ``ARRIVE`` is for ranks that are known not to have begun it."""
 UNKNOWN = "which ranks are late is not known"
 
 
@@ -26,13 +26,13 @@ def rejected(callers: list[str]) -> str:
 
 
 def awaited_by(waiting: str) -> str:
-    """Follows ``late``: the ranks that are late only because they wait for the named ones."""
+    """A clause after ``late``: the ranks that are late only because they wait for those ranks."""
     return f", for which {waiting} wait"
 
 
 def unasked(names: str, hub: str) -> str:
-    """Ranks of which nothing is known, because ``hub``, through which all hosts send queries, does not answer."""
-    return f"{names} could not be asked, because {hub} connects the hosts"
+    """Ranks of other hosts of which nothing is known; ``hub`` is the rank of the hub, or all ranks of its host."""
+    return f"{names} could not be asked, because queries between hosts go through {hub}, which did not answer"
 
 
 def stopped(names: str) -> str:

@@ -64,8 +64,8 @@ def on_failure(backend: GroupBackend, callback: Callback) -> None:
         _start()
 
 
-def is_to_call(backend: GroupBackend) -> bool:
-    """Whether ``backend`` has callbacks that have not returned yet.  They are called once it has failed."""
+def has_callbacks(backend: GroupBackend) -> bool:
+    """Whether ``backend`` has callbacks of ``on_failure`` that are not called yet, or are being called."""
     return backend in _callbacks or backend in _calling  # in this order: ``_tick`` moves it from one to the other
 
 

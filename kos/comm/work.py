@@ -43,7 +43,7 @@ class Engine:
         self.unreported: list[Work[Any]] = []  # failed messages whose error was not raised yet
         self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
-        self.wake: Callable[[], None] = lambda: None  # wakes the rank's waits, where these sleep until an event
+        self.wake: Callable[[], None] = lambda: None  # wakes the rank's waits; see ``Backend.waiter``
 
     def begin(self, work: Work[Any], steps: Steps) -> None:
         """Run the first of ``steps``, which carry ``work``: messages that need no waiting are posted on return."""

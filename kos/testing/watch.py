@@ -76,14 +76,14 @@ class Watch:
             return seconds
         idle = stuck | self._others | set(self.threads)
         others = (thread for thread in threading.enumerate() if thread.name != "kos-watchdog")
-        if idle.issuperset(others) and not self._has_callbacks():
+        if idle.issuperset(others) and not self._awaits_callback():
             world.fail(Deadlock(self._describe(world), ranks=self.plan.culprits()))
             return 0.0
         return _POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS)
 
-    def _has_callbacks(self) -> bool:
-        """Whether the watchdog has yet to call a callback of ``on_failure``, which may abort a communicator."""
-        return any(watchdog.is_to_call(each) and each.find_failure() is not None for _, each in self._backends)
+    def _awaits_callback(self) -> bool:
+        """Whether a callback of ``on_failure`` has yet to return for a failure: it may abort a communicator."""
+        return any(watchdog.has_callbacks(each) and each.find_failure() is not None for _, each in self._backends)
 
     def end_wait(self) -> None:
         """Record that the calling thread no longer waits."""

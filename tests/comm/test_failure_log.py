@@ -214,9 +214,26 @@ def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
     status.connect(plane)
     error = FailureLog(range(5), 2, status).overdue(late, "all_gather #1", 1.0)
     hub = "host a (ranks [0, 1])" if len(keeps) > 1 else "rank 0"
-    more = f"; ranks {unasked} could not be asked, because {hub} connects the hosts" if unasked else ""
+    more = f"; {timeouts.unasked(f'ranks {unasked}', hub)}" if unasked else ""
     assert str(error) == f"all_gather #1: not complete after 1.0 s; {named}{more}"
-    assert error.ranks == tuple(keeps) and f"{status.unasked or ''}" == unasked
+    assert error.ranks == tuple(keeps) and f"{list(error.unasked) or ''}" == unasked
+
+
+def test_a_hub_that_does_not_answer_is_named_with_ranks_that_are_known_to_be_stopped_or_gone():
+    status, plane = PeerStatus(2), _Plane(-1)
+    status.sees = lambda rank: rank in (2, 3)
+    status.halted = lambda rank: rank == 3 or status.ended(rank)
+    status.hosts = HOSTS
+    status.connect(plane)
+    status.ends[4] = CLOSED
+    log = FailureLog(range(5), 2, status)
+    error = log.overdue(Late([0, 1, 3, 4]), "all_gather #1", 1.0)
+    assert (error.ranks, error.unasked) == ((0, 3, 4), (1,))
+    assert timeouts.unasked("ranks [1]", "rank 0") in str(error) and timeouts.stopped("ranks [3]") in str(error)
+    late = Late(others=[0, 1, 3, 4], all_wait=True, may_be_complete=True, words=timeouts.UNKNOWN)
+    assert log.overdue(late, "all_gather #1", 1.0).ranks == (0, 3, 4)
+    later = log.overdue(Late([3]), "recv #1", 1.0)  # an error keeps its own, whatever fails later
+    assert (later.unasked, error.copy().unasked) == ((), (1,))
 
 
 @pytest.mark.parametrize(
@@ -418,10 +435,12 @@ def test_the_parts_of_a_mismatch_and_of_a_timeout():
 def test_the_parts_of_an_error_are_copied_sent_and_pickled():
     cause = RankLost("rank 3 is gone: boom", ranks=[3])
     error = CollectiveMismatch(ranks=[1, 2], call="world: recv #1", expected="2 elements", got="3")
+    error.unasked = (3, 4)
     assert str(error) == "world: recv #1: expected 2 elements, got 3"
     for other in (error.copy(), from_record(to_record(error)), pickle.loads(pickle.dumps(error))):
         assert (type(other), str(other), other.ranks) == (type(error), str(error), (1, 2))
         assert (other.call, other.expected, other.got) == ("world: recv #1", "2 elements", "3")
+        assert other.unasked == (3, 4)
     later = cause.copy(f"{cause}; rank 1 aborted because of it", "world: barrier #2", cause)
     assert (later.call, later.cause, later.ranks) == ("world: barrier #2", cause, (3,))
     assert str(later) == "world: barrier #2: rank 3 is gone: boom; rank 1 aborted because of it"

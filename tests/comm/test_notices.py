@@ -37,6 +37,11 @@ def die(rendezvous: TCPRendezvous) -> None:
     rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)
 
 
+def test_a_hub_that_does_not_forward_a_notice_in_time():
+    """Other ranks name its rank.  That rank itself runs: it names none."""
+    assert run_ranks(3, lambda rendezvous: rendezvous.send_notice("query", None, 1e-9)) == [[], [0], [0]]
+
+
 def test_a_notice_that_is_awaited_has_been_forwarded():
     """What a rank tells others afterwards comes later; without a hub it waits for no answer."""
 

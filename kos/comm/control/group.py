@@ -113,8 +113,9 @@ class TCPRendezvous(Rendezvous):
         return self.inbox.deaths.copy()  # another thread may read from the hub
 
     def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> list[int]:
-        connection, wait = self._connection, timeout > 0
-        if connection is None or self._channel(0).send([self.rank, kind, what], wait=wait, timeout=timeout):
+        connection, notice = self._connection, [self.rank, kind, what]
+        # If the hub of this rank is busy, no rank is silent.
+        if connection is None or self._channel(0).send(notice, wait=timeout > 0, timeout=timeout) or self.rank == 0:
             return []
         return self.failures.in_world(silent_ranks(self.failures, connection.sock))
 
@@ -466,8 +467,8 @@ class TCPRendezvous(Rendezvous):
                 finally:
                     self.inbox.exchanging = False
             except TimeoutError as error:
-                hub = silent_ranks(self.failures, connection.sock)
-                raise self.absent(hub, "rendezvous", timeouts.REPLY, several=False) from error
+                silent = silent_ranks(self.failures, connection.sock)
+                raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
             except (OSError, ValueError) as error:
                 if self._connection is None or isinstance(error, ValueError):  # it has no descriptor any more
                     raise self._closed_by_another_thread() from error

@@ -77,8 +77,7 @@ class Change:
         self._probes: dict[Address, socket.socket] = {}
         self._hub: socket.socket | None = None  # on the new rank 0: the listener of the new hub
         failures = group.failures.first, group.failures.status.last
-        blamed = {rank for failure in failures if failure is not None for rank in failure.ranks}
-        blamed.update(group.failures.status.unasked)
+        blamed = {rank for failure in failures if failure is not None for rank in (*failure.ranks, *failure.unasked)}
         self.blamed = group.silent | self._addresses(blamed)
         stopped = {each for each in self.blamed if self._stopped(each)}
         self.left_out = stopped | group.gone_newcomers

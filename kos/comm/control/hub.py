@@ -397,9 +397,10 @@ def is_cut_off(sock: socket.socket) -> bool:
 
 
 def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
-    """The ranks that do not answer if the hub does not: rank 0, or all ranks of its host if that is cut off.
+    """The ranks to name if the hub does not answer: rank 0, or all ranks of its host if that host is cut off.
 
-    ``sock`` leads to the hub.  Waits until the other side has acknowledged what was sent, or counts as cut off.
+    ``sock`` is the connection to the hub.  Waits until the other side has acknowledged what was sent, or counts as cut
+    off, for at most ``_ACKNOWLEDGE_SECONDS``.  A stopped process does not delay this, as its host acknowledges.
     """
     deadline = time.monotonic() + _ACKNOWLEDGE_SECONDS
     while not (cut_off := is_cut_off(sock)) and _is_unacknowledged(sock) and time.monotonic() < deadline:
@@ -410,7 +411,7 @@ def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
 def _is_unacknowledged(sock: socket.socket) -> bool:
     try:
         return fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4)
-    except (OSError, ValueError):  # of a system that does not say it, or of a closed socket
+    except (OSError, ValueError):  # a system without this request, or a closed socket
         return False
 
 

@@ -161,7 +161,7 @@ class NCCLBackend(Backend):
         last = backend.shared.last or unstarted(what, backend)
         if late:
             known = backend.late(last)
-            raise self.failures.overdue(Late(known.ranks or known.others), text)
+            raise self.failures.overdue(Late(known.ranks or known.others, absent=known.absent), text)
         self.failures.show_wait(backend.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
