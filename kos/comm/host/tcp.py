@@ -71,7 +71,7 @@ class TCPTransport(Backend):
 
     def sleep(self, seconds: float | None) -> bool:
         mark, self._slept_at = self._slept_at, self.poller.mark()
-        self.poller.pause(mark, seconds)  # not if something has arrived since the last sleep: all must be polled again
+        self.poller.pause(mark, seconds)  # returns at once if something has arrived since the last sleep
         return True
 
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:

@@ -83,8 +83,8 @@ class Poller:
     def pause(self, mark: int | None = None, seconds: float | None = None) -> None:
         """See ``Backend.waiter``.  Without a ``mark``, it waits until a socket is ready.
 
-        An event since ``mark`` that was not handled still makes its socket ready.  One that was handled may have
-        completed a message whose operation was polled before.
+        It returns at once if an event since ``mark`` was handled, as this may have completed a message after its
+        operation was polled.  An event that was not handled keeps its socket ready.
         """
         if mark is None or mark == self._events:
             self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
