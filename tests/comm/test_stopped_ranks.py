@@ -154,22 +154,23 @@ os._exit(0)
 """
 
 
+def printed(code: str, awaited: list[int], **more: str) -> list[str]:
+    """What these of 4 ranks print; the others are stopped.  ``more``: environment variables, one character a rank."""
+    port, ranks = free_port(), list[subprocess.Popen[str]]()
+    for rank in range(4):
+        env = {**OUTSIDE, **environment(rank, 4, port, **{name: values[rank] for name, values in more.items()})}
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env))
+    try:
+        return [ranks[rank].communicate(timeout=90)[0] for rank in awaited]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
 def test_ranks_without_shared_memory_are_asked_for_whom_they_wait():
     """All survivors name the stopped rank, although most wait for one another."""
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", AWAITED], stdout=subprocess.PIPE, text=True,
-            env={**OUTSIDE, **environment(rank, 4, port, KOS_CORE="0")},
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    try:
-        assert [rank.communicate(timeout=60)[0] for rank in ranks[:3]] == ["(3,)\n"] * 3
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    assert printed(AWAITED, [0, 1, 2], KOS_CORE="0000") == ["(3,)\n"] * 3
 
 
 STOPPED_HOST = """
@@ -193,17 +194,4 @@ def test_a_host_with_the_hub_that_is_stopped_is_left_out():
 
     Rank 2 finds the failure, and rank 3 receives its report.
     """
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", STOPPED_HOST], stdout=subprocess.PIPE, text=True,
-            env={**OUTSIDE, **environment(rank, 4, port, KOS_HOST="aabb"[rank])},
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    try:
-        assert [rank.communicate(timeout=90)[0] for rank in ranks[2:]] == ["(0,) (1,) 2\n"] * 2
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    assert printed(STOPPED_HOST, [2, 3], KOS_HOST="aabb") == ["(0,) (1,) 2\n"] * 2
