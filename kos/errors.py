@@ -106,7 +106,7 @@ class CollectiveMismatch(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """An operation was not completed in time; names it and the ranks that did not arrive."""
+    """An operation was not completed in time; names it and the late ranks."""
 
 
 class RankLost(CollectiveError):

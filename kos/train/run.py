@@ -457,8 +457,8 @@ class Trainer(RunContext):
             left = f"join the run again with --join {address}" if address.is_file() else "others have ended the run"
         elif self.saved_step > 0:
             left = f"the last checkpoint, of step {self.saved_step}, is good"
-            ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
-            lowest = not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1)
+            ranks, lost = self.comm.world_ranks, {*error.ranks, *error.unasked}
+            lowest = not lost or ranks[self.comm.rank] == min(set(ranks) - lost, default=-1)  # it gives the advice
             if lowest and not self.stop.advised:
                 left += report.resuming(self)
         elif self.start > 0:
