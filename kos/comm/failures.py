@@ -301,7 +301,10 @@ class FailureLog:
     def overdue(
         self, late: Late, what: object, seconds: float | None = None, kind: type[KosError] = CollectiveTimeout
     ) -> KosError:
-        """The error of the call ``what`` at its timeout.  It names the ranks that block those that are ``late``."""
+        """The error of the call ``what`` at its timeout.  It names the ranks that block those that are ``late``.
+
+        Its ``unasked`` has the ranks that this one could not ask for which ranks they wait.
+        """
         self.status.announce_wait()
         if late.others and not late.ranks and not late.elsewhere:
             error = self.overdue(Late(late.others), what, seconds, kind)
