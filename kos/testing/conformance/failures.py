@@ -238,6 +238,7 @@ def _late(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None
     slow = {rank for rank, (began, held_up) in enumerate(everyone) if max(began - start, held_up) > 0.5 * limit}
     if comm.rank != culprit and not _may_not_name(comm):
         assert (named or not _fills_ranks(comm)) and named <= {culprit} | slow, caught[0]
+        assert slow or re.search(NAMED.format(culprit=culprit), str(caught[0])), caught[0]
 
 
 def _gives_up(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
