@@ -204,8 +204,7 @@ class _HeldUp:
 
     def _run(self) -> None:
         while not self._over.wait(0.01):
-            now = time.monotonic()
-            self.seconds, self._at = max(self.seconds, now - self._at), now
+            self.seconds, self._at = max(self.seconds, (now := time.monotonic()) - self._at), now
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
