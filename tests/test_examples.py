@@ -238,13 +238,21 @@ def test_a_hostfile(tmp_path):
 @needs("kos.interop.torch")
 @needs("torch")
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
-def test_torch(name):
-    """They learn; tests/interop compares the losses with those over gloo."""
-    assert (EXAMPLES / name).read_text().count('init_process_group("kos")') == 1
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run_program(*command, str(EXAMPLES / name), env=environment())
-    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", output(done))]
-    assert len(losses) == 5 and losses == sorted(losses, reverse=True), losses
+def test_torch(name, tmp_path):
+    """The losses that gloo gives, to the last printed digit."""
+    text = (EXAMPLES / name).read_text()
+    assert text.count('init_process_group("kos")') == 1
+    over_gloo = re.sub(r"^import kos.*\n", "", text, flags=re.M).replace('group("kos")', 'group("gloo")')
+    (tmp_path / name).write_text(over_gloo)
+
+    def losses(path):
+        command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
+        done = run_program(*command, env=environment())
+        # At the end of a process Gloo may abort it: "terminate called without an active exception".
+        return re.findall(r"step \d: loss [\d.]+", output(done) if path.parent == EXAMPLES else done.stdout)
+
+    over_kos = losses(EXAMPLES / name)
+    assert len(over_kos) == 5 and over_kos == losses(tmp_path / name)
 
 
 @needs_mpirun

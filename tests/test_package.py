@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from kos.__main__ import COMMANDS, main
 from tests.launcher import MPIRUN
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILD = "import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
 
 
 def run(*command: str | Path, cwd: Path = ROOT, limit: float = 120) -> subprocess.CompletedProcess[str]:
@@ -139,38 +141,44 @@ def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, monkeypatc
     assert commands.typed == "", "of that command alone"
 
 
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """The wheel, built from the unpacked sdist, and the sdist."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("dist")
+    source = folder / "source"
+    source.mkdir()
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("needs a clone made by git")
+    for name in files.stdout.split():
+        if (ROOT / name).is_file() and not name.startswith(("tests/comm", "tests/train", "benchmarks/results")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    built = run(sys.executable, "-c", BUILD.format(kind="sdist"), folder, cwd=source)
+    assert built.returncode == 0, built.stderr
+    sdist = folder / built.stdout.split()[-1]
+    with tarfile.open(sdist) as archive:
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and newer have it
+        archive.extractall(folder / "unpacked", **safely)
+    [unpacked] = (folder / "unpacked").iterdir()
+    built = run(sys.executable, "-c", BUILD.format(kind="wheel"), folder, cwd=unpacked)
+    assert built.returncode == 0, built.stderr
+    return folder / built.stdout.split()[-1], sdist
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.skipif(shutil.which("make") is None or shutil.which("cc") is None, reason="needs make and a C compiler")
-def test_make_wheels(tmp_path):
-    """The sdist, and the wheels that are built from it with nothing but the build requirements.
-
-    One test, for what it builds takes long.
-    """
-    made = run("make", "wheels", f"PYTHON={sys.executable}", limit=600)
-    assert made.returncode == 0, made.stdout + made.stderr
-    core, pure = sorted((ROOT / "dist").glob("kos-*.whl"))
-    assert core.name.startswith(f"kos-{kos.__version__}-cp311-abi3-manylinux"), "of symbols that manylinux allows"
-    assert pure.name == f"kos-{kos.__version__}-py3-none-any.whl"
-    sdist = ROOT / "dist" / f"kos-{kos.__version__}.tar.gz"
-    assert [*(ROOT / "dist").glob("kos-*.tar.gz")] == [sdist]
-    check_files(core, pure, sdist)
-    check_wheel_without_a_compiler(sdist, tmp_path)
-    check_trial_of_releases(core, tmp_path / "venv")
-
-
-def check_files(core: Path, pure: Path, sdist: Path) -> None:
-    """They hold every file of kos and no other; only one wheel has the compiled core."""
-    files = run("git", "ls-files", "-co", "--exclude-standard", "kos")
-    expected = {name for name in files.stdout.split() if (ROOT / name).exists()}
+def test_both_hold_every_file_of_kos_and_no_other(dist):
+    wheel, sdist = dist
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "kos"], cwd=ROOT, capture_output=True)
+    expected = {name for name in files.stdout.decode().split() if (ROOT / name).exists()}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        core = {name for name in names if name.endswith(".so")}
+        metadata = archive.read(f"kos-{kos.__version__}.dist-info/METADATA").decode()
     sources = {name for name in expected if name.startswith("kos/_core/") and name.endswith((".c", ".h"))}
-    with_core, without = (
-        {name for name in zipfile.ZipFile(path).namelist() if name[-1] != "/" and name.startswith("kos/")}
-        for path in (core, pure)
-    )
-    assert with_core - without == {"kos/_core/native.abi3.so"}
-    assert without == expected - sources and "kos/py.typed" in without
-    metadata = zipfile.ZipFile(core).read(f"kos-{kos.__version__}.dist-info/METADATA").decode()
+    assert names - core == expected - sources and "kos/py.typed" in names
+    assert core <= {"kos/_core/native.abi3.so"}  # nothing where there is no compiler
     assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.11" in metadata
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
@@ -178,36 +186,72 @@ def check_files(core: Path, pure: Path, sdist: Path) -> None:
     assert not [name for name in packed if name.startswith(("tests/", "benchmarks/"))]
 
 
-def check_wheel_without_a_compiler(sdist: Path, folder: Path) -> None:
-    """It works, without the core."""
-    with tarfile.open(sdist) as archive:
-        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and newer have it
-        archive.extractall(folder / "unpacked", **safely)
-    [unpacked] = (folder / "unpacked").iterdir()
-    build = "import sys; from setuptools import build_meta as b; print(b.build_wheel(sys.argv[1]))"
-    built = run("env", "CC=/no/compiler", sys.executable, "-c", build, folder, cwd=unpacked)
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None or shutil.which("cc") is None, reason="needs make and a C compiler")
+def test_make_wheels_builds_one_with_the_core_and_a_pure_one_and_the_sdist():
+    """The wheels have the same files but the core; no symbol is newer than manylinux allows."""
+    made = run("make", "wheels", f"PYTHON={sys.executable}", limit=280)
+    assert made.returncode == 0, made.stdout + made.stderr
+    core, pure = sorted((ROOT / "dist").glob("kos-*.whl"))
+    assert [path.name for path in (ROOT / "dist").glob("kos-*.tar.gz")] == [f"kos-{kos.__version__}.tar.gz"]
+    assert core.name.startswith(f"kos-{kos.__version__}-cp311-abi3-manylinux")
+    assert pure.name == f"kos-{kos.__version__}-py3-none-any.whl"
+    files = [
+        {name for name in zipfile.ZipFile(path).namelist() if name.startswith("kos/") and name[-1] != "/"}
+        for path in (core, pure)
+    ]
+    assert files[0] - files[1] == {"kos/_core/native.abi3.so"} and files[1] < files[0]
+
+
+@pytest.mark.slow
+def test_a_wheel_built_without_a_compiler_works_without_the_core(dist, tmp_path):
+    [unpacked] = (dist[0].parent / "unpacked").iterdir()
+    for built in ("build", "kos/_core/native.abi3.so"):
+        shutil.rmtree(unpacked / built, ignore_errors=True)
+    build = ("env", "CC=/no/compiler", sys.executable, "-c", BUILD.format(kind="wheel"), tmp_path)
+    built = run(*build, cwd=unpacked)
     assert built.returncode == 0, built.stderr
-    with zipfile.ZipFile(folder / built.stdout.split()[-1]) as archive:
+    with zipfile.ZipFile(tmp_path / built.stdout.split()[-1]) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
-        archive.extractall(folder / "site")
-    program = f"import sys; sys.path.insert(0, {str(folder / 'site')!r}); import kos; "
+        archive.extractall(tmp_path / "site")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import kos; "
     program += "from kos import _core; print(kos.__file__); print(_core.unavailable)"
-    done = run("env", "-u", "KOS_CORE", sys.executable, "-c", program, cwd=folder)
+    done = run("env", "-u", "KOS_CORE", sys.executable, "-c", program, cwd=tmp_path)
     where, why = done.stdout.splitlines()
-    assert where == str(folder / "site" / "kos" / "__init__.py")
+    assert where == str(tmp_path / "site" / "kos" / "__init__.py")
     assert why.startswith("the compiled core was not built: ")
 
 
-def check_trial_of_releases(wheel: Path, venv: Path) -> None:
+@pytest.mark.slow
+def test_an_installed_wheel_passes_the_trial_of_releases(dist, tmp_path):
     """In a venv that has the packages kos depends on, from this Python, and kos from the wheel alone."""
+    venv = tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
-    install = ("install", "--no-deps", "--no-index", "--no-compile", wheel)
+    if run(sys.executable, "-m", "pip", "--version").returncode:
+        pytest.skip("needs pip")
+    install = ("install", "--no-deps", "--no-index", "--no-compile", dist[0])
     done = run(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", *install)
     assert done.returncode == 0, done.stderr
     [site] = venv.glob("lib/python*/site-packages")
     theirs = [path for path in sys.path if path.endswith("site-packages")]  # no .pth in them is read: no clone is found
     (site / "dependencies.pth").write_text("\n".join(theirs) + "\n")
-    core = run(venv / "bin" / "python", "-c", "from kos import _core; print(_core.unavailable)", cwd=venv)
-    assert core.stdout == "None\n", core.stderr
-    tried = run(venv / "bin" / "python", ROOT / "tests" / "installed.py", *([MPIRUN] if MPIRUN else []), limit=600)
+    tried = run(venv / "bin" / "python", ROOT / "tests" / "installed.py", *([MPIRUN] if MPIRUN else []), limit=290)
     assert tried.returncode == 0 and tried.stdout.endswith("\npassed\n"), tried.stdout + tried.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_sdist_installs_without_an_index(dist, tmp_path):
+    """In an environment of its own, with nothing but the build requirements, which were downloaded before."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    download = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", tmp_path, *requirements)
+    assert run(*download).returncode == 0 and len(list(tmp_path.glob("*.whl"))) == len(requirements)
+    assert run(sys.executable, "-m", "venv", tmp_path / "venv").returncode == 0
+    python = tmp_path / "venv" / "bin" / "python"
+    offline = ("--isolated", "install", "--no-deps", "--no-index", "--find-links", tmp_path, dist[1])
+    installed = run("env", "PIP_CONFIG_FILE=/dev/null", python, "-m", "pip", *offline, limit=240)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    [core] = (tmp_path / "venv").glob("lib/python*/site-packages/kos/_core/*.so")
+    assert core.name == "native.abi3.so"
+    version = run(tmp_path / "venv" / "bin" / "kos", "--version", cwd=tmp_path)
+    assert version.stdout == f"kos {kos.__version__}\n", version.stderr

@@ -38,12 +38,12 @@ SIZES_OF_MPI = (2, 4) if MPIRUN else ()
 
 
 def backends(*sizes: int) -> dict[str, Any]:
-    """A fixture's parameters: so many threads (0: as many as the fixture chooses), or the ranks of this mpirun."""
+    """A fixture's parameters: so many ranks that are threads, or those of the mpirun that runs this pytest."""
     mock = () if UNDER_MPIRUN else sizes
     threads = [pytest.param(size, marks=pytest.mark.slow) if size in SIZES_OF_MPI else size for size in mock]
     return {
         "params": [*threads, pytest.param("mpi", marks=pytest.mark.mpi)],
-        "ids": [*(f"mock-{size or 'several'}" for size in mock), "mpi"],
+        "ids": [*(f"mock-{size}" for size in mock), "mpi"],
     }
 
 

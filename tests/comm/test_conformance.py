@@ -2,9 +2,7 @@
 
 import os
 import re
-import zlib
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kos import PremulSum, ReduceOp, _core, cuda
+from kos import PremulSum, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.group_backend import GroupBackend
 from kos.comm.schedules import algorithms
@@ -23,8 +21,7 @@ from kos.testing.conformance.failures import SCENARIOS
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs, vector
 from tests.comm import compression_bounds as bounds
-from tests.comm.conftest import backends
-from tests.comm.ranks import TIMEOUT, MockRanks, MPIRanks
+from tests.comm.ranks import TIMEOUT
 
 # Collected on GPUs too, by ``import *``.
 __all__ = [
@@ -35,37 +32,20 @@ __all__ = [
     "test_shapes_and_scalars",
 ]  # fmt: skip
 
-# Threads, processes with the compiled core and processes without it each run every pair of dtype and operation once:
-# threads on 2, 3 or 4 ranks in turn, and processes with the core a third of the pairs on each of 2, 3 and 4.  For data
-# movement, two processes and threads run every dtype, other processes one dtype of each size.  `make test` runs a third
-# of the pairs on threads, another on two processes and a ninth on four.  Ranks with GPUs run everything.
+# Two processes and threads run two different thirds of the pairs of dtype and operation; each third has every dtype and
+# every operation.  For data movement, two processes run every dtype, and threads run one dtype of each size.  Four
+# processes share two cores, so they run less: a ninth of the pairs, and one dtype of data movement.
 PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
-DIVIDED = PROCESSES in ("2", "3", "4") and bool(cuda.unavailable())
-THIRD = {"2": 1, "4": 2}.get(PROCESSES or "", 0)
-
-
-def third(*indices: int) -> bool:
-    """Whether the parameters of these indices are in the third that this number of ranks has."""
-    return sum(indices) % 3 == THIRD
-
-
-def on_one_size(parameters: Sequence[Any]) -> list[Any]:
-    """All of them on two processes and on threads, a third of them on 3 and on 4 processes."""
-    return [each for i, each in enumerate(parameters) if not DIVIDED or PROCESSES == "2" or third(i)]
-
-
+LEFT_OUT = () if PROCESSES == "2" else pytest.mark.slow
+PART, OF = {"2": (1, 3), "4": (2, 9)}.get(PROCESSES or "", (0, 3))
 PAIRS = [
-    pytest.param(dtype, op, marks=() if third(place) and (PROCESSES != "4" or i % 3 == 0) else pytest.mark.slow)
+    pytest.param(dtype, op, marks=() if (i + ALL_DTYPES.index(dtype)) % OF == PART else pytest.mark.slow)
     for i, (dtype, op) in enumerate(REDUCTIONS)
-    if third(place := i + ALL_DTYPES.index(dtype)) or not DIVIDED or (PROCESSES == "2" and _core.native is None)
 ]
 MOVED = [np.dtype(name) for name in (np.bool_, ml_dtypes.bfloat16, np.float32, np.int64, np.complex128)]
 reductions = pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: getattr(x, "name", str(x)))
-QUICK = ALL_DTYPES if PROCESSES == "2" else [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
-DTYPES = [
-    pytest.param(dtype, marks=() if dtype in QUICK else pytest.mark.slow)
-    for dtype in (MOVED if DIVIDED and PROCESSES != "2" else ALL_DTYPES)
-]
+FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
+DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 CALLS = (
     "all_reduce|reduce|reduce_scatter|reduce_scatter_v|scan|exscan|broadcast|all_gather|all_gather_v|all_to_all|"
@@ -79,51 +59,17 @@ ELSEWHERE = re.compile(
 """The names of the promises that the other tests of this file check, for dtypes and sizes of their own."""
 
 
-class InTurn:
-    """Groups of threads: one of one rank, and one of 2, 3 or 4."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def run(self, fn: Callable[[Any], Any]) -> list[Any]:
-        MockRanks(1).run(fn)
-        return MockRanks(self.size).run(fn)
-
-
-@pytest.fixture(**backends(0))
-def ranks(request):
-    """The ranks of mpirun, or one thread and then 2, 3 or 4, which the arguments of the test choose."""
-    if request.param == "mpi":
-        return MPIRanks(request.getfixturevalue("mpi_world"))
-    return InTurn(2 + zlib.crc32(request.node.name.encode()) % 3)
-
-
-@pytest.fixture(**backends(1, 2, 3, 4))
-def of_each_size(request):
-    """The ranks of mpirun, or so many threads."""
-    return MPIRanks(request.getfixturevalue("mpi_world")) if request.param == "mpi" else MockRanks(request.param)
-
-
-def checked_here(of_dtypes: bool) -> list[str]:
+def checked_here(full: bool) -> list[str]:
     """All promises but those that other tests check: those of ``ELSEWHERE``, and failures (test_scenarios.py)."""
     failing = {*map(str, SCENARIOS)}
-    names = [case.name for case in cases(full=True) if case.name not in failing and not ELSEWHERE.fullmatch(case.name)]
-    return [name for name in names if of_dtypes == any(f" {dtype}" in name for dtype in ALL_DTYPES)]
+    names = [case.name for case in cases(full)]
+    return [name for name in names if name not in failing and not ELSEWHERE.fullmatch(name)]
 
 
-def check_promise(ranks: Any, seed: int, name: str) -> None:
+@pytest.mark.parametrize("name", checked_here(full=True))
+def test_promise(ranks, seed, name):
     (case,) = (each for each in cases(full=True, seed=seed) if each.name == name)
     ranks.run(lambda comm: case.applies(comm) and case.call(comm))
-
-
-@pytest.mark.parametrize("name", checked_here(of_dtypes=False))
-def test_promise(of_each_size, seed, name):
-    check_promise(of_each_size, seed, name)
-
-
-@pytest.mark.parametrize("name", on_one_size(checked_here(of_dtypes=True)))
-def test_promise_of_a_dtype(ranks, seed, name):
-    check_promise(ranks, seed, name)
 
 
 def test_the_names_of_promises_are_different_and_can_be_listed(capsys):
@@ -188,7 +134,8 @@ def test_scans_add_in_rank_order(ranks, seed, dtype):
         ranks.run(lambda comm, step=step: results.correct(comm, seed, step, (*SIZES, 70_001)))
 
 
-@pytest.mark.parametrize(("form", "dtype"), on_one_size(list(product(FORMATS, map(np.dtype, CARRIED)))), ids=str)
+@pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
 def test_compressed(ranks, seed, form, dtype):
     ranks.run(lambda comm: results.compressed(comm, seed, form, dtype))
 
@@ -226,14 +173,27 @@ def test_compressed_sums_are_near(ranks, seed):
 
 
 @pytest.mark.parametrize(
-    ("name", "algorithm"), [(name, each) for name in ("all_reduce", "reduce_scatter") for each in algorithms(name)]
+    "dtype",
+    [
+        pytest.param(np.float32, id="float32"),
+        pytest.param(np.int64, id="int64", marks=LEFT_OUT if PROCESSES == "4" else ()),
+    ],
 )
-def test_by_algorithm(of_each_size, seed, name, algorithm):
-    """Floats on even numbers of ranks; on odd ones integers, whose sums are exact in any order."""
-    dtype = np.dtype((np.float32, np.int64)[of_each_size.size % 2])
-    number = algorithms(name).index(algorithm) + len(algorithms(name))  # 0 is auto
-    step = Step(name, dtype=dtype, algorithm=number)
-    of_each_size.run(lambda comm: results.correct(comm, seed, step, (*SIZES, LARGE)))
+@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
+def test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype):
+    by_algorithm(ranks, seed, "all_reduce", algorithm, dtype)
+
+
+@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
+def test_reduce_scatter_by_algorithm(ranks, seed, algorithm):
+    by_algorithm(ranks, seed, "reduce_scatter", algorithm, np.float32)
+
+
+def by_algorithm(ranks: Any, seed: int, name: str, algorithm: str, dtype: Any) -> None:
+    known = algorithms(name)
+    number = known.index(algorithm) + len(known)  # 0 is auto
+    sizes = (*SIZES, LARGE)
+    ranks.run(lambda comm: results.correct(comm, seed, Step(name, dtype=np.dtype(dtype), algorithm=number), sizes))
 
 
 def moving(*names: str) -> Callable[..., None]:

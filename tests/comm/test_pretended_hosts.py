@@ -457,7 +457,7 @@ if comm.rank == {other}:
 try:
     {call}
 except kos.errors.KosError as error:
-    print(error.ranks, "for which ranks [{other}] wait" in str(error), flush=True)
+    print(error.ranks, "{said}" in str(error), flush=True)
 if comm.rank == {other}:
     time.sleep(2)
     os.kill(pids[{stopped}], signal.SIGKILL)
@@ -480,5 +480,6 @@ def test_a_stopped_rank_is_named_by_who_waits_for_another_rank_of_its_host(stopp
     If the stopped rank has the hub, nobody can ask.
     """
     other = 2 - stopped
-    found = run_processes(STOPPED.format(call=call, stopped=stopped, other=other), 3)
+    said = f"for which ranks [{other}] wait" if stopped else f"ranks [{other}] could not be asked, because rank 0"
+    found = run_processes(STOPPED.format(call=call, stopped=stopped, other=other, said=said), 3)
     assert found[other][1].startswith(f"({stopped},) ") and found[1][1] == f"({stopped},) True\n", found

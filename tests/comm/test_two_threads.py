@@ -173,7 +173,7 @@ def test_another_thread_ends_the_operation_of_a_sleeping_wait(how, monkeypatch):
         else:
             with pytest.raises(CollectiveTimeout, match="not complete after 0.1 s"):
                 work.wait(0.1)
-        waiting.join(TIMEOUT / 4)
+        waiting.join(TIMEOUT)
         over.set()
         assert isinstance(raised[0], CollectiveError)
 

@@ -22,7 +22,7 @@ from kos.train.ops.fp8 import Quantized
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.models import InMemory, part_of
 
-STEPS = 3
+STEPS = 4
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 24,
     "vocab_size": 40, "initializer_range": 0.3,
@@ -51,7 +51,7 @@ def make_data(config: TrainConfig) -> Dataset:
     rng = np.random.default_rng(1)
     steps = rng.choice([1, 1, 1, 7, 11], max(4000, 8 * config.seq_len)).cumsum() % 40
     cut = len(steps) * 3 // 4
-    sizes = config.seed, config.batch_size, config.seq_len, 2
+    sizes = config.seed, config.batch_size, config.seq_len, 3
     places = [np.unique([0, *rng.integers(0, len(part), len(part) // 9)]) for part in (steps[:cut], steps[cut:])]
     packs = config.documents == "pack"
     masked = np.where(rng.random(len(steps)) < 0.25, ~steps, steps).astype(np.int8)
@@ -138,29 +138,19 @@ def compare(
     assert held == set(alone["weights"]) and ranks[0]["text"] == alone["text"]
 
 
-def sequences(layout: Layout) -> int:
-    """Of a batch: few with which every rank adds up two gradients, and a pipeline begins, is full and ends."""
-    return min(8, max(4, 2 * layout.dp * layout.pp))
-
-
 OF_LAYOUTS = {"pp_schedule", "zero", "recompute"}
 """Settings that change no bit of a run on one rank."""
 
 
-def check(
-    layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any
-) -> list[dict[str, Any]]:
-    """Returns what the ranks know."""
-    changes = {"batch_size": sequences(layout), **changes}
+def check(layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any) -> None:
     alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
     ranks = train(layout, kind, layers, tied, steps, **changes)
     compare(ranks, serial(kind, layers, tied, steps, **alone), layout, DEVICES[kind])
-    return ranks
 
 
 def check_bits(layout: Layout, layers: int, tied: bool, **changes: Any) -> None:
     """With ``deterministic``, unless ``changes`` say otherwise."""
-    changes = {**BITS, "batch_size": sequences(layout), **changes}
+    changes = BITS | changes
     alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
     compare(train(layout, CpuDevice, layers, tied, **changes), bits_of_one(layers, tied, **alone), layout)
 

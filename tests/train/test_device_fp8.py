@@ -162,7 +162,7 @@ def test_quantize(ops, arena, rng, shapes, kind, form):
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
 @on_devices
 def test_swiglu(ops, arena, rng, shapes, kind):
-    for n, f in shapes if kind == "normal" else shapes[1:2]:
+    for n, f in shapes if kind == "normal" else shapes[1:3]:  # one of both is quantized within the backward, too
         check_swiglu(ops, arena, matrix(kind, (n, 2 * f), rng), matrix("normal", (n, f), rng))
 
 

@@ -10,19 +10,7 @@ import pytest
 from kos.train.device.cpu import CpuDevice
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
-from tests.train.layouts import (
-    STEPS,
-    Precise,
-    cases,
-    check,
-    check_bits,
-    layouts,
-    length,
-    named,
-    sequences,
-    serial,
-    train,
-)
+from tests.train.layouts import STEPS, Precise, cases, check, check_bits, layouts, length, named, serial, train
 
 
 def run(layout: Layout, layers: int = 2, tied: bool = False, slow: bool = False, **changes: Any) -> Any:
@@ -37,11 +25,7 @@ def stages(layout: Layout) -> int:
 
 TWO, V = Layout(pp=2), "zero-bubble-v"
 QUICK = Layout(dp=2), Layout(tp=2), Layout(dp=2, tp=2), Layout(pp=3), Layout(pp=2), Layout(cp=2)
-FEW, MANY = [*layouts(2), *layouts(4)], layouts(8)
-FOUR_BY_TWO = [each for each in MANY if 4 in (each.pp, each.dp, each.cp, each.tp)]
-"""Half of them are near and the other half have the bits."""
-EVERY = [*FEW, *(each for each in MANY if each not in FOUR_BY_TWO[::2]), Layout(pp=3, tp=2), Layout(pp=6), Layout(pp=3)]
-EXACT = [*FEW, *(each for each in MANY if each not in FOUR_BY_TWO[1::2]), Layout(pp=3, dp=2), Layout(pp=3, tp=2)]
+EVERY = [layout for ranks in (2, 4, 8) for layout in layouts(ranks)] + [Layout(pp=3, tp=2), Layout(pp=6), Layout(pp=3)]
 NEAR = [
     *(run(each, stages(each), each.dp % 2 == 0 or each.pp % 3 == 0, each not in QUICK) for each in EVERY),
     run(Layout(dp=2), documents="pack"), run(Layout(tp=2), documents="pack", recompute="norms"),
@@ -66,8 +50,8 @@ def test_layout(layout, layers, tied, changes):
 FIXED = Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(dp=2, tp=2), Layout(pp=2, cp=2)
 BITS = [
     *(run(each, stages(each), each.dp % 2 == 0 or each.pp % 2 == 0, each not in FIXED, seq_len=length(each.cp),
-          batch_size=12 if each.pp == 3 else sequences(each))  # 12: subtrees of several sizes
-      for each in EXACT),
+          batch_size=12 if ranks == 6 else 8)  # six micro-batches a rank: subtrees of several sizes
+      for ranks in (2, 4, 6, 8) for each in layouts(ranks)),
     *(run(each, 3, seq_len=length(2), documents="pack") for each in FIXED if each != Layout(dp=2, tp=2)),
     *(run(Layout(pp=2, dp=2, tp=1 + tied), 4, tied, tied or name != V, pp_schedule=name, batch_size=16)
       for name in SCHEDULES for tied in (False, True)),
@@ -104,7 +88,7 @@ def test_float32(layout):
 
 def test_a_head_in_several_chunks(monkeypatch):
     """Of rows and of the vocabulary's parts; one rank has a single chunk."""
-    serial(Precise, 3, True, STEPS, batch_size=sequences(Layout(tp=2)), documents="pack")
+    serial(Precise, 3, True, STEPS, documents="pack")
     monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
     check(Layout(tp=2), Precise, 3, True, documents="pack")
 
@@ -129,7 +113,8 @@ SLOW_COPIES = [
 @cases(COPIES, SLOW_COPIES)
 def test_more_ranks_than_kv_heads(layout, changes):
     """Neighbours along tp hold copies of a kv head, with the same bits, and count its gradient once."""
-    ranks = check(layout, Precise, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)
+    check(layout, Precise, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)
+    ranks = train(layout, CpuDevice, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)
     count = layout.tp // changes["kv_heads"]
     for neighbours in (ranks[at : at + count] for at in range(0, layout.ranks, count)):
         copied = [name for name in neighbours[0]["weights"] if name.endswith(("k_proj.weight", "v_proj.weight"))]

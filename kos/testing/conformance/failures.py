@@ -204,8 +204,7 @@ class _HeldUp:
 
     def _run(self) -> None:
         while not self._over.wait(0.01):
-            now = time.monotonic()
-            self.seconds, self._at = max(self.seconds, now - self._at), now
+            self.seconds, self._at = max(self.seconds, (now := time.monotonic()) - self._at), now
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
@@ -238,6 +237,7 @@ def _late(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None
     slow = {rank for rank, (began, held_up) in enumerate(everyone) if max(began - start, held_up) > 0.5 * limit}
     if comm.rank != culprit and not _may_not_name(comm):
         assert (named or not _fills_ranks(comm)) and named <= {culprit} | slow, caught[0]
+        assert slow or re.search(NAMED.format(culprit=culprit), str(caught[0])), caught[0]
 
 
 def _gives_up(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None:
