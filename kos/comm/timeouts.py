@@ -32,7 +32,7 @@ def awaited_by(waiting: str) -> str:
 
 def unasked(names: str, hub: str) -> str:
     """Ranks of other hosts of which nothing is known; ``hub`` is the rank of the hub, or all ranks of its host."""
-    return f"{names} could not be asked, because queries between hosts go through {hub}, which did not answer"
+    return f"{names} could not be asked, because {hub}, through which hosts query each other, did not answer"
 
 
 def stopped(names: str) -> str:

@@ -114,9 +114,8 @@ class TCPRendezvous(Rendezvous):
 
     def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> list[int]:
         connection, notice = self._connection, [self.rank, kind, what]
-        # If the hub of this rank is busy, no rank is silent.
         if connection is None or self._channel(0).send(notice, wait=timeout > 0, timeout=timeout) or self.rank == 0:
-            return []
+            return []  # on rank 0, the hub is a thread of this process: it is busy, but no rank is silent
         return self.failures.in_world(silent_ranks(self.failures, connection.sock))
 
     def receive_notices(self, status: PeerStatus) -> None:
