@@ -449,8 +449,8 @@ class FailureLog:
         ``late``, and the second has all ranks of that cycle.
 
         If the hub does not forward queries, the fourth list has the ranks to name for that (``PeerStatus.query``).  The
-        first list then has these ranks, and those that are known to be gone or stopped.  The third list has the ranks of
-        other hosts that could not be asked: they may be late, or wait.
+        first list then has these ranks, and those that are known to be gone or stopped.  The third list has the ranks
+        of other hosts that could not be asked: they may be late, or wait.
         """
         me = self.world[self.rank]
         seen, todo, culprits, cycle, silent = {me}, list(late), list[int](), False, list[int]()
