@@ -102,7 +102,7 @@ def named(x: Any) -> str:
 def test_groups_on_different_axes(layout, changes, use):
     """The same losses, norms and weights as one group on one rank, clipped by the norm of both groups."""
     layers = 5 if layout.pp > 1 else 2
-    layouts.serial(Precise, layers, layout.dp == 2, layouts.STEPS, batch_size=layouts.sequences(layout))
+    layouts.serial(Precise, layers, layout.dp == 2, layouts.STEPS)
     use(norms_over_tp)
     layouts.check(layout, Precise, layers, layout.dp == 2, **changes)
 
