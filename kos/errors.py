@@ -33,7 +33,7 @@ class KosError(RuntimeError):
     ranks: tuple[int, ...] = ()
     """The ranks that failed first, as ranks of the world, where the error is about other ranks and they are known."""
     unasked: tuple[int, ...] = ()
-    """Ranks of the world that may have failed too: the ranks that failed kept this one from asking them."""
+    """Ranks of the world that may have failed too.  This rank could not ask them, because the hub did not answer."""
     orderly = False
     """Whether the error is that a rank has closed its communicator, and not that it failed."""
     call: str | None = None

@@ -182,9 +182,9 @@ class Backend(ABC):
         Before a poll, kos calls its method ``mark()``, which returns a token.  After the poll, ``pause(mark, seconds)``
         waits until an event has occurred since that token, for at most ``seconds`` (None: without a limit).
 
-        Another thread of this rank may end the operation, by a timeout or an abort.  It then calls ``engine.wake()``
-        with the lock of the engine.  A backend whose ``pause`` may sleep for long replaces the attribute ``wake`` of
-        its engine by a function that ends this sleep.
+        Another thread of this rank may end the operation, by a timeout or an abort.  kos then calls ``engine.wake()``
+        in that thread, which holds the lock of the engine.  A backend whose ``pause`` may sleep for long replaces the
+        attribute ``wake`` of its engine by a function that ends this sleep.
         """
         return Backoff()
 

@@ -44,8 +44,8 @@ _LONG = 16384  # tokens from which a tile of queries takes so long that the work
 # These are the macros of the Hopper kernels. They were the fastest of those tried for head sizes 64 and 128.
 FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
 BACKWARD = {"STAGES": 2}
-# These are the macros of the mma kernels. The first that fits is used. With a STEP of 64, only heads of up to 64
-# elements fit the registers. All need shared memory (``mma_tiles``).
+# These are the macros of the mma kernels. kos uses the first ones that fit into registers and shared memory
+# (``mma_tiles``). With a STEP of 64, only heads of up to 64 elements fit into the registers.
 MMA = [dict(zip(("WARPS", "KEYS", "STEP"), each, strict=True))
        for each in ((8, 64, 64), (8, 64, 32), (8, 32, 16), (4, 32, 16))]  # fmt: skip
 
