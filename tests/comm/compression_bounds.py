@@ -11,6 +11,9 @@ from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.testing.conformance.values import near_the_bounds
 
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
 def largest_errors(form: Format, x: Any, dtype: Any) -> tuple[Any, Any]:
     """The largest errors of magnitudes ``x`` (float64, whole blocks) that are sent once: before they are rounded to
     ``dtype``, and after it.  They are derived in ``kos.comm.compression``."""
@@ -43,15 +46,17 @@ def errors_are_within_the_bounds(comm: Communicator, seed: int, dtype: Any) -> N
         wide, float32 = xs.astype(np.float64), 2.0**-24 * (n + 1)
         errors = [largest_errors(form, abs(x), dtype) for x in wide]
         with np.errstate(all="ignore"):
-            sums, before = wide, 0 * wide
+            sums, before, in_host = wide, 0 * wide, abs(wide)
             if local > 1:
                 ranks, part = wide.reshape(n // local, local, -1), local if op is ReduceOp.AVG else 1
-                sums, before = ranks.sum(1) / part, float32 * abs(ranks).sum(1) / part + 2.0**-149
+                in_host = abs(ranks).sum(1)  # in float32, where it may become inf although the average would not
+                sums, before = ranks.sum(1) / part, float32 * in_host / part + 2.0**-149
                 before += rounding(abs(sums) + before, dtype)
             sent = abs(sums) + before
             exact, first = sums.sum(0), before.sum(0) + sum(largest_errors(form, x, dtype)[0] for x in sent)
             added = sent.sum(0) + first
-            near_maximum = np.isfinite(added) & (added > 0.99 * float(ml_dtypes.finfo(dtype).max))
+            near_maximum = (added > 0.99 * float(ml_dtypes.finfo(dtype).max)) | (in_host > 0.99 * FLOAT32_MAX).any(0)
+            near_maximum &= np.isfinite(added)
             exact[near_maximum.reshape(-1, BLOCK).any(1).repeat(BLOCK)] = np.nan
             first += float32 * added
             if op is ReduceOp.AVG:
