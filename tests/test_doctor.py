@@ -301,6 +301,11 @@ def test_gpus_of_one_process():
     assert ranks.gpus_of_this_process(20).verdict == OK
 
 
+def test_a_switch_of_the_compiled_core_is_0_or_1():
+    done = run_program(sys.executable, "-c", "import kos", env={**OUTSIDE, "KOS_CORE": "off"})
+    assert done.stderr.endswith("InvalidArgument: KOS_CORE: expected 0 or 1 in the environment, got 'off'\n")
+
+
 @pytest.mark.parametrize(("off", "how"), [("0", "unset KOS_CORE"), (None, "install kos again beside a C compiler")])
 def test_the_remedy_without_the_compiled_core(monkeypatch, off, how):
     monkeypatch.setattr(_core, "unavailable", "it is away")

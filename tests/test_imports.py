@@ -22,6 +22,7 @@ FLOORS = {
     "errors": 0,
     "dtypes": 0,
     "files": 0,
+    "switches": 0,
     "reporting": 0,
     "cuda": 1,
     "memory": 1,

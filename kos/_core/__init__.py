@@ -6,9 +6,10 @@ its interface in C, ``native.pyi`` that in Python.
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import Any
+
+from kos.switches import is_on
 
 native: Any = None
 """The extension module, or None."""
@@ -16,7 +17,7 @@ unavailable: str | None = None
 """Why the extension module cannot be used; None if it can."""
 
 try:
-    if os.environ.get("KOS_CORE") == "0":
+    if not is_on("KOS_CORE", default=True):
         unavailable = "the compiled core is off: KOS_CORE=0"
     else:
         native = import_module("kos._core.native")

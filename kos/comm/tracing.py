@@ -8,7 +8,6 @@ KOS_RECORDER_TIMING=1: entries of the recorder have ``duration_ms`` for operatio
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -21,17 +20,18 @@ from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.streams import Event, capture_of
 from kos.errors import BackendUnavailable, KosError, install
+from kos.switches import is_on
 
 
 def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
     """The tracer of the launches of a communicator that the environment requests; None if it requests none.
 
-    Raises BackendUnavailable for KOS_NVTX without the package nvtx.
+    Raises BackendUnavailable for KOS_NVTX without the package nvtx, and InvalidArgument for values other than 0 and 1.
     """
     tracers: list[Tracer] = []
-    if _requested("KOS_NVTX"):
+    if is_on("KOS_NVTX"):
         tracers.append(_ranges())
-    if _requested("KOS_RECORDER_TIMING") and backend.device is not None:
+    if is_on("KOS_RECORDER_TIMING") and backend.device is not None:
         tracers.append(partial(_timed, recorder))
     if not tracers:
         return None
@@ -44,10 +44,6 @@ def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
             yield
 
     return trace
-
-
-def _requested(name: str) -> bool:
-    return os.environ.get(name, "0") not in ("", "0")
 
 
 def _ranges() -> Tracer:

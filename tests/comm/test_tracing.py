@@ -12,7 +12,7 @@ import kos
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver, streams
-from kos.errors import BackendUnavailable, CollectiveMismatch
+from kos.errors import BackendUnavailable, CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm.fake_gpu import captures
@@ -83,6 +83,13 @@ def test_nothing_is_traced_otherwise(monkeypatch, value):
         comm.all_reduce(np.ones(1))
         assert comm._tracing is None
         assert not comm.recorder.durations
+
+
+@pytest.mark.parametrize("name", ["KOS_NVTX", "KOS_RECORDER_TIMING"])
+def test_a_switch_is_0_or_1(monkeypatch, name):
+    monkeypatch.setenv(name, "no")
+    with pytest.raises(InvalidArgument, match=f"{name}: expected 0 or 1 in the environment, got 'no'"):
+        kos.init()
 
 
 class Clock:
