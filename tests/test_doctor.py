@@ -302,7 +302,7 @@ def test_gpus_of_one_process():
 
 
 def test_a_switch_of_the_compiled_core_is_0_or_1():
-    done = run_program(sys.executable, "-c", "import kos", env={**OUTSIDE, "KOS_CORE": "off"})
+    done = run_program(sys.executable, "-c", "import kos._core", env={**OUTSIDE, "KOS_CORE": "off"})
     assert done.stderr.endswith("InvalidArgument: KOS_CORE: expected 0 or 1 in the environment, got 'off'\n")
 
 

@@ -40,7 +40,8 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing"),
-    ("errors", "commands"), ("reporting", "errors"), ("train", "transfer"), ("interop", "transfer"),
+    ("errors", "commands"), ("switches", "errors"), ("reporting", "errors"), ("train", "transfer"),
+    ("interop", "transfer"),
 }  # fmt: skip
 
 ALLOWED_BY_CORE = {"numpy", "ml_dtypes", "kos"}
