@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kos._core import native
-from kos.comm.peer_status import PeerStatus
+from kos.comm.failures import FailureLog
 from kos.testing.conformance.failures import LATE, SCENARIOS, check
 from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario
 from tests.comm.tcp_ranks import TCPRanks
@@ -47,8 +47,14 @@ def test_on_threads(row):
 def test_a_rank_that_gets_no_core_may_be_named(monkeypatch):
     """It waits too, but cannot show that in time."""
     row = next(row for row in SCENARIOS if str(row) == "recv_bytes from any, a rank is late")
-    shown, meeting = threading.Semaphore(0), threading.Barrier(3)
-    monkeypatch.setattr(PeerStatus, "post_wait", lambda self, ranks: shown.release())
+    shown, meeting, waiting = threading.Semaphore(0), threading.Barrier(3), set[int]()
+
+    def show(log, late):  # in the call, not in the barrier before it
+        if late is not None and log.rank not in waiting:
+            waiting.add(log.rank)
+            shown.release()
+
+    monkeypatch.setattr(FailureLog, "show_wait", show)
 
     def meet(comm, limit):
         if comm.rank == 2:
