@@ -422,10 +422,6 @@ class TCPRendezvous(Rendezvous):
     def _free(self, orderly: bool, code: int | None) -> None:
         if self.mpi is not None:
             self.mpi.free(orderly, code)
-        self._leave(orderly, code)
-
-    def _leave(self, orderly: bool, code: int | None) -> None:
-        """Close the connection to the hub, or the hub."""
         connection, self._connection, self.inbox.closed = self._connection, None, True
         if self._listener is not None:
             self._listener.close()
