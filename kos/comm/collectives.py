@@ -279,6 +279,11 @@ class Operations:
             work.residual = o.residual.flat if on_host else o.residual.array
         return work
 
+    def _start(self, operation: Operation) -> Any:
+        """Prepare and start a checked call.  Returns what ``Prepared.start`` returns."""
+        work = self._prepare(operation)
+        return work.prepared.start(self, work)
+
     def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]:
         """All ranks' ``numbers``, as many on each, for the call ``purpose``."""
         raise NotImplementedError
@@ -810,7 +815,7 @@ class Operations:
         """
         options = self._options("recv_bytes", async_op, timeout)
         self._refuse_batch("recv_bytes")
-        return self._start_awaited(self._awaited("recv_bytes", options, src, tag))
+        return self._start(self._awaited("recv_bytes", options, src, tag))
 
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
               timeout: float | None = None) -> Envelope | None:
@@ -828,7 +833,7 @@ class Operations:
         operation = self._awaited("probe", self._options("probe", False, timeout), src, tag)
         self._refuse_batch("probe")
         if check_bool("wait", wait):
-            found: Envelope = self._start_awaited(operation)
+            found: Envelope = self._start(operation)
             return found
         self._check_open()
         self.backend.failures.refuse("probe")
@@ -840,11 +845,6 @@ class Operations:
         self._check_envelopes(name)
         message = Message(src=self._source(name, src), recv_tag=check_tag(tag))
         return Operation(name, self.rank, options, message=message)
-
-    def _start_awaited(self, operation: Operation) -> Any:
-        """Start a call that may wait for the envelope of a message."""
-        work = self._prepare(operation)
-        return work.prepared.start(self, work)
 
     def _source(self, name: str, src: Any) -> int:
         """The source of a message: another rank, or ANY."""

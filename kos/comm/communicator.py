@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
+import numpy as np
+
 from kos.comm import interrupts, watchdog
 from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
 from kos.comm.collectives import Operations
@@ -90,10 +92,23 @@ class Communicator(Groups):
         if group is None:
             rendezvous.failures.status.publish_last_call(self.recorder.last_call)
         self._tracing = backend.tracing = tracing(backend, self.recorder)
-        self._core_group, self._core_calls = backend.core_calls(self)
+        core, self._core_calls = (None, None) if self._tracing is not None else backend.core_calls()
+        self._core_group = core if core is not None and self._bind(core) else None
         if self._core_group is not None:
             self._use_core()
         _communicators.add(self)
+
+    def _bind(self, core: Any) -> bool:
+        """Give the core what the operations use.
+
+        Returns False if NumPy's arrays are not as the core expects, or if it makes those of another communicator.
+        """
+        example, failures, recorder = np.zeros((2, 3)), self.rendezvous.failures, self.recorder
+        bound: bool = core.bind(
+            example, example.ctypes.data, self, failures, self._core_calls, failures.status,
+            self.backend.engine.active, recorder.counter, recorder.slots, self._collectives, self._messages,
+        )  # fmt: skip
+        return bound
 
     def _use_core(self) -> None:
         """Have the core make the operations that subclasses have not changed."""

@@ -154,10 +154,10 @@ class GroupBackend(ABC):
         """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         return []
 
-    def core_calls(self, comm: Any) -> tuple[Any, Any]:
-        """A ``kos._core.native.Group`` for the calls of ``comm``, and the object that describes calls to it.
+    def core_calls(self) -> tuple[Any, Any]:
+        """A ``kos._core.native.Group`` for the calls of a communicator, and the object that describes calls to it.
 
-        Both are None if the core does not make calls of ``comm``.
+        Both are None if the core does not make these calls.
         """
         return None, None
 

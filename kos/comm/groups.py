@@ -165,8 +165,7 @@ class Groups(Operations):
     def _agree(self, control: Operation, call: str) -> None:
         """Check that the other ranks make the same control-plane call."""
         if self.backend.carries_host:
-            work = self._prepare(control)
-            work.prepared.start(self, work)
+            self._start(control)
         else:
             with self._exchange(call):
                 self.rendezvous.barrier()
@@ -353,8 +352,7 @@ class Groups(Operations):
         self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
     ) -> list[bytes] | None:
         """The bytes of every rank; None on a rank that gets none.  Lengths travel first, -1 of data that is refused."""
-        if self._batch is not None:
-            raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
+        self._refuse_batch(name)
         sends = operation != "broadcast" or self.rank == root
         if sends and not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
@@ -378,11 +376,9 @@ class Groups(Operations):
             send = send if self.rank == root else recv
         options = self._options(operation, False, timeout)._replace(purpose=name)
         recv_counts = None if operation == "broadcast" else tuple(counts)
-        call = Operation(
+        self._start(Operation(
             operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
-        )
-        work = self._prepare(call)
-        work.prepared.start(self, work)
+        ))  # fmt: skip
         ends = itertools.accumulate(counts)
         return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
 
@@ -393,8 +389,7 @@ class Groups(Operations):
         mine, everyone = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
         send, recv = as_buffer(mine, "counts", False), as_buffer(everyone, "counts", True)
         options = self._options("all_gather", False, timeout)._replace(purpose=purpose)
-        work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
-        work.prepared.start(self, work)
+        self._start(Operation("all_gather", self.rank, options, send, recv))
         rows: list[list[int]] = everyone.tolist()
         return rows
 

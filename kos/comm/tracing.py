@@ -75,8 +75,7 @@ def _timed(recorder: Recorder, launched: Sequence[Work[Any]], _: bool, overlap: 
     with driver.on_device(part.device):
         begin, end = Event(part.device, timed=True), Event(part.device, timed=True)
         for waited in streams if overlap else ():  # what an overlapped operation waits for does not count
-            begin.record(waited)
-            begin.hold(stream)
+            begin.order(waited, stream)
         begin.record(stream)
         yield
         end.record(stream)

@@ -85,9 +85,7 @@ def order(before: Any, after: Any, device: int) -> None:
     """Make ``after`` wait, on the device, for the work queued on ``before`` now."""
     if handle(before) != handle(after):
         with driver.on_device(device):
-            event = Event(device)
-            event.record(before)
-            event.hold(after)
+            Event(device).order(before, after)
 
 
 def is_idle(stream: int) -> bool:
@@ -142,6 +140,11 @@ class Event:
     def hold(self, stream: Any) -> None:
         """Make work queued on ``stream`` from now on wait for the event."""
         call(cu.cuStreamWaitEvent, handle(stream), self._handle, 0)
+
+    def order(self, before: Any, after: Any) -> None:
+        """Make work queued on ``after`` from now on wait for the work queued on ``before`` now."""
+        self.record(before)
+        self.hold(after)
 
     def done(self) -> bool:
         """Whether the device has passed the event (or it was never recorded)."""

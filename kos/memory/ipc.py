@@ -94,15 +94,23 @@ def pretended_host() -> str:
 @functools.lru_cache(maxsize=1)
 def _origin(pid: int, pretended: str) -> Origin:
     host = socket.gethostname()
+    return Origin(f"{boot_id() or host} {pretended}", pretended or host, namespace("pid"), namespace("ipc"), pid)
+
+
+def boot_id() -> str:
+    """An identity of this boot of the kernel, and so of this machine; "" on a system that has none."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        boot = host
+        return ""
+
+
+def namespace(kind: str) -> str:
+    """An identity of this process's namespace of a ``kind`` ("pid", "ipc", "net"); "" on a system that has none."""
     try:
-        namespaces = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/ipc")
+        return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
-        namespaces = "", ""
-    return Origin(f"{boot} {pretended}", pretended or host, *namespaces, pid)
+        return ""
 
 
 @dataclass(frozen=True)

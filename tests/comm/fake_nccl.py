@@ -27,7 +27,7 @@ from kos.comm.contract import Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import compressed, devices, memory, nccl, nccl_binding, nccl_staging, routes, shared, works
+from kos.comm.gpu import devices, memory, nccl, nccl_binding, nccl_staging, routes, shared, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.host_backend import HostBackend
@@ -317,8 +317,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         monkeypatch.setattr(module, "Scratch", Memory)
     monkeypatch.setattr(contract, "load_kernel", load_kernel)
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
-    for module in (compressed, devices):
-        monkeypatch.setattr(module, "device_info", lambda index: info)
+    monkeypatch.setattr(devices, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(nccl_binding, "_address_of", fake.address_of)
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
@@ -359,7 +358,7 @@ def of_nccl(rendezvous: Rendezvous, comm: Any = None, host: HostBackend | None =
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one launch its operations by Python, as larger groups do; else they are copies, or nothing."""
     monkeypatch.setattr(device, "single_rank_route", lambda o, index: None)
-    monkeypatch.setattr(shared.CommState, "core_calls", lambda *_: (None, None))
+    monkeypatch.setattr(GPUBackend, "core_calls", lambda _: (None, None))
 
 
 def alone() -> kos.Communicator:

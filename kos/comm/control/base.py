@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,13 +20,13 @@ from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.prepared import shortened
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, KosError, RendezvousError
-from kos.memory.ipc import pretended_host
+from kos.memory.ipc import boot_id, pretended_host
 
 HOST_CHARACTERS = 64  # of a name in KOS_HOST, at most
 _HEAD = struct.Struct("!IH")  # of a message: the number of the exchange, and the length of the call's name
 
 
-class _Place(NamedTuple):
+class Location(NamedTuple):
     """Where a rank runs."""
 
     machine: str
@@ -74,7 +73,7 @@ class Rendezvous(ABC):
     """The options of NCCL for this group, the same on all ranks."""
     host: str | None = None
     """The name of the host on which this rank pretends to be; None for that of ``KOS_HOST``, "" for none."""
-    _known_places: list[_Place] | None = None
+    _known_locations: list[Location] | None = None
     call = "exchange"  # the program's call, with its arguments; the same on all ranks
     usual: float | None = None
     """The communicator's timeout, where ``timeout`` is that of a call.  It limits the wait for a stopped rank."""
@@ -280,7 +279,7 @@ class Rendezvous(ABC):
     def local_ranks(self) -> list[int]:
         """The group's ranks on the same host as this one, ascending.  Collective on first use."""
         mine = self.host_identity
-        return [rank for rank, place in enumerate(self._places) if place.identity == mine]
+        return [rank for rank, place in enumerate(self._locations) if place.identity == mine]
 
     @property
     def ranks_per_host(self) -> int | None:
@@ -288,7 +287,7 @@ class Rendezvous(ABC):
 
         Else None.  Collective on first use.
         """
-        hosts = [place.identity for place in self._places]
+        hosts = [place.identity for place in self._locations]
         size = hosts.count(hosts[0])
         alike = len({*hosts}) * size == len(hosts) and all(
             len({*hosts[i : i + size]}) == 1 for i in range(0, len(hosts), size)
@@ -298,12 +297,12 @@ class Rendezvous(ABC):
     @property
     def host_identity(self) -> str:
         """An identity of this rank's host, pretended hosts included.  Collective on first use."""
-        return self._places[self.rank].identity
+        return self._locations[self.rank].identity
 
     @property
     def pretended_host(self) -> str:
         """The name of the host on which this rank pretends to be; "" for none.  Collective on first use."""
-        return self._places[self.rank].host
+        return self._locations[self.rank].host
 
     @property
     def place_on_machine(self) -> int:
@@ -316,20 +315,20 @@ class Rendezvous(ABC):
 
         Pretended hosts share the machine.  Collective on first use.
         """
-        mine = self._places[self.rank].machine
-        return [(rank, place.numa_node) for rank, place in enumerate(self._places) if place.machine == mine]
+        mine = self._locations[self.rank].machine
+        return [(rank, place.numa_node) for rank, place in enumerate(self._locations) if place.machine == mine]
 
     def name_hosts(self) -> None:
         """Make errors name the hosts of ranks, if there are several.  Collective on first use of the places."""
         hosts = dict[str, tuple[str, list[int]]]()
-        for rank, place in enumerate(self._places):
+        for rank, place in enumerate(self._locations):
             hosts.setdefault(place.identity, (place.name, []))[1].append(self.failures.world[rank])
         found = {rank: (name, tuple(ranks)) for name, ranks in hosts.values() for rank in ranks}
         self.failures.status.hosts = found if len(hosts) > 1 else {}
 
     def wrong_hosts(self) -> str:
         """What is wrong with the ranks' ``KOS_HOST``, the same text on all ranks, or "".  Collective on first use."""
-        names = [place.host for place in self._places]
+        names = [place.host for place in self._locations]
         wrong = [rank for rank, name in enumerate(names) if len(name) > HOST_CHARACTERS or not name.isprintable()]
         if wrong:
             allowed = f"expected a name of at most {HOST_CHARACTERS} printable characters"
@@ -346,16 +345,16 @@ class Rendezvous(ABC):
         return sorted(ranks, key=lambda r: (wanted[r][1], r))
 
     @property
-    def _places(self) -> list[_Place]:
+    def _locations(self) -> list[Location]:
         """Where each rank runs."""
-        if self._known_places is None:  # not a cached_property: in Python 3.11 threads would share its lock
-            places = self.allgather(json.dumps(self._own_place()).encode())
-            self._known_places = [_Place(*json.loads(place)) for place in places]
-        return self._known_places
+        if self._known_locations is None:  # not a cached_property: in Python 3.11 threads would share its lock
+            places = self.allgather(json.dumps(self._own_location()).encode())
+            self._known_locations = [Location(*json.loads(place)) for place in places]
+        return self._known_locations
 
-    def _own_place(self) -> _Place:
+    def _own_location(self) -> Location:
         host = pretended_host() if self.host is None else self.host
-        return _Place(machine_id(), host[: HOST_CHARACTERS + 1], process_numa_node())
+        return Location(machine_id(), host[: HOST_CHARACTERS + 1], process_numa_node())
 
 
 def _difference(messages: list[bytes], failures: FailureLog) -> KosError:
@@ -370,5 +369,4 @@ def _difference(messages: list[bytes], failures: FailureLog) -> KosError:
 
 def machine_id() -> str:
     """An identity of this machine, equal for processes exactly if they run on the same one, whatever ``KOS_HOST``."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return platform.node() + (f" {boot.read_text().strip()}" if boot.exists() else "")
+    return f"{platform.node()} {boot_id()}".rstrip()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import publish
-from kos.comm.control.identity import VARIABLES
+from kos.comm.control.identity import OF_OTHERS, VARIABLES
 from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
@@ -81,11 +81,10 @@ class Place:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
         """The place that the environment names.  Raises RendezvousError for missing or wrong variables."""
-        launcher = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-        if "RANK" in environ or "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ:
-            launcher = {name: name for name in launcher}
-        needed = [launcher["RANK"], launcher["WORLD_SIZE"]]
-        if environ.get(launcher["WORLD_SIZE"]) != "1":
+        by_slurm = "SLURM_PROCID" in environ and environ.keys().isdisjoint(("RANK", "WORLD_SIZE"))
+        of_rank, of_size = needed = [*OF_OTHERS[by_slurm]]
+        of_local_rank = "SLURM_LOCALID" if by_slurm else "LOCAL_RANK"
+        if environ.get(of_size) != "1":
             needed += ["MASTER_ADDR", "MASTER_PORT"]
         if missing := [name for name in needed if not environ.get(name)]:
             found = dict.fromkeys(name for name in (*needed, *VARIABLES) if environ.get(name))
@@ -94,11 +93,9 @@ class Place:
                 f"{', '.join(missing)}: expected values{beside}, got none "
                 f"(a process without any of {', '.join(VARIABLES)} is a group of one)"
             )
-        size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
-        rank = _number(environ, launcher["RANK"], 0, size - 1)
-        local_rank = None
-        if launcher["LOCAL_RANK"] in environ:
-            local_rank = _number(environ, launcher["LOCAL_RANK"], 0, size - 1)
+        size = _number(environ, of_size, 1, 1 << 20)
+        rank = _number(environ, of_rank, 0, size - 1)
+        local_rank = _number(environ, of_local_rank, 0, size - 1) if of_local_rank in environ else None
         if size == 1:
             return cls(rank, size, local_rank)
         port = _number(environ, "MASTER_PORT", 1, 65535)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.base import Rendezvous, _Place
+from kos.comm.control.base import Location, Rendezvous
 from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Change, publish, to_text
 from kos.comm.control.hub import (
     CLOSE,
@@ -287,7 +287,7 @@ class TCPRendezvous(Rendezvous):
                 self._connection = connections[0]
             elif hub is not None:
                 self._serve(hub, b"", "", True, connections)
-            self._known_places, self.timeout = self._places, usual
+            self._known_locations, self.timeout = self._locations, usual
         except BaseException as error:
             self.abort(None)
             if hub is not None and self._hub is None:
@@ -359,10 +359,10 @@ class TCPRendezvous(Rendezvous):
             if self.failures.over is not None:
                 self._report(self.failures.over)
             self._listener = self.network.listen()
-            mine = [self.network.host, self._listener.getsockname()[1], *self._own_place()]
+            mine = [self.network.host, self._listener.getsockname()[1], *self._own_location()]
             everyone = [json.loads(each) for each in self.allgather(json.dumps(mine).encode())]
             self._addresses = [(host, port) for host, port, *_ in everyone]
-            self._known_places = [_Place(*place) for _, _, *place in everyone]
+            self._known_locations = [Location(*place) for _, _, *place in everyone]
         except BaseException as error:
             unable = isinstance(error, OSError) and not isinstance(error, KosError)  # as a CollectiveTimeout is both
             failure = self._unable(error) if unable else error
@@ -422,10 +422,6 @@ class TCPRendezvous(Rendezvous):
     def _free(self, orderly: bool, code: int | None) -> None:
         if self.mpi is not None:
             self.mpi.free(orderly, code)
-        self._leave(orderly, code)
-
-    def _leave(self, orderly: bool, code: int | None) -> None:
-        """Close the connection to the hub, or the hub."""
         connection, self._connection, self.inbox.closed = self._connection, None, True
         if self._listener is not None:
             self._listener.close()

@@ -396,6 +396,17 @@ def is_cut_off(sock: socket.socket) -> bool:
     return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
 
 
+def holds_data(sock: socket.socket, request: int) -> bool:
+    """Whether the send buffer of a socket has data, by a ``request`` of ioctl(2) that counts some of its bytes.
+
+    False on a system without this request, and for a closed socket.
+    """
+    try:
+        return fcntl.ioctl(sock, request, bytes(4)) != bytes(4)
+    except (OSError, ValueError):
+        return False
+
+
 def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
     """The ranks to name if the hub does not answer: rank 0, or all ranks of its host if that host is cut off.
 
@@ -403,16 +414,9 @@ def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:
     off, for at most ``_ACKNOWLEDGE_SECONDS``.  A stopped process does not delay this, as its host acknowledges.
     """
     deadline = time.monotonic() + _ACKNOWLEDGE_SECONDS
-    while not (cut_off := is_cut_off(sock)) and _is_unacknowledged(sock) and time.monotonic() < deadline:
+    while not (cut_off := is_cut_off(sock)) and holds_data(sock, termios.TIOCOUTQ) and time.monotonic() < deadline:
         time.sleep(0.01)
     return failures.on_hosts_of([0]) if cut_off else [0]
-
-
-def _is_unacknowledged(sock: socket.socket) -> bool:
-    try:
-        return fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4)
-    except (OSError, ValueError):  # a system without this request, or a closed socket
-        return False
 
 
 def look_beside_hub(failures: FailureLog, addresses: Sequence[tuple[str, int]]) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import RendezvousError
+from kos.memory.ipc import namespace
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_MPI = (
@@ -32,7 +33,7 @@ OF_MPI = (
     ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
 )
 """The variables with the rank and with the number of ranks, for each kind of launcher."""
-_OF_OTHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+OF_OTHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 _PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL")
 _RUN = "TORCHELASTIC_RUN_ID"
@@ -69,7 +70,7 @@ def launched_place() -> tuple[int, int]:
     """
     if not under_mpirun() and not by_variables():
         return 0, 1
-    for names in OF_MPI if under_mpirun() else _OF_OTHERS:
+    for names in OF_MPI if under_mpirun() else OF_OTHERS:
         rank, size = (os.environ.get(name, "") for name in names)
         if rank.isdecimal() and size.isdecimal() and int(size) > 1:
             return int(rank), int(size)
@@ -158,11 +159,7 @@ def _address(by_mpi: bool) -> str:
 
     Abstract sockets belong to a network namespace.  Ids of processes, in names of jobs, belong to a PID namespace.
     """
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    text = " ".join([str(os.getuid()), namespace, "mpi" if by_mpi else "tcp", *_identity(by_mpi)])
+    text = " ".join([str(os.getuid()), namespace("pid"), "mpi" if by_mpi else "tcp", *_identity(by_mpi)])
     return f"\0kos-rank-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:32]}"
 
 
@@ -179,7 +176,7 @@ def _identity(by_mpi: bool) -> tuple[str, str]:
     elif VARIABLES[0] in os.environ:
         of_job += [_RUN, *VARIABLES[2:]]
     else:
-        of_job, of_rank = [*_JOB[1:], *VARIABLES[2:]], [*_OF_OTHERS[1]]
+        of_job, of_rank = [*_JOB[1:], *VARIABLES[2:]], [*OF_OTHERS[1]]
     given = [[f"{name}={os.environ[name]}" for name in names if name in os.environ] for names in (of_job, of_rank)]
     return launcher + " ".join(given[0]), " ".join(given[1])
 

@@ -23,9 +23,9 @@ from kos.comm.control.wire import (
     HandshakeError,
     Network,
     Waiting,
-    adopt,
     authenticate,
     is_loopback,
+    prepare,
     receive_greeting,
 )
 from kos.errors import CollectiveError, RendezvousError
@@ -137,8 +137,7 @@ class Calls:
             sock = socket.socket(family, kind, protocol)
         except OSError as error:
             return self._failed(place, error)
-        adopt(sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(sock)
         if (problem := sock.connect_ex(where)) not in (0, errno.EINPROGRESS):
             sock.close()
             return self._failed(place, OSError(problem, os.strerror(problem)))

@@ -9,7 +9,6 @@ import platform
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kos.comm.control.base import machine_id
@@ -17,6 +16,7 @@ from kos.comm.control.env import OFFER, Place
 from kos.comm.control.listening import bound
 from kos.comm.control.wire import Network, is_loopback
 from kos.errors import RendezvousError
+from kos.memory.ipc import namespace
 
 _OFFERS = {"host", "port", "secret"}, {"error"}, {"missing"}
 _REACH_SECONDS = 8.0  # limit for a connection to rank 0; Linux asks again after 1, 3 and 7 s
@@ -39,8 +39,7 @@ def exchange_offer(
 
 def loopback_id() -> str:
     """An identity that is equal on ranks that reach each other at a loopback address."""
-    network = Path("/proc/self/ns/net")
-    return machine_id() + (os.readlink(network) if network.exists() else "")
+    return machine_id() + namespace("net")
 
 
 def unreachable(rank: int, offer: Mapping[str, Any]) -> str:

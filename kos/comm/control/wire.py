@@ -256,11 +256,10 @@ def authenticate(
 class Acceptor:
     """Accepts callers that complete the handshake.  With ``hello``, each caller adds a first message to it, in JSON."""
 
-    def __init__(
-        self, listener: socket.socket, key: bytes, epoch: int = 0, join: bytes = b"", hello: bool = False
-    ) -> None:
+    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False) -> None:
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
-        self._epoch, self.join, self._hello = epoch, join, hello
+        self._epoch, self._hello = epoch, hello
+        self.join = b""  # the key of newcomers, if they are admitted
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
         self._most = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 3)
         self._callers: dict[socket.socket, float] = {}  # callers in their handshakes -> deadline, oldest first
@@ -314,7 +313,7 @@ class Acceptor:
                 raise
             self._reject(next(iter(self._callers)))  # perhaps a stranger, who makes room for this caller
             return
-        _prepare(sock)
+        prepare(sock)
         if len(self._callers) >= self._most:
             self._reject(next(iter(self._callers)))
         self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
@@ -385,7 +384,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
     if itself:  # TCP connected the socket to itself, because the kernel chose this port for its own end
         sock.close()
         raise ConnectionRefusedError(f"{host}:{port}: no process listens")
-    _prepare(sock)
+    prepare(sock)
     return sock
 
 
@@ -461,7 +460,8 @@ def copied(listener: socket.socket) -> socket.socket:
     return copy
 
 
-def _prepare(sock: socket.socket) -> None:
+def prepare(sock: socket.socket) -> None:
+    """``adopt`` a connection, which sends each message at once."""
     adopt(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

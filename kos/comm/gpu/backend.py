@@ -26,6 +26,7 @@ from kos.comm.contract import Backend, Message, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation, with_feedback
 from kos.comm.gpu.devices import check_float8
+from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.memory import exchange_of, messages_of, run_on_device
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
@@ -198,8 +199,11 @@ class GPUBackend(WatchedBackend):
             for messages, more in zip(self._together[stream], both, strict=True):
                 messages += more
 
-    def core_calls(self, comm: Any) -> tuple[Any, Any]:
-        return self.shared.core_calls(comm, self)
+    def core_calls(self) -> tuple[Any, Any]:
+        if self.shared.calls is None:
+            return None, None
+        calls = EagerCalls(self.shared.calls.core, self.shared, self)
+        return (calls.core, calls) if calls.core_reads_arrays() else (None, None)
 
     def party(self, prepared: Prepared) -> Any:
         """The route of a call, if the call must be ordered among those of other routes; None if not, as for a copy."""

@@ -14,14 +14,12 @@ from typing import Any
 
 from kos.comm.compression import FORMATS, Format
 from kos.comm.contract import Backend
-from kos.comm.gpu.devices import FLOAT8
+from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.memory import InScratch, collect, exchange, run_on_device, up
 from kos.comm.gpu.routes import nothing
 from kos.comm.host_compressed import parts
 from kos.comm.operation import Operation
-from kos.cuda.devices import device_info
 from kos.cuda.driver import relaxed_capture
-from kos.errors import InvalidArgument
 from kos.memory import Buffer
 from kos.memory.windows import Run
 
@@ -33,7 +31,7 @@ _MOST_BLOCKS = 2048
 
 def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> Run:
     """The launch of ``host_compressed.feed_back`` on ``x``, which is an array of the launch or in scratch memory."""
-    form, count = check_float8(route, compress), x.count
+    form, count = format_of(route, compress), x.count
     if not count:
         return nothing
     with relaxed_capture():
@@ -54,10 +52,10 @@ def with_feedback(route: Backend, o: Operation, run: Run) -> Run:
     return both
 
 
-def check_float8(route: Backend, compress: str) -> Format:
+def format_of(route: Backend, compress: str) -> Format:
     """The format of that name; raises InvalidArgument if the GPU has no kernels for it."""
-    if compress == "fp8" and (gpu := device_info(route.backend.device)).compute_capability < FLOAT8:
-        raise InvalidArgument(f"compress: expected a GPU of compute capability 8.9 for fp8, got {gpu.name}")
+    if compress == "fp8":
+        check_float8("compress", compress, route.backend.device)
     return FORMATS[compress]
 
 
@@ -78,7 +76,7 @@ class CompressedOperation(InScratch):
     def __init__(self, route: Backend, o: Operation) -> None:
         assert o.send is not None
         super().__init__(route)
-        self._form, self._name = check_float8(route, o.options.compress), o.name
+        self._form, self._name = format_of(route, o.options.compress), o.name
         self._send: Any = o.send.pointer
         self._recv: Any = self._send if o.recv is None else o.recv.pointer
         self._itemsize = o.send.dtype.itemsize

@@ -15,10 +15,13 @@ FLOAT8 = (8, 9)
 """The compute capability that converts 8-bit floats."""
 
 
-def check_float8(what: str, dtype: DType, device: int) -> None:
-    """Raise InvalidArgument if the GPU has no instructions for the 8-bit ``dtype``.  ``what`` begins the text."""
+def check_float8(what: str, kind: DType | str, device: int) -> None:
+    """Raise InvalidArgument if the GPU has no instructions for 8-bit floats of that ``kind``.
+
+    ``what`` begins the text.
+    """
     if (info := device_info(device)).compute_capability < FLOAT8:
-        raise InvalidArgument(f"{what}: expected a GPU of compute capability 8.9 for {dtype}, got {info.name}")
+        raise InvalidArgument(f"{what}: expected a GPU of compute capability 8.9 for {kind}, got {info.name}")
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:

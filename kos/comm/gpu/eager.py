@@ -12,8 +12,6 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kos._core import native
 from kos.comm.gpu.routes import is_copy
 from kos.comm.prepared import CoreCall, Guards
@@ -43,23 +41,15 @@ if native is not None:
 
 
 class EagerCalls:
-    """Describes the calls of ``comm``, whose backend is ``backend``, to the core's Group."""
+    """Describes the calls of a communicator, whose backend is ``backend``, to ``core``, the core's Group."""
 
-    def __init__(self, comm: Any, shared: Any, backend: Any) -> None:
-        self._comm, self._shared, self._backend = comm, shared, backend
-        self._core: Any = None
+    def __init__(self, core: Any, shared: Any, backend: Any) -> None:
+        self.core, self._shared, self._backend = core, shared, backend
         self._streams = set[int]()  # ids of the stream owners that cached calls hold
 
-    def bind(self, core: Any) -> Any:
-        """``core``, which makes calls of the communicator; None if it makes another one's, or cannot read arrays."""
-        comm, failures, example = self._comm, self._shared.failures, np.zeros((2, 3))
-        array = Array(1 << 40, (2, 3), "float32", 5, owner=self, stream=core, readonly=True)
-        bound = native.arrays(array) and core.bind(
-            example, example.ctypes.data, comm, failures, self, failures.status, self._backend.engine.active,
-            comm.recorder.counter, comm.recorder.slots, comm._collectives, comm._messages,
-        )  # fmt: skip
-        self._core = core if bound else None
-        return self._core
+    def core_reads_arrays(self) -> bool:
+        """Whether the fields of an ``Array`` lie where the core expects them."""
+        return bool(native.arrays(Array(1 << 40, (2, 3), "float32", 5, owner=self, stream=self.core, readonly=True)))
 
     def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall | None:
         """Return ``core_call`` with the packed launches of calls like ``work``, and their guards.
@@ -81,7 +71,7 @@ class EagerCalls:
         new = {id(each) for each in owners if each is not None and may_die(each)} - self._streams
         if len(self._streams | new) > _MOST_STREAMS:
             self._streams.clear()
-            self._core.forget()
+            self.core.forget()
         self._streams |= new
 
     def _with_launches(self, core_call: CoreCall, work: Work[Any]) -> CoreCall:

@@ -7,16 +7,14 @@ GPU's links, and a fixed time for each further launch.  NCCL's ring of all ranks
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import suppress
 from pathlib import Path
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.launches import DEFAULT
-from kos.comm.tuning import Route, Table, key, machine, parse, read, user_path
+from kos.comm.tuning import Route, Table, key, machine, of_rank_0, read, user_path
 from kos.errors import InvalidArgument
-from kos.memory.symmetric import on_all
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +66,11 @@ def predicted(hosts: int, local: int, network: float, links: float) -> dict[str,
 def table_between(rendezvous: Rendezvous, device: int, hosts: int) -> Table:
     """The table of rank 0 for these hosts, measured by the user or predicted.  Collective."""
 
-    def choose() -> bytes:
-        if rendezvous.rank:
-            return b""
+    def choose() -> Table:
         gpu, link = machine(device)
         path = user_path(gpu, rendezvous.size, hosts)
         try:
-            table = read(path, gpu, link, rendezvous.size, hosts)
+            return read(path, gpu, link, rendezvous.size, hosts)
         except (FileNotFoundError, InvalidArgument) as error:
             if isinstance(error, InvalidArgument):
                 log.warning("the tuning table %s is not used: %s", path, error)
@@ -82,8 +78,6 @@ def table_between(rendezvous: Rendezvous, device: int, hosts: int) -> Table:
             links = NVLINK * int(link.split()[0]) if link[0].isdigit() else PCIE
             source = f"predicted: {network / 1e9:.3g} GB/s out of a host, {links / 1e9:.3g} GB/s of each GPU within it"
             routes = predicted(hosts, rendezvous.size // hosts, network, links)
-            table = Table(gpu, link, rendezvous.size, source, DEFAULT, routes, hosts)
-        return json.dumps([table.source, table.to_json()]).encode()
+            return Table(gpu, link, rendezvous.size, source, DEFAULT, routes, hosts)
 
-    source, data = json.loads(on_all(rendezvous, "choose the tuning table", choose)[0])
-    return parse(data, source)
+    return of_rank_0(rendezvous, choose)

@@ -92,10 +92,8 @@ class NCCLBackend(Backend):
         try:
             device = device_of(rendezvous)
             about = f"NCCL {binding.version()} on {device.name}"
-        except BackendUnavailable as error:
-            return Probe(False, str(error).removeprefix("CUDA: "))
         except KosError as error:
-            return Probe(False, str(error))
+            return Probe(False, str(error).removeprefix("CUDA: "))
         if rendezvous.threads is not None and rendezvous.size > 1:
             return Probe(False, "the ranks are threads of one process, which share its GPU")
         claim = f"GPU {device.uuid} {rendezvous.pretended_host}".rstrip()  # NCCL allows it to ranks of several hosts

@@ -85,8 +85,7 @@ class Streams:
         if (end := self._ends.get((capture, before))) is not None:
             end.hold(stream)  # even if the handles are equal: ``stream`` may be a new stream with this handle
         if self.must_follow(stream, before, capture):
-            self._event.record(before)
-            self._event.hold(stream)
+            self._event.order(before, stream)
 
     def must_follow(self, stream: int, before: int, capture: int) -> bool:
         """Whether work on ``stream`` must wait for the stream ``before``.  Raises InvalidArgument if it cannot."""

@@ -17,7 +17,6 @@ import numpy as np
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.notices import Channel
 from kos.comm.failures import EndedEarly, FailureLog, Late
-from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.group_backend import GroupBackend
 from kos.comm.host.host_backend import HostBackend, at_exit, closed
@@ -72,13 +71,6 @@ class CommState:
             self._channel = rendezvous.open_channel()
         if self._channel is not None:
             failures.reporters.append(self._channel)
-
-    def core_calls(self, comm: Any, backend: Any) -> tuple[Any, Any]:
-        """See ``GroupBackend.core_calls``."""
-        if self.calls is None or comm._tracing is not None:
-            return None, None
-        calls = EagerCalls(comm, self, backend)
-        return calls.bind(self.calls.core), calls
 
     @property
     def abort_flag(self) -> int:

@@ -93,9 +93,8 @@ class HostBackend(GroupBackend):
             return None
         return HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
 
-    def core_calls(self, comm: Any) -> tuple[Any, Any]:
-        node = self.node
-        return (None, None) if node is None or comm._tracing is not None else (node.core_group(comm, self), node)
+    def core_calls(self) -> tuple[Any, Any]:
+        return (None, None) if self.node is None else (self.node.calls.core, self.node)
 
     @property
     def shares_memory(self) -> bool:

@@ -11,7 +11,6 @@ A message carries its dtype, or the fingerprint of its collective where ranks do
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import select
@@ -21,12 +20,12 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from kos.comm.control.hub import holds_data
 from kos.comm.control.wire import Waiting, fill
 from kos.comm.failures import RECENT_SECONDS
 from kos.comm.operation import COLLECTIVE_TAGS
@@ -268,11 +267,7 @@ class Peer:
     @property
     def busy(self) -> bool:
         """Whether data for a live peer is still queued, in this object or in the send buffer of its socket."""
-        if self.gone is not None or self._outgoing:
-            return self.gone is None
-        with suppress(OSError):  # of a system that does not say it
-            return bytes(4) != fcntl.ioctl(self.sock, _SIOCOUTQNSD, bytes(4))
-        return False
+        return self.gone is None and (bool(self._outgoing) or holds_data(self.sock, _SIOCOUTQNSD))
 
     def close(self) -> None:
         if self.gone is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,15 +162,20 @@ def for_group(rendezvous: Rendezvous, device: int) -> Table:
     gpus = on_all(rendezvous, "identify its GPU", lambda: device_info(device).uuid.encode())
     if len(set(gpus)) < len(gpus):
         return Table(device_info(device).name, "shared", len(gpus), "none for ranks that share a GPU", DEFAULT, {})
+    return of_rank_0(rendezvous, lambda: load(*machine(device), rendezvous.size))
+
+
+def of_rank_0(rendezvous: Rendezvous, choose: Callable[[], Table]) -> Table:
+    """The table that ``choose()`` returns on rank 0.  Collective; an error of one rank is raised on all of them."""
     tables: list[Table] = []
 
-    def choose() -> bytes:
+    def send() -> bytes:
         if rendezvous.rank != 0:
             return b""
-        tables.append(load(*machine(device), rendezvous.size))
-        return json.dumps([tables[0].source, tables[0].to_json()]).encode()
+        table = choose()
+        return json.dumps([table.source, table.to_json()]).encode()
 
-    source, data = json.loads(on_all(rendezvous, "choose the tuning table", choose)[0])
+    source, data = json.loads(on_all(rendezvous, "choose the tuning table", send)[0])
     on_all(rendezvous, "use the tuning table of rank 0", lambda: tables.append(parse(data, source)))
     return tables[0]
 

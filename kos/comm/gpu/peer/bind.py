@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kos.comm.contract import Backend, Piece
-from kos.comm.gpu.compressed import CompressedOperation, check_float8
+from kos.comm.gpu.compressed import CompressedOperation, format_of
 from kos.comm.gpu.memory import NONE, exchange_of, whole
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.compressed import bind_compressed
@@ -70,7 +70,7 @@ def _bind_all_reduce(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
 
 def _bind_compressed(route: Backend, engine: PeerEngine, o: Operation) -> Run:
     """One kernel for an all_reduce and a reduce_scatter; otherwise kernels around the exchange of what is encoded."""
-    form, run = check_float8(route, o.options.compress), None
+    form, run = format_of(route, o.options.compress), None
     if o.reduction is not None and o.send is not None and o.name in ("all_reduce", "reduce_scatter"):
         recv = o.send.pointer if o.recv is None else o.recv.pointer
         ends = o.send.pointer, recv, o.send.count

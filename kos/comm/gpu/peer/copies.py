@@ -27,12 +27,6 @@ OVERLAPPED_REDUCE_SCATTER = KernelConfig("copies", blocks=96)
 _BLOCKS = 132
 
 
-def _wait(before: int, after: int, event: Event) -> None:
-    """Let stream ``after`` wait for what has been queued on stream ``before``."""
-    event.record(before)
-    event.hold(after)
-
-
 class Copies:
     """The streams of one rank's copies, and their staging memory."""
 
@@ -80,17 +74,17 @@ class Copies:
             main = streams.handle(stream)
             copy = self._second_stream(main)
             barrier(stream)
-            _wait(main, copy, events[-1])
+            events[-1].order(main, copy)
             for i in range(len(cuts) + 1):
                 if i < len(cuts):
                     pull(i, copy)
-                    _wait(copy, main, events[2 * i])
+                    events[2 * i].order(copy, main)
                     sums[i](stream)
                     events[2 * i + 1].record(main)
                 if i > 0:
                     events[2 * i - 1].hold(copy)
                     push(i - 1, copy)
-            _wait(copy, main, events[-2])
+            events[-2].order(copy, main)
             barrier(stream)
 
         return partial(run_on_device, self._device, run)
@@ -130,13 +124,13 @@ class Copies:
             main = streams.handle(stream)
             if own:
                 copy = self._second_stream(main)
-                _wait(main, copy, events[0])
+                events[0].order(main, copy)
                 call(cu.cuMemcpyDtoDAsync, own[0][0], resolved(own[0][1], arrays), nbytes, copy)
             barrier(stream)
             for target, source in pushes:
                 call(cu.cuMemcpyDtoDAsync, target, resolved(source, arrays), nbytes, main)
             if own:
-                _wait(copy, main, events[1])
+                events[1].order(copy, main)
             barrier(stream)
 
         return partial(run_on_device, self._device, run)

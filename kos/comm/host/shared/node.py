@@ -176,18 +176,6 @@ class Node:
         """Whether a message has a receive, which comes after those that wait with its tag."""
         return message.src is not None and message.recv_tag in self.waiting
 
-    def core_group(self, comm: Any, backend: Any) -> Any:
-        """The ``kos._core.native.Group`` that makes cached calls of ``comm``.
-
-        None if NumPy's arrays are not as the core expects, or if another communicator has the group.
-        """
-        example = np.zeros((2, 3))
-        bound = self._core.bind(
-            example, example.ctypes.data, comm, backend.failures, self, self._status, self._works,
-            comm.recorder.counter, comm.recorder.slots, comm._collectives, comm._messages,
-        )  # fmt: skip
-        return self._core if bound else None
-
     def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall:
         """Return ``core_call`` with the call that the core makes for calls like ``work``.
 

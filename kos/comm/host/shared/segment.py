@@ -15,13 +15,13 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from kos._core import native, unavailable
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.identity import process
 from kos.comm.prepared import TEXT_BYTES, TEXTS
+from kos.memory.ipc import namespace
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ def namespaces() -> dict[str, str]:
 
     Network namespaces count as hosts: separating them is a request to use the network.
     """
-    return {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path("/proc/self/ns").exists()}
+    return {kind: namespace(kind) for kind in ("pid", "net")}
 
 
 def _apart(spaces: list[dict[str, str]], kinds: Sequence[str] = ("pid", "net")) -> str:
