@@ -22,7 +22,7 @@ import math
 import re
 import reprlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
@@ -254,14 +254,27 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
         wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
         wanted = [name for name in wanted if name != adapter.CONFIG]  # it may be edited: a base that moved
-        with ThreadPoolExecutor() as pool:
-            fingerprints = pool.map(huggingface.fingerprint, (path / Path(name).name for name in wanted))
-            for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
-                show("checking the checkpoint", number / len(wanted))
-                for key in ("bytes", "sha256"):
-                    if found[key] != (expected := manifest["files"][name][key]):
-                        raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
+        _compare(path, manifest["files"], wanted, show)
     return Checkpoint(path, step, config)
+
+
+def compare_weights(path: Path, show: Show = lambda what, share: None) -> None:
+    """Compare the files of weights in ``path`` with its manifest, if it has one.  The other files may be edited."""
+    with whole(path):
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8")) if (path / MANIFEST).exists() else {}
+        if isinstance(manifest, dict) and isinstance(files := manifest.get("files"), dict):  # else of another program
+            _compare(path, files, [name for name in files if name.startswith(WEIGHTS)], show)
+
+
+def _compare(path: Path, files: Files, wanted: Sequence[str], show: Show) -> None:
+    """Raise CheckpointError if the size or SHA-256 of a file in ``wanted`` is not that of ``files``."""
+    with ThreadPoolExecutor() as pool:
+        fingerprints = pool.map(huggingface.fingerprint, (path / Path(name).name for name in wanted))
+        for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
+            show("checking the checkpoint", number / len(wanted))
+            for key in ("bytes", "sha256"):
+                if found[key] != (expected := files[name][key]):
+                    raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
 
 
 def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
