@@ -178,7 +178,8 @@ class TrainedModel:
     @cached_property
     def _template(self) -> ChatTemplate:
         if (found := read_chat_template(str(self._folder))) is None:
-            raise ConfigError(f"chat: expected a chat template in {self._folder}, got none")
+            how = "put a file chat_template.jinja into it"
+            raise ConfigError(f"chat: expected a chat template in {self._folder}, got none; {how}")
         return found
 
     def _compare(self, **given: Any) -> None:

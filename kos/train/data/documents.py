@@ -439,7 +439,7 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
             _check_refused(fields, where)
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
-            how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
+            how = "put a file chat_template.jinja into its folder, or put each chat into one field, as text"
             raise DataError(f"{where}: expected {expected}, got none; {how}").about("tokenizer")
         chats = template.documents(fields, messages, where, lines.split_turns)
         rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]
