@@ -30,7 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kos.errors import CheckpointError, raised_as
+from kos.errors import CheckpointError, plural, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint import adapter, huggingface
 from kos.train.checkpoint.huggingface import whole
@@ -280,19 +280,21 @@ def _compare(path: Path, files: Files, wanted: Sequence[str], show: Show) -> Non
 def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
     """The newest complete checkpoint under ``folder``, or None if there is no checkpoint.
 
-    Damaged checkpoints are skipped with a warning.  Raises CheckpointError if all of them are damaged.
+    Damaged checkpoints are skipped with a warning.  Raises CheckpointError if all of them are damaged, or if a file
+    cannot be read.
     """
     named = steps_in(folder)
     for _, path in reversed(named):
         try:
             return verify(path, weights_only, show)
         except CheckpointError as error:
+            if huggingface.is_unreadable(error.__cause__):
+                raise
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
-        raise CheckpointError(
-            f"{folder}: expected a complete checkpoint to resume from, got {len(named)} damaged ones; "
-            "remove them to start over"
-        )
+        to, how = ("", "") if weights_only else (" to resume from", "; remove them to start over")
+        got = plural(len(named), "damaged one")
+        raise CheckpointError(f"{folder}: expected a complete checkpoint{to}, got {got}{how}")
     return None
 
 

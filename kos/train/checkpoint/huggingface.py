@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -54,7 +55,14 @@ def whole(path: Path, expected: str = "a complete checkpoint") -> Iterator[None]
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        expected = "files that can be read" if is_unreadable(error) else expected
         raise CheckpointError(f"{path}: expected {expected}, got {type(error).__name__}: {error}") from error
+
+
+def is_unreadable(error: BaseException | None) -> bool:
+    """Whether a file cannot be read, for example for lack of permission.  It may be undamaged."""
+    damage = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)  # the last is of ``OpenFile``
+    return isinstance(error, OSError) and error.errno not in damage
 
 
 class StoredTensor(NamedTuple):
