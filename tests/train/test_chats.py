@@ -525,11 +525,11 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path, caplog):
         read(path, "--tokenizer", str(folder))
     assert all(record.getMessage().startswith(f"{path}, line ") for record in caplog.records)  # of --val-data too
     each = [record.getMessage().removeprefix(f"{path}, ") for record in caplog.records]
-    assert each[0] == "line 2: expected content in message 1, got none (2 more such records)" and len(each) == 10
+    assert each[0] == "line 2: expected content in message 1, got none (2 more like it)" and len(each) == 10
     assert each[1].startswith("line 6: expected JSON, got ") and each[2].startswith("line 7: expected the field 'text'")
     caplog.clear()
     path.write_text("\n".join([good, *wrong]))
-    with refused(DataError, f"--data {path}, line 2: expected content in message 1, got none (2 more such records)"):
+    with refused(DataError, f"--data {path}, line 2: expected content in message 1, got none (2 more like it)"):
         read(path, "--tokenizer", str(folder))
     assert not caplog.records
     (tmp_path / "a.csv").write_text("prompt,completion\na,b\nc\nd,e,f\ng,h\n")

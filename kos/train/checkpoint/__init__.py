@@ -30,7 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kos.errors import CheckpointError, plural, raised_as
+from kos.errors import CheckpointError, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint import adapter, huggingface
 from kos.train.checkpoint.huggingface import whole
@@ -242,7 +242,7 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
             if not any(file.startswith(start) for file in manifest["files"]):
                 every = ", ".join(each if isinstance(each, str) else " or ".join(each) for each in FILES)
                 raise CheckpointError(f"{path / MANIFEST}: expected the files {every}, got no {start}")
-        step, config = manifest["step"], manifest["config"]
+        step, config, files = manifest["step"], manifest["config"], manifest["files"]
         tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
         names = config.get("gpus", []) if tables else []
         sound = isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -252,9 +252,8 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != step:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
-        wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
-        wanted = [name for name in wanted if name != adapter.CONFIG]  # it may be edited: a base that moved
-        _compare(path, manifest["files"], wanted, show)
+        others = adapter.CONFIG, *[OPTIMIZER, RESIDUAL] * weights_only  # the first may be edited: a base that moved
+        _compare(path, files, [name for name in files if not name.startswith(others)], show)
     return Checkpoint(path, step, config)
 
 
@@ -293,8 +292,7 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
         to, how = ("", "") if weights_only else (" to resume from", "; remove them to start over")
-        got = plural(len(named), "damaged one")
-        raise CheckpointError(f"{folder}: expected a complete checkpoint{to}, got {got}{how}")
+        raise CheckpointError(f"{folder}: expected a complete checkpoint{to}, got {len(named)} damaged{how}")
     return None
 
 

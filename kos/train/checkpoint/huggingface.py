@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import math
@@ -16,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from errno import EISDIR, ENOENT, ENOTDIR, ESTALE
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +61,7 @@ def whole(path: Path, expected: str = "a complete checkpoint") -> Iterator[None]
 
 def is_unreadable(error: BaseException | None) -> bool:
     """Whether a file cannot be read, for example for lack of permission.  It may be undamaged."""
-    damage = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)  # the last is of ``OpenFile``
-    return isinstance(error, OSError) and error.errno not in damage
+    return isinstance(error, OSError) and error.errno not in (None, ENOENT, ENOTDIR, EISDIR, ESTALE)
 
 
 class StoredTensor(NamedTuple):

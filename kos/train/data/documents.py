@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.commands import python_code
-from kos.errors import ConfigError, DataError, KosError, install, plural
+from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.config.other_names import WITHOUT
 from kos.train.data.chat import JSON, ChatTemplate, counts
 from kos.train.data.token_files import KINDS
@@ -171,8 +171,7 @@ def _wrong(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> DataEr
 
     ``wrong`` has the text of each kind, with the place of its first record and the number of its records.
     """
-    more = "more such record"
-    each = [f"{where}, {place}: {text}{f' ({plural(n - 1, more)})' * (n > 1)}" for text, (place, n) in wrong.items()]
+    each = [f"{where}, {place}: {text}{f' ({n - 1:,} more like it)' * (n > 1)}" for text, (place, n) in wrong.items()]
     if len(each) == 1:
         return DataError(each[0])
     for text in each:

@@ -478,9 +478,8 @@ def of_function(own: Any, losses: Array, gradient: Array) -> tuple[Any, Any]:
     got: Any = type(own).__name__
     if isinstance(own, tuple):
         got = [tuple(each.shape) if hasattr(each, "shape") else type(each).__name__ for each in own]
-    if got != (shapes := [tuple(losses.shape), tuple(gradient.shape)]):
-        named = f"{got}".replace("'", "")
-        raise InvalidArgument(f"loss: expected losses and their gradient, of shapes {shapes}, got {named}")
+    if got != (both := [tuple(losses.shape), tuple(gradient.shape)]):
+        raise InvalidArgument(f"loss: expected losses and their gradient, of shapes {both}, got {got}".replace("'", ""))
     if "float" not in (dtype := f"{getattr(own[1], 'dtype', 'float')}"):
         raise InvalidArgument(f"loss: expected a floating-point gradient, got {dtype}")
     return own
