@@ -383,7 +383,7 @@ class Communicator(Groups):
             self.close()
         else:
             code = value.code if isinstance(value, SystemExit) else 1
-            self.abort(code if isinstance(code, int) else 1, f"{type(value).__name__}: {value}")
+            self.abort(code if isinstance(code, int) else 1, f"{type(value).__name__}: {value}".removesuffix(": "))
 
     # Launching operations.
 

@@ -250,7 +250,7 @@ class FailureLog:
     def named(self, work: Any, error: Exception) -> KosError:
         """``error`` as an error of kos that names ``work``."""
         if not isinstance(error, KosError):
-            named = CollectiveError(f"{type(error).__name__}: {error}", call=work)
+            named = CollectiveError(f"{type(error).__name__}: {error}".removesuffix(": "), call=work)
             named.__cause__ = error
             return named
         if isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):

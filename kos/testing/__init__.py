@@ -106,7 +106,8 @@ def spawn(
                     errors.append((rank, error))  # before the others fail because of it
                     raise
         except BaseException as error:
-            why = f"{type(error).__name__}: {error}"  # only for groups that the rank has neither aborted nor closed
+            # Only for groups that the rank has neither aborted nor closed.
+            why = f"{type(error).__name__}: {error}".removesuffix(": ")
             errors.append((rank, error))  # of init or close; an error of ``fn`` is in the list already
         finally:
             group.world.end(rank, why)

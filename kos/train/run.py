@@ -213,7 +213,7 @@ class Trainer(RunContext):
         if self.epoch >= 0 and self.comm.rank == 0:  # before others notice: they may write it again
             remove_address(self)
         if self.epoch and broken:
-            self.comm.abort(reason=f"{type(error).__name__}: {error}")
+            self.comm.abort(reason=f"{type(error).__name__}: {error}".removesuffix(": "))
         if hasattr(self, "device"):  # else it could not be made again
             self.device.close(broken)
         if not broken:

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
@@ -94,12 +94,13 @@ class RunContext:
         rows: Rows = "all", val_batches: Iterable[Batch] | None = None, loss: Loss | None = None,
         callbacks: Sequence[Callback] = (), verbose: bool = True,
     ) -> None:  # fmt: skip
+        listed = isinstance(callbacks, Collection) and all(isinstance(each, Callback) for each in callbacks)
         again = isinstance(val_batches, Iterable) and not isinstance(val_batches, Iterator)
         for name, right, expected, got in (
             ("config", isinstance(config, TrainConfig), "a kos.train.TrainConfig", config),
             ("loss", loss is None or isinstance(loss, CudaLoss) or callable(loss), "a function or a CudaLoss", loss),
             ("val_batches", again or val_batches is None, "a list, or what else can be iterated again", val_batches),
-            *(("callbacks", isinstance(each, Callback), "objects of kos.train.Callback", each) for each in callbacks),
+            ("callbacks", listed, "a list of objects of kos.train.Callback", callbacks),
         ):
             if not right:
                 raise InvalidArgument(f"{name}: expected {expected}, got {got!r:.80}")

@@ -43,7 +43,9 @@ def find_source(run: RunContext) -> Source:
     if run.found is None:
         check_free(run, 0, -1)
         if config.init_from is not None:
-            huggingface.check_weights(adapter.base_of(Path(config.init_from)))
+            huggingface.check_weights(base := adapter.base_of(Path(config.init_from)))
+            for folder in {Path(config.init_from): None, base: None}:
+                checkpoint.compare_weights(folder, run.console.progress)
         return Source(config.init_from)
     path, step, _ = run.found
     saved_step = step if path.parent.resolve() == run.checkpoints.resolve() else -1

@@ -178,7 +178,7 @@ class TrainedModel:
     @cached_property
     def _template(self) -> ChatTemplate:
         if (found := read_chat_template(str(self._folder))) is None:
-            raise ConfigError(f"chat: expected a chat template in {self._folder}, got none")
+            raise ConfigError(f"chat: expected a chat template in {self._folder}, got none; add chat_template.jinja")
         return found
 
     def _compare(self, **given: Any) -> None:

@@ -203,7 +203,8 @@ WAITS: dict[str, Callable[[kos.Communicator, kos.Communicator], Any]] = {
 
 @pytest.mark.parametrize("waiting", WAITS)
 @pytest.mark.parametrize(("end", "why"), [
-    ("raises", "ZeroDivisionError: boom"), ("returns", WHY_CLOSED), ("aborts", "the data are damaged"),
+    ("raises", "ZeroDivisionError: boom"), ("raises", "ZeroDivisionError"), ("returns", WHY_CLOSED),
+    ("aborts", "the data are damaged"),
 ])  # fmt: skip
 def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting, end, why):
     """Also by a rank that waits after the thread of that rank has ended."""
@@ -214,19 +215,19 @@ def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting, end, why):
     def body(comm):
         part = comm.split(0)
         if comm.rank == 1 and end == "raises":
-            raise ZeroDivisionError("boom")
+            raise ZeroDivisionError(*why.split(": ")[1:])
         if comm.rank == 1 and end == "aborts":
             comm.abort(reason=why)
         if comm.rank == 1:
             return
         while end == "aborts" and 1 not in comm.rendezvous.threads.world.ends:
             time.sleep(0.001)
-        with pytest.raises(RankLost, match=f"rank 1 is gone: {why}") as caught:
+        with pytest.raises(RankLost, match=f"rank 1 is gone: {why}(?!:)") as caught:
             WAITS[waiting](comm, part)
         assert caught.value.ranks == (1,)
         told.append(str(caught.value))
 
-    with pytest.raises(ZeroDivisionError, match="boom") if end == "raises" else contextlib.nullcontext() as caught:
+    with pytest.raises(ZeroDivisionError) if end == "raises" else contextlib.nullcontext() as caught:
         spawn(body, 3, timeout=40)
     assert len(told) == 2 and (end != "raises" or caught.value.__notes__ == ["raised on rank 1 of 3"])
 

@@ -444,7 +444,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 WRONG_IN_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
     (of(*CHATS["answered"]), "does not change a turn for those after it", CHANGING),
     (of(USER, calling("x")), "got 'tool_calls' in message 2", CHATML),
-    (of(USER, ANSWER, tools=TOOLS), "a chat template that uses tools, got /", CHATML),
+    (of(USER, ANSWER, tools=TOOLS), "a chat template that uses tools, got one that does not, of /", CHATML),
     *((called(arguments), said, bare(QWEN)) for arguments, said in (
         ("{not", f"{JSON}'{{not' ("), ('{"city": NaN}', JSON), ({"city": float("nan")}, JSON),
         ('{"a": {"b": 1, "b": 2}}', JSON), (DEEP, f"{JSON}'[[["),
@@ -525,11 +525,11 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path, caplog):
         read(path, "--tokenizer", str(folder))
     assert all(record.getMessage().startswith(f"{path}, line ") for record in caplog.records)  # of --val-data too
     each = [record.getMessage().removeprefix(f"{path}, ") for record in caplog.records]
-    assert each[0] == "line 2: expected content in message 1, got none (2 more)" and len(each) == 10
+    assert each[0] == "line 2: expected content in message 1, got none (2 more like it)" and len(each) == 10
     assert each[1].startswith("line 6: expected JSON, got ") and each[2].startswith("line 7: expected the field 'text'")
     caplog.clear()
     path.write_text("\n".join([good, *wrong]))
-    with refused(DataError, f"--data {path}, line 2: expected content in message 1, got none (2 more)"):
+    with refused(DataError, f"--data {path}, line 2: expected content in message 1, got none (2 more like it)"):
         read(path, "--tokenizer", str(folder))
     assert not caplog.records
     (tmp_path / "a.csv").write_text("prompt,completion\na,b\nc\nd,e,f\ng,h\n")

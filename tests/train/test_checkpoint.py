@@ -126,6 +126,12 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     def closed(path):
         raise PermissionError(13, "Permission denied", str(path))
 
+    for step in (1, 2):  # an older one is no remedy
+        _save(tmp_path / "checkpoints", step)
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "fingerprint", closed)
+        with refused(CheckpointError, f"{tmp_path}/checkpoints/step-2: expected files that can be read, got Perm"):
+            checkpoint.find(tmp_path)
     monkeypatch.setattr(Path, "iterdir", closed)
     with refused(CheckpointError, f"{tmp_path}/checkpoints: expected a folder that can be read, got", "denied"):
         checkpoint.find(tmp_path)

@@ -269,7 +269,7 @@ def test_a_line_of_json_is_a_document(tmp_path, name):
     ("line", "parts"),
     [
         (b'{"content": "x", "url": ""}', ["'text'", "--text-field", "the fields content, url"]),
-        (b'{"id": 1, "messages": [{}]}', ["a tokenizer with a chat template for messages (--tok", "got none; add"]),
+        (b'{"id": 1, "messages": [{}]}', ["with a chat template for messages (--tok", "none; put a file chat_"]),
         (b'{"dialogue": []}', ["'text'", "or messages, got the fields dialogue"]),
         (b'{"text": null}', ["'text'", "got text: None"]),
         (b'{"prompt": "x", "text2": ""}', ["text in the field 'completion', got the fields prompt, text2"]),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kos.train
-from kos.errors import CollectiveError, ConfigError, DataError, InvalidArgument
+from kos.errors import CollectiveError, ConfigError, DataError, InvalidArgument, KosError
 from kos.testing import Fault, spawn
 from kos.train import Callback, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
@@ -197,6 +197,25 @@ def test_an_exception_of_a_callback_ends_all_ranks(tmp_path):
     with pytest.raises(ZeroDivisionError, match="of the program"):
         spawn(run, 2, timeout=60)
     assert len(others) == 1 and others[0].ranks == (1,)
+
+
+def test_an_exception_of_the_batches_keeps_its_type(tmp_path):
+    """Also an OSError, which the other ranks raise as a KosError."""
+    failed, errors = OSError("disk gone"), dict[int, BaseException]()
+
+    def batches(rank):
+        yield batch_of(0)
+        if rank:
+            raise failed
+        yield batch_of(1)
+
+    def run(comm):
+        with pytest.raises((OSError, KosError)) as caught:
+            fit(config_of(tmp_path), comm, batches=batches(comm.rank))
+        errors[comm.rank] = caught.value
+
+    spawn(run, 2, timeout=60)
+    assert errors[1] is failed and str(errors[0]) == "OSError: disk gone" and type(errors[0]) is KosError
 
 
 @pytest.mark.parametrize("rows", ["all", "own"])

@@ -70,8 +70,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "batches": ({}, {"batches": 3}, InvalidArgument, "batches: expected an iterable of Batch, got int"),
     "rows": ({}, {**BATCHES, "rows": "some"}, InvalidArgument, "rows: expected 'all' or 'own', got 'some'"),
     "loss": ({}, {**BATCHES, "loss": "mse"}, InvalidArgument, "loss: expected a function or a CudaLoss, got 'mse'"),
-    "callback": ({}, {**BATCHES, "callbacks": [Callback]}, InvalidArgument, "got <class 'kos.train.program.Callback'>"),
-    "no callback": ({}, {**BATCHES, "callbacks": [3]}, InvalidArgument, "objects of kos.train.Callback, got 3"),
+    "callback": ({}, {**BATCHES, "callbacks": [Callback]}, InvalidArgument, "[<class 'kos.train.program.Callback'>"),
+    "no callback": ({}, {**BATCHES, "callbacks": [3]}, InvalidArgument, "objects of kos.train.Callback, got [3]"),
+    "callbacks": ({}, {**BATCHES, "callbacks": print}, InvalidArgument,
+                  "callbacks: expected a list of objects of kos.train.Callback, got <built-in function print>"),
     "val_batches": ({}, {**BATCHES, "val_batches": iter([])}, InvalidArgument,
                     "val_batches: expected a list, or what else can be iterated again, got <list_iterator"),
     "no val batches": ({}, {**BATCHES, "val_batches": []}, DataError, "a target that the loss counts, got none"),
@@ -87,6 +89,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
                "of shapes [(32,), (32, 32)], got [(32, 32), (32, 32)]"),
     "gradient": ({}, {**BATCHES, "loss": lambda logits, batch: (logits[:, 0], logits[:, 0])}, InvalidArgument,
                  "of shapes [(32,), (32, 32)], got [(32,), (32,)]"),
+    "integers": ({}, {**BATCHES, "loss": lambda logits, batch: (logits[:, 0], logits.astype(int))}, InvalidArgument,
+                 "loss: expected a floating-point gradient, got int64"),
+    "lists": ({}, {**BATCHES, "loss": lambda logits, batch: ([0.0], logits.tolist())}, InvalidArgument,
+              "of shapes [(32,), (32, 32)], got [list, list]"),
 }  # fmt: skip
 
 

@@ -228,7 +228,7 @@ def test_chats_that_cannot_begin(run, folder, said, monkeypatch):
     error = "kos: error: --top-p: expected more than 0, at most 1, got 7.0\n"
     assert said(chat.main, folder, "--top-p", "7")[::2] == (2, error)
     (folder / "chat_template.jinja").unlink()
-    error = f"kos: error: chat: expected a chat template in {folder}, got none\n"
-    assert said(chat.main, run) == (2, "", error)
+    error = f"chat: expected a chat template in {folder}, got none; add chat_template.jinja\n"
+    assert said(chat.main, run) == (2, "", f"kos: error: {error}")
     code, _, err = said(chat.main, run / "nowhere")
     assert code == 2 and "expected a checkpoint or a run" in err

@@ -1,5 +1,6 @@
 """Whole runs: the same losses for any number of ranks, and on after an interruption as if there were none."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -218,6 +219,15 @@ def test_init_from_hugging_face(text, tmp_path):
     model = {**SMALL["model"], "rope_theta": 5000.0, "tie_word_embeddings": False}
     with pytest.raises(ConfigError, match=r"argument: model.rope_theta: expected 10000\.0, which the model in"):
         _train(text, tmp_path / "third", 2, steps=2, init_from=str(source), model=model)
+    with (source / "tokenizer_config.json").open("a") as edited:
+        edited.write("\n")
+    whole = (weights := source / "model.safetensors").read_bytes()
+    flipped = whole[:-1] + bytes([whole[-1] ^ 1])
+    for damaged, told in ((flipped, "sha256 [0-9a-f]{64}"), (whole[:-1], f"bytes {len(whole)}"), (whole, "")):
+        weights.write_bytes(damaged)
+        damage = pytest.raises(CheckpointError, match=f"{weights}: expected {told}, got ")
+        with damage if told else contextlib.nullcontext():
+            _train(text, tmp_path / "fourth", 2, steps=1, init_from=str(source))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import math
 import re
 import reprlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
@@ -242,7 +242,7 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
             if not any(file.startswith(start) for file in manifest["files"]):
                 every = ", ".join(each if isinstance(each, str) else " or ".join(each) for each in FILES)
                 raise CheckpointError(f"{path / MANIFEST}: expected the files {every}, got no {start}")
-        step, config = manifest["step"], manifest["config"]
+        step, config, files = manifest["step"], manifest["config"], manifest["files"]
         tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
         names = config.get("gpus", []) if tables else []
         sound = isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -252,34 +252,47 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != step:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
-        wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
-        wanted = [name for name in wanted if name != adapter.CONFIG]  # it may be edited: a base that moved
-        with ThreadPoolExecutor() as pool:
-            fingerprints = pool.map(huggingface.fingerprint, (path / Path(name).name for name in wanted))
-            for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
-                show("checking the checkpoint", number / len(wanted))
-                for key in ("bytes", "sha256"):
-                    if found[key] != (expected := manifest["files"][name][key]):
-                        raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
+        others = adapter.CONFIG, *[OPTIMIZER, RESIDUAL] * weights_only  # the first may be edited: a base that moved
+        _compare(path, files, [name for name in files if not name.startswith(others)], show)
     return Checkpoint(path, step, config)
+
+
+def compare_weights(path: Path, show: Show = lambda what, share: None) -> None:
+    """Compare the files of weights in ``path`` with its manifest, if it has one.  The other files may be edited."""
+    with whole(path):
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8")) if (path / MANIFEST).exists() else {}
+        if isinstance(manifest, dict) and isinstance(files := manifest.get("files"), dict):  # else of another program
+            _compare(path, files, [name for name in files if name.startswith(WEIGHTS)], show)
+
+
+def _compare(path: Path, files: Files, wanted: Sequence[str], show: Show) -> None:
+    """Raise CheckpointError if the size or SHA-256 of a file in ``wanted`` is not that of ``files``."""
+    with ThreadPoolExecutor() as pool:
+        fingerprints = pool.map(huggingface.fingerprint, (path / Path(name).name for name in wanted))
+        for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
+            show("checking the checkpoint", number / len(wanted))
+            for key in ("bytes", "sha256"):
+                if found[key] != (expected := files[name][key]):
+                    raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
 
 
 def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
     """The newest complete checkpoint under ``folder``, or None if there is no checkpoint.
 
-    Damaged checkpoints are skipped with a warning.  Raises CheckpointError if all of them are damaged.
+    Damaged checkpoints are skipped with a warning.  Raises CheckpointError if all of them are damaged, or if a file
+    cannot be read.
     """
     named = steps_in(folder)
     for _, path in reversed(named):
         try:
             return verify(path, weights_only, show)
         except CheckpointError as error:
+            if huggingface.is_unreadable(error.__cause__):
+                raise
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
-        raise CheckpointError(
-            f"{folder}: expected a complete checkpoint to resume from, got {len(named)} damaged ones; "
-            "remove them to start over"
-        )
+        to, how = ("", "") if weights_only else (" to resume from", "; remove them to start over")
+        raise CheckpointError(f"{folder}: expected a complete checkpoint{to}, got {len(named)} damaged{how}")
     return None
 
 

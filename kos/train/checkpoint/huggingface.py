@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from errno import EISDIR, ENOENT, ENOTDIR, ESTALE
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +55,13 @@ def whole(path: Path, expected: str = "a complete checkpoint") -> Iterator[None]
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        expected = "files that can be read" if is_unreadable(error) else expected
         raise CheckpointError(f"{path}: expected {expected}, got {type(error).__name__}: {error}") from error
+
+
+def is_unreadable(error: BaseException | None) -> bool:
+    """Whether a file cannot be read, for example for lack of permission.  It may be undamaged."""
+    return isinstance(error, OSError) and error.errno not in (None, ENOENT, ENOTDIR, EISDIR, ESTALE)
 
 
 class StoredTensor(NamedTuple):

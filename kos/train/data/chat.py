@@ -147,7 +147,7 @@ class ChatTemplate:
         """What renders messages with the tools and options of ``line``."""
         options = _options(line, where)
         if options["tools"] and not self.uses("tools"):
-            raise DataError(f"{where}: expected a chat template that uses tools, got {self.path}")
+            raise DataError(f"{where}: expected a chat template that uses tools, got one that does not, of {self.path}")
         return partial(self._render, options, where)
 
     def uses(self, key: str) -> bool:

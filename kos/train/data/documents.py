@@ -171,7 +171,7 @@ def _wrong(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> DataEr
 
     ``wrong`` has the text of each kind, with the place of its first record and the number of its records.
     """
-    each = [f"{where}, {place}: {text}{f' ({n - 1:,} more)' * (n > 1)}" for text, (place, n) in wrong.items()]
+    each = [f"{where}, {place}: {text}{f' ({n - 1:,} more like it)' * (n > 1)}" for text, (place, n) in wrong.items()]
     if len(each) == 1:
         return DataError(each[0])
     for text in each:
@@ -439,7 +439,7 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
             _check_refused(fields, where)
         if (template := lines.chat_template()) is None:
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
-            how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
+            how = "put a file chat_template.jinja into its folder, or put each chat into one field, as text"
             raise DataError(f"{where}: expected {expected}, got none; {how}").about("tokenizer")
         chats = template.documents(fields, messages, where, lines.split_turns)
         rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kos.errors import ConfigError, DataError, InvalidArgument, SettingError
+from kos.errors import ConfigError, DataError, InvalidArgument, KosError, SettingError
 from kos.train.config import flag_of
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
@@ -155,9 +155,25 @@ class OwnBatches:
     def _agreed(self, what: str, take: Callable[[], str]) -> list[str]:
         """The answer of ``take`` for each index of dp, or one for all ranks with ``rows="all"``.
 
-        Raises DataError if ranks that must have the same answer differ.
+        Raises DataError if ranks that must have the same answer differ.  An OSError or MemoryError of the program's
+        batches is raised as it is on its rank, and as a KosError with its text on the others.
         """
-        every, first = answers_of_all(self.mesh.world, take), dict[int, int]()
+        own, first = list[OSError | MemoryError](), dict[int, int]()
+
+        def kept() -> str:
+            try:
+                return take()
+            except (OSError, MemoryError) as error:
+                own.append(error)
+                raise
+
+        try:
+            every = answers_of_all(self.mesh.world, kept)
+        except KosError:
+            if not own:
+                raise
+        if own:
+            raise own[0]
         for rank, answer in enumerate(every):
             other = first.setdefault(self.rows == "own" and self.mesh.layout.coordinates(rank)["dp"], rank)
             if answer != every[other]:

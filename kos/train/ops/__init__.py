@@ -470,8 +470,16 @@ target of -1 counts as 0.
 
 
 def of_function(own: Any, losses: Array, gradient: Array) -> tuple[Any, Any]:
-    """What a loss of one's own returned.  InvalidArgument unless it has the shapes of ``losses`` and ``gradient``."""
-    got = [tuple(getattr(each, "shape", ())) for each in own] if isinstance(own, tuple) else type(own).__name__
-    if got != (shapes := [tuple(losses.shape), tuple(gradient.shape)]):
-        raise InvalidArgument(f"loss: expected losses and their gradient, of shapes {shapes}, got {got}")
+    """What a loss of one's own returned.
+
+    Raises InvalidArgument unless these are arrays of the shapes of ``losses`` and ``gradient``, and the gradient has a
+    floating-point dtype.
+    """
+    got: Any = type(own).__name__
+    if isinstance(own, tuple):
+        got = [tuple(each.shape) if hasattr(each, "shape") else type(each).__name__ for each in own]
+    if got != (both := [tuple(losses.shape), tuple(gradient.shape)]):
+        raise InvalidArgument(f"loss: expected losses and their gradient, of shapes {both}, got {got}".replace("'", ""))
+    if "float" not in (dtype := f"{getattr(own[1], 'dtype', 'float')}"):
+        raise InvalidArgument(f"loss: expected a floating-point gradient, got {dtype}")
     return own
