@@ -27,7 +27,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel import failures, schedules
+from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
@@ -37,6 +37,7 @@ from kos.train.train import Step
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
 from tests.train.commands import ENVIRONMENT, SHAPE
+from tests.train.elastic_runs import until
 from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
 
@@ -179,21 +180,13 @@ def test_a_rank_that_is_stopped_at_a_save_is_missed_by_the_timeout():
     spawn(run, 2, timeout=100)
 
 
-def test_a_save_that_takes_long_is_waited_for_and_logged(monkeypatch):
-    said = threading.Event()
-    lines = []
-
-    def warning(text, *values):
-        lines.append(text % values)
-        said.set()
-
+def test_a_save_that_takes_long_is_waited_for_and_logged(caplog):
     def run(comm):
         comm.timeout = 0.2 if comm.rank else 60
-        alone(comm, lambda: said.wait(60))
+        alone(comm, lambda: until(lambda: caplog.messages))
 
-    monkeypatch.setattr(failures._log, "warning", warning)
     spawn(run, 2, timeout=100)
-    assert lines == ["waiting for another rank for 0.2 s: it is stopped, or at work (timeout: 3600 s)"]
+    assert caplog.messages == ["waiting for another rank for 0.2 s: it is stopped, or at work (timeout: 3600 s)"]
 
 
 MOMENTS = {
