@@ -95,6 +95,22 @@ def program(monkeypatch, capsys, tmp_path):
 
 
 @pytest.fixture
+def before_call(monkeypatch):
+    """Has ``hook`` called with the arguments of each call of ``owner.name``, before the call itself."""
+
+    def use(owner, name, hook):
+        real = getattr(owner, name)
+
+        def call(*arguments, **options):
+            hook(*arguments, **options)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    return use
+
+
+@pytest.fixture
 def on_all(mpi_world):
     """Run a test's body on every rank, and raise on all what failed on any."""
 

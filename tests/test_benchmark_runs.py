@@ -149,10 +149,10 @@ def test_it_says_that_the_compiled_core_is_away(reason, program, monkeypatch):
 
 
 @pytest.mark.parametrize(("warmup", "untimed"), [(0, 0), (1, 1), (9, 3)])
-def test_the_warm_up_is_not_timed(warmup, untimed, program, monkeypatch):
+def test_the_warm_up_is_not_timed(warmup, untimed, program, before_call):
     """In batches of four calls, of one implementation and the copy that gives the limit."""
-    batches, batch = list[str](), Run.batch
-    monkeypatch.setattr(Run, "batch", lambda run, *given: batches.append(str(run.name)) or batch(run, *given))
+    batches = list[str]()
+    before_call(Run, "batch", lambda run, *_: batches.append(str(run.name)))
     done = program("kos.bench", f"--ranks 1 --sizes 64 -w {warmup} --place in --mode eager {FEW} --json {{json}}")
     assert done.code == 0 and batches.count("copy") == untimed + 5
     assert {row["iterations"] for row in done.result["rows"]} == {20}

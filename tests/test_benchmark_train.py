@@ -183,7 +183,7 @@ def test_an_answer_that_comes_with_other_words_is_heard(tmp_path, monkeypatch):
         group.end()
 
 
-def test_rows_are_added_to_those_of_the_same_commit(tmp_path, monkeypatch):
+def test_rows_are_added_to_those_of_the_same_commit(tmp_path):
     file = tmp_path / "rows.json"
     header = {"hardware": "a", "driver": None, "versions": {}, "date": "", "commit": "c", "command": "x"}
     train.write(file, header, train.read_before(file, header), [{"step_ms": 1.0}], {})

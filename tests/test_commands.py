@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,20 +149,16 @@ def test_every_command_is_here():
 @pytest.mark.parametrize(
     ("module", "words"), [(module, words) for module, several in MISSING.items() for words in several]
 )
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_what_does_not_exist_is_refused_with_status_2(module, words, tmp_path, monkeypatch, capsys):
+def test_what_does_not_exist_is_refused_with_status_2(module, words, program, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "result.json").write_text(json.dumps({"rows": []}))
     (tmp_path / "other.json").write_text("[]")
     (tmp_path / "broken.json").write_text('{"rows": [')
-    monkeypatch.setattr(sys, "argv", [module, *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out) == (2, "")
-    assert "error: " in said.err.splitlines()[-1] and "Traceback" not in said.err, said.err
+    done = program(module, words)
+    assert (done.code, done.out) == (2, "")
+    assert "error: " in done.err.splitlines()[-1] and "Traceback" not in done.err, done.err
 
 
 def test_what_is_refused_and_what_has_failed():

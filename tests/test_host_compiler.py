@@ -23,8 +23,6 @@ extern "C" EXPORTED void places(void** found) {{
 """
 
 
-
-
 @needs_compiler
 def test_libraries_share_no_variables():
     """A kernel compiled for 1000 words would write behind the memory of the one that was loaded first, for 1."""
@@ -36,15 +34,10 @@ def test_libraries_share_no_variables():
 
 
 @needs_compiler
-def test_each_text_is_compiled_once(monkeypatch, tmp_path):
-    texts, compile_ = [], host_compiler._compile
-
-    def noted(files, command, kept):
-        texts.append(kept)
-        compile_(files, command, kept)
-
+def test_each_text_is_compiled_once(monkeypatch, before_call, tmp_path):
+    texts = []
     monkeypatch.setattr(host_compiler, "FOLDER", tmp_path)
-    monkeypatch.setattr(host_compiler, "_compile", noted)
+    before_call(host_compiler, "_compile", lambda files, command, kept: texts.append(kept))
     with ThreadPoolExecutor(3) as pool:
         for running in [pool.submit(compiled, {"kernels.cc": SOURCE}, ["-DN=3"]) for _ in range(3)]:
             assert running.result(120).places

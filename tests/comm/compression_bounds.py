@@ -10,7 +10,6 @@ from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.testing.conformance.values import near_the_bounds
 
-
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 

@@ -1,11 +1,13 @@
 """What the trainer's tests share."""
 
+import dataclasses
 import os
 
 import numpy as np
 import pytest
 
-from kos.train import machine
+from kos.train import machine, run
+from kos.train.data.batches import Dataset, load_data
 from kos.train.device import cpu
 from tests.train.emulated_runs import emulated
 from tests.train.tokenizer_files import huggingface_file
@@ -33,6 +35,24 @@ def _one_thread(monkeypatch):
 def _two_dry_runs(monkeypatch):
     """Precede the first step, and no more of them to tell how long it takes: most runs here have fewer steps."""
     monkeypatch.setattr(cpu, "WARM_SECONDS", 0.0)
+
+
+@pytest.fixture
+def data_of(monkeypatch):
+    """Has runs train on data of a class that is derived from Dataset. Returns the list of the data that they load."""
+
+    def use(kind: type[Dataset]) -> list[Dataset]:
+        loaded = []
+
+        def load(*arguments):
+            data = load_data(*arguments)
+            loaded.append(kind(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)}))
+            return loaded[-1]
+
+        monkeypatch.setattr(run, "load_data", load)
+        return loaded
+
+    return use
 
 
 @pytest.fixture(scope="module")

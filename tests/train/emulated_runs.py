@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kos.testing import spawn
+from kos.train import evaluator
 from kos.train import run as loop
 from kos.train.config.options import TrainConfig
 from kos.train.run import Trainer
@@ -42,7 +43,8 @@ def text(tmp_path):
 @pytest.fixture
 def emulated(monkeypatch):
     host_engine(monkeypatch)
-    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked.replace("auto", "cpu"))
+    for module in (loop, evaluator):
+        monkeypatch.setattr(module, "choose_device", lambda asked, comm: asked.replace("auto", "cpu"))
 
 
 def train(text, out, device="cuda", ranks=1, hosts=(), **changes):

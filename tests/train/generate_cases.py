@@ -10,7 +10,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend
 from kos.train.ops import numpy as reference
 from kos.train.parallel.mesh import ALONE, Axis
-from tests.train.test_generate import CASES, PROMPTS, random_weights
+from tests.train.generation import CASES, PROMPTS, random_weights
 
 ATTENTIONS = [  # heads, kv heads, head size, capacity, window, positions
     (4, 2, 8, 300, None, [0, 127, 128, 299]),

@@ -16,7 +16,7 @@ from kos.train.generate import Decoder, generate
 from kos.train.ops.cuda import CudaOps
 from kos.train.parallel.mesh import Axis
 from tests.train import generate_cases as cases
-from tests.train.test_generate import GREEDY, PROMPTS, decoder, random_weights, tokens_of
+from tests.train.generation import GREEDY, PROMPTS, decoder, random_weights, tokens_of
 from tests.train.test_generate_tp import SPLIT
 
 

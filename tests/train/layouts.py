@@ -80,19 +80,23 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
     return {"rows": np.array(rows), "loss": loss, "text": text, "weights": weights, "model": model}
 
 
+def settings(layout: Layout, **values: Any) -> TrainConfig:
+    """Those of a run in this layout.  What is no setting of a run is of its model, in place of that in ``SHAPE``."""
+    of_run = {name: value for name, value in values.items() if name in TrainConfig.model_fields}
+    of_model = {name: value for name, value in values.items() if name not in of_run}
+    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
+    return TrainConfig.from_preset("tiny", **of_run, **axes, model={**SHAPE, **of_model})
+
+
 def train(
     layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, kv_heads: int = 0,
     hosts: Sequence[int] = (), **changes: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What each rank of a run knows at its end."""
-    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    shape = {"num_hidden_layers": layers, "tie_word_embeddings": tied}
     if kv_heads:
         shape |= {"num_key_value_heads": kv_heads}
-    asked = TrainConfig.from_preset(
-        "tiny", **{**RUN, "steps": steps, **changes},
-        model=shape,
-        dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp,
-    )  # fmt: skip
+    asked = settings(layout, **{**RUN, "steps": steps, **shape, **changes})
 
     def run(comm: Any) -> dict[str, Any]:
         mesh, config = Mesh(comm, layout), asked.for_world(layout.dp)

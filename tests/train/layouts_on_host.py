@@ -16,7 +16,6 @@ from kos.memory import array as array_module
 from kos.memory.arena import ALIGNMENT
 from kos.testing import spawn
 from kos.train.config.optimizers import not_of
-from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice
@@ -28,7 +27,7 @@ from kos.train.optim import cuda as cuda_optimizer
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
-from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end
+from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end, settings
 from tests.train.models import InMemory
 
 STEPS = 3
@@ -58,12 +57,10 @@ def make_device(
     kv_heads: int = SHAPE["num_key_value_heads"], **changes: Any,
 ) -> CudaDevice:  # fmt: skip
     """The device of a rank, with the same weights in every layout."""
-    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied, "model_type": family,
-             "num_key_value_heads": kv_heads}  # fmt: skip
-    shape["attention_bias"] = family == "qwen3"
+    shape = {"num_hidden_layers": layers, "tie_word_embeddings": tied, "model_type": family,
+             "num_key_value_heads": kv_heads, "attention_bias": family == "qwen3"}  # fmt: skip
     run = {key: value for key, value in RUN.items() if key not in not_of(changes.get("optimizer", "adamw"))}
-    asked = TrainConfig.from_preset("tiny", **{**run, **changes}, model=shape, **axes)
+    asked = settings(layout, **{**run, **shape, **changes})
     mesh, config = Mesh(DeviceComm(comm), layout), asked.for_world(layout.dp, "cuda")
     model = config.model_config_for(40)
     whole = Parameters(model.parameter_shapes())

@@ -16,7 +16,7 @@ from kos.train.ops import Attend, Mask, numpy_attention
 from kos.train.ops import numpy as ops
 from kos.train.ops.cuda.attention import KERNEL_SETS, kernel_set, unsupported
 from tests.train import masks
-from tests.train.test_ops import arena, check_gradients, columns, nan, nan_columns
+from tests.train.cpu_ops import arena, check_gradients, columns, nan, nan_columns
 
 __all__ = ["arena"]  # a fixture
 

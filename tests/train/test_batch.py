@@ -1,6 +1,5 @@
 """Every field that a batch has arrives at the model, cut into micro-batches, ranks and columns as its tokens are."""
 
-import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 
 from kos.errors import DataError
 from kos.memory.array import Array
-from kos.train import run
 from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset, Tokens, load_data
+from kos.train.data.batches import Dataset, Tokens
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import DryCudaOps
 from kos.train.model.model import Model
@@ -45,16 +43,9 @@ def _elements(batch: Batch) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"pp": 2})], ids=str)
-def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, monkeypatch):
-    arrived = []
-    evaluated = []
-    data = []
-    run_forward = Model.forward
-
-    def load(*arguments):
-        plain = load_data(*arguments)
-        data.append(Full(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}))
-        return data[-1]
+def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, data_of, monkeypatch):
+    arrived, evaluated = [], []
+    data, run_forward = data_of(Full), Model.forward
 
     def forward(self, weights, slot, batch, x_nD=None, saves=True, **more):
         out = run_forward(self, weights, slot, batch, x_nD, saves, **more)
@@ -62,7 +53,6 @@ def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, monk
             (arrived if saves else evaluated).append(_elements(slot.batch))
         return out
 
-    monkeypatch.setattr(run, "load_data", load)
     monkeypatch.setattr(Model, "forward", forward)
     options = layout if device == "cpu" else {"graph": False, **layout}
     train(text, tmp_path, device, ranks=ranks, steps=1, save_every=0, **options)

@@ -15,8 +15,8 @@ from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from tests.forked import python
 from tests.launcher import OUTSIDE, run_program
+from tests.train.corpora import token_bytes
 from tests.train.refusal import refused
-from tests.train.test_corpus import token_bytes
 
 RUN = """
 import glob, json, os, sys

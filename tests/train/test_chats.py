@@ -15,9 +15,9 @@ from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.tokens import Tokens
 from tests.train.chat_templates import CHATML, GEMMA, LLAMA, MISTRAL, MISTRAL_LAST, QWEN, SPECIAL, THINKING, bare
+from tests.train.corpora import token_bytes
 from tests.train.refusal import refused
 from tests.train.runs import _config, run
-from tests.train.test_corpus import token_bytes
 from tests.train.test_loss_masks import data_text, read, write_lines
 from tests.train.tokenizer_files import byte_level_bpe
 

@@ -145,16 +145,15 @@ def test_ranks_write_about_equally_much(layout):
           pytest.param(Layout(tp=4), False, False, marks=pytest.mark.slow)),
     ],
 )
-def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, monkeypatch):
+def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, before_call):
     """A rank takes a tensor and two more, or its part of the state where steps go on before any of it is written."""
     model = grouped(num_hidden_layers=24, hidden_size=128, intermediate_size=256, vocab_size=256)
-    bucket, given_up, write = 1 << 17, threading.Event(), saving.write_tensors
+    bucket, given_up = 1 << 17, threading.Event()
     planned, seen = [0] * layout.ranks, []
     shares = {rank: [] for rank in range(layout.ranks)}
 
-    def written(*arguments):
+    def late(*_):
         assert at_once or given_up.wait(100)
-        return write(*arguments)
 
     def run(comm):
         state = make_state(comm, model, layout, zero=zero, bucket_bytes=bucket)
@@ -175,7 +174,7 @@ def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, monkey
             seen.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
 
-    monkeypatch.setattr(saving, "write_tensors", written)
+    before_call(saving, "write_tensors", late)
     spawn(run, layout.ranks, timeout=100)
     state_bytes = 12 * model.num_parameters()
     beside = layout.ranks * (8 * bucket + (1 << 19)) + (1 << 20)  # buckets and their messages, names, threads
@@ -226,7 +225,7 @@ def test_a_slice_is_all_that_is_read(tmp_path, monkeypatch):
     assert sum(numbers) < 3 * model.num_parameters() * 1.2 + rows
 
 
-def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path, monkeypatch):
+def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path, before_call):
     model = grouped()
     whole = whole_state(model)
     layout = Layout(dp=2, tp=2)
@@ -243,13 +242,11 @@ def test_what_one_rank_cannot_write_or_read_is_an_error_on_all(tmp_path, monkeyp
     save_in(Layout(), tmp_path, 1, model, whole)
     spawn(lambda comm: write(comm, bad, "expected finite weights, got others in model.norm.weight; nothing", 2), 4)
     assert len(set(errors)) == 1 and len(errors) == 4
-    def full(path, *arguments):
+    def full(path, *_):
         if path.name == "optimizer-00003-of-00004.safetensors":
             raise OSError(28, "No space left on device", str(path))
-        return write_tensors(path, *arguments)
 
-    write_tensors = saving.write_tensors
-    monkeypatch.setattr(saving, "write_tensors", full)
+    before_call(saving, "write_tensors", full)
     expected = "step-3: expected to write a checkpoint on rank 2, got .*No space left.*optimizer-00003"
     spawn(lambda comm: write(comm, whole, expected, 3), 4)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == ["step-1"]

@@ -25,18 +25,8 @@ from kos.train.parallel.failures import together
 from kos.train.tools.metrics import read_metrics
 from tests.comm.shared_ranks import needs_core
 from tests.forked import python
-from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program, running_program
-
-ENVIRONMENT = OUTSIDE
-SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
-
-
-def _command(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> list[str]:
-    """``fresh``: each rank is a Python of its own, not forked from one that has imported kos."""
-    if ranks > 1 and not MPIRUN:
-        pytest.skip("needs mpirun")
-    launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-    return [*launcher, *([sys.executable] if fresh else python()), "-m", "kos.train", *SHAPE, *map(str, flags)]
+from tests.launcher import MPIRUN, SECONDS, run_program, running_program
+from tests.train.commands import ENVIRONMENT, SHAPE, _command
 
 
 def _run(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> subprocess.CompletedProcess[str]:

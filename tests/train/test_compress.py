@@ -73,13 +73,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=str)
-def test_ranks_hold_the_same_weights(layout, changes, monkeypatch):
+def test_ranks_hold_the_same_weights(layout, changes):
     """Those of dp and cp all; those of tp what each holds whole; both ends of a pipeline the tied embedding."""
-    monkeypatch.setitem(layouts.SHAPE, "hidden_size", 64)
-    monkeypatch.setitem(layouts.SHAPE, "num_attention_heads", 4)
-    monkeypatch.setitem(layouts.SHAPE, "num_key_value_heads", 2)
-    monkeypatch.setitem(layouts.SHAPE, "head_dim", 32)
-    changes, held = {"tied": False, **changes}, dict[Any, bytes]()
+    wide = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    changes, held = {"tied": False, **wide, **changes}, dict[Any, bytes]()
     ranks = layouts.train(layout, CpuDevice, 5 if layout.pp > 1 else 2, compress="int4", **changes)
     for rank, got in enumerate(ranks):
         placements = got["model"].placements(got["model"].local(0, layout.tp))

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import io
+import itertools
 import os
 import re
 import struct
@@ -22,7 +23,7 @@ from kos.train.tools import console
 from kos.train.tools.console import Bar, Console, describe, wrapped
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
-from tests.train.test_cli import ENVIRONMENT
+from tests.train.commands import ENVIRONMENT
 
 ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 
@@ -64,6 +65,17 @@ def terminal():
             return made
 
         yield make
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """The clock of the console goes on by so many seconds whenever it is read."""
+
+    def use(seconds):
+        clock = itertools.count(0, seconds)
+        monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
+
+    return use
 
 
 def _on_a_terminal(*command: str | Path, code: int = 0) -> str:
@@ -237,10 +249,9 @@ def test_no_field_is_cut_on_a_narrow_terminal(width, headline):
     assert ("━" in lines[0]) == (width >= 40), "there is a bar where there is room for one"
 
 
-def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch, terminal):
-    made, clock = terminal(40), iter(range(0, 1000, 3))
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
-    lines = Console(0, 9)
+def test_what_is_over_does_not_stay_on_the_terminal(ticking, terminal):
+    ticking(3)
+    made, lines = terminal(40), Console(0, 9)
     for _ in range(2):
         lines.progress("reading the data", 0.5)
         lines.close()
@@ -265,9 +276,8 @@ def test_the_terminal_has_its_cursor_after_a_warning(terminal):
     assert said.count(HIDE) == said.count(SHOW) == 1, "the bar is still there"
 
 
-def test_what_takes_long_is_a_line_now_and_then(monkeypatch, capsys):
-    clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+def test_what_takes_long_is_a_line_now_and_then(ticking, capsys):
+    ticking(3)
     lines = Console(0, 9)
     for part in range(12):
         lines.progress("tokenizing the data", part / 12)
@@ -275,10 +285,10 @@ def test_what_takes_long_is_a_line_now_and_then(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("bar", [False, True])
-def test_progress_of_a_task_never_decreases(monkeypatch, capsys, terminal, bar):
+def test_progress_of_a_task_never_decreases(ticking, monkeypatch, capsys, terminal, bar):
     """The passes of a pipeline come in any order.  A task that starts again after a step or another task is shown."""
-    clock, shown = iter(range(0, 10_000, 11)), []
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
+    shown = []
+    ticking(11)
     if bar:
         monkeypatch.setattr(Bar, "update", lambda self, headline="", *given, **fields: shown.append(headline))
         terminal(80)

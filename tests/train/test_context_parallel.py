@@ -13,7 +13,7 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.fixed_order import Split
 from kos.train.parallel.context import ContextParallel, FixedContext
 from kos.train.parallel.mesh import Axis
-from tests.train.test_ops import columns, nan, nan_columns, poisoned_slab
+from tests.train.cpu_ops import columns, nan, nan_columns, poisoned_slab
 
 
 class Deferred:

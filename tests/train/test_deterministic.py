@@ -18,7 +18,7 @@ from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, run_program
-from tests.train.layouts import BITS, SHAPE, compare, length, named, train
+from tests.train.layouts import BITS, compare, length, named, train
 from tests.train.sharded import tensors_of_run
 
 
@@ -26,18 +26,15 @@ def test_shards_cut_a_tied_embedding(monkeypatch):
     """With ZeRO-1 the two ends of a pipeline hold different parts of it."""
     for module in (optim, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
-    monkeypatch.setitem(SHAPE, "vocab_size", 400)
-    (alone,) = train(Layout(), CpuDevice, 3, True, **BITS)
-    for got in train(Layout(dp=2, pp=2), CpuDevice, 3, True, **BITS, zero=1):
+    (alone,) = train(Layout(), CpuDevice, 3, True, **BITS, vocab_size=400)
+    for got in train(Layout(dp=2, pp=2), CpuDevice, 3, True, **BITS, vocab_size=400, zero=1):
         assert got["rows"].tobytes() == alone["rows"].tobytes()
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2, tp=2)], ids=named)
-def test_biases(layout, monkeypatch):
+def test_biases(layout):
     """Also of matrices that ranks split by columns: the first part of a product has it."""
-    for name in ("attention_bias", "mlp_bias"):
-        monkeypatch.setitem(SHAPE, name, True)
-    of_one_rank, ranks = runs(layout, seq_len=length(layout.cp))
+    of_one_rank, ranks = runs(layout, seq_len=length(layout.cp), attention_bias=True, mlp_bias=True)
     compare(ranks, *of_one_rank, layout)
 
 
@@ -70,15 +67,12 @@ def test_the_split_depends_on_the_model_alone(sizes, seq_len, split):
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(layout, changes, error):
     """A model whose sizes are no multiples of 8, and layouts in which a rank has no whole subtrees."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in changes.items():
-            patch.setitem(SHAPE, name, value)
-        if error is None:
-            (alone,), ranks = runs(layout)
-            assert all(got["rows"].tobytes() == alone["rows"].tobytes() for got in ranks)
-            return
-        with pytest.raises(ConfigError, match=error):
-            runs(layout, seq_len=48)
+    if error is None:
+        (alone,), ranks = runs(layout, **changes)
+        assert all(got["rows"].tobytes() == alone["rows"].tobytes() for got in ranks)
+        return
+    with pytest.raises(ConfigError, match=error):
+        runs(layout, seq_len=48, **changes)
 
 
 def test_sums_of_squares_are_exact(rng):

@@ -10,9 +10,9 @@ from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.generate import Decoder
 from kos.train.trained import TrainedModel
 from tests.train import generate_cases as cases
+from tests.train.generation import CASES, GREEDY, PROMPTS, decoder, random_weights, tokens_of
 from tests.train.ops_cases import DTYPES, arena, case, on_gpu, ops, side, sides
 from tests.train.runs import _train
-from tests.train.test_generate import CASES, GREEDY, PROMPTS, decoder, random_weights, tokens_of
 
 __all__ = ["arena", "ops", "side"]
 

@@ -17,8 +17,8 @@ from kos.files import cache_folder
 from kos.train.data import download
 from kos.train.data.corpus import read_corpus
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
+from tests.train.corpora import PLAY, documents, refusal
 from tests.train.refusal import refused
-from tests.train.test_corpus import PLAY, documents, refusal
 
 
 def test_the_standard_librarys_own_sources():
@@ -70,7 +70,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch):
+def server():
     """A server on a free port of this host: its URL and the requests it got."""
 
     class Handler(_Handler):
@@ -80,20 +80,28 @@ def server(monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
-        monkeypatch.setenv("no_proxy", "*")
         yield f"http://127.0.0.1:{running.server_address[1]}", Handler.requests
         Handler.release.set()
         running.shutdown()
         thread.join(10)
 
 
+NOWHERE = "http://127.0.0.1:9/"
+
+
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    """PLAY in the place of tinyshakespeare, in a cache of its own."""
+    """PLAY in the place of tinyshakespeare, in a cache of its own, at no address that answers. Sets another one."""
+
+    def published_at(url):
+        monkeypatch.setattr(download, "URL", url)
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(download, "URL", "http://127.0.0.1:9/")
+    monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(download, "SIZE", len(PLAY))
     monkeypatch.setattr(download, "SHA256", hashlib.sha256(PLAY).hexdigest())
+    published_at(NOWHERE)
+    return published_at
 
 
 def test_tinyshakespeare_is_the_published_file():
@@ -103,21 +111,17 @@ def test_tinyshakespeare_is_the_published_file():
 
 
 @pytest.mark.parametrize("path", ["/good", "/redirect"])
-def test_download_once_then_from_the_cache(tmp_path, server, play, monkeypatch, path):
-    url, requests = server
-    monkeypatch.setattr(download, "URL", url + path)
-    text = PLAY.decode()
+def test_download_once_then_from_the_cache(tmp_path, server, play, path):
+    (url, requests), text = server, PLAY.decode()
     at = int(len(text) * 0.9)  # nanoGPT
-    assert documents("tinyshakespeare") == ([text[:at]], [text[at:]])
     file = tmp_path / "cache" / "kos" / "tinyshakespeare.txt"
-    assert file.read_bytes() == PLAY and requests["/good"] == 1
-    monkeypatch.setattr(download, "URL", "http://127.0.0.1:9/")
-    assert documents("tinyshakespeare") == ([text[:at]], [text[at:]])
-    assert [*file.parent.iterdir()] == [file]
-    monkeypatch.setattr(download, "URL", url + path)
-    file.write_bytes(PLAY[:-1] + b"?")
-    assert documents("tinyshakespeare") == ([text[:at]], [text[at:]])
-    assert requests["/good"] == 2, "a damaged file is replaced"
+    for address, damaged, requested in ((url + path, False, 1), (NOWHERE, False, 1), (url + path, True, 2)):
+        play(address)
+        if damaged:  # it is replaced
+            file.write_bytes(PLAY[:-1] + b"?")
+        assert documents("tinyshakespeare") == ([text[:at]], [text[at:]])
+        assert [*file.parent.iterdir()] == [file]
+        assert file.read_bytes() == PLAY and requests["/good"] == requested
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def test_download_once_then_from_the_cache(tmp_path, server, play, monkeypatch, 
 )
 def test_a_wrong_download_is_refused_and_leaves_nothing(tmp_path, server, play, monkeypatch, path, parts):
     url, requests = server
-    monkeypatch.setattr(download, "URL", url + path)
+    play(url + path)
     monkeypatch.setattr(download, "SOCKET_SECONDS", 0.3 if path == "/stall" else 20.0)
     refusal("tinyshakespeare", "--data tinyshakespeare", url + path, *parts)
     until = time.monotonic() + 20
@@ -145,10 +149,9 @@ def test_a_wrong_download_is_refused_and_leaves_nothing(tmp_path, server, play, 
     assert not [*(tmp_path / "cache" / "kos").iterdir()]
 
 
-def test_without_a_network_one_line_names_the_way_out(play, monkeypatch):
-    monkeypatch.setenv("no_proxy", "*")
+def test_without_a_network_one_line_names_the_way_out(play):
     refusal("tinyshakespeare", download.URL, "refused", "without a network", "--data PATH")
-    monkeypatch.setattr(download, "URL", "not a url")
+    play("not a url")
     refusal("tinyshakespeare", "not a url", "--data PATH")
 
 

@@ -8,16 +8,11 @@ import pytest
 from kos.train.config.flags import parse
 from kos.train.parallel.mesh import Layout
 from kos.train.tools import plan as planning
-from kos.train.tools.costs import Rates, gpu_rates
+from kos.train.tools.costs import gpu_rates
 from kos.train.tools.dry_step import ONE_HOST, Clock, Link, Network, TimedDryRun
 from kos.train.tools.plan import make_job, predict
+from tests.train.dry_runs import LAYERS, SHAPE, SLOW, A, B, D, F, T, V, W
 
-SLOW = Rates("the CPU", 1e9, (1e9, 1e9), 1e9, 1e-6, 1e9, 1e-5, False)
-D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 2  # of the flags below; W: q, k and v together
-SHAPE = [
-    "--device=cpu", "--hidden-size=32", "--intermediate-size=48", "--num-attention-heads=4", "--num-key-value-heads=2",
-    "--num-hidden-layers=4", "--seq-len=16", "--batch-size=8", "--micro-batch-size=2", "--no-tie-word-embeddings",
-]  # fmt: skip
 MATRICES = LAYERS * (W * D + D * A + 3 * F * D)
 PARAMETERS = 2 * V * D + MATRICES + (2 * LAYERS + 1) * D
 
@@ -76,14 +71,9 @@ def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=str)
-def test_tensor_parallel_sums_the_gradients_of_all_norms_in_one_call(axes, monkeypatch):
-    sums, all_reduce = [], Link.all_reduce
-
-    def counted(link, x, *options, **more):
-        sums.extend([x.size] * (link.axis == "tp"))
-        return all_reduce(link, x, *options, **more)
-
-    monkeypatch.setattr(Link, "all_reduce", counted)
+def test_tensor_parallel_sums_the_gradients_of_all_norms_in_one_call(axes, before_call):
+    sums = []
+    before_call(Link, "all_reduce", lambda link, x, *_, **__: sums.extend([x.size] * (link.axis == "tp")))
     config = parse([*SHAPE, "--model-type=qwen3", "--head-dim=8"])
     TimedDryRun(make_job(config, config.model_config_for(V), Layout(**axes), SLOW), 0)
     stages = axes.get("pp", 1)
@@ -159,15 +149,10 @@ def test_a_proposal_in_8_bits_says_that_no_run_has_confirmed_it():
     assert "note: no run in fp8 has confirmed its prediction" in said.splitlines()
 
 
-def test_a_pipeline_has_the_times_of_each_stage_and_pass(monkeypatch):
+def test_a_pipeline_has_the_times_of_each_stage_and_pass(before_call):
     """A backward takes about twice its forward, and its two halves together as long as the whole."""
-    given, simulate = {}, planning.simulate
-
-    def watched(schedule, costs, message):
-        given[schedule.name] = costs
-        return simulate(schedule, costs, message)
-
-    monkeypatch.setattr(planning, "simulate", watched)
+    given = {}
+    before_call(planning, "simulate", lambda schedule, costs, message: given.update({schedule.name: costs}))
     exact = SLOW._replace(memory=1e15, operation=0.0)
     for name in ("1f1b", "zero-bubble-v"):
         predicted("--pp-schedule", name, axes={"pp": 2}, speed=exact)

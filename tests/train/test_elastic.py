@@ -234,39 +234,36 @@ def test_an_exchange_of_gpus_alone_finds_the_loss(text, tmp_path, unhurt, monkey
 
 
 @pytest.mark.parametrize("error", ["expected the run in epoch 0, got 1: other ranks", "shrink: rank 3 was left out"])
-def test_ranks_that_others_have_left_out_do_not_continue(error, text, tmp_path, monkeypatch):
+def test_ranks_that_others_have_left_out_do_not_continue(error, text, tmp_path, before_call):
     """They wake up after the others have gone on; what is the others' stays."""
-    drop, address = Trainer.drop_save, tmp_path / ADDRESS
+    address = tmp_path / ADDRESS
 
-    def woken(self):
+    def woken(trainer):
         with (tmp_path / "metrics.jsonl").open("a") as rows:
             rows.write('{"step": 5, "epoch": 1}\n')
         address.write_text("of the others")
-        drop(self)
 
-    def refuse(self):
+    def refuse(comm):
         raise CollectiveError(error)
 
-    monkeypatch.setattr(Trainer, "drop_save", woken)
+    before_call(Trainer, "drop_save", woken)
     if error.startswith("shrink"):
-        monkeypatch.setattr(Communicator, "shrink", refuse)
+        before_call(Communicator, "shrink", refuse)
     with pytest.raises(CollectiveError, match=rf": {error}[^;]*; join the run again with --join {address}\n"):
         train(text, tmp_path, FAULTS["within a step"])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 5 and address.read_text() == "of the others"
 
 
-def test_a_device_that_cannot_be_made_again_is_said(text, tmp_path, monkeypatch):
+def test_a_device_that_cannot_be_made_again_is_said(text, tmp_path, before_call):
     """The former one is closed by then."""
-
-    make, runs = Trainer.make_device, list[Trainer]()
+    runs = list[Trainer]()
 
     def broken(run):
         if run in runs:
             raise CudaError("cuMemAlloc: 999, unknown error")
         runs.append(run)
-        make(run)
 
-    monkeypatch.setattr(Trainer, "make_device", broken)
+    before_call(Trainer, "make_device", broken)
     with pytest.raises(CudaError, match=r"after step \d: cuMemAlloc: 999, unknown error; the last checkpoint, of step"):
         train(text, tmp_path, FAULTS["within a step"])
 
@@ -288,14 +285,9 @@ def test_an_mpirun_that_ends_all_ranks_is_warned_of(environment, options, warned
     assert capfd.readouterr().err.count("kos: --elastic: this mpirun ends all ranks when one is lost") == warned
 
 
-def test_other_runs_agree_on_nothing(text, tmp_path, monkeypatch):
-    calls, agree = Counter[bool](), Optimizer.agree
-
-    def counted(self, *arguments):
-        calls[changes] += 1
-        agree(self, *arguments)
-
-    monkeypatch.setattr(Optimizer, "agree", counted)
+def test_other_runs_agree_on_nothing(text, tmp_path, before_call):
+    calls = Counter[bool]()
+    before_call(Optimizer, "agree", lambda *_: calls.update([changes]))
     for changes in (False, True):
         train(text, tmp_path / str(changes), elastic="1" if changes else None)
     assert calls == {True: RANKS * STEPS}

@@ -4,7 +4,6 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,58 +21,18 @@ from kos.train.newcomer import Newcomer
 from kos.train.parallel.failures import LEAVE
 from kos.train.run_context import ADDRESS
 from tests.train.elastic_runs import RANKS, SHAPE, config_of, no_dry_run, ranks_of, text, train, unhurt, until
+from tests.train.newcomers import ended, invite
 from tests.train.test_loss_masks import write_lines
 
 __all__ = ["no_dry_run", "text", "unhurt"]
 
 
-def join(text: Path, out: Path, address: str, **changes: Any) -> tuple[threading.Thread, list[BaseException]]:
-    """A newcomer, on a thread of its own, and its error."""
-    return started(lambda: Newcomer(config_of(text, out, elastic="1", join=address, **changes)))
-
-
-def started(make: Callable[[], Newcomer]) -> tuple[threading.Thread, list[BaseException]]:
-    errors = list[BaseException]()
-
-    def run() -> None:
-        try:
-            newcomer = make()
-            try:
-                newcomer.run()
-            finally:
-                place: Any = newcomer.comm.rendezvous
-                place.threads.world.end(place.rank, "its function returned")  # as ``spawn`` does for its ranks
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, errors
-
-
-def ended(threads: list[tuple[threading.Thread, list[BaseException]]]) -> list[list[BaseException]]:
-    """The errors of newcomers, whose threads must end."""
-    for thread, _ in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return [errors for _, errors in threads]
-
-
 @pytest.mark.parametrize("newcomers", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_newcomers_get_all_from_the_ranks(zero, newcomers, text, tmp_path, unhurt, monkeypatch):
+def test_newcomers_get_all_from_the_ranks(zero, newcomers, text, tmp_path, unhurt, before_call):
     """It replaces a lost rank. Or two join one: with ZeRO-1 ranks hold different parts of what one rank held whole."""
-    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
-
-    def start_step(self, step, wish):
-        comm = self.run.comm
-        if (step == 2 if newcomers == 2 else comm.size == 3 and comm.rank == 0) and not threads:
-            threads.extend([join(text, tmp_path, comm.address, zero=zero) for _ in range(newcomers)])
-            while comm.newcomers() < newcomers:  # they read the data first
-                time.sleep(0.01)
-        start(self, step, wish)
-
-    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    asked = {"ranks": 3} if newcomers == 1 else {"at": 2, "count": 2}
+    threads = invite(before_call, text, tmp_path, zero=zero, **asked)
     if newcomers == 1:
         assert train(text, tmp_path, [Fault("crash", 1, 4, call="all_to_all")], zero=zero) == unhurt
         assert ranks_of(tmp_path) == [(4, 0)] * 2 + [(3, 1)] + [(4, 2)] * 3
@@ -84,47 +43,10 @@ def test_newcomers_get_all_from_the_ranks(zero, newcomers, text, tmp_path, unhur
     assert len(threads) == newcomers
 
 
-def invite(
-    text: Path, out: Path, monkeypatch: pytest.MonkeyPatch, admit: Callable[[elastic.Elastic], None], at: int = 2,
-    address: str = "", **changes: Any,
-) -> list[tuple[threading.Thread, list[BaseException]]]:  # fmt: skip
-    """A newcomer calls after step ``at`` of a run of at most 5 ranks; ``admit`` is called before they let it join."""
-
-    def call(of_run: str) -> tuple[threading.Thread, list[BaseException]]:
-        return join(text, out, address or of_run, **changes)
-
-    return invited(monkeypatch, call, admit, at)
-
-
-def invited(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[[str], tuple[threading.Thread, list[BaseException]]],
-    admit: Callable[[elastic.Elastic], None] = lambda run: None, at: int = 2,
-) -> list[tuple[threading.Thread, list[BaseException]]]:  # fmt: skip
-    """The same of a newcomer that ``call`` starts with the address of the run."""
-    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
-
-    def start_step(self: elastic.Elastic, step: int, wish: int) -> None:
-        comm = self.run.comm
-        if step == at and comm.rank == 0 and not threads:
-            threads.append(call(comm.address))
-            while not comm.newcomers() and threads[0][0].is_alive():
-                time.sleep(0.01)
-        if self._last is not None and self._last[1].joining:
-            admit(self)
-        start(self, step, wish)
-
-    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
-    return threads
-
-
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_path, unhurt, monkeypatch):
+def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_path, unhurt, monkeypatch, before_call):
     """No rank waits for its files: the run goes on with the same ranks until they are complete."""
-    write, start, may_end = saving.write_tensors, elastic.Elastic.start_step, threading.Event()
-
-    def slow(*arguments):
-        may_end.wait(60)
-        return write(*arguments)
+    start, may_end = elastic.Elastic.start_step, threading.Event()
 
     def start_step(self, step, wish):
         files = self.run.saving
@@ -133,22 +55,18 @@ def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_
             until(lambda: files.done)
         start(self, step, LEAVE if leaves and step > 1 and self.run.mesh.world.rank == 3 else wish)
 
-    monkeypatch.setattr(saving, "write_tensors", slow)
+    before_call(saving, "write_tensors", lambda *_: may_end.wait(60))
     monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
-    threads = [] if leaves else invite(text, tmp_path, monkeypatch, lambda self: None)
+    threads = [] if leaves else invite(before_call, text, tmp_path)
     assert train(text, tmp_path, elastic="1:5", keep=10, save_async=True, save_every=3) == unhurt
     assert [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")] == [3, 6]
     assert ranks_of(tmp_path) == [(4, 0)] * 5 + [(3 if leaves else 5, 1)]
     assert ended(threads) == [[]] * len(threads)
 
 
-def test_some_ranks_know_of_a_loss_where_others_grow(text, tmp_path, unhurt, monkeypatch):
+def test_some_ranks_know_of_a_loss_where_others_grow(text, tmp_path, unhurt, before_call):
     """One has called shrink, and the others grow, each of them late: all go on without the rank that is lost."""
-    shrink, calls = Communicator.shrink, Counter[int]()
-
-    def counted(self):
-        calls[self.rank] += 1
-        return shrink(self)
+    calls = Counter[int]()
 
     def admit(self):
         if self.run.epoch == 0:
@@ -156,31 +74,31 @@ def test_some_ranks_know_of_a_loss_where_others_grow(text, tmp_path, unhurt, mon
                 raise RankLost("a rank is lost")  # as in a validation that has ended on the other ranks
             until(lambda: calls[1] >= max(1, rank))  # the others before it have made rank 1 begin again
 
-    monkeypatch.setattr(Communicator, "shrink", counted)
-    invite(text, tmp_path, monkeypatch, admit)
+    before_call(Communicator, "shrink", lambda comm: calls.update([comm.rank]))
+    invite(before_call, text, tmp_path, admit=admit)
     assert train(text, tmp_path, elastic="1:5") == unhurt
     assert calls[1] == RANKS and elastic.TRIES < RANKS
 
 
-def test_a_newcomer_without_the_backend_does_not_end_the_run(text, tmp_path, unhurt, monkeypatch, capsys):
+def test_a_newcomer_without_the_backend_does_not_end_the_run(text, tmp_path, unhurt, monkeypatch, before_call, capsys):
     def communicator(*arguments, **options):
         arguments[2].close()
         raise BackendUnavailable("nccl: rank 4: no module named nccl")
 
     monkeypatch.setattr(groups, "communicator", communicator)
-    invite(text, tmp_path, monkeypatch, lambda self: None)
+    invite(before_call, text, tmp_path)
     assert train(text, tmp_path, elastic="1:5") == unhurt
     assert "no rank joined: nccl: rank 4: no module named nccl" in capsys.readouterr().out
 
 
-def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, monkeypatch):
+def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, monkeypatch, before_call):
     """It knows nothing of the run yet."""
 
     def dies(run):
         raise TrainingError("the machine goes down")
 
     monkeypatch.setattr(elastic, "facts_of", dies)
-    threads = invite(text, tmp_path, monkeypatch, lambda self: None)
+    threads = invite(before_call, text, tmp_path)
     with pytest.raises(TrainingError, match="the machine goes down"):
         train(text, tmp_path, elastic="1:5")
     for (error,) in ended(threads):
@@ -195,10 +113,10 @@ def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, monkeypatc
     ({"fit": "whole"}, "--fit: expected cut, which the run has, got whole; add --fit cut"),
     ({}, "--data: expected letters.txt ([0-9a-f]{12}), which the run has, got other.txt"),
 ])  # fmt: skip
-def test_a_newcomer_with_other_settings_is_refused(changes, said, text, tmp_path, unhurt, monkeypatch, capsys):
+def test_a_newcomer_with_other_settings_is_refused(changes, said, text, tmp_path, unhurt, before_call, capsys):
     """By name, on its side and on theirs; the ranks go on, and say nothing of a rank that is gone."""
     (other := tmp_path / "other.txt").write_bytes(text.read_bytes()[::-1])
-    threads = invite(text if changes else other, tmp_path, monkeypatch, lambda self: None, **changes)
+    threads = invite(before_call, text if changes else other, tmp_path, **changes)
     assert train(text, tmp_path, elastic="1:5") == unhurt
     ((error,),) = ended(threads)
     assert type(error) is ConfigError
@@ -209,7 +127,7 @@ def test_a_newcomer_with_other_settings_is_refused(changes, said, text, tmp_path
 
 
 @pytest.mark.parametrize("how", ["held out", "packed", "by address"])
-def test_a_newcomer_reads_the_data_as_a_resumed_run(how, text, tmp_path, monkeypatch, capsys):
+def test_a_newcomer_reads_the_data_as_a_resumed_run(how, text, tmp_path, monkeypatch, before_call, capsys):
     """With the flags of the run, which holds out what it did before, and keeps a plan that an older version made."""
     by_address, changes = kos.join, dict[str, Any](eval_batches=0)
 
@@ -225,20 +143,20 @@ def test_a_newcomer_reads_the_data_as_a_resumed_run(how, text, tmp_path, monkeyp
         patched.setattr(packing, "make_plan", lambda tokens, length, seed, skips: made(tokens, length, seed + 1, skips))
         train(text, tmp_path / "out", ranks=1, **{**changes, "steps": 2, "eval_batches": 2})
     address = "" if how == "by address" else str(tmp_path / "out" / ADDRESS)
-    threads = invite(text, tmp_path / "out", monkeypatch, lambda self: None, at=3, address=address, **changes)
+    threads = invite(before_call, text, tmp_path / "out", at=3, address=address, **changes)
     train(text, tmp_path / "out", ranks=1, resume="auto", elastic="1:5", **changes)
     (errors,) = ended(threads)
     if how == "by address":
         assert str(errors[0]) == "--hold-out: expected 0.1, which the run has, got 0; add --hold-out 0.1"
-        threads = invite(text, tmp_path / "out", monkeypatch, lambda self: None, at=7, hold_out=0.1, **changes)
+        threads = invite(before_call, text, tmp_path / "out", at=7, hold_out=0.1, **changes)
         train(text, tmp_path / "out", ranks=1, resume="auto", elastic="1:5", **changes, steps=10)
         (errors,) = ended(threads)
     assert not errors and ranks_of(tmp_path / "out")[-1] == (2, 1), capsys.readouterr().out
 
 
-def test_a_newcomer_takes_settings_that_change_no_number(text, tmp_path, unhurt, monkeypatch):
+def test_a_newcomer_takes_settings_that_change_no_number(text, tmp_path, unhurt, before_call):
     changes = {"log_every": 7, "keep": 9, "tracker": ("tensorboard",), "save_every": 1, "timeout": 29.0}
-    threads = invite(text, tmp_path, monkeypatch, lambda self: None, **changes)
+    threads = invite(before_call, text, tmp_path, **changes)
     assert train(text, tmp_path, elastic="1:5") == unhurt
     assert ended(threads) == [[]] and ranks_of(tmp_path)[-1] == (5, 1)
 

@@ -8,7 +8,6 @@ import pytest
 
 from kos.errors import CudaError, KosError, RankLost, TrainingError
 from kos.train import checkpoint
-from kos.train import run as loop
 from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice, Feed
 from kos.train.optim.cuda import CHUNK
@@ -16,7 +15,7 @@ from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train.emulated_runs import column, text, train
-from tests.train.host_kernels.engine import DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
+from tests.train.host_kernels.engine import DeviceComm, Event, QueuedOps, on_device, on_host
 
 __all__ = ["text"]
 
@@ -29,34 +28,29 @@ def test_a_signal_stops_all_ranks_after_the_same_step(emulated, text, tmp_path, 
     def asked(self, step, stop):
         start_step(self, step, stop or (step == 1 and self.comm.rank == ranks - 1))
 
-    monkeypatch.setattr(CudaDevice, "start_step", asked)
     settings = {"eval_every": 0, "save_every": 0, "steps": 9}
-    rows = train(text, tmp_path / "run", ranks=ranks, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaDevice, "start_step", asked)
+        rows = train(text, tmp_path / "run", ranks=ranks, **settings)
     assert column(rows, "step") == [1, 2, 3]  # the third step had started when the second completed
-    monkeypatch.undo()
-    host_engine(monkeypatch)
-    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
     whole = train(text, tmp_path / "whole", ranks=ranks, **settings)
     assert column(train(text, tmp_path / "run", ranks=ranks, resume="auto", **settings)) == column(whole)
 
 
 @pytest.mark.parametrize(("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))])
-def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
+def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(
+    emulated, text, tmp_path, ranks, zero, monkeypatch, before_call
+):
     """All ranks report values that one rank's backward has broken, also with ZeRO-1, which splits gradients."""
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
-    now, take, ready, how = threading.local(), Feed.take, DataParallel.gradient_ready, {"ranks": ranks, "zero": zero}
-
-    def taken(self, step):
-        now.step = step
-        take(self, step)
+    now, how = threading.local(), {"ranks": ranks, "zero": zero}
 
     def poisoned(self, name):
         if name == "model.layers.1.mlp.up_proj.weight" and self.replicas.rank == ranks - 1:
             on_device(lambda: on_host(self.gradients[name]).fill(np.nan) if now.step == 2 else None)
-        ready(self, name)
 
-    monkeypatch.setattr(Feed, "take", taken)
-    monkeypatch.setattr(DataParallel, "gradient_ready", poisoned)
+    before_call(Feed, "take", lambda feed, step: setattr(now, "step", step))
+    before_call(DataParallel, "gradient_ready", poisoned)
     with pytest.raises(TrainingError, match=r"step 3: .* gradient norm, got nan \(first in .*layers.1.mlp.up_proj"):
         train(text, tmp_path / "stops", **how)
     assert checkpoint.find(tmp_path / "stops").step == 2

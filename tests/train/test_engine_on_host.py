@@ -61,16 +61,15 @@ def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
     assert column(forth, "step") == [5, 6]
 
 
-def test_the_dry_run_of_a_graph_reports_no_step(emulated, text, tmp_path, monkeypatch):
+def test_the_dry_run_of_a_graph_reports_no_step(emulated, text, tmp_path, before_call):
     """What is left of its reports in a rank's memory must not count for the step, if that is ended."""
-    reported, run = list[list[float]](), Step.run
+    reported = list[list[float]]()
 
     def spy(step):
         if not captured():
             reported.append(step.report.numpy()[1:3].tolist())
-        run(step)
 
-    monkeypatch.setattr(Step, "run", spy)
+    before_call(Step, "run", spy)
     train(text, tmp_path, steps=1, ranks=2)
     assert reported == [[0, 0], [0, 0]]
 

@@ -88,8 +88,7 @@ def test_any_layout_has_the_same_numbers(folder, ranks, layout):
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})])
-def test_an_emulated_gpu_has_the_same_numbers(emulated, folder, monkeypatch, ranks, layout):
-    monkeypatch.setattr(evaluator, "choose_device", lambda asked, comm: asked)
+def test_an_emulated_gpu_has_the_same_numbers(emulated, folder, ranks, layout):
     check(rows_of(folder, ranks, choices=TASKS[:1], device="cuda", dtype="float32", **layout))
 
 

@@ -26,9 +26,9 @@ from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import Lines
 from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
+from tests.train.corpora import documents, jsonl, refusal
 from tests.train.refusal import refused
 from tests.train.runs import SMALL
-from tests.train.test_corpus import documents, jsonl, refusal
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

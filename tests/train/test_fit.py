@@ -20,6 +20,7 @@ from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.newcomer import Newcomer
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
+from tests.train.commands import ENVIRONMENT
 from tests.train.fits import (
     LAYOUTS,
     NAMES,
@@ -36,8 +37,7 @@ from tests.train.fits import (
     part,
     result,
 )  # fmt: skip
-from tests.train.test_cli import ENVIRONMENT
-from tests.train.test_elastic_joins import ended, invited, started
+from tests.train.newcomers import ended, invited
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)
@@ -301,7 +301,7 @@ def test_a_rank_that_is_lost_while_it_reads_takes_no_batch_of_the_others(tmp_pat
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_newcomer_brings_what_the_others_bring(same, tmp_path, monkeypatch):
+def test_a_newcomer_brings_what_the_others_bring(same, tmp_path, before_call):
     """Or is refused; it takes part in what their callbacks need."""
     how = {"deterministic": True, "micro_batch_size": 1, "elastic": "1:2", "timeout": 20.0}
     program = {"verbose": False, "val_batches": batches_of(1)}
@@ -312,7 +312,7 @@ def test_a_newcomer_brings_what_the_others_bring(same, tmp_path, monkeypatch):
         joined.append(Newcomer(config_of(tmp_path, join=address, **how), batches=Stream(), **given))
         return joined[0]
 
-    threads = invited(monkeypatch, lambda address: started(lambda: make(address)), at=1)
+    threads = invited(before_call, make, at=1)
     steps = list[int]()
     callbacks = [OnStep(lambda trainer, metrics: steps.append(metrics["step"]))]
     on_ranks(1, config_of(tmp_path, steps=6, **how), batches=Stream(), callbacks=callbacks, **program)
@@ -393,6 +393,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from kos.train import fit
+from tests.train.newcomers import ended, invited
 from tests.train.fits import OnStep, batches_of, config_of
 
 def interrupt(trainer, metrics):
@@ -445,6 +446,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import kos
 from kos.train import fit
+from tests.train.newcomers import ended, invited
 from tests.train.fits import batches_of, config_of, cross_entropy
 
 for number in range(2):

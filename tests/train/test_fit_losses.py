@@ -21,7 +21,7 @@ from tests.train.fits import (
     cross_entropy,
     on_ranks,
 )  # fmt: skip
-from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
+from tests.train.host_kernels.engine import DeviceComm, on_host
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:5], ids=NAMES[:5])
@@ -92,12 +92,6 @@ def on_memory(logits: Array, batch: Batch) -> tuple[Array, Array]:
     losses = Array.empty((len(logits),), "float32", logits.device)
     on_host(losses)[...], on_host(logits)[...] = cross_entropy(on_host(logits), batch.map(on_host))
     return losses, logits
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    host_engine(monkeypatch)
-    monkeypatch.setattr("kos.train.run.choose_device", lambda asked, comm: asked)
 
 
 @pytest.mark.usefixtures("emulated")

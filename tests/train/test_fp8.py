@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,8 @@ GPT2: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def sixteens(monkeypatch):
-    """Sizes that cuBLASLt takes, in the tests of layouts too."""
-    monkeypatch.setitem(on_cpus.SHAPE, "intermediate_size", 32)
+IN_8: dict[str, Any] = {"dtype": "fp8", "seq_len": 64, "intermediate_size": 32}
+"""Of the tests of layouts: sizes that cuBLASLt takes."""
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["blocks", "one"])
@@ -131,19 +130,18 @@ def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
 )
 @pytest.mark.parametrize(("device", "ranks"), [("cuda", 1), ("cuda", 2), ("cpu", 1)])
 def test_a_value_that_is_not_finite_stops_the_run(
-    emulated_runs, text, tmp_path, monkeypatch, broken, value, first, device, ranks
+    emulated_runs, text, tmp_path, before_call, broken, value, first, device, ranks
 ):
     """Saturating would hide it. The first tensor with one is named, with the step."""
     kind = CudaDevice if device == "cuda" else CpuDevice
-    start_step, name = kind.start_step, f"{broken}.weight"
+    name = f"{broken}.weight"
 
     def started(self, step, stop):
         if step == 2 and name in self.step.weights:
             weights = self.step.weights[name]
             (on_host(weights) if device == "cuda" else weights).reshape(-1)[0] = value
-        start_step(self, step, stop)
 
-    monkeypatch.setattr(kind, "start_step", started)
+    before_call(kind, "start_step", started)
     settings = {**RUN, "eval_every": 0, "save_every": 0, "ranks": ranks, "pp": ranks}
     settings |= {"fp8_head": True, "model": {**MODEL, "tie_word_embeddings": False}}
     if ranks > 1:  # a rank has several models
@@ -155,19 +153,13 @@ def test_a_value_that_is_not_finite_stops_the_run(
 @pytest.mark.parametrize("recompute", ["none", "norms"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_norms_and_swiglu_that_are_not_written_have_the_same_bits(
-    emulated_runs, text, tmp_path, monkeypatch, device, recompute
+    emulated_runs, text, tmp_path, monkeypatch, before_call, device, recompute
 ):
     shape = {**MODEL, "intermediate_size": 128}  # the gradient, too, if blocks are of gate or of up
     settings = {**RUN, "model": shape, "recompute": recompute}
-    calls = dict[str, int]()
+    calls = Counter[str]()
     for name in ("rms_norm", "swiglu", "swiglu_backward"):
-        real = getattr(reference, f"quantize_{name}")
-
-        def counted(*given, name=name, real=real):
-            calls[name] = calls.get(name, 0) + 1
-            real(*given)
-
-        monkeypatch.setattr(reference, f"quantize_{name}", counted)
+        before_call(reference, f"quantize_{name}", lambda *_, name=name: calls.update([name]))
     fused = train(text, tmp_path / "fused", device, **settings)
     assert len(calls) == 3
     calls.clear()
@@ -201,7 +193,6 @@ def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, m
 
 @functools.cache
 def of_one_rank(device: str, layers: int, **how: Any) -> dict[str, Any]:
-    """With the sizes of ``sixteens``."""
     if device == "cpu":
         return on_cpus.train(Layout(), CpuDevice, layers, True, **how)[0]
     return layouts.train(Layout(), layers, **how)[0]
@@ -222,11 +213,11 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
-def test_layout(emulated, sixteens, layout, changes):
+def test_layout(emulated, layout, changes):
     """Near one rank's: ranks of tp have scales of their own, and other sums round weights otherwise."""
-    how = {"seq_len": 64, "batch_size": 4, "dtype": "fp8", "lr": 1e-3, **changes}
+    how = {**IN_8, "batch_size": 4, "lr": 1e-3, **changes}
     layers = how.pop("layers", layouts.layers_of(layout))
-    of_one = {"documents", "family", "seq_len", "batch_size", "dtype", "lr", "tied"}
+    of_one = {"documents", "family", "batch_size", "lr", "tied", *IN_8}
     expected = of_one_rank("cuda", layers, **{key: how[key] for key in of_one & how.keys()})
     for rank, got in enumerate(layouts.train(layout, layers, **how)):
         np.testing.assert_allclose(got["rows"][:, 0], expected["rows"][:, 0], rtol=NEAR, err_msg=f"rank {rank}")
@@ -244,9 +235,9 @@ FIXED = [
 
 
 @pytest.mark.parametrize(("layout", "changes"), FIXED, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
-def test_deterministic(emulated, sixteens, layout, changes, monkeypatch):
+def test_deterministic(emulated, layout, changes, monkeypatch):
     """The bits of one rank."""
-    how = {"seq_len": 32 * layout.cp, "dtype": "fp8", **changes}  # two pieces of 16 tokens a rank
+    how = {**IN_8, "seq_len": 32 * layout.cp, **changes}  # two pieces of 16 tokens a rank
     layouts.check_bits(layout, how, monkeypatch, least=8)
 
 
@@ -267,11 +258,11 @@ def in_16_bits(step):
     ("layout", "changes", "one"), [(*case, False) for case in GATHERED] + [(*case, True) for case in GATHERED[:3:2]],
     ids=lambda x: named(x) if isinstance(x, Layout) else str(x),
 )  # fmt: skip
-def test_zero_gathers_in_8_bits(emulated, sixteens, layout, changes, one, monkeypatch):
+def test_zero_gathers_in_8_bits(emulated, layout, changes, one, monkeypatch):
     """With the bits of a gather in 16 bits."""
     monkeypatch.setattr(QueuedOps, "one_scale", one)
     monkeypatch.setattr(reference, "one_scale", one)
-    how = {"seq_len": 64, "batch_size": 4, "dtype": "fp8", "zero": 1, "layers": layouts.layers_of(layout), **changes}
+    how = {**IN_8, "batch_size": 4, "zero": 1, "layers": layouts.layers_of(layout), **changes}
     layers = how.pop("layers")
     ours = layouts.train(layout, layers, **how)
     monkeypatch.setattr(Step, "gather", in_16_bits)
@@ -281,8 +272,8 @@ def test_zero_gathers_in_8_bits(emulated, sixteens, layout, changes, one, monkey
 
 
 @pytest.mark.parametrize("elastic", [None, "2"])
-def test_zero_gathers_in_8_bits_on_cpus(sixteens, elastic, monkeypatch):
-    how = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3, "zero": 1, "elastic": elastic}
+def test_zero_gathers_in_8_bits_on_cpus(elastic, monkeypatch):
+    how = {**IN_8, "lr": 1e-3, "zero": 1, "elastic": elastic}
     ours = on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how)
     monkeypatch.setattr(Step, "gather", in_16_bits)
     for got, expected in zip(ours, on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), strict=True):
@@ -291,8 +282,8 @@ def test_zero_gathers_in_8_bits_on_cpus(sixteens, elastic, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2, cp=2)], ids=named)
-def test_deterministic_on_cpus(sixteens, layout):
-    how = {"dtype": "fp8", "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
+def test_deterministic_on_cpus(layout):
+    how = {**IN_8, "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
     alone = of_one_rank("cpu", 2, **how)
     compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
 
@@ -306,8 +297,8 @@ def test_the_rows_of_logits_in_a_fixed_order_are_a_multiple_of_16():
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
-def test_layout_on_cpus(sixteens, layout):
-    how = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3}
+def test_layout_on_cpus(layout):
+    how = {**IN_8, "lr": 1e-3}
     alone = of_one_rank("cpu", 2, **how)
     for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
         np.testing.assert_allclose(got["rows"][:, 0], alone["rows"][:, 0], rtol=NEAR)
@@ -327,17 +318,17 @@ def test_other_settings(emulated_runs, text, tmp_path, changes):
     assert column(rows) != column(near)
 
 
-def test_parts_of_features_are_not_fixed(sixteens):
+def test_parts_of_features_are_not_fixed():
     with pytest.raises(ConfigError, match="--deterministic: expected --tp 1 in fp8, where sums over .* got 2"):
-        on_cpus.train(Layout(tp=2), CpuDevice, 1, True, dtype="fp8", deterministic=True)
+        on_cpus.train(Layout(tp=2), CpuDevice, 1, True, **IN_8 | {"seq_len": 32}, deterministic=True)
 
 
-def test_what_is_refused(emulated, sixteens, monkeypatch):
+def test_what_is_refused(emulated):
     """By name, on every rank."""
 
     def refused(expected, layout, **changes):
         with pytest.raises(ConfigError, match=expected):
-            layouts.train(layout, 1, **{"dtype": "fp8", "seq_len": 64, **changes})
+            layouts.train(layout, 1, **{**IN_8, **changes})
 
     refused(r"--dtype fp8: expected --seq-len 40 / 1 to be a multiple of 16, got 40", Layout(), seq_len=40)
     refused(r"expected --seq-len 32 / 4 to be a multiple of 16, got 8", Layout(tp=2), seq_len=32)
@@ -389,5 +380,5 @@ def test_settings():
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=named)
-def test_the_plan_counts_all(emulated, sixteens, layout, monkeypatch):
-    layouts.check_memory(layout, {"dtype": "fp8"}, monkeypatch)
+def test_the_plan_counts_all(emulated, layout, monkeypatch):
+    layouts.check_memory(layout, IN_8, monkeypatch)

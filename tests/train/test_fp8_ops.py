@@ -4,19 +4,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as ops
 from kos.train.ops.fp8 import WEIGHTS, Quantized, first_of, fp8_weights
 from kos.train.ops.norm import Normalize
+from tests.train.cpu_ops import arena
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
-from tests.train.test_ops import poisoned_slab
 
-
-@pytest.fixture
-def arena():
-    return Arena(0, poisoned_slab)
+__all__ = ["arena"]  # a fixture
 
 
 def empty(shape, form, first=False, parts=1, one=False):

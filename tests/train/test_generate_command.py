@@ -55,10 +55,11 @@ def test_a_text_ends_before_a_stop(run, said):
 
 
 @pytest.fixture
-def said(capsys):
-    """The exit code of a command, and what it prints."""
+def said(capsys, monkeypatch):
+    """The exit code of a command, to which somebody types, and what it prints."""
 
-    def call(main, *words):
+    def call(main, *words, typed=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         capsys.readouterr()
         return main([*map(str, words)]), *capsys.readouterr()
 
@@ -170,7 +171,7 @@ def test_the_command_chats(folder):
         assert done.stdout.replace("> ", "").rstrip("\n").split("\n") == "\n".join(said).rstrip("\n").split("\n")
 
 
-def test_the_command_takes_results_of_tools(folder, said, monkeypatch):
+def test_the_command_takes_results_of_tools(folder, said):
     """Their lines up to an empty one are one message, with the name of the tool for templates that write it.
 
     The end of the program is not the end of a result, which is not sent then.
@@ -185,13 +186,12 @@ def test_the_command_takes_results_of_tools(folder, said, monkeypatch):
         messages.append({"role": "assistant", "content": given[-1]})
     lines = "ring\n/tool clock\n{\n  rank\n\n/tool\n{\n  rank"
     for ending, answers in (("\n\n/exit\n", given), ("", given[:-1]), ("\n/exit\n\nring\n", given[:-1])):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines + ending))
-        code, out, _ = said(chat.main, folder, "--tokens=7", "--temperature=0")
+        code, out, _ = said(chat.main, folder, "--tokens=7", "--temperature=0", typed=lines + ending)
         printed, expected = out.replace("> ", "").splitlines(), (line for text in answers for line in text.splitlines())
         assert code == 0 and [*filter(None, printed)] == [*filter(None, expected)]
 
 
-def test_the_command_passes_tools_to_the_template(folder, tmp_path, said, monkeypatch):
+def test_the_command_passes_tools_to_the_template(folder, tmp_path, said):
     shown = "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
     (folder / "chat_template.jinja").write_text(shown + TEMPLATE)
     tools, messages = [{"name": "weather"}, {"name": "time"}], [{"role": "user", "content": "ring"}]
@@ -200,8 +200,7 @@ def test_the_command_passes_tools_to_the_template(folder, tmp_path, said, monkey
     expected = [model.chat(messages, 9, temperature=0, tools=each) for each in (tools, None)]
     assert expected[0] != expected[1], "else this shows nothing"
     for more, answer in ((["--tools", str(file)], expected[0]), ([], expected[1])):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("ring\n"))
-        code, out, _ = said(chat.main, folder, *flags, *more)
+        code, out, _ = said(chat.main, folder, *flags, *more, typed="ring\n")
         assert code == 0 and out.replace("> ", "").rstrip("\n") == answer.rstrip("\n")
     wrong = {"{}": "expected a list of tools, got {}", "[": "expected a file with JSON, got Expecting"}
     for content, error in wrong.items():
@@ -214,21 +213,19 @@ def test_the_command_passes_tools_to_the_template(folder, tmp_path, said, monkey
     assert code == 2 and "expected a chat template that uses tools" in err
 
 
-def test_a_line_that_the_tokenizer_refuses(folder, said, monkeypatch):
+def test_a_line_that_the_tokenizer_refuses(folder, said):
     """It is left out of the chat, which goes on."""
     expected = kos.train.load(folder).chat([{"role": "user", "content": "ring"}], 7, temperature=0)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\ud800\nring\n"))
-    code, out, err = said(chat.main, folder, "--tokens=7", "--temperature=0")
+    code, out, err = said(chat.main, folder, "--tokens=7", "--temperature=0", typed="\ud800\nring\n")
     assert err.startswith("kos: error: tokenizer bytes: expected text, got") and err.count("\n") == 1
     assert code == 0 and out.replace("> ", "").rstrip("\n") == expected.rstrip("\n")
 
 
-def test_chats_that_cannot_begin(run, folder, said, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+def test_chats_that_cannot_begin(run, folder, said):
     error = "kos: error: --top-p: expected more than 0, at most 1, got 7.0\n"
-    assert said(chat.main, folder, "--top-p", "7")[::2] == (2, error)
+    assert said(chat.main, folder, "--top-p", "7", typed="hi\n")[::2] == (2, error)
     (folder / "chat_template.jinja").unlink()
     error = f"chat: expected a chat template in {folder}, got none; add chat_template.jinja\n"
-    assert said(chat.main, run) == (2, "", f"kos: error: {error}")
-    code, _, err = said(chat.main, run / "nowhere")
+    assert said(chat.main, run, typed="hi\n") == (2, "", f"kos: error: {error}")
+    code, _, err = said(chat.main, run / "nowhere", typed="hi\n")
     assert code == 2 and "expected a checkpoint or a run" in err

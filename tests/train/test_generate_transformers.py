@@ -14,8 +14,8 @@ from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
+from tests.train.generation import GREEDY, decoder, tokens_of
 from tests.train.models import tensors_of
-from tests.train.test_generate import GREEDY, decoder, tokens_of
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)

@@ -1,14 +1,12 @@
 """Where targets are left out, a step's loss and gradients are means over all that remain, however they are cut."""
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.train import run
-from kos.train.data.batches import Dataset, load_data
+from kos.train.data.batches import Dataset
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
@@ -16,16 +14,6 @@ from kos.train.ops import numpy as numpy_ops
 from tests.train.emulated_runs import train as train_on_host
 from tests.train.runs import _losses
 from tests.train.sharded import tensors_of_run
-
-
-def _use(kind: type[Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs have data of this kind."""
-
-    def load(*arguments: Any) -> Dataset:
-        data = load_data(*arguments)
-        return kind(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
-
-    monkeypatch.setattr(run, "load_data", load)
 
 
 def mean_loss(config: Any, tokens: np.ndarray, targets: np.ndarray) -> float:
@@ -59,7 +47,7 @@ def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(emulated, 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_rank_reads_only_its_own_rows_and_once(emulated, text, tmp_path, device, masked, monkeypatch):
+def test_a_rank_reads_only_its_own_rows_and_once(emulated, text, tmp_path, device, masked, data_of):
     read, evaluated = [], []
 
     class Watched(Dataset):
@@ -73,7 +61,7 @@ def test_a_rank_reads_only_its_own_rows_and_once(emulated, text, tmp_path, devic
             evaluated.extend(map(int, starts if tokens is self.val else ()))
             return super().windows(tokens, starts)
 
-    _use(Watched, monkeypatch)
+    data_of(Watched)
     how = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3, "steps": 2, "eval_every": 0}
     train_on_host(text, tmp_path, device, **how)
     assert sorted(rows for rows in read if rows[0] == 1) == [(1, *range(at, at + 3)) for at in range(0, 12, 3)]

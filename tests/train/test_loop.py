@@ -52,15 +52,13 @@ def test_the_number_of_ranks_does_not_matter(text, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, ranks, monkeypatch):
-    start_step = CpuDevice.start_step
+def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, ranks, before_call):
 
     def poisoned(self, step, stop):
         if step == 7 and self.comm.rank == self.comm.size - 1:
             self.step.weights.flat[0] = np.nan
-        start_step(self, step, stop)
 
-    monkeypatch.setattr(CpuDevice, "start_step", poisoned)
+    before_call(CpuDevice, "start_step", poisoned)
     finite = r"step 8: expected a finite loss, got nan \(first in the gradient of [\w.]+, but what the forward breaks "
     finite += r"is in all\); "
     with pytest.raises(TrainingError, match=finite + "the checkpoints before it are of finite weights, a lower --lr"):
@@ -293,31 +291,26 @@ def test_init_from_refuses_another_tokenizer(text, tmp_path):
      (CompileError("sum.cu:3: undefined\nthe log"), r"^sum\.cu:3: undefined\nthe log")],
     ids=["timeout", "compiler"],
 )  # fmt: skip
-def test_what_interrupts_a_run(text, tmp_path, error, said, monkeypatch):
+def test_what_interrupts_a_run(text, tmp_path, error, said, before_call):
     """Is reported with the step; a kernel with a mistake in it interrupts nothing."""
-    start_step = CpuDevice.start_step
 
-    def start(self, step, stop):
+    def interrupt(self, step, stop):
         if step == 2:
             raise error
-        start_step(self, step, stop)
 
-    monkeypatch.setattr(CpuDevice, "start_step", start)
+    before_call(CpuDevice, "start_step", interrupt)
     with pytest.raises(type(error), match=said):
         _train(text, tmp_path, save_every=2)
 
 
-def test_the_lowest_of_the_survivors_says_how_to_go_on(text, tmp_path, monkeypatch):
+def test_the_lowest_of_the_survivors_says_how_to_go_on(text, tmp_path, before_call):
     """Ranks that something else than mpirun has started: the advice names it, and comes once."""
 
     def lost(self, step, stop):
-        if step < 1:
-            return start_step(self, step, stop)
-        error = RankLost("rank 0 is gone")
-        error.ranks, error.unasked = (0,), (1,)
-        raise error
-
-    start_step = CpuDevice.start_step
+        if step >= 1:
+            error = RankLost("rank 0 is gone")
+            error.ranks, error.unasked = (0,), (1,)
+            raise error
 
     def run(comm):
         with pytest.raises(RankLost) as caught:
@@ -325,7 +318,7 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text, tmp_path, monkeypat
         return str(caught.value)
 
     _train(text, tmp_path, steps=1, batch_size=6)
-    monkeypatch.setattr(CpuDevice, "start_step", lost)
+    before_call(CpuDevice, "start_step", lost)
     good = "after step 1: rank 0 is gone; the last checkpoint, of step 1, is good"
     said = spawn(run, 3, timeout=100)
     assert said[0] == said[1] == good
@@ -336,7 +329,7 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text, tmp_path, monkeypat
 @pytest.mark.parametrize(("schedule", "messages"), [("1f1b", 16), ("zero-bubble-v", 32)])
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
-    text, tmp_path, schedule, messages, call, monkeypatch
+    text, tmp_path, schedule, messages, call
 ):
     """Also while messages go in the other direction: the first cause, the step, and once the command to resume."""
     shape = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}

@@ -79,11 +79,10 @@ def test_layouts_on_an_emulated_gpu(layout, changes):
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj",), ("o_proj", "down_proj"), ("gate_proj",)], ids=str)
-def test_products_in_8_bits(targets, monkeypatch):
+def test_products_in_8_bits(targets):
     """Adapters read inputs and gradients in 16 bits, whichever others are in 8 bits, saved or computed again."""
-    for name, value in {"hidden_size": 128, "intermediate_size": 256, "head_dim": 8}.items():
-        monkeypatch.setitem(layouts.SHAPE, name, value)
-    how = {**LORA, "lora_targets": targets, "batch_size": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 8}
+    how = {**LORA, "lora_targets": targets, "batch_size": 2, **sizes}
     (wide,) = layouts.train(Layout(), CpuDevice, 2, False, 3, **how)
     (saved,) = layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", **how)
     np.testing.assert_allclose(saved["rows"][:, 0], wide["rows"][:, 0], rtol=0.05)

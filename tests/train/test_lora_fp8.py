@@ -10,7 +10,6 @@ import pytest
 
 from kos.memory.arena import Arena
 from kos.testing import spawn
-from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
@@ -27,28 +26,23 @@ from tests.train.test_parameter_groups import plan_of
 
 __all__ = ["emulated"]
 
-FP8: dict[str, Any] = {"dtype": "fp8", "lora": 4, "seq_len": 64, "batch_size": 4, "lr": 1e-3}
+FP8: dict[str, Any] = {
+    "dtype": "fp8", "lora": 4, "seq_len": 64, "batch_size": 4, "lr": 1e-3, "intermediate_size": 160,
+}  # fmt: skip
+"""With sizes that cuBLASLt takes; gate and up share a block of scales."""
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)]
 
 
-@pytest.fixture
-def sixteens(monkeypatch):
-    """Sizes that cuBLASLt takes; gate and up share a block of scales."""
-    monkeypatch.setitem(layouts.SHAPE, "intermediate_size", 160)
-
-
 def cpu_device(comm: Any, layout: Layout, layers: int, **changes: Any) -> CpuDevice:
-    shape = {**layouts.SHAPE, "num_hidden_layers": layers}
-    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    settings = {**layouts.RUN, **FP8, **axes, "seed": 3, "model": shape, **changes}
-    config = TrainConfig.from_preset("tiny", **settings).for_world(layout.dp)
+    asked = {**layouts.RUN, **FP8, "seed": 3, "num_hidden_layers": layers, **changes}
+    config = layouts.settings(layout, **asked).for_world(layout.dp)
     device = CpuDevice(config, config.model_config_for(40), layouts.make_data(config), Mesh(comm, layout),
                        lambda what, share: None)  # fmt: skip
     device.draw_weights()
     return device
 
 
-@pytest.mark.usefixtures("emulated", "sixteens")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=named)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_copies_are_those_that_a_step_makes_of_weights_in_16_bits(kind, layout):
@@ -85,7 +79,7 @@ def test_the_copies_are_those_that_a_step_makes_of_weights_in_16_bits(kind, layo
 CHANGES: list[dict[str, Any]] = [{}, {"recompute": "norms"}, {"pp_schedule": "zero-bubble-v"}, {"zero": 1}]
 
 
-@pytest.mark.usefixtures("emulated", "sixteens")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("layout", "changes"), [*zip(LAYOUTS, CHANGES, strict=True)], ids=str)
 def test_layouts(layout, changes):
     """Losses, validation and text on an emulated GPU.  Ranks of tp have scales of their own."""
@@ -96,7 +90,7 @@ def test_layouts(layout, changes):
         assert got["loss"] == pytest.approx(alone["loss"], rel=5e-3) and alone["text"]
 
 
-@pytest.mark.usefixtures("emulated", "sixteens")
+@pytest.mark.usefixtures("emulated")
 def test_the_sampler_computes_as_validation_does():
     """The same logits, to the bit."""
     tokens = np.arange(64, dtype=np.int32)[None] % 40
@@ -114,15 +108,11 @@ def test_the_sampler_computes_as_validation_does():
     spawn(check, 1, timeout=100)
 
 
-@pytest.mark.usefixtures("emulated", "sixteens")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=named)
-def test_a_sample_has_sizes_that_cublaslt_takes(layout, monkeypatch):
+def test_a_sample_has_sizes_that_cublaslt_takes(layout, before_call):
     """A sequence is padded."""
-    rows, product = list[int](), numpy_ops.scaled_product
-
-    def counted(a, *more):
-        rows.append(len(a.values))
-        product(a, *more)
+    rows = list[int]()
 
     def sample(comm):
         device = make_device(comm, layout, 2, **FP8)
@@ -131,19 +121,17 @@ def test_a_sample_has_sizes_that_cublaslt_takes(layout, monkeypatch):
         device.close()
         device.mesh.close()
 
-    monkeypatch.setattr(numpy_ops, "scaled_product", counted)
+    before_call(numpy_ops, "scaled_product", lambda a, *_: rows.append(len(a.values)))
     spawn(sample, layout.ranks, timeout=100)
     assert len(rows) >= 8 * layout.tp and not any(count % MULTIPLE for count in rows)
 
 
-def test_a_sample_on_a_cpu_is_not_longer_than_the_context(monkeypatch):
+def test_a_sample_on_a_cpu_is_not_longer_than_the_context():
     """A CPU takes all sizes; GPT-2 has no more positions."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    for name, value in {"model_type": "gpt2", "max_position_embeddings": 8, **heads}.items():
-        monkeypatch.setitem(layouts.SHAPE, name, value)
+    gpt2 = {"model_type": "gpt2", "max_position_embeddings": 8, "num_attention_heads": 8, "num_key_value_heads": 8}
 
     def sample(comm):
-        device = cpu_device(comm, Layout(), 1, seq_len=8, device="cpu")
+        device = cpu_device(comm, Layout(), 1, seq_len=8, device="cpu", **gpt2, intermediate_size=24)
         next_logits = device.sampler()
         assert next_logits is not None and np.isfinite(next_logits(np.arange(5, dtype=np.int32)[None])).all()
         device.close()
@@ -154,8 +142,7 @@ def test_a_sample_on_a_cpu_is_not_longer_than_the_context(monkeypatch):
 
 def test_the_plan_counts_the_matrices_once():
     """Both copies in 8 bits, and of the other frozen weights, those in full."""
-    settings = {**layouts.RUN, **FP8, "device": "cpu", "model": layouts.SHAPE}
-    config = TrainConfig.from_preset("tiny", **settings).for_world(1)
+    config = layouts.settings(Layout(), **{**layouts.RUN, **FP8, "device": "cpu", "intermediate_size": 24}).for_world(1)
     model = config.model_config_for(40)
     shapes = {name: shape for name, shape in model.parameter_shapes().items() if not is_adapter(name)}
     matrices = {name: shape for name, shape in shapes.items() if "_proj." in name}
@@ -167,13 +154,12 @@ def test_the_plan_counts_the_matrices_once():
     assert found == (sum(each.nbytes for each in in_8.values()), 4 * rest) and 2 * both < found[0] < 2.1 * both
 
 
-def test_allocated_memory_is_within_the_plan(emulated, sixteens, monkeypatch):
-    layouts_on_host.check_memory(Layout(), {"dtype": "fp8", "lora": 4}, monkeypatch)
+def test_allocated_memory_is_within_the_plan(emulated, monkeypatch):
+    layouts_on_host.check_memory(Layout(), {"dtype": "fp8", "lora": 4, "intermediate_size": 160}, monkeypatch)
 
 
-def test_a_matrix_larger_than_the_activations_is_loaded(emulated, monkeypatch):
+def test_a_matrix_larger_than_the_activations_is_loaded(emulated):
     """The plan has memory for the largest matrix in 16 bits, which it takes to quantize it."""
-    for name, value in {"hidden_size": 256, "intermediate_size": 512}.items():
-        monkeypatch.setitem(layouts.SHAPE, name, value)
-    (got,) = layouts_on_host.train(Layout(), 1, **{**FP8, "seq_len": 16})
+    large = {"hidden_size": 256, "intermediate_size": 512}
+    (got,) = layouts_on_host.train(Layout(), 1, **{**FP8, **large, "seq_len": 16})
     assert np.isfinite(got["rows"]).all()

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ from kos.train.evaluator import evaluate
 from kos.train.export import main as export
 from kos.train.layers.lora import is_adapter
 from kos.train.run import Trainer
-from tests.train import elastic_runs, runs, test_elastic_joins
+from tests.train import elastic_runs, runs
 from tests.train.elastic_runs import no_dry_run, ranks_of
+from tests.train.newcomers import ended, invite
 
 __all__ = ["no_dry_run"]
 
@@ -401,26 +400,16 @@ def small(text, tmp_path_factory):
     ("zero", "freeze", "dtype"),
     [(0, (), "float32"), (1, (), "float32"), (1, ("*.layers.0.*",), "float32"), (1, ("*.layers.0.*",), "fp8")],
 )
-def test_a_rank_is_lost_or_two_join(zero, freeze, dtype, text, small, tmp_path, monkeypatch):
+def test_a_rank_is_lost_or_two_join(zero, freeze, dtype, text, small, tmp_path, before_call):
     """With the bits of a run in which nothing happened; a newcomer reads the base from its files."""
     how = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze, "dtype": dtype}
     plain = elastic_runs.train(text, tmp_path / "plain", **{**how, "elastic": None, "zero": 0})
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, **how) == plain
     assert ranks_of(tmp_path / "hurt")[-1] == (3, 1)
-    threads, start = list[tuple[threading.Thread, list[BaseException]]](), elastic.Elastic.start_step
-
-    def start_step(self, step, wish):
-        comm = self.run.comm
-        if step == 2 and not threads:
-            threads.extend([test_elastic_joins.join(text, tmp_path / "joined", comm.address, **how) for _ in range(2)])
-            while comm.newcomers() < 2:
-                time.sleep(0.01)
-        start(self, step, wish)
-
-    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    threads = invite(before_call, text, tmp_path / "joined", count=2, **how)
     assert elastic_runs.train(text, tmp_path / "joined", ranks=1, **{**how, "elastic": "1:3"}) == plain
-    assert test_elastic_joins.ended(threads) == [[]] * len(threads)
+    assert ended(threads) == [[]] * len(threads)
     assert ranks_of(tmp_path / "joined") == [(1, 0)] * 3 + [(3, 1)] * 3
 
 
@@ -438,7 +427,7 @@ class Counting:
         return self.comm.broadcast(x, root)
 
 
-def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_path, monkeypatch):
+def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_path, monkeypatch, before_call):
     """The base does not come from the other ranks too."""
     how, load = {**OF_ELASTIC, "init_from": small, "freeze": ("*.layers.0.*",)}, elastic.Kept.load
     counted = list[tuple[int, int]]()
@@ -451,16 +440,16 @@ def test_a_newcomer_gets_frozen_adapters_and_reads_the_base(text, small, tmp_pat
         counted.append((counting.count, adapters + 3 * device.state.optimizer.weights.flat.size))
 
     monkeypatch.setattr(elastic.Kept, "load", counting)
-    threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
+    threads = invite(before_call, text, tmp_path / "run", **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "elastic": "1:3"})
-    assert test_elastic_joins.ended(threads) == [[]] * len(threads)
+    assert ended(threads) == [[]] * len(threads)
     assert counted and all(count <= expected for count, expected in counted)
 
 
-def test_a_newcomer_with_another_base_is_refused(text, small, tmp_path, monkeypatch):
+def test_a_newcomer_with_another_base_is_refused(text, small, tmp_path, before_call):
     other = changed(Path(small), tmp_path / "other")
     how = {**OF_ELASTIC, "init_from": str(other)}
-    threads = test_elastic_joins.invite(text, tmp_path / "run", monkeypatch, lambda run: None, **how)
+    threads = invite(before_call, text, tmp_path / "run", **how)
     elastic_runs.train(text, tmp_path / "run", ranks=1, **{**how, "init_from": small, "elastic": "1:3"})
-    ((error,),) = test_elastic_joins.ended(threads)
+    ((error,),) = ended(threads)
     assert "--init-from: expected the base that the run adapts" in str(error)

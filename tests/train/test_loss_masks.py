@@ -17,9 +17,9 @@ from kos.train.data import prepared
 from kos.train.data import tokenizers as kos_tokenizers
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
+from tests.train.corpora import token_bytes
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train, run
-from tests.train.test_corpus import token_bytes
 from tests.train.test_left_out_targets import mean_loss
 from tests.train.tokenizer_files import byte_level_bpe
 

@@ -15,11 +15,10 @@ from tests.train.host_kernels.engine import QueuedOps, on_host
 __all__ = ["text"]
 
 
-def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
+def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch, before_call):
     """Once for the same shapes.  A run without the search gives the same values."""
     made, rows = [], []
-    real = engine_module._draw_quickly
-    monkeypatch.setattr(engine_module, "_draw_quickly", lambda *a: made.append(a) or real(*a))
+    before_call(engine_module, "_draw_quickly", lambda *arguments: made.append(arguments))
     other = {"seq_len": 9}
     cases = ((1, {}), (0, {}), (0, {"lr": 1e-3}), (1, other), (1, {"micro_batch_size": 1}), (0, other))
     for number, (searches, options) in enumerate(cases):

@@ -300,15 +300,10 @@ def test_all_sources_may_share_validation_data(folder, tmp_path):
     ]
 
 
-def test_shared_validation_data_is_read_once(folder, tmp_path, monkeypatch):
+def test_shared_validation_data_is_read_once(folder, tmp_path, before_call):
     (tmp_path / "val.txt").write_text(text := "ring tree " * 99)
-    encoded, encode = list[str](), ByteTokenizer.encode
-
-    def spy(self, text):
-        encoded.append(text)
-        return encode(self, text)
-
-    monkeypatch.setattr(ByteTokenizer, "encode", spy)
+    encoded = list[str]()
+    before_call(ByteTokenizer, "encode", lambda tokenizer, text: encoded.append(text))
     load_data(config_of(folder, tmp_path, val_data=str(tmp_path / "val.txt")))
     assert encoded.count(text) == 1
 

@@ -214,14 +214,13 @@ def test_init_weights_draws_large_tensors_in_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_initial_weights_are_drawn_ahead_but_not_all_at_once(threads, monkeypatch):
+def test_initial_weights_are_drawn_ahead_but_not_all_at_once(threads, monkeypatch, before_call):
     monkeypatch.setattr(initial, "BLOCK", 1000)
     config = small(hidden_size=64, intermediate_size=128)
     whole = Parameters(config.parameter_shapes())
     init_weights(config, whole, 5)
     begun = []
-    real = np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda key: begun.append(key) or real(key))
+    before_call(np.random, "default_rng", begun.append)
     drawn = initial.InitialWeights(config, 5, whole, threads)
     names = list(whole)
     assert np.array_equal(drawn.read(names[0], (slice(3, 9),)), whole[names[0]][3:9])

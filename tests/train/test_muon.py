@@ -27,14 +27,14 @@ from kos.train.parallel.data import cut_around, share_out
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.dry_step import TimedDryRun
+from kos.train.tools.plan import make_job
+from tests.train.dry_runs import SHAPE as PLANNED
+from tests.train.dry_runs import SLOW as SLOW_RATES
 from tests.train.layouts import Precise, cases, check, check_bits, length
 from tests.train.models import small
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
-from tests.train.test_dry_step import SHAPE as PLANNED
-from tests.train.test_dry_step import SLOW as SLOW_RATES
-from tests.train.test_dry_step import make_job
 
 MUON: dict[str, Any] = {"optimizer": "muon"}
 SHAPES = {

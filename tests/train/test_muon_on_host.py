@@ -98,8 +98,7 @@ def test_batches_are_single_matrices_together(ops, rng):
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    on_host.host_engine(monkeypatch)
+def small_buckets(emulated, monkeypatch):
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
 
 
@@ -109,7 +108,7 @@ def emulated(monkeypatch):
      (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1})],
     [(Layout(tp=4), {}), (Layout(tp=4), {"kv_heads": 2}), (Layout(cp=2), {"zero": 1})],
 )  # fmt: skip
-def test_layout_on_a_gpu(emulated, layout, changes):
+def test_layout_on_a_gpu(small_buckets, layout, changes):
     on_host.check(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
 
 
@@ -118,15 +117,13 @@ def test_layout_on_a_gpu(emulated, layout, changes):
     [(Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}), (Layout(pp=2, dp=2), {"zero": 1, "master_weights": "none"})],
     [(Layout(cp=2), {"seq_len": 16})],
 )
-def test_deterministic_on_a_gpu(emulated, layout, changes, monkeypatch):
+def test_deterministic_on_a_gpu(small_buckets, layout, changes, monkeypatch):
     on_host.check_bits(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
 
 
 @needs_compiler
-def test_a_gpus_run_is_saved_and_resumed(text, tmp_path, monkeypatch):
+def test_a_gpus_run_is_saved_and_resumed(emulated, text, tmp_path):
     """Two ranks of ZeRO-1, bit for bit."""
-    on_host.host_engine(monkeypatch)
-    monkeypatch.setattr(emulated_runs.loop, "choose_device", lambda asked, comm: asked)
     how = {**MUON, "zero": 1, "keep": 9}
     rows = emulated_runs.train(text, tmp_path / "whole", ranks=2, **how)
     emulated_runs.train(text, tmp_path / "on", ranks=2, **{**how, "steps": 2})

@@ -11,19 +11,12 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
-from kos.memory.arena import Arena
 from kos.train.ops import numpy as ops
 from kos.train.ops import numpy_attention, numpy_blocks
 from kos.train.ops.norm import Normalize
+from tests.train.cpu_ops import arena, check_gradients, columns, nan, nan_columns
 
-
-def poisoned_slab(nbytes):
-    return np.full(-(-nbytes // 8), np.nan).view(np.uint8)
-
-
-@pytest.fixture
-def arena():
-    return Arena(0, poisoned_slab)
+__all__ = ["arena"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -31,32 +24,6 @@ def small_blocks(monkeypatch):
     """Blocks so small that every loop over them turns more than once, with a rest."""
     monkeypatch.setattr(numpy_blocks, "BLOCK", 40)
     monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 4)
-
-
-def nan(*shape):
-    return np.full(shape, np.nan)
-
-
-def columns(array):
-    """``array`` in the memory order of ``empty_columns``."""
-    return np.asfortranarray(array)
-
-
-def nan_columns(*shape):
-    return columns(nan(*shape))
-
-
-def check_gradients(rng, function, inputs, gradients, d_out, h=1e-6):
-    """``function(*inputs) -> out`` against ``gradients`` of sum(d_out * out), in three directions each."""
-    for index, gradient in enumerate(gradients):
-        assert np.isfinite(gradient).all()
-        for _ in range(3):
-            direction = rng.normal(size=gradient.shape)
-            moved = [list(inputs), list(inputs)]
-            moved[0][index] = inputs[index] + h * direction
-            moved[1][index] = inputs[index] - h * direction
-            slope = np.sum(d_out * (function(*moved[0]) - function(*moved[1]))) / (2 * h)
-            assert np.sum(gradient * direction) == pytest.approx(slope, rel=1e-5, abs=1e-7), f"input {index}"
 
 
 def both_ways(backward, shape, rng):

@@ -1,6 +1,5 @@
 """``--fit whole``: plans by best fit, what packed sequences hold, and runs on them."""
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -23,10 +22,10 @@ from kos.train.data.tokens import Tokens
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.mesh import Layout
 from tests.train import emulated_runs, layouts
+from tests.train.corpora import token_bytes
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _config, _losses, run
 from tests.train.sharded import tensors_of_run
-from tests.train.test_corpus import token_bytes
 from tests.train.test_loss_masks import write_lines
 from tests.train.tokenizer_files import byte_level_bpe
 
@@ -438,24 +437,16 @@ class Nothing(Dataset):
         return batch._replace(targets=np.full_like(batch.targets, -1)) if step % 2 else batch
 
 
-@pytest.fixture
-def nothing(monkeypatch):
-    def load(*arguments):
-        data = load_data(*arguments)
-        return Nothing(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
-
-    monkeypatch.setattr("kos.train.run.load_data", load)
-
-
 @pytest.mark.parametrize(("device", "ranks", "how"), [
     ("cpu", 1, {}), ("cpu", 2, {"compress": "int8"}), ("cpu", 2, {"optimizer": "muon"}), ("cpu", 2, {"pp": 2}),
     ("cpu", 1, {"deterministic": True}), ("cpu", 2, {"zero": 1, "skip_outliers": 9.0}), ("cpu", 1, {"dtype": "fp8"}),
     ("cuda", 1, {}), ("cuda", 2, {"compress": "int8"}), ("cuda", 1, {"optimizer": "muon", "dtype": "bfloat16"}),
     ("cuda", 2, {"tp": 2, "graph": False}),
 ], ids=str)  # fmt: skip
-def test_a_batch_in_which_nothing_counts_moves_nothing(emulated, nothing, pairs, tmp_path, device, ranks, how, capfd):
+def test_a_batch_in_which_nothing_counts_moves_nothing(emulated, data_of, pairs, tmp_path, device, ranks, how, capfd):
     """Neither weights, by decay or momentum, nor moments; residuals of compressed sums were sent. The learning rate of
     later steps is that of their numbers."""
+    data_of(Nothing)
     model = {**emulated_runs.SMALL["model"], "intermediate_size": 32, "hidden_size": 32, "head_dim": 8}
     values = {"weight_decay": 0.5, "save_every": 1, "keep": 9, "eval_batches": 0, "model": model,
                               "schedule": "cosine", "batch_size": 16, "seq_len": 32, "micro_batch_size": 2}  # fmt: skip

@@ -133,9 +133,8 @@ def test_frozen_tensors(layout, changes, kind, use):
 @pytest.mark.parametrize(
     ("layout", "changes"), [(Layout(tp=2), {}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"})], ids=str
 )
-def test_biases_of_frozen_matrices(layout, changes, use, monkeypatch):
-    monkeypatch.setitem(layouts.SHAPE, "attention_bias", True)
-    check_frozen(layout, changes, biases_alone, use)
+def test_biases_of_frozen_matrices(layout, changes, use):
+    check_frozen(layout, {**changes, "attention_bias": True}, biases_alone, use)
 
 
 @functools.cache
@@ -155,7 +154,8 @@ def of_one_rank(kind: Kind, freezes: bool, layers: int, **how: Any) -> dict[str,
 
 def check_frozen(layout: Layout, changes: dict[str, Any], kind: Kind, use: Callable[[Kind], None]) -> None:
     layers = 5 if layout.pp > 1 else 2
-    alike = {name: value for name, value in changes.items() if name in ("deterministic", "batch_size")}
+    of_one_rank_too = "deterministic", "batch_size", "attention_bias"
+    alike = {name: value for name, value in changes.items() if name in of_one_rank_too}
     how: dict[str, Any] = {"lr": 3e-3, "grad_clip": 0.0, **alike}
     expected, alone = (of_one_rank(kind, freezes, layers, **how) for freezes in (False, True))
     use(kind)
@@ -171,15 +171,10 @@ def check_frozen(layout: Layout, changes: dict[str, Any], kind: Kind, use: Calla
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
-def test_no_product_for_the_gradient_of_a_frozen_matrix(schedule, use, monkeypatch):
+def test_no_product_for_the_gradient_of_a_frozen_matrix(schedule, use, before_call):
     """Of each of 5 layers gate_up and down are trained; a pipeline's W computes these alone."""
-    shapes, whole = list[tuple[int, ...]](), numpy_ops.linear_weight_gradient
-
-    def product(d_out, x, d_weight, *more):
-        shapes.append(d_weight.shape)
-        whole(d_out, x, d_weight, *more)
-
-    monkeypatch.setattr(numpy_ops, "linear_weight_gradient", product)
+    shapes = list[tuple[int, ...]]()
+    before_call(numpy_ops, "linear_weight_gradient", lambda d_out, x, d_weight, *_: shapes.append(d_weight.shape))
     use(matrices_of_attention)
     layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule)
     assert sorted(shapes) == sorted(5 * 8 * [(48, 16), (16, 24)])  # of 8 micro-batches

@@ -13,7 +13,6 @@ import pytest
 from kos.commands import mpirun, python
 from kos.errors import ConfigError
 from kos.testing import spawn
-from kos.train import run as loop
 from kos.train.__main__ import main
 from kos.train.config.flags import make_parser, parse
 from kos.train.device import choose
@@ -23,8 +22,8 @@ from kos.train.tools import costs
 from kos.train.tools import plan as planning
 from kos.train.tools.costs import gpu_rates
 from kos.train.tools.plan import make_job, parse_plan, predict
-from tests.train.host_kernels.engine import DeviceComm, host_engine
-from tests.train.test_dry_step import SHAPE, SLOW, D, V
+from tests.train.dry_runs import SHAPE, SLOW, D, V
+from tests.train.host_kernels.engine import DeviceComm
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEMORY_PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "layouts.md").read_text()
@@ -141,10 +140,8 @@ def test_memory_is_the_plan_of_the_device(sizes, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}])
-def test_memory_is_the_plan_of_the_device_of_gpus(sizes, tmp_path, monkeypatch):
+def test_memory_is_the_plan_of_the_device_of_gpus(emulated, sizes, tmp_path):
     """On the emulated device, of three multiprocessors: what blocks of theirs add up is not the same."""
-    host_engine(monkeypatch)
-    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
     (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
     flags = [*SHAPE[1:], "--device=cuda", "--eval-batches=0", f"--data={tmp_path / 'text'}", f"--out={tmp_path}/run"]
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])

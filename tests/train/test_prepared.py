@@ -15,8 +15,8 @@ from kos.train.config.options import TrainConfig
 from kos.train.data import loading, prepared, tokenizers
 from kos.train.data.batches import Dataset, load_data
 from kos.train.run import Trainer
+from tests.train.corpora import token_bytes
 from tests.train.runs import SMALL
-from tests.train.test_corpus import token_bytes
 
 TEXT = "one ring, two rings\nand a tree of é\n" * 200
 
@@ -29,16 +29,11 @@ def _all_is_kept(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def encoded(monkeypatch):
+def encoded(before_call):
     """How many characters were encoded, a call each."""
     seen = []
     for kind in (tokenizers.ByteTokenizer, tokenizers.CharTokenizer):
-
-        def encode(self, text, encode=kind.encode):
-            seen.extend([len(text)] * bool(text))
-            return encode(self, text)
-
-        monkeypatch.setattr(kind, "encode", encode)
+        before_call(kind, "encode", lambda tokenizer, text: seen.extend([len(text)] * bool(text)))
     return seen
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from kos.memory.array import Array
 from kos.testing import spawn
-from kos.train import run as loop
 from kos.train.config.options import TrainConfig
 from kos.train.ops import Attend
 from kos.train.optim.cuda import CHUNK
@@ -21,7 +20,7 @@ from kos.train.tools.profile import Marks, Profiler, Span
 from tests.train.emulated_runs import SMALL
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
-from tests.train.host_kernels.engine import DeviceComm, captured, host_engine, on_device
+from tests.train.host_kernels.engine import DeviceComm, captured, on_device
 from tests.train.runs import run
 
 LINEAR = ("linear", "linear_input_gradient", "linear_weight_gradient")
@@ -189,10 +188,8 @@ def test_products(monkeypatch):
 
 
 @pytest.mark.parametrize(("graph", "ranks"), [(True, 1), (False, 1), (True, 2)])
-def test_on_the_emulated_device(tmp_path, monkeypatch, graph, ranks):
+def test_on_the_emulated_device(emulated, tmp_path, monkeypatch, graph, ranks):
     """Events are recorded when the device comes to them: of a captured step, at each replay."""
-    host_engine(monkeypatch)
-    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
     clock = itertools.count()
 
     def mark(self):

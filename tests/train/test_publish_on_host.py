@@ -14,9 +14,8 @@ from kos.train import publish as publishing
 from kos.train.export import export
 from kos.transfer import Publisher
 from tests.comm.tcp_ranks import free_port
-from tests.train import emulated_runs
 from tests.train.emulated_runs import SMALL, text
-from tests.train.host_kernels.engine import DeviceComm, host_engine
+from tests.train.host_kernels.engine import DeviceComm
 from tests.train.host_kernels.ops import needs_compiler
 from tests.train.test_publish import Server, saved
 from tests.transfer.emulated_gpu import emulated_gpu
@@ -28,10 +27,9 @@ EVEN = {**SMALL["model"], "intermediate_size": 32}
 
 
 @pytest.fixture
-def emulated(monkeypatch):
+def emulated(emulated):
+    """Also for the transfer of weights."""
     with emulated_gpu():
-        host_engine(monkeypatch)
-        monkeypatch.setattr(emulated_runs.loop, "choose_device", lambda asked, comm: asked.replace("auto", "cpu"))
         yield
 
 

@@ -23,9 +23,9 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
+from tests.train.commands import ENVIRONMENT, _command
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _config, _train, run
-from tests.train.test_cli import ENVIRONMENT, _command
 
 CONSTANT: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
 

@@ -23,10 +23,10 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog, read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program, running_program
+from tests.train.commands import ENVIRONMENT
 from tests.train.runs import _config, _train
 from tests.train.sharded import save_in, tensors_of_run, whole_state
 from tests.train.test_checkpoint import MODEL
-from tests.train.test_cli import ENVIRONMENT
 
 SHORT: dict[str, Any] = {"steps": 6, "eval_batches": 0, "sample_tokens": 0, "save_every": 2, "keep": 9}
 
@@ -41,21 +41,15 @@ def test_the_checkpoints_are_the_same(text, tmp_path, ranks, zero):
         assert files[0] == files[1] and tensors_of_run(folders[0]) == tensors_of_run(folders[1])
 
 
-def test_steps_go_on_while_files_are_written(text, tmp_path, monkeypatch):
+def test_steps_go_on_while_files_are_written(text, tmp_path, before_call):
     """No file of step 2 is written before step 4 begins; the save of step 4 waits for them."""
-    begun, start_step, write = threading.Event(), CpuDevice.start_step, saving.write_tensors
+    begun = threading.Event()
 
-    def start(self, step, stop):
-        if step == 3:
-            begun.set()
-        start_step(self, step, stop)
-
-    def late(path, *arguments):
+    def late(*_):
         assert begun.wait(60), "the steps waited for the files"
-        return write(path, *arguments)
 
-    monkeypatch.setattr(CpuDevice, "start_step", start)
-    monkeypatch.setattr(saving, "write_tensors", late)
+    before_call(CpuDevice, "start_step", lambda device, step, stop: step == 3 and begun.set())
+    before_call(saving, "write_tensors", late)
     _train(text, tmp_path, 2, save_async=True, **SHORT)
     steps = [checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()]
     assert sorted(steps) == [2, 4, 6]
@@ -95,18 +89,16 @@ def test_no_more_tensors_wait_than_may(tmp_path):
     ("beside", "failing"),
     [(False, 4), (True, 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 6), (True, 4)))],
 )
-def test_a_file_that_cannot_be_written_is_an_error_on_all(text, tmp_path, failing, beside, monkeypatch):
+def test_a_file_that_cannot_be_written_is_an_error_on_all(text, tmp_path, failing, beside, before_call):
     """At the next save or at the end. The checkpoints before are good, and the error says so."""
-    write, written = saving.write_tensors, []
+    written, errors = [], []
 
-    def full(path, *arguments):
+    def full(path, *_):
         written.append(path.name)
         if written.count(path.name) == failing // 2 and path.name == "optimizer-00002-of-00002.safetensors":
             raise OSError(28, "No space left on device", str(path))
-        return write(path, *arguments)
 
-    monkeypatch.setattr(saving, "write_tensors", full)
-    errors = []
+    before_call(saving, "write_tensors", full)
     config = _config(text, tmp_path, **SHORT, save_async=beside)
 
     def run(comm):
@@ -124,22 +116,20 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all(text, tmp_path, failin
     assert not [path.name for path in (tmp_path / "checkpoints").iterdir() if f"step-{failing}" in path.name]
 
 
-def test_an_error_of_all_waits_for_the_checkpoint_before(text, tmp_path, monkeypatch):
+def test_an_error_of_all_waits_for_the_checkpoint_before(text, tmp_path, before_call):
     """The weights break while those of the step before are on their way to the disk."""
-    broken, start_step, write = threading.Event(), CpuDevice.start_step, saving.write_tensors
+    broken = threading.Event()
 
-    def poisoned(self, step, stop):
+    def poisoned(device, step, stop):
         if step == 3:
-            self.step.weights.flat[0] = np.nan
+            device.step.weights.flat[0] = np.nan
             broken.set()
-        start_step(self, step, stop)
 
-    def late(*arguments):
+    def late(*_):
         assert broken.wait(60)
-        return write(*arguments)
 
-    monkeypatch.setattr(CpuDevice, "start_step", poisoned)
-    monkeypatch.setattr(saving, "write_tensors", late)
+    before_call(CpuDevice, "start_step", poisoned)
+    before_call(saving, "write_tensors", late)
     with pytest.raises(TrainingError, match="step 4: expected a finite loss, .*; the checkpoints before it are of"):
         _train(text, tmp_path, 2, save_async=True, **{**SHORT, "save_every": 3})
     assert checkpoint.find(tmp_path).step == 3

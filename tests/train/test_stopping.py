@@ -27,7 +27,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel import failures, schedules
+from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
@@ -36,9 +36,10 @@ from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
+from tests.train.commands import ENVIRONMENT, SHAPE
+from tests.train.elastic_runs import until
 from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
-from tests.train.test_cli import ENVIRONMENT, SHAPE
 
 
 def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(text, tmp_path, monkeypatch):
@@ -179,21 +180,13 @@ def test_a_rank_that_is_stopped_at_a_save_is_missed_by_the_timeout():
     spawn(run, 2, timeout=100)
 
 
-def test_a_save_that_takes_long_is_waited_for_and_logged(monkeypatch):
-    said = threading.Event()
-    lines = []
-
-    def warning(text, *values):
-        lines.append(text % values)
-        said.set()
-
+def test_a_save_that_takes_long_is_waited_for_and_logged(caplog):
     def run(comm):
         comm.timeout = 0.2 if comm.rank else 60
-        alone(comm, lambda: said.wait(60))
+        alone(comm, lambda: until(lambda: caplog.messages))
 
-    monkeypatch.setattr(failures._log, "warning", warning)
     spawn(run, 2, timeout=100)
-    assert lines == ["waiting for another rank for 0.2 s: it is stopped, or at work (timeout: 3600 s)"]
+    assert caplog.messages == ["waiting for another rank for 0.2 s: it is stopped, or at work (timeout: 3600 s)"]
 
 
 MOMENTS = {
@@ -312,22 +305,11 @@ time.sleep(0.5)
     assert done.stdout.startswith(f"kos: stopping before the first step; {then}"), done
 
 
-def test_what_ctrl_c_does_depends_on_the_moment(text, tmp_path, monkeypatch):
+def test_what_ctrl_c_does_depends_on_the_moment(text, tmp_path, before_call):
     plans = {}
-
-    def watch(module, name):
-        original = getattr(module, name)
-
-        def call(*arguments, **options):
-            plans[name] = stop.plan
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(module, name, call)
-
-    for name in ("load_data", "train", "sample_text"):
-        watch(loop, name)
-    watch(checkpoint, "save")
-    watch(trackers, "close")
+    moments = [(loop, "load_data"), (loop, "train"), (loop, "sample_text"), (checkpoint, "save"), (trackers, "close")]
+    for module, name in moments:
+        before_call(module, name, lambda *_, name=name, **__: plans.update({name: stop.plan}))
     stop, folder = Stop(), tmp_path / "checkpoints"
     spawn(lambda comm: Trainer(_config(text, tmp_path, steps=3), comm, stop).run(), 1, timeout=100)
     assert plans == {
@@ -355,7 +337,7 @@ def _plan(config: TrainConfig, model: LlamaConfig, ranks: int) -> MemoryPlan:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("recompute", ["none", "norms", "block"])
-def test_the_memory_plan_is_what_a_pass_takes(kind, recompute, monkeypatch):
+def test_the_memory_plan_is_what_a_pass_takes(kind, recompute):
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
@@ -408,17 +390,14 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text, tmp_path, monke
             _plan(config, config.model_config_for(256), ranks).check()
 
 
-def test_the_time_of_a_run_follows_from_a_dry_run(text, tmp_path, monkeypatch, capsys):
+def test_the_time_of_a_run_follows_from_a_dry_run(text, tmp_path, before_call, capsys):
     """Whatever takes it: here every part of a pass waits, which no speed of products predicts."""
-    passes, pause = [0], 0.02
+    pause = 0.02
 
     def slow(*arguments):
         time.sleep(pause)
-        passes[0] += 1
-        attention(*arguments)
 
-    attention = numpy_ops.attention
-    monkeypatch.setattr(numpy_ops, "attention", slow)
+    before_call(numpy_ops, "attention", slow)
     began = time.monotonic()
     _train(text, tmp_path, steps=6, eval_every=3, eval_batches=2, micro_batch_size=2, sample_tokens=0)
     lasted, said = time.monotonic() - began, capsys.readouterr().out
@@ -432,16 +411,15 @@ def test_the_time_of_a_run_follows_from_a_dry_run(text, tmp_path, monkeypatch, c
     assert abs(whole - 6 * step - 3 * validation) <= digits[0] + 6 * digits[1] + 3 * digits[2] + 1e-9
 
 
-def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(text, tmp_path, monkeypatch, capsys):
+def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(text, tmp_path, monkeypatch, before_call, capsys):
     """The first two steps are slow, as on a processor that was idle; on a clock of which only steps take time."""
-    steps, now, run = [0], [0.0], Step.run
+    steps, now = [0], [0.0]
 
-    def slow(self):
+    def slow(step):
         steps[0] += 1
         now[0] += 0.6 if steps[0] <= 2 else 0.25
-        run(self)
 
-    monkeypatch.setattr(Step, "run", slow)
+    before_call(Step, "run", slow)
     monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(cpu, "WARM_SECONDS", 1.0)
     _train(text, tmp_path, steps=6, eval_batches=0, sample_tokens=0)

@@ -4,6 +4,8 @@ import hashlib
 import json
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +24,10 @@ from kos.train.run import Trainer
 from kos.train.tokenize import SETTINGS, tokenize
 from tests.forked import python
 from tests.launcher import run_program
+from tests.train.commands import ENVIRONMENT
+from tests.train.corpora import jsonl
 from tests.train.refusal import refused
 from tests.train.runs import SMALL
-from tests.train.test_cli import ENVIRONMENT
-from tests.train.test_corpus import jsonl
 
 TEXT = "def f(x):\n    return the the é\n" * 40
 SECONDS = 120
@@ -57,12 +59,20 @@ def same(got: Dataset, expected: Dataset) -> None:
         assert np.array_equal(ours, theirs) if ours is not None else theirs is None
 
 
+@contextmanager
+def small_shards(portion: int = 100) -> Iterator[None]:
+    """Shards of 300 tokens or a little more, of portions of so many characters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenized, "SHARD_TOKENS", 300)
+        patch.setattr(tokenizers, "PORTION", portion)
+        yield
+
+
+@small_shards()
 @pytest.mark.parametrize("name", ["", "a_train.txt", "b_train.jsonl", "c_train.json"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
-def test_a_run_sees_what_it_sees_of_the_text(folder, tmp_path, name, tokenizer, huggingface_file, monkeypatch):
+def test_a_run_sees_what_it_sees_of_the_text(folder, tmp_path, name, tokenizer, huggingface_file):
     """In shards of any size."""
-    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
-    monkeypatch.setattr(tokenizers, "PORTION", 100)
     spec = str(huggingface_file) if tokenizer == "bpe" else tokenizer
     manifest = tokenize(tmp_path / "out", [str(folder / name)], tokenizer=spec)
     assert len(manifest["shards"]) > 1 or (tokenizer, name) == ("bpe", "c_train.json")
@@ -105,16 +115,14 @@ def interrupt(out: Path, folder: Path) -> None:
     assert saved == [0, 1, 2, 3]
 
 
-def test_it_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
-    monkeypatch.setattr(tokenizers, "PORTION", 100)
+@small_shards()
+def test_it_goes_on_where_it_was_stopped(folder, tmp_path):
     whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
     interrupt(out, folder)
     with refused(DataError, f"--data {out}: expected all shards, got 2 of an interrupted kos tokenize"):
         load(out)
     times = [(out / f"{number:05}.bin").stat().st_mtime_ns for number in range(2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenizers, "PORTION", 170)  # as with another number of cores
+    with small_shards(170):  # as with another number of cores
         tokenize(out, [str(folder)])
     same(load(out), load(tmp_path / "whole"))
     whole = json.loads((out / "manifest.json").read_text())
@@ -154,7 +162,7 @@ def test_other_data_or_settings_are_no_continuation(folder, tmp_path):
         tokenize(tmp_path / "again", [str(out)])
 
 
-def test_a_folder_of_a_failed_call_does_not_block_its_repair(folder, tmp_path, monkeypatch, caplog):
+def test_a_folder_of_a_failed_call_does_not_block_its_repair(folder, tmp_path, caplog):
     """Nor with other settings, while no shard is complete."""
     out, broken = tmp_path / "out", folder / "d_train.jsonl"
     (val := tmp_path / "val.txt").write_text("val " * 9)
@@ -164,11 +172,8 @@ def test_a_folder_of_a_failed_call_does_not_block_its_repair(folder, tmp_path, m
         tokenize(out, [str(folder)], val_data=str(val), loss_on="all")
     with refused(DataError, f"--data {broken}, line 41: "):
         tokenize(out, [str(folder)], val_data=str(val))
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenized, "SHARD_TOKENS", 300)
-        patch.setattr(tokenizers, "PORTION", 100)
-        with refused(DataError, f"--data {broken}, line 41: "):
-            tokenize(out, [str(folder)], val_data=str(val))
+    with small_shards(), refused(DataError, f"--data {broken}, line 41: "):
+        tokenize(out, [str(folder)], val_data=str(val))
     assert len([*out.glob("*.bin")]) > 1
     with refused(ConfigError, f"{out}: expected a new folder, got one with tokens of other data or settings"):
         tokenize(out, [str(folder)], val_data=str(val), loss_on="all")
@@ -180,10 +185,9 @@ def test_a_folder_of_a_failed_call_does_not_block_its_repair(folder, tmp_path, m
     same(load(out), load(folder, "--val-data", str(val)))
 
 
+@small_shards()
 @pytest.mark.parametrize("change", ["added", "removed"])
-def test_it_begins_again_with_other_files(folder, tmp_path, monkeypatch, caplog, change):
-    monkeypatch.setattr(tokenized, "SHARD_TOKENS", 300)
-    monkeypatch.setattr(tokenizers, "PORTION", 100)
+def test_it_begins_again_with_other_files(folder, tmp_path, caplog, change):
     out = tmp_path / "out"
     interrupt(out, folder)
     if change == "added":

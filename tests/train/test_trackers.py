@@ -18,9 +18,9 @@ from kos.errors import ConfigError, install
 from kos.train.tools import trackers
 from kos.train.tools.metrics import METRICS, MetricsLog
 from tests.launcher import MPIRUN, needs_mpirun, run_program, skip_without_semaphores
+from tests.train.commands import ENVIRONMENT, SHAPE
 from tests.train.refusal import refused
 from tests.train.runs import _train
-from tests.train.test_cli import ENVIRONMENT, SHAPE
 
 RUN: dict[str, Any] = {"steps": 6, "save_every": 3, "eval_every": 3, "sample_tokens": 0}
 

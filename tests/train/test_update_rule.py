@@ -21,13 +21,13 @@ from kos.train.optim.cuda import CudaOptimizer
 from kos.train.parallel.mesh import Layout
 from kos.train.tools.costs import TimedOps, cost
 from kos.train.tools.dry_step import Clock, TimedDryRun
+from kos.train.tools.plan import make_job
+from tests.train.dry_runs import SHAPE as PLANNED
+from tests.train.dry_runs import SLOW as SLOW_RATES
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler
 from tests.train.models import queue, small
 from tests.train.refusal import refused
-from tests.train.test_dry_step import SHAPE as PLANNED
-from tests.train.test_dry_step import SLOW as SLOW_RATES
-from tests.train.test_dry_step import make_job
 
 
 class Momentum(UpdateRule):
@@ -158,15 +158,9 @@ def test_its_kernel_is_the_hosts_update(monkeypatch, rng, name, master, copy, gr
 
 
 @each_optimizer
-def test_plans_count_its_state_and_its_work(name, monkeypatch):
-    moved, operate = [], Clock.operate
-
-    def note(clock, name, nbytes, flops):
-        if name == "update":
-            moved.append(nbytes)
-        operate(clock, name, nbytes, flops)
-
-    monkeypatch.setattr(Clock, "operate", note)
+def test_plans_count_its_state_and_its_work(name, before_call):
+    moved = []
+    before_call(Clock, "operate", lambda clock, name, nbytes, flops: moved.extend([nbytes] * (name == "update")))
     config = parse([*PLANNED, "--optimizer", name])
     run = TimedDryRun(make_job(config, config.model_config_for(256), Layout(), SLOW_RATES), 0)
     model, rule = config.model_config_for(256), rule_of(name)
