@@ -110,7 +110,10 @@ class NCCLError(Exception):
 
 
 class FakeNCCL:
-    """The functions of ``nccl.bindings.nccl`` that kos calls."""
+    """The functions of ``nccl.bindings.nccl`` that kos calls, and of the driver, ``cu``.
+
+    Each test has its own: it may assign others to them.
+    """
 
     Config, NCCLError = Config, NCCLError
 
@@ -123,6 +126,7 @@ class FakeNCCL:
         self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
         self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
         self.virtual: set[int] = set()  # addresses of memory of cuMemCreate, which NCCL registers in a capture
+        self.cu = driver_functions(self.virtual)
 
     def get_version(self) -> int:
         return 22809
@@ -302,10 +306,9 @@ class FakeNCCL:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver, a GPU or libnccl finds a stand-in."""
     fake = FakeNCCL()
-
-    functions, of_nccl = driver_functions(fake.virtual), (nccl_binding, nccl_staging)
+    of_nccl = nccl_binding, nccl_staging
     for module in (array, streams, device, driver, graphs, kernels, memory, *of_nccl, routes, windows, works):
-        monkeypatch.setattr(module, "cu", functions)
+        monkeypatch.setattr(module, "cu", fake.cu)
     monkeypatch.setattr(driver, "address", fake.driver.address)
     monkeypatch.setattr(driver, "primary_context", lambda index: fake_driver.CONTEXT)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
@@ -320,7 +323,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     for module in (compressed, devices):
         monkeypatch.setattr(module, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
-    monkeypatch.setattr(nccl_binding, "_address_of", fake.address_of)
+    monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "memories", {})
     try:

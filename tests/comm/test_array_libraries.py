@@ -91,7 +91,7 @@ class Torch:
 @pytest.fixture
 def torch(monkeypatch):
     torch = Torch()
-    with no_gpu(monkeypatch):
+    with no_gpu(monkeypatch) as torch.fake:
         monkeypatch.setattr(driver, "unavailable", lambda: None)
         monkeypatch.setitem(sys.modules, "torch", torch)
         yield torch
@@ -174,7 +174,7 @@ def test_cupys_current_stream_is_kept_alive(monkeypatch, torch):
 def test_results_for_a_jax_array_are_jax_arrays(monkeypatch, torch):
     """Its memory is held until the GPU has finished, because JAX does not know the stream."""
     over = [0]
-    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (over[0],))
+    torch.fake.cu.cuEventQuery = lambda event: (over[0],)
 
     class ArrayImpl(Tensor):
         __module__ = "jaxlib"
@@ -212,11 +212,11 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch, torch):
     comm.close()
 
 
-def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch, torch):
+def test_a_jax_array_is_held_whatever_another_thread_sends(torch):
     """While the event of one call is recorded, another thread's message looks for events that are over."""
     busy = driver.cu.CUresult.CUDA_ERROR_NOT_READY
     kind, recorded, comm = type("ArrayImpl", (Tensor,), {"__module__": "jaxlib"}), list[int](), alone()
-    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (busy if recorded else 0,))
+    torch.fake.cu.cuEventQuery = lambda event: (busy if recorded else 0,)
 
     def record(event, stream):
         recorded.clear()
@@ -224,7 +224,7 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch, torch):
         recorded.append(stream)
         return (0,)
 
-    monkeypatch.setattr(driver.cu, "cuEventRecord", record)
+    torch.fake.cu.cuEventRecord = record
     x = kind(Array.zeros(6, np.float32, 0))
     comm.all_gather(x, Array.zeros(6, np.float32, 0))
     left = weakref.ref(x)

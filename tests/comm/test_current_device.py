@@ -59,17 +59,15 @@ class Devices:
 @pytest.fixture
 def comm(monkeypatch):
     devices = Devices()
-    with no_gpu(monkeypatch):
+    with no_gpu(monkeypatch) as fake:
         monkeypatch.setattr(driver, "unavailable", lambda: None)
         monkeypatch.setattr(Immutable, "devices", devices, raising=False)
-        cu = driver.cu
+        cu = fake.cu
         for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
             call = getattr(cu, name)
             place = {"cuEventRecord": 1}.get(name, 0)
-            monkeypatch.setattr(
-                cu, name, lambda *given, call=call, place=place: devices.check(given[place]) or call(*given)
-            )
-        monkeypatch.setattr(cu, "cuEventCreate", devices.make_event)
+            setattr(cu, name, lambda *given, call=call, place=place: devices.check(given[place]) or call(*given))
+        cu.cuEventCreate = devices.make_event
         monkeypatch.setattr(driver, "on_device", devices.on)
         monkeypatch.setattr(driver, "is_current", lambda index: devices.stack[-1] == index)
         monkeypatch.setattr(driver, "device_of", lambda pointer: DEVICE)

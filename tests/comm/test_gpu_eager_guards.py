@@ -18,7 +18,6 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -28,7 +27,7 @@ from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
 from tests.comm.fake_gpu import Stream
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group
+from tests.comm.fake_nccl import WAIT, Comm, FakeRanks, Group
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.ranks import on_each_rank, on_threads
@@ -39,7 +38,7 @@ pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 
 
 @on_each_rank("gpu_run")
-def test_whatever_a_launch_depends_on(comm, /, monkeypatch):
+def test_whatever_a_launch_depends_on(comm, /):
     """One by one, the core finds what Python would find; the next call after that is the core's again."""
     x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
     known(comm, x)
@@ -109,9 +108,9 @@ def test_every_64th_call_compares(gpu, /, fake):
     assert comm.backend.shared._confirmed > 300
 
 
-def test_calls_that_differ_are_named(fake, monkeypatch):
+def test_calls_that_differ_are_named(fake):
     """The ranks never wait for one another here."""
-    monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
+    fake.all_reduce = lambda *_: None
     failures = []
 
     def body(gpu):
@@ -215,11 +214,11 @@ LONG = 100  # seconds
 
 
 @pytest.fixture
-def blocking(fake, monkeypatch):
+def blocking(fake):
     """An all_reduce by the core is nanosleep: its first address is that of how long it blocks, if no signal comes."""
     nanosleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
-    monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: nanosleep)
-    monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
+    fake.address_of = lambda operation: nanosleep
+    fake.all_reduce = lambda *_: None
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     yield
     signal.signal(signal.SIGUSR1, before)

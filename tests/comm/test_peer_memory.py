@@ -254,7 +254,7 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monk
     monkeypatch.setattr(driver, "is_current", lambda device: queries.append(device) or current())
     monkeypatch.setattr(driver, "on_device", devices.on)
     monkeypatch.setattr(HostKernel, "bind", bound)
-    monkeypatch.setattr(peer_copies.cu, "cuMemcpyDtoDAsync", copied)
+    no_gpu.cu.cuMemcpyDtoDAsync = copied
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
 

@@ -159,8 +159,8 @@ def test_sizes_that_differ_raise_on_all_ranks(gpu, /, windows):
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_machine_without_windows(gpu, /, fake, windows, monkeypatch):
-    monkeypatch.setattr(fake, "comm_window_register", lambda *arguments: 0)
+def test_a_machine_without_windows(gpu, /, fake, windows):
+    fake.comm_window_register = lambda *arguments: 0
     with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
         gpu.comm.register(own_array())
 
