@@ -1,6 +1,7 @@
 """Fixtures: groups of ranks on every backend that runs on a CPU."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,14 @@ def ranks(request):
 
 
 TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def mpi_library(monkeypatch):
+    """Stands for mpi4py's module, which has nothing but what a test gives it."""
+    library = SimpleNamespace()
+    monkeypatch.setattr("kos.comm.control.mpi_job.load_mpi", lambda: library)
+    return library
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import contract, watchdog
-from kos.comm.contract import Resolved
+from kos.comm import contract, making, watchdog
+from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
@@ -322,6 +322,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     for module in (compressed, devices):
         monkeypatch.setattr(module, "device_info", lambda index: info)
+    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
@@ -357,6 +358,11 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
 def of_nccl(rendezvous: Rendezvous, comm: Any = None, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
     """A backend whose route is ``nccl``, with this communicator of NCCL if it has one already."""
     return GPUBackend(rendezvous, [NCCLBackend(rendezvous, Engine(), device, comm)], host)
+
+
+def usable(monkeypatch: pytest.MonkeyPatch, kind: type[Backend] = NCCLBackend) -> None:
+    """Let ``kos.init`` find that a backend can be used."""
+    monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
 
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:

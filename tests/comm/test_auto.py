@@ -34,7 +34,7 @@ from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import Comm, Group
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core, skip_without_core
-from tests.comm.test_tuning import GPU, LINK, changed
+from tests.comm.test_tuning import GPU, LINK, changed, measure_quickly, tuned
 
 pytestmark = pytest.mark.usefixtures("fake")
 SIZE = 2
@@ -401,8 +401,7 @@ def test_peer_takes_part_where_it_was_measured(monkeypatch, routes, broken, take
 
     kinds = {name: type(name, (Some,), {"name": name}) for name in ("nccl", "peer")}
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, **kinds})
-    monkeypatch.setattr(making, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
-    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+    tuned(monkeypatch, routes)
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
     ranks = SimpleNamespace(size=2, local_size=2)
     assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken
@@ -415,7 +414,6 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
         def __init__(self, rendezvous, engine, device): ...
 
     phases = type("Phases", (Made,), {})
-    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
     monkeypatch.setattr(making, "HierarchicalBackend", phases)
     probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
@@ -447,11 +445,7 @@ def test_tuning_measures_every_operation(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "PeerBackend", Peer)
     monkeypatch.setattr(Peer, "use", lambda self, launches: launched.append(launches), raising=False)
     monkeypatch.setattr(Peer, "allocate", lambda self, shape, dtype: zeros(shape, dtype))
-    eager = tune.Tuner._eager
-    for name in ("_in_graph", "_eager"):
-        monkeypatch.setattr(tune.Tuner, name, lambda self, start, depth, repeats: eager(self, start, 2, 3))
-    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
-    monkeypatch.setattr(tune, "set_device", lambda device: None)
+    measure_quickly(monkeypatch)
     monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)
     monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
     groups = {name: Group(SIZE) for name in KINDS}

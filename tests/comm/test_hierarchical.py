@@ -43,6 +43,7 @@ from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, Group, of_nccl
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
 from tests.comm.ranks import on_each_rank
+from tests.comm.test_tuning import measure_quickly
 from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
@@ -470,10 +471,7 @@ def test_first_calls_are_bounded_and_name_the_call(gpu, /, no_gpu):
 
 def test_tuning_measures_phases(no_gpu, monkeypatch):
     """Every operation and size, in phases and by NCCL alone, and the table is one for these hosts."""
-    eager = tune.Tuner._eager
-    monkeypatch.setattr(tune.Tuner, "_in_graph", lambda tuner, start, depth, repeats: eager(tuner, start, 1, 2))
-    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
-    monkeypatch.setattr(tune, "set_device", lambda device: None)
+    measure_quickly(monkeypatch)
 
     def body(rendezvous):
         flat = rendezvous.threads.shared("groups", lambda: [Group(4), Group(4)])

@@ -332,7 +332,7 @@ def test_rank_0_aborts_at_once():
 def test_a_rank_that_stalls_is_named(late, within, monkeypatch):
     """Before it sends its message, or within it."""
     met, named = threading.Barrier(3), threading.Barrier(3)
-    come_first(monkeypatch, 2)
+    come_first(monkeypatch, lambda present: present == 2)
 
     def body(rendezvous):
         rendezvous.timeout = 0.3

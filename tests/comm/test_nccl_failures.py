@@ -18,7 +18,7 @@ from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import Comm, FakeRanks, Group, of_nccl
+from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, of_nccl
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
@@ -254,30 +254,47 @@ def test_ranks_that_do_not_join_in_time(fake):
     never.set()
 
 
-def test_who_joins_after_the_end_is_not_used(fake):
+class Late(threading.Event):
+    """NCCL connects ranks only once this event is set.  The communicator must then be ended."""
+
+    def __init__(self, fake: FakeNCCL) -> None:
+        super().__init__()
+        self._ended: queue.Queue[Any] = queue.Queue()
+        fake.comm_init_rank_scalable = fake.comm_split = lambda *arguments: self.wait(20) and "late"
+        fake.comm_abort = self._ended.put
+
+    def is_ended(self) -> bool:
+        return self._ended.get(timeout=20) == "late"
+
+
+@pytest.fixture
+def late(fake):
+    return Late(fake)
+
+
+@pytest.fixture
+def alone():
+    return ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+
+
+def test_who_joins_after_the_end_is_not_used(late, alone):
     """The communicator is ended instead, as its memory would stay until the end of the process."""
-    joins, ended = threading.Event(), queue.Queue()
-    fake.comm_abort = ended.put
-    fake.comm_init_rank_scalable = lambda *arguments: joins.wait(20) and "late"
-    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    backend = of_nccl(alone)
     nccl = backend.routes[0]
     begun = nccl._begin(lambda: nccl._comm, "a first message")
     with pytest.raises(CollectiveTimeout):
         nccl._finish(begun, "a first message", 0.1)
     backend.abort_device("a test")
-    joins.set()
+    late.set()
     assert nccl._finish(begun, "a first message", 20) is nccl._comm is None
-    assert ended.get(timeout=20) == "late"
+    assert late.is_ended()
 
 
 @pytest.mark.parametrize("end", ["of the start", "of a communicator that nothing needed"])
-def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, fake, monkeypatch):
+def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, late, alone, monkeypatch):
     def refuse(route, backend):
         raise CudaError("no memory")
 
-    joins, ended, alone = threading.Event(), queue.Queue(), ThreadRendezvous(ThreadGroup(1), 0, 20.0)
-    fake.comm_init_rank_scalable = lambda *arguments: joins.wait(20) and "late"
-    fake.comm_abort = ended.put
     if end == "of the start":
         monkeypatch.setattr(NCCLBackend, "open", refuse)
         with pytest.raises(CudaError, match="no memory"):
@@ -286,36 +303,33 @@ def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, fake, monkeyp
         backend = of_nccl(alone)
         backend.timeout = 0.1
         backend.close()
-    joins.set()
-    assert ended.get(timeout=20) == "late"
+    late.set()
+    assert late.is_ended()
 
 
-def test_a_split_that_ends_too_late_is_ended(fake):
-    may_end, ended, alone = threading.Event(), queue.Queue(), ThreadRendezvous(ThreadGroup(1), 0, 20.0)
-    fake.comm_split = lambda *arguments: may_end.wait(20) and "late"
-    fake.comm_abort = ended.put
+def test_a_split_that_ends_too_late_is_ended(fake, late, alone):
     backend = of_nccl(alone, Comm(Group(1), 0))
     assert backend.allocate(4, np.float32) is not None  # the array is gone, but other ranks may use the window
     backend.timeout = 0.1
     with pytest.raises(CollectiveTimeout, match="nccl: init"):
         backend.split(alone, 0)
-    may_end.set()
-    assert ended.get(timeout=20) == "late"
+    late.set()
+    assert late.is_ended()
     for thread in threading.enumerate():
         if thread.name == "nccl: abort":
             thread.join(20)
     assert [what for what, _ in fake.windows] == ["register"]
 
 
-def test_a_communicator_that_nothing_needed_is_closed_without_it(fake, caplog):
+def test_a_communicator_that_nothing_needed_is_closed_without_it(fake, alone, caplog):
     fake.comm_init_rank_scalable = lambda *arguments: time.sleep(0.5)
-    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    backend = of_nccl(alone)
     backend.timeout = 0.1
     backend.close()
     assert "rank 0: nccl: init: not begun by all ranks after 0.1 s" in caplog.text
 
 
-def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, monkeypatch):
+def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, alone):
     log = list[str]()
 
     def deregister(comm, window):
@@ -328,10 +342,10 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, monkeypatch):
     free = lambda pointer: log.append(str(pointer))  # noqa: E731
     for name, function in (("comm_window_deregister", deregister), ("comm_destroy", destroy), ("mem_free", free)):
         setattr(fake, name, function)
-    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    backend = of_nccl(alone)
     nccl = backend.routes[0]
     assert nccl._comm is not None
-    monkeypatch.setattr(nccl._token, "close", lambda: log.append("freed"))
+    nccl._token.close = lambda: log.append("freed")
     for number in range(2):
         nccl._windows.memories[number] = WindowMemory(number, 1, "window")
         nccl._windows.release(number)

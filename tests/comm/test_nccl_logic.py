@@ -358,14 +358,12 @@ def test_a_window_outlives_the_graphs_that_captured_it(gpu, /):
     assert all(window.pointer != pointer for window in windows.values())
 
 
-def test_addresses_of_a_freed_window_never_come_back(fake, monkeypatch):
-    log = list[Any]()
-    cu = SimpleNamespace(
-        cuMemRetainAllocationHandle=lambda pointer: (0, "handle"),
-        cuMemGetAddressRange=lambda pointer: (0, pointer, 64),
-        cuMemUnmap=lambda *what: log.append(what) or (0,), cuMemRelease=lambda what: log.append(what) or (0,),
-    )  # fmt: skip
-    monkeypatch.setattr(nccl_binding, "cu", cu)
+def test_addresses_of_a_freed_window_never_come_back(fake):
+    log, cu = list[Any](), fake.cu
+    cu.cuMemRetainAllocationHandle = lambda pointer: (0, "handle")
+    cu.cuMemGetAddressRange = lambda pointer: (0, pointer, 64)
+    cu.cuMemUnmap = lambda *what: log.append(what) or (0,)
+    cu.cuMemRelease = lambda what: log.append(what) or (0,)
     fake.mem_free = log.append
     nccl_binding.free(4096)
     assert log == [(4096, 64), "handle", "handle"]

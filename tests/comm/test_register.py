@@ -1,7 +1,6 @@
 """``comm.register``: the program's own memory as a window of NCCL or as peer memory, without a GPU."""
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ TWICE = kos.PremulSum(2.0)  # in a group of one, NCCL runs only operations with 
 
 
 @pytest.fixture
-def windows(fake, monkeypatch):
+def windows(fake):
     """``windows(name)``: the addresses with which NCCL was asked to ``register``, ``deregister`` or ``free``."""
-    monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: True)
+    fake.cu.cuMemRetainAllocationHandle = lambda address: (0, None)
     return lambda name: [address for what, address in fake.windows if what == name]
 
 
@@ -119,7 +118,7 @@ def test_expandable_segments_of_torch_are_refused_by_name(gpu, /, windows, monke
     assert comm.register(tensor).pointer == x.pointer
 
 
-def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows, monkeypatch):
+def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(fake, windows):
     def body(gpu):
         comm = gpu.comm
         bad = comm.rank == 1
@@ -131,7 +130,7 @@ def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows, monkeyp
         for message, x in cases.items():
             if "ncclMemAlloc" in message:
                 comm.rendezvous.barrier()
-                monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: address in good)
+                fake.cu.cuMemRetainAllocationHandle = lambda address: (int(address not in good), None)
                 if not bad:
                     good.append(x.pointer)
                 comm.rendezvous.barrier()
@@ -166,13 +165,10 @@ def test_a_machine_without_windows(gpu, /, fake, windows):
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch, status):
+def test_memory_of_the_driver_is_known_by_its_handle(fake, status):
     released = []
-    cu = SimpleNamespace(
-        cuMemRetainAllocationHandle=lambda address: (status, "handle"),
-        cuMemRelease=lambda handle: released.append(handle) or (0,),
-    )
-    monkeypatch.setattr(nccl_binding, "cu", cu)
+    fake.cu.cuMemRetainAllocationHandle = lambda address: (status, "handle")
+    fake.cu.cuMemRelease = lambda handle: released.append(handle) or (0,)
     assert nccl_binding.is_virtual(4096) == (status == 0) == (released == ["handle"])
 
 

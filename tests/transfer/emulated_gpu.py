@@ -107,7 +107,6 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
             "CUipcMemHandle": _handle, "CUipcMem_flags": SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
         }  # fmt: skip
         vars(cu).update(more)
-        vars(cu.CUresult)["CUDA_ERROR_OUT_OF_MEMORY"] = 2
         for module in (ipc, gpu, buffers):
             patch.setattr(module, "cu", cu)
         patch.setattr(array, "pool_of", lambda device: SimpleNamespace(allocate=memory.from_pool))
