@@ -61,7 +61,7 @@ def comm(monkeypatch):
     devices = Devices()
     with no_gpu(monkeypatch) as fake:
         monkeypatch.setattr(driver, "unavailable", lambda: None)
-        monkeypatch.setattr(Immutable, "devices", devices, raising=False)
+        Immutable.devices = devices
         cu = fake.cu
         for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
             call = getattr(cu, name)

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -144,16 +143,13 @@ def test_an_early_end_of_a_kernel_is_seen(monkeypatch):
         with pytest.raises(CollectiveError), by(comm, 0):
             comm.all_reduce(x)
 
+    def left_open(rendezvous):
+        comm = fake_peer.communicator(rendezvous)
+        body(fake_peer.OnGPU(comm))
+        comm.abort()
+
     with no_gpus(monkeypatch, 2):
-        ranks = ThreadRanks(2)
-        monkeypatch.setattr(ThreadRanks, "_with_communicator", staticmethod(_left_open))
-        ranks.run(body)
-
-
-def _left_open(fn: Callable[[Any], None], rendezvous: Any, timeout: float) -> None:
-    comm = fake_peer.communicator(rendezvous, timeout)
-    fn(fake_peer.OnGPU(comm))
-    comm.abort()
+        ThreadRanks(2).run_bare(left_open)
 
 
 @on_each_rank("gpu_run")

@@ -404,10 +404,8 @@ def test_scratch_grows_and_stays(gpu, /, fake):
     assert kept[0].closed
 
 
-def test_library_is_asked_for_what_it_has(monkeypatch):
-    from types import SimpleNamespace
-
-    monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
+def test_library_is_asked_for_what_it_has(fake):
+    fake.get_version = lambda: 22605
     with pytest.raises(kos.errors.BackendUnavailable, match=r"windows: expected NCCL 2.27 or newer, got 2.26.5"):
         nccl_binding.register(None, 4096, 4096)
 

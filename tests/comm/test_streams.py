@@ -161,9 +161,8 @@ def run(request, monkeypatch):
             comm = alone()
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40))
         else:
-            monkeypatch.setattr(test_auto, "SIZE", 1)
             yield lambda body: test_auto.run(
-                lambda comm, log: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
+                lambda comm, log: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000)), size=1
             )
 
 
@@ -358,7 +357,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch):
     """Four of 32 blocks each fit on 132 multiprocessors; the fifth follows all four, and the first then follows it."""
     device, launched = Device(), []
     launching_alone(monkeypatch)
-    monkeypatch.setattr(device, "launched", lambda stream, party: launched.append(stream))
+    device.launched = lambda stream, party: launched.append(stream)
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132):

@@ -262,7 +262,7 @@ def test_who_timed_out_waiting_for_the_dead_names_them(comm, log, /):
     comm.rendezvous.barrier()
 
 
-def test_a_wait_on_the_host_is_shown(fake, monkeypatch):
+def test_a_wait_on_the_host_is_shown(fake):
     """And whom it waited for, before it no longer is."""
     fake.cu.cuStreamQuery = lambda stream: (600,)
 
@@ -272,7 +272,7 @@ def test_a_wait_on_the_host_is_shown(fake, monkeypatch):
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
             waiting = threading.Event()
-            monkeypatch.setattr(status, "post_wait", _telling(status.post_wait, waiting))
+            status.post_wait = _telling(status.post_wait, waiting)
             late = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[1\] did not arrive"
             with pytest.raises(CollectiveTimeout, match=late) as got:
                 comm.synchronize(0.3)
