@@ -143,6 +143,15 @@ def fake(monkeypatch):
 
 
 @pytest.fixture
+def peers(monkeypatch):
+    """As ``fake``, for two ranks, with the kernels of ``peer`` as the compiler of the host has compiled them."""
+    from tests.comm.fake_peer import no_gpus
+
+    with no_gpus(monkeypatch, 2) as fake:
+        yield fake
+
+
+@pytest.fixture
 def no_looks(monkeypatch):
     """The watchdog, after whose looks Python marks a call of NCCL, looks at nothing."""
     monkeypatch.setattr("kos.comm.watchdog.TICK", 1000.0)

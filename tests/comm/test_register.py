@@ -14,7 +14,6 @@ from kos.testing import spawn
 from tests.comm.fake_gpu import Memory, captures
 from tests.comm.fake_nccl import FakeRanks
 from tests.comm.fake_peer import communicator as peer_communicator
-from tests.comm.fake_peer import no_gpus
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_array_libraries import Plain, Torch
 
@@ -181,7 +180,7 @@ def test_a_backend_for_host_memory_has_nothing_to_register(comm, /):
 # Peer memory.
 
 
-def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch):
+def test_the_kernels_of_peer_reach_it_where_it_lies(peers):
     """``is_symmetric`` decides it; the kernels themselves are those of ``allocate``."""
 
     def body(rendezvous):
@@ -198,5 +197,4 @@ def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch):
         assert not engine.is_symmetric(x.pointer, x.nbytes)
         comm.close()
 
-    with no_gpus(monkeypatch, 2):
-        spawn(lambda comm: body(comm.rendezvous.split(0, comm.rank)), 2, timeout=60)
+    spawn(lambda comm: body(comm.rendezvous.split(0, comm.rank)), 2, timeout=60)
