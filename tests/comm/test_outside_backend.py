@@ -28,7 +28,7 @@ from kos.memory.array import Array
 from kos.testing.conformance import cases, run
 from kos.testing.conformance.model import Step, Trial
 from kos.testing.conformance.on_gpu import OnGPU
-from tests.comm.fake_nccl import Comm, no_gpu
+from tests.comm.fake_nccl import Comm
 from tests.comm.fake_nccl import Group as FakeGroup
 from tests.comm.outside.kos_relay import Relay
 from tests.comm.ranks import on_each_rank, on_threads
@@ -61,11 +61,9 @@ def test_kos_finds_it_by_its_entry_point():
 
 
 @pytest.fixture
-def gpus(installed, monkeypatch):
+def gpus(installed, fake, monkeypatch):
     """Each rank is a thread with a GPU that is a stand-in."""
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(making, "sees_gpu", lambda: True)
-        yield
+    monkeypatch.setattr(making, "sees_gpu", lambda: True)
 
 
 def on_ranks(

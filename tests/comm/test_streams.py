@@ -430,12 +430,11 @@ def test_communicators_are_ordered_on_their_gpu(monkeypatch):
 
 
 @pytest.fixture
-def fake_device(monkeypatch):
-    with no_gpu(monkeypatch):
-        device = Device()
-        device.install(driver.cu)
-        monkeypatch.setattr("kos.comm.gpu.order.Event", lambda index: None)
-        yield device
+def fake_device(fake, monkeypatch):
+    device = Device()
+    device.install(fake.cu)
+    monkeypatch.setattr("kos.comm.gpu.order.Event", lambda index: None)
+    return device
 
 
 @pytest.fixture
@@ -508,7 +507,7 @@ class SimpleMember:
 
 
 @pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
-def test_a_wait_compares_the_calls_of_all_parts(monkeypatch, counts):
+def test_a_wait_compares_the_calls_of_all_parts(queued, counts):
     """Whichever backend of ``auto`` carried them."""
 
     def body(comm, log):
@@ -519,9 +518,7 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch, counts):
         with pytest.raises(CollectiveMismatch, match=f"{counts[0]} against {counts[1]}"):
             comm.synchronize()
 
-    with no_gpu(monkeypatch) as fake:
-        fake.all_reduce = lambda *arguments: None
-        test_auto.run(body, host=SharedOnly)
+    test_auto.run(body, host=SharedOnly)
 
 
 @on_each_rank("run")
