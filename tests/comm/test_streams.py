@@ -34,7 +34,7 @@ from tests.comm.fake_nccl import Comm, FakeNCCL, alone, launching_alone, no_gpu
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
-from tests.host_compiler import COMPILER
+from tests.host_compiler import COMPILER, needs_compiler
 
 SIDE = 99  # the stand-ins' stream of the communicator
 
@@ -353,13 +353,12 @@ def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, cal
     other.close()
 
 
+@needs_compiler
 def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch):
     """Four of 32 blocks each fit on 132 multiprocessors; the fifth follows all four, and the first then follows it."""
     device, launched = Device(), []
     launching_alone(monkeypatch)
     device.launched = lambda stream, party: launched.append(stream)
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132):
         device.install(driver.cu)
         monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
@@ -403,10 +402,9 @@ def test_a_serial_party_follows_its_own_work(fake_device, follows):
     assert follows == [(1001, 1000), (1002, 1000), (1003, 1001), (1003, 1002), (1003, 1000)]
 
 
+@needs_compiler
 def test_communicators_are_ordered_on_their_gpu(monkeypatch):
     """Another one may be on the legacy stream, which is that of the current device of the thread."""
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
     inside, order = list[int](), ConcurrentKernels.order
     depths = list[int]()
 
@@ -546,10 +544,9 @@ def in_batch(comm: kos.Communicator, x: Any, stream: Stream) -> None:
         comm.all_reduce(x, stream=stream)
 
 
+@needs_compiler
 def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch):
     """Where several communicators use a GPU, each launch of ``peer`` is ordered among those of the others."""
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
 
     class Broken(PeerBackend):
         name = "z"
