@@ -1,6 +1,7 @@
 """Fixtures: groups of ranks on every backend that runs on a CPU."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,14 @@ TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_P
 
 
 @pytest.fixture
+def mpi_library(monkeypatch):
+    """Stands for mpi4py's module, which has nothing but what a test gives it."""
+    library = SimpleNamespace()
+    monkeypatch.setattr("kos.comm.control.mpi_job.load_mpi", lambda: library)
+    return library
+
+
+@pytest.fixture
 def no_launcher(monkeypatch):
     """As in a shell: no launcher, mpirun included, has told this process anything."""
     slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
@@ -93,9 +102,9 @@ def ranks_of_mpi(mpi_world):
 
 
 @pytest.fixture
-def queued(fake, monkeypatch):
+def queued(fake):
     """As ``fake``, on GPUs that never run the all_reduces that are queued."""
-    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+    fake.all_reduce = lambda *arguments: None
     return fake
 
 
@@ -130,6 +139,15 @@ def fake(monkeypatch):
     from tests.comm.fake_nccl import no_gpu  # which the ranks of mpirun need not import
 
     with no_gpu(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """As ``fake``, for two ranks, with the kernels of ``peer`` as the compiler of the host has compiled them."""
+    from tests.comm.fake_peer import no_gpus
+
+    with no_gpus(monkeypatch, 2) as fake:
         yield fake
 
 

@@ -120,6 +120,16 @@ def captures() -> Iterator[FakeGraph]:
         del _capturing.graph
 
 
+class Status(int):
+    """A CUresult."""
+
+    CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_NOT_READY = 0, 2, 600
+
+    @property
+    def name(self) -> str:
+        return f"status {int(self)}"
+
+
 def driver_functions(virtual: set[int]) -> SimpleNamespace:
     """The functions of the driver.  ``virtual`` has the addresses of memory that cuMemCreate allocated."""
 
@@ -147,7 +157,7 @@ def driver_functions(virtual: set[int]) -> SimpleNamespace:
         CUuserObjectRetain_flags=SimpleNamespace(CU_GRAPH_USER_OBJECT_MOVE=1),
         CUstreamCaptureStatus=SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=1),
         cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600),
+        CUresult=Status, cuGetErrorString=lambda status: (0, b"refused"), cuMemGetInfo=lambda: (0, 0, 0),
         cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode), cuCtxGetDevice=lambda: (0, 0),
         cuMemRetainAllocationHandle=lambda address: (int(address not in virtual), None),
         cuMemRelease=lambda handle: (0,),

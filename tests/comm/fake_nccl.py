@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import contract, watchdog
-from kos.comm.contract import Resolved
+from kos.comm import contract, making, watchdog
+from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
@@ -110,7 +110,10 @@ class NCCLError(Exception):
 
 
 class FakeNCCL:
-    """The functions of ``nccl.bindings.nccl`` that kos calls."""
+    """The functions of ``nccl.bindings.nccl`` that kos calls, and of the driver, ``cu``.
+
+    Each test has its own: it may assign others to them.
+    """
 
     Config, NCCLError = Config, NCCLError
 
@@ -123,6 +126,7 @@ class FakeNCCL:
         self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
         self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
         self.virtual: set[int] = set()  # addresses of memory of cuMemCreate, which NCCL registers in a capture
+        self.cu = driver_functions(self.virtual)
 
     def get_version(self) -> int:
         return 22809
@@ -302,10 +306,9 @@ class FakeNCCL:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver, a GPU or libnccl finds a stand-in."""
     fake = FakeNCCL()
-
-    functions, of_nccl = driver_functions(fake.virtual), (nccl_binding, nccl_staging)
+    of_nccl = nccl_binding, nccl_staging
     for module in (array, streams, device, driver, graphs, kernels, memory, *of_nccl, routes, windows, works):
-        monkeypatch.setattr(module, "cu", functions)
+        monkeypatch.setattr(module, "cu", fake.cu)
     monkeypatch.setattr(driver, "address", fake.driver.address)
     monkeypatch.setattr(driver, "primary_context", lambda index: fake_driver.CONTEXT)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
@@ -318,8 +321,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(contract, "load_kernel", load_kernel)
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     monkeypatch.setattr(devices, "device_info", lambda index: info)
+    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
-    monkeypatch.setattr(nccl_binding, "_address_of", fake.address_of)
+    monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "memories", {})
     try:
@@ -353,6 +357,11 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
 def of_nccl(rendezvous: Rendezvous, comm: Any = None, host: HostBackend | None = None, device: int = 0) -> GPUBackend:
     """A backend whose route is ``nccl``, with this communicator of NCCL if it has one already."""
     return GPUBackend(rendezvous, [NCCLBackend(rendezvous, Engine(), device, comm)], host)
+
+
+def usable(monkeypatch: pytest.MonkeyPatch, kind: type[Backend] = NCCLBackend) -> None:
+    """Let ``kos.init`` find that a backend can be used."""
+    monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
 
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:

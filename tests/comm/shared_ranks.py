@@ -12,6 +12,7 @@ from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.host.host_backend import HostBackend
+from kos.comm.host.shared import Node
 from kos.comm.host.shared.segment import STARTED
 from tests.comm.ranks import on_threads
 
@@ -22,6 +23,11 @@ needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailab
 def skip_without_core() -> None:
     if _core.native is None:
         pytest.skip(str(_core.unavailable))
+
+
+def through_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no rank of a host copy from the memory of another one: large parts take several stages in slots."""
+    monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
 
 
 class SharedOnly(Backend):

@@ -123,10 +123,10 @@ def errors_of(timeout: float, *environments: dict[str, str]) -> list[str]:
     return results
 
 
-def come_first(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """The timeout of an exchange counts once so many ranks have come, however long they are held up."""
+def come_first(monkeypatch: pytest.MonkeyPatch, come: Callable[[int], bool]) -> None:
+    """The timeout of an exchange counts once ``come`` of the number of ranks that have come, however late that is."""
     remaining = Hub._remaining
-    patient = lambda hub, began, present: remaining(hub, began, present) if present == count else 1.0  # noqa: E731
+    patient = lambda hub, began, present: remaining(hub, began, present) if come(present) else 0.1  # noqa: E731
     monkeypatch.setattr(Hub, "_remaining", patient)
 
 

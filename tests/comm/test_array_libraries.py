@@ -20,7 +20,7 @@ from kos.cuda import driver, streams
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import alone, no_gpu
+from tests.comm.fake_nccl import alone
 from tests.comm.test_streams import Device, Stream
 
 
@@ -89,12 +89,11 @@ class Torch:
 
 
 @pytest.fixture
-def torch(monkeypatch):
+def torch(fake, monkeypatch):
     torch = Torch()
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(driver, "unavailable", lambda: None)
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        yield torch
+    monkeypatch.setattr(driver, "unavailable", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return torch
 
 
 def tensor(count: int = 6) -> Tensor:
@@ -171,10 +170,10 @@ def test_cupys_current_stream_is_kept_alive(monkeypatch, torch):
     comm.close()
 
 
-def test_results_for_a_jax_array_are_jax_arrays(monkeypatch, torch):
+def test_results_for_a_jax_array_are_jax_arrays(fake, torch, monkeypatch):
     """Its memory is held until the GPU has finished, because JAX does not know the stream."""
     over = [0]
-    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (over[0],))
+    fake.cu.cuEventQuery = lambda event: (over[0],)
 
     class ArrayImpl(Tensor):
         __module__ = "jaxlib"
@@ -212,11 +211,11 @@ def test_results_for_a_jax_array_are_jax_arrays(monkeypatch, torch):
     comm.close()
 
 
-def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch, torch):
+def test_a_jax_array_is_held_whatever_another_thread_sends(fake, torch):
     """While the event of one call is recorded, another thread's message looks for events that are over."""
     busy = driver.cu.CUresult.CUDA_ERROR_NOT_READY
     kind, recorded, comm = type("ArrayImpl", (Tensor,), {"__module__": "jaxlib"}), list[int](), alone()
-    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (busy if recorded else 0,))
+    fake.cu.cuEventQuery = lambda event: (busy if recorded else 0,)
 
     def record(event, stream):
         recorded.clear()
@@ -224,7 +223,7 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(monkeypatch, torch):
         recorded.append(stream)
         return (0,)
 
-    monkeypatch.setattr(driver.cu, "cuEventRecord", record)
+    fake.cu.cuEventRecord = record
     x = kind(Array.zeros(6, np.float32, 0))
     comm.all_gather(x, Array.zeros(6, np.float32, 0))
     left = weakref.ref(x)

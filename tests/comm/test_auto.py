@@ -1,7 +1,6 @@
 """How ``auto`` routes, without a GPU: two backends that say what they are, over the stand-ins of ``fake_nccl``."""
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -34,7 +33,7 @@ from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import Comm, Group
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core, skip_without_core
-from tests.comm.test_tuning import GPU, LINK, changed
+from tests.comm.test_tuning import GPU, LINK, changed, measure_quickly, tuned
 
 pytestmark = pytest.mark.usefixtures("fake")
 SIZE = 2
@@ -87,11 +86,12 @@ def run(
     parts: str = "nccl peer",
     timeout: float = 20.0,
     host: type[Backend] = ThreadTransport,
+    size: int = SIZE,
 ) -> None:
     """Run ``body`` on every rank, with these parts.  Skips the test where ``host`` cannot be used."""
     if host is SharedOnly:
         skip_without_core()
-    groups = {name: Group(SIZE) for name in parts.split()}
+    groups = {name: Group(size) for name in parts.split()}
 
     def rank(rendezvous: ThreadRendezvous) -> None:
         memory = HostBackend(rendezvous, host)
@@ -101,7 +101,18 @@ def run(
         comm = kos.Communicator(GPUBackend(rendezvous, made, memory), rendezvous, {}, timeout)
         body(comm, Log(comm))
 
-    on_threads(SIZE, rank, timeout, lambda: [group.barrier.abort() for group in groups.values()])
+    on_threads(size, rank, timeout, lambda: [group.barrier.abort() for group in groups.values()])
+
+
+def run_alone(body: Callable[[kos.Communicator, Log], None]) -> None:
+    """Run ``body`` on one rank, whose calls are ordered as those of several."""
+
+    def ordered(comm: kos.Communicator, log: Log) -> None:
+        comm.backend.size = 2
+        body(comm, log)
+        comm.backend.size = 1
+
+    run(ordered, size=1)
 
 
 def zeros(count: int, dtype: Any = np.float16, stream: Any = None) -> Array:
@@ -172,7 +183,7 @@ def test_routes_of_symmetric_buffers_and_graphs(monkeypatch):
             return
         ways = [way(comm, "broadcast", count) for count in (8, 1 << 20, 1024)]
         assert ways == ["peer", "peer", "nccl"] and state.asked == 0
-        monkeypatch.setattr(Peer, "symmetric", True)
+        comm.backend.routes[1].symmetric = True
         assert way(comm, "broadcast", 1024) == "peer" and state.asked == 0
         assert way(comm, "reduce", 8) == "nccl" and state.asked == 1
         state.captured = True
@@ -181,31 +192,25 @@ def test_routes_of_symmetric_buffers_and_graphs(monkeypatch):
     run(body)
 
 
-def test_register_uses_the_first_backend_that_accepts_the_memory(monkeypatch):
+@on_each_rank(run)
+def test_register_uses_the_first_backend_that_accepts_the_memory(comm, log, /):
     """Peer takes memory of cudaMalloc, nccl that of the driver; where both refuse, the error names both."""
-    refusing = []
+    refused, found = list[type](), list[str]()
 
     def register(part, buffer):
-        if type(part) in refusing:
+        if type(part) in refused:
             raise (InvalidArgument if type(part) is NCCLBackend else PeerMemoryError)(f"not of {part.name}")
         return part.name
 
-    monkeypatch.setattr(NCCLBackend, "register", register)
-
-    def body(comm, log):
-        x = zeros(8)
-        found = []
-        for refused in ([], [Peer], [Peer, NCCLBackend]):
-            comm.barrier()
-            refusing[:] = refused
-            comm.barrier()
-            try:
-                found.append(comm.register(x))
-            except InvalidArgument as error:
-                found.append(str(error))
-        assert found == ["peer", "nccl", "peer: not of peer; nccl: not of nccl"]
-
-    run(body)
+    for route in comm.backend.routes:
+        route.register = partial(register, route)
+    for kind in (None, Peer, NCCLBackend):
+        refused.append(kind)
+        try:
+            found.append(comm.register(zeros(8)))
+        except InvalidArgument as error:
+            found.append(str(error))
+    assert found == ["peer", "nccl", "peer: not of peer; nccl: not of nccl"]
 
 
 @on_each_rank(run)
@@ -243,65 +248,46 @@ def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(monkeypatch, overlap):
+@on_each_rank(run_alone)
+def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(comm, log, /, overlap, monkeypatch):
     """Of another route on another stream, where much of the program's own work may be queued."""
-
-    def body(comm, log):
-        done, streams = list[str](), comm.backend.streams
-        queue, follow = works.Marks.queue, streams.follow
-        monkeypatch.setattr(works.Marks, "queue", lambda *given: (done.append("begin"), queue(*given)))
-        comm.all_reduce(zeros(8), stream=5)
-        done.clear()
-        streams.follow = lambda *given: (done.append("follow"), follow(*given))
-        comm.all_reduce(zeros(5000), stream=6, async_op=overlap)
-        assert done == ["follow", "begin"] and log == ["peer", "nccl"]
-
-    alone_in(monkeypatch, body)
+    done, streams = list[str](), comm.backend.streams
+    queue, follow = works.Marks.queue, streams.follow
+    monkeypatch.setattr(works.Marks, "queue", lambda *given: (done.append("begin"), queue(*given)))
+    comm.all_reduce(zeros(8), stream=5)
+    done.clear()
+    streams.follow = lambda *given: (done.append("follow"), follow(*given))
+    comm.all_reduce(zeros(5000), stream=6, async_op=overlap)
+    assert done == ["follow", "begin"] and log == ["peer", "nccl"]
 
 
-def test_a_finalizer_may_make_a_call_while_another_one_is_ordered(monkeypatch):
-    def body(comm, log):
-        streams, followed = comm.backend.streams, list[tuple[int, int]]()
-        follow = streams.follow
+@on_each_rank(run_alone)
+def test_a_finalizer_may_make_a_call_while_another_one_is_ordered(comm, log, /):
+    streams, followed = comm.backend.streams, list[tuple[int, int]]()
+    follow = streams.follow
 
-        def finalizing(stream, before, capture):
-            followed.append((stream, before))
-            if len(followed) == 1:
-                comm.all_reduce(zeros(8), stream=7)
-            follow(stream, before, capture)
+    def finalizing(stream, before, capture):
+        followed.append((stream, before))
+        if len(followed) == 1:
+            comm.all_reduce(zeros(8), stream=7)
+        follow(stream, before, capture)
 
-        comm.all_reduce(zeros(8), stream=5)
-        streams.follow = finalizing
-        thread = Thread(target=comm.all_reduce, args=(zeros(5000),), kwargs={"stream": 6}, daemon=True)
-        thread.start()
-        thread.join(20)
-        assert not thread.is_alive() and followed[-1] == (6, 7)
-
-    alone_in(monkeypatch, body)
-
-
-def alone_in(monkeypatch: pytest.MonkeyPatch, body: Callable[[kos.Communicator, Log], None]) -> None:
-    """Run ``body`` on one rank, whose calls are ordered as those of several."""
-
-    def ordered(comm: kos.Communicator, log: Log) -> None:
-        comm.backend.size = 2
-        body(comm, log)
-        comm.backend.size = 1
-
-    monkeypatch.setattr(sys.modules[__name__], "SIZE", 1)
-    run(ordered)
+    comm.all_reduce(zeros(8), stream=5)
+    streams.follow = finalizing
+    thread = Thread(target=comm.all_reduce, args=(zeros(5000),), kwargs={"stream": 6}, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and followed[-1] == (6, 7)
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce", "send_recv"])
-def test_a_route_that_does_not_carry_an_operation_is_not_chosen(monkeypatch, operation):
+@on_each_rank(run_alone)
+def test_a_route_that_does_not_carry_an_operation_is_not_chosen(comm, log, /, operation):
     """Also where a table chooses it within graphs alone, or for an operation whose sizes differ."""
-
-    def body(comm, log):
-        before = way(comm, operation, 5000)
-        monkeypatch.setattr(NCCLBackend, "carries", lambda route, o: type(route) is Peer)
-        assert (before, way(comm, operation, 5000)) == (before, "peer")
-
-    alone_in(monkeypatch, body)
+    before = way(comm, operation, 5000)
+    for route in comm.backend.routes:
+        route.carries = lambda o, route=route: type(route) is Peer
+    assert (before, way(comm, operation, 5000)) == (before, "peer")
 
 
 @needs_core
@@ -401,8 +387,7 @@ def test_peer_takes_part_where_it_was_measured(monkeypatch, routes, broken, take
 
     kinds = {name: type(name, (Some,), {"name": name}) for name in ("nccl", "peer")}
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, **kinds})
-    monkeypatch.setattr(making, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
-    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+    tuned(monkeypatch, routes)
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
     ranks = SimpleNamespace(size=2, local_size=2)
     assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken
@@ -415,7 +400,6 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
         def __init__(self, rendezvous, engine, device): ...
 
     phases = type("Phases", (Made,), {})
-    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
     monkeypatch.setattr(making, "HierarchicalBackend", phases)
     probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
@@ -444,14 +428,16 @@ def test_explain_describes_the_routes():
 def test_tuning_measures_every_operation(monkeypatch, tmp_path):
     """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
     launched = []
-    monkeypatch.setattr(tune, "PeerBackend", Peer)
-    monkeypatch.setattr(Peer, "use", lambda self, launches: launched.append(launches), raising=False)
-    monkeypatch.setattr(Peer, "allocate", lambda self, shape, dtype: zeros(shape, dtype))
-    eager = tune.Tuner._eager
-    for name in ("_in_graph", "_eager"):
-        monkeypatch.setattr(tune.Tuner, name, lambda self, start, depth, repeats: eager(self, start, 2, 3))
-    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
-    monkeypatch.setattr(tune, "set_device", lambda device: None)
+
+    class Measured(Peer):
+        def use(self, launches):
+            launched.append(launches)
+
+        def allocate(self, shape, dtype):
+            return zeros(shape, dtype)
+
+    monkeypatch.setattr(tune, "PeerBackend", Measured)
+    measure_quickly(monkeypatch)
     monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)
     monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
     groups = {name: Group(SIZE) for name in KINDS}
@@ -459,7 +445,7 @@ def test_tuning_measures_every_operation(monkeypatch, tmp_path):
     def rank(rendezvous):
         nccl, peer = (
             kos.Communicator(GPUBackend(rendezvous, [route]), rendezvous, {}, 20)
-            for name, kind in KINDS.items()
+            for name, kind in {**KINDS, "peer": Measured}.items()
             for route in [kind(rendezvous, Engine(), 0, Comm(groups[name], rendezvous.rank))]
         )
         tuner = tune.Tuner(peer, nccl, 4096)

@@ -7,7 +7,6 @@ import pytest
 
 import kos
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
-from kos.comm.gpu.nccl import NCCLBackend
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
 from tests.comm.ranks import on_each_rank, on_threads
@@ -48,15 +47,14 @@ def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts, calls):
     run(body, parts)
 
 
-def test_a_failure_of_a_call_ends_all_routes(monkeypatch):
-    ended = []
-    monkeypatch.setattr(NCCLBackend, "abort", lambda self, reason: ended.append(f"waits of {self.name}"))
-    monkeypatch.setattr(NCCLBackend, "drained", lambda self, final: ended.append(self.name))
-
+def test_a_failure_of_a_call_ends_all_routes():
     def body(comm, log):
         if comm.rank:
             return
-        backend = comm.backend
+        backend, ended = comm.backend, list[str]()
+        for route in backend.routes:
+            route.abort = lambda reason, name=route.name: ended.append(f"waits of {name}")
+            route.drained = lambda final, name=route.name: ended.append(name)
         call = work_of("all_reduce", backend, sequence=7)
         backend.to_error(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
         # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.

@@ -22,7 +22,7 @@ from kos.dtypes import DTYPES
 from kos.memory.array import Array
 from kos.memory.dlpack import CUDA, export_capsule
 from tests.comm.fake_gpu import Memory
-from tests.comm.fake_nccl import WAIT, Comm, Group, no_gpu, of_nccl
+from tests.comm.fake_nccl import WAIT, Comm, Group, of_nccl
 
 DEVICE = 1  # of the communicator; the thread's own is 0
 
@@ -57,28 +57,25 @@ class Devices:
 
 
 @pytest.fixture
-def comm(monkeypatch):
+def comm(fake, monkeypatch):
     devices = Devices()
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(driver, "unavailable", lambda: None)
-        monkeypatch.setattr(Immutable, "devices", devices, raising=False)
-        cu = driver.cu
-        for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
-            call = getattr(cu, name)
-            place = {"cuEventRecord": 1}.get(name, 0)
-            monkeypatch.setattr(
-                cu, name, lambda *given, call=call, place=place: devices.check(given[place]) or call(*given)
-            )
-        monkeypatch.setattr(cu, "cuEventCreate", devices.make_event)
-        monkeypatch.setattr(driver, "on_device", devices.on)
-        monkeypatch.setattr(driver, "is_current", lambda index: devices.stack[-1] == index)
-        monkeypatch.setattr(driver, "device_of", lambda pointer: DEVICE)
-        rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
-        comm = kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), device=DEVICE), rendezvous, {}, WAIT)
-        yield comm
-        assert devices.stack == [0]  # kos has left the thread's current device as it was
-        comm.close()
-        assert devices.stack == [0]
+    monkeypatch.setattr(driver, "unavailable", lambda: None)
+    Immutable.devices = devices
+    cu = fake.cu
+    for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
+        call = getattr(cu, name)
+        place = {"cuEventRecord": 1}.get(name, 0)
+        setattr(cu, name, lambda *given, call=call, place=place: devices.check(given[place]) or call(*given))
+    cu.cuEventCreate = devices.make_event
+    monkeypatch.setattr(driver, "on_device", devices.on)
+    monkeypatch.setattr(driver, "is_current", lambda index: devices.stack[-1] == index)
+    monkeypatch.setattr(driver, "device_of", lambda pointer: DEVICE)
+    rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
+    comm = kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), device=DEVICE), rendezvous, {}, WAIT)
+    yield comm
+    assert devices.stack == [0]  # kos has left the thread's current device as it was
+    comm.close()
+    assert devices.stack == [0]
 
 
 class Other:

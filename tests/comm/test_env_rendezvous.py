@@ -14,7 +14,6 @@ import kos
 from kos.comm.control.bootstrap import default_rendezvous
 from kos.comm.control.env import Place
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.hub import Hub
 from kos.comm.control.identity import launched_rank
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.errors import RendezvousError
@@ -236,7 +235,7 @@ def test_a_port_that_is_busy_for_a_moment(monkeypatch):
 
 
 def test_missing_ranks_are_named_on_all_others(monkeypatch):
-    come_first(monkeypatch, 3)
+    come_first(monkeypatch, lambda present: present == 3)
     port, began = free_port(), time.monotonic()
     others = [environment(rank, 5, port) for rank in (2, 4)]
     first, rest = run_threads(lambda: errors_of(0.5, environment(0, 5, port)), lambda: errors_of(30, *others))
@@ -269,9 +268,8 @@ def test_a_rank_that_comes_twice():
 
 def test_a_second_rank_0(monkeypatch):
     monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 0.1)
-    port, refused, remaining = free_port(), threading.Event(), Hub._remaining
-    patient = lambda hub, *of: remaining(hub, *of) if refused.is_set() else 0.1  # noqa: E731
-    monkeypatch.setattr(Hub, "_remaining", patient)
+    port, refused = free_port(), threading.Event()
+    come_first(monkeypatch, lambda present: refused.is_set())
 
     def come():
         [error] = errors_of(0.3, environment(0, 2, port))
@@ -316,9 +314,8 @@ def test_another_secret(caplog):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_timeout_names_the_callers_with_another_secret(size, monkeypatch):
-    port, refused, remaining = free_port(), threading.Event(), Hub._remaining
-    patient = lambda hub, *of: remaining(hub, *of) if refused.is_set() else 1.0  # noqa: E731
-    monkeypatch.setattr(Hub, "_remaining", patient)
+    port, refused = free_port(), threading.Event()
+    come_first(monkeypatch, lambda present: refused.is_set())
 
     def others():
         for rank in (1, 1, size - 1):

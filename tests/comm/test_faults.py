@@ -225,7 +225,7 @@ def test_a_seed_stands_for_one_trial():
     assert Trial.of(7, "tcp", 3.0) == Trial.of(7, "tcp", 3.0) != Trial.of(8, "tcp", 3.0)
 
 
-def test_a_program_without_a_fault_passes_on_gpus(monkeypatch):
+def test_a_program_without_a_fault_passes_on_gpus(fake):
     trial, group, nccl = Trial.of(-2, "nccl", 3.0), ThreadGroup(2), fake_nccl.Group(2)
 
     def body(rank):
@@ -236,5 +236,4 @@ def test_a_program_without_a_fault_passes_on_gpus(monkeypatch):
         for each in reversed(part.groups.values()):
             each.close()
 
-    with fake_nccl.no_gpu(monkeypatch):
-        assert run_threads(lambda: body(0), lambda: body(1)) == [None, None]
+    assert run_threads(lambda: body(0), lambda: body(1)) == [None, None]

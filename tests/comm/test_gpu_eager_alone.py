@@ -5,13 +5,12 @@ The driver, NCCL and memory are stand-ins.
 
 import os
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kos.comm.failures import EndedEarly
-from kos.cuda import driver, kernels
+from kos.cuda import driver
 from kos.errors import CollectiveTimeout, CudaError
 from tests.comm.fake_gpu import Stream, captures
 from tests.comm.gpu_eager import by, known, on_gpu
@@ -109,13 +108,9 @@ def test_graphs_keep_windows(comm, fake, /):
 
 
 @on_each_rank("gpu_alone")
-def test_a_copy_that_is_refused(comm, fake, /, monkeypatch):
+def test_a_copy_that_is_refused(comm, fake, /):
     x, y = on_gpu([1.0]), on_gpu([0.0])
     known(comm, x, out=y)
-    stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
-    for module in (driver, kernels):
-        monkeypatch.setattr(module, "cu", SimpleNamespace(**vars(driver.cu) | stubs))
-    monkeypatch.setattr(driver, "error_of", lambda name, status: CudaError(f"{name} failed: status {status}"))
     fake.instead["cuMemcpyDtoDAsync_v2"] = lambda *words: 1
     with pytest.raises(CudaError, match="cuMemcpyDtoDAsync failed: status 1"):
         comm.all_reduce(x, out=y)

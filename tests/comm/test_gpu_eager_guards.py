@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -28,8 +26,8 @@ from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
 from tests.comm.fake_gpu import Stream
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group
-from tests.comm.fake_peer import ThreadRanks, no_gpus
+from tests.comm.fake_nccl import WAIT, Comm, FakeRanks, Group
+from tests.comm.fake_peer import ThreadRanks
 from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
@@ -39,7 +37,7 @@ pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 
 
 @on_each_rank("gpu_run")
-def test_whatever_a_launch_depends_on(comm, /, monkeypatch):
+def test_whatever_a_launch_depends_on(comm, /):
     """One by one, the core finds what Python would find; the next call after that is the core's again."""
     x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
     known(comm, x)
@@ -60,42 +58,36 @@ def test_whatever_a_launch_depends_on(comm, /, monkeypatch):
 
 
 @needs_compiler
-def test_other_communicators_leave_too_little_room(monkeypatch):
-    def body(gpu):
-        comm = gpu.comm
-        other = comm.duplicate()
-        x = on_gpu(np.ones(4, np.float32))
-        for _ in range(3):
-            other.all_reduce(x)
-        known(comm, x)
-        room = comm.backend.routes[0]._room
-        blocks, per_sm = room
-        for less in ((blocks - 1, per_sm), (blocks, per_sm + 1)):
-            room[0], room[1] = less
-            with by(comm, 0):
-                comm.all_reduce(x)
-        room[0], room[1] = blocks + 1, per_sm - 1
-        with by(comm, 1):
+@on_each_rank(ThreadRanks(2).run)
+def test_other_communicators_leave_too_little_room(gpu, /, peers):
+    comm = gpu.comm
+    other = comm.duplicate()
+    x = on_gpu(np.ones(4, np.float32))
+    for _ in range(3):
+        other.all_reduce(x)
+    known(comm, x)
+    room = comm.backend.routes[0]._room
+    blocks, per_sm = room
+    for less in ((blocks - 1, per_sm), (blocks, per_sm + 1)):
+        room[0], room[1] = less
+        with by(comm, 0):
             comm.all_reduce(x)
-        other.close()
-
-    with no_gpus(monkeypatch, 2):
-        ThreadRanks(2).run(body)
+    room[0], room[1] = blocks + 1, per_sm - 1
+    with by(comm, 1):
+        comm.all_reduce(x)
+    other.close()
 
 
 @needs_compiler
-def test_the_legacy_stream_is_that_of_the_current_device(monkeypatch):
-    def body(gpu):
-        comm, x = gpu.comm, on_gpu(np.ones(4, np.float32))
-        known(comm, x)
-        fake.driver.current += 1
-        with by(comm, 0):
-            comm.all_reduce(x)
-        comm.rendezvous.barrier()
-        fake.driver.current -= 1
-
-    with no_gpus(monkeypatch, 2) as fake:
-        ThreadRanks(2).run(body)
+@on_each_rank(ThreadRanks(2).run)
+def test_the_legacy_stream_is_that_of_the_current_device(gpu, /, peers):
+    comm, x = gpu.comm, on_gpu(np.ones(4, np.float32))
+    known(comm, x)
+    peers.driver.current += 1
+    with by(comm, 0):
+        comm.all_reduce(x)
+    comm.rendezvous.barrier()
+    peers.driver.current -= 1
 
 
 @on_each_rank(FakeRanks(2).run)
@@ -109,9 +101,9 @@ def test_every_64th_call_compares(gpu, /, fake):
     assert comm.backend.shared._confirmed > 300
 
 
-def test_calls_that_differ_are_named(fake, monkeypatch):
+def test_calls_that_differ_are_named(fake):
     """The ranks never wait for one another here."""
-    monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
+    fake.all_reduce = lambda *_: None
     failures = []
 
     def body(gpu):
@@ -136,24 +128,14 @@ def test_calls_that_differ_are_named(fake, monkeypatch):
 
 
 @needs_compiler
-def test_an_early_end_of_a_kernel_is_seen(monkeypatch):
-    def body(gpu):
-        comm, x = gpu.comm, on_gpu([1.0])
-        known(comm, x)
-        comm.rendezvous.barrier()
-        comm.backend.routes[0]._engine.record.words[fake_peer.record.FAILED] = 1
-        with pytest.raises(CollectiveError), by(comm, 0):
-            comm.all_reduce(x)
-
-    with no_gpus(monkeypatch, 2):
-        ranks = ThreadRanks(2)
-        monkeypatch.setattr(ThreadRanks, "_with_communicator", staticmethod(_left_open))
-        ranks.run(body)
-
-
-def _left_open(fn: Callable[[Any], None], rendezvous: Any, timeout: float) -> None:
-    comm = fake_peer.communicator(rendezvous, timeout)
-    fn(fake_peer.OnGPU(comm))
+@on_each_rank(ThreadRanks(2).run_bare)
+def test_an_early_end_of_a_kernel_is_seen(rendezvous, /, peers):
+    comm, x = fake_peer.communicator(rendezvous), on_gpu([1.0])
+    known(comm, x)
+    comm.rendezvous.barrier()
+    comm.backend.routes[0]._engine.record.words[fake_peer.record.FAILED] = 1
+    with pytest.raises(CollectiveError), by(comm, 0):
+        comm.all_reduce(x)
     comm.abort()
 
 
@@ -215,11 +197,11 @@ LONG = 100  # seconds
 
 
 @pytest.fixture
-def blocking(fake, monkeypatch):
+def blocking(fake):
     """An all_reduce by the core is nanosleep: its first address is that of how long it blocks, if no signal comes."""
     nanosleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
-    monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: nanosleep)
-    monkeypatch.setattr(FakeNCCL, "all_reduce", lambda *_: None)
+    fake.address_of = lambda operation: nanosleep
+    fake.all_reduce = lambda *_: None
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -299,7 +281,7 @@ def test_two_threads_are_found_while_a_launch_blocks(fake, blocking):
 
 
 @needs_compiler
-def test_of_two_backends_python_orders_each_turn(monkeypatch):
+def test_of_two_backends_python_orders_each_turn(peers):
     """Deterministic calls go by peer, others by NCCL."""
     group = Group(2)
 
@@ -321,5 +303,4 @@ def test_of_two_backends_python_orders_each_turn(monkeypatch):
                     comm.all_reduce(x, **options)
             assert comm.all_reduce(np.ones(3)).sum() == 6  # of host memory, by Python
 
-    with no_gpus(monkeypatch, 2):
-        on_threads(2, rank, WAIT, group.barrier.abort)
+    on_threads(2, rank, WAIT, group.barrier.abort)

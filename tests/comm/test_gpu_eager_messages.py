@@ -5,7 +5,6 @@ The driver, NCCL, kernels and memory are stand-ins.
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import pytest
 
 import kos
 from kos.comm.gpu import memory as gpu_memory
-from kos.cuda import driver, kernels
-from kos.errors import CudaError, KosError
+from kos.errors import KosError
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, call, contributions, lengths, result
 from tests.comm.fake_gpu import Memory, Stream, at, captures
@@ -134,12 +132,8 @@ def test_sums_that_have_one_order(fake, size, dtype, op, alike):
 
 
 @pytest.mark.parametrize("failing", ["send", "recv", "group_start", "group_end", "cuLaunchKernelEx"])
-def test_a_launch_that_is_refused_ends_its_group(fake, monkeypatch, failing):
+def test_a_launch_that_is_refused_ends_its_group(fake, failing):
     """Nothing is called after it but ncclGroupEnd; the error is that of the function that failed."""
-    stubs = {"CUresult": lambda status: status, "cuMemGetInfo": lambda: (0,)}
-    for module in (driver, kernels):
-        monkeypatch.setattr(module, "cu", SimpleNamespace(**vars(driver.cu) | stubs))
-    monkeypatch.setattr(driver, "error_of", lambda name, status: CudaError(f"{name} failed: status {status}"))
     failed = threading.Event()
     counts = counted(fake, "group_start", "send", "recv", "group_end")
 
@@ -246,7 +240,7 @@ def test_a_call_of_another_thread_while_scratch_memory_is_freed(fake, monkeypatc
 def test_registered_memory_that_ends_within_a_page(fake, monkeypatch):
     """The rest of that page counts as registered too: Python looks where each array is."""
     monkeypatch.setattr("kos.comm.gpu.nccl_binding.WINDOW_ALIGNMENT", 1)
-    monkeypatch.setattr("kos.comm.gpu.nccl_binding.is_virtual", lambda address: True)
+    fake.cu.cuMemRetainAllocationHandle = lambda address: (0, None)
 
     def body(gpu):
         comm, x, out = gpu.comm, on_gpu(np.ones(4, np.float32)), on_gpu(np.zeros(4, np.float32))

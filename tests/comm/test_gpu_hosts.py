@@ -19,7 +19,7 @@ from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.fake_gpu import captures
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, of_nccl, quiet
+from tests.comm.fake_nccl import Comm, Group, of_nccl, quiet
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_watchdog import DIFFERENCES, Heard, on_gpu
@@ -30,9 +30,9 @@ Body = Callable[[kos.Communicator], Any]
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    with quiet(monkeypatch):
-        yield
+def fake(monkeypatch):
+    with quiet(monkeypatch) as fake:
+        yield fake
 
 
 def nccl(rendezvous: Rendezvous) -> kos.Communicator:
@@ -255,7 +255,7 @@ def test_a_failure_reaches_the_other_hosts(run, kind, hosts):
 
 
 @needs_core
-def test_what_nccl_meets_is_explained_by_another_host(run, monkeypatch):
+def test_what_nccl_meets_is_explained_by_another_host(run, fake):
     """NCCL reports that another rank has gone before the notice of its host has come."""
 
     def body(comm):
@@ -264,7 +264,7 @@ def test_what_nccl_meets_is_explained_by_another_host(run, monkeypatch):
         comm.all_reduce(on_gpu())
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            monkeypatch.setattr(FakeNCCL, "comm_get_async_error", lambda fake, each: 6)
+            fake.comm_get_async_error = lambda each: 6
             comm.rendezvous.barrier()
             threading.Timer(0.2, part.abort, ("of the test",)).start()
         else:

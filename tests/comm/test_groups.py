@@ -12,7 +12,7 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
 from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.testing import spawn
-from tests.comm.fake_nccl import no_gpu
+from tests.comm.fake_nccl import usable
 from tests.comm.ranks import MockRanks
 from tests.comm.tcp_ranks import TCPRanks, run_threads
 
@@ -148,16 +148,9 @@ def on_nccl(size: int, fn: Callable[[int, Callable[..., kos.Communicator]], Any]
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus(fake, monkeypatch):
     """Each thread is a rank with a GPU of its own, all of which are stand-ins."""
-    from kos.comm import making
-    from kos.comm.contract import Probe
-    from kos.comm.gpu import nccl
-
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(nccl.NCCLBackend, "probe", classmethod(lambda cls, rendezvous: Probe(True, "a stand-in")))
-        monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
-        yield
+    usable(monkeypatch)
 
 
 def test_options_reach_nccl_and_its_groups(gpus):

@@ -11,7 +11,6 @@ import pytest
 
 import kos
 from kos.comm import making
-from kos.comm.contract import Probe
 from kos.comm.control.mpi_rendezvous import MPIRanks, MPIRendezvous
 from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend
@@ -156,10 +155,8 @@ def test_the_backend_of_gpus_is_made_again(backend, monkeypatch):
 
 
 def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = NCCLBackend if backend == "nccl" else PeerBackend
-    monkeypatch.setattr(kind, "probe", classmethod(lambda kind, rendezvous: Probe(True, "a stand-in")))
+    fake_nccl.usable(monkeypatch, NCCLBackend if backend == "nccl" else PeerBackend)
     monkeypatch.setattr(making, "visible_devices", lambda: [SimpleNamespace(uuid="a stand-in")])
-    monkeypatch.setattr("kos.comm.making.device_of", lambda rendezvous: SimpleNamespace(index=0))
 
     def use(comm: kos.Communicator) -> tuple[int, int]:
         assert comm.backend_name == backend and comm.device == 0

@@ -39,10 +39,11 @@ from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
 from tests.comm import test_nccl
 from tests.comm.fake_gpu import captures
-from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, of_nccl
+from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, Group, of_nccl
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
 from tests.comm.ranks import on_each_rank
+from tests.comm.test_tuning import measure_quickly
 from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
@@ -98,8 +99,8 @@ def communicator(
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    with no_gpus(monkeypatch, 3):
-        yield
+    with no_gpus(monkeypatch, 3) as fake:
+        yield fake
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
@@ -259,25 +260,25 @@ def sent(name: str, size: int, nbytes: int) -> float:
 
 
 @pytest.mark.parametrize("phases", [True, False])
-def test_bytes_out_of_a_host(ranks, phases, monkeypatch):
+def test_bytes_out_of_a_host(ranks, phases, no_gpu):
     """2(h-1)/h of the data, where a ring of all ranks sends 2(n-1)/n over the edge between two hosts."""
     out = Counter()  # by size of NCCL's communicator and rank in it
     lock = threading.Lock()
 
     def counting(name, at):
-        run = getattr(FakeNCCL, name)
+        run = getattr(no_gpu, name)
 
-        def count(fake, *arguments):
+        def count(*arguments):
             comm = next(each for each in arguments if isinstance(each, Comm))
             nbytes = arguments[at] * DTYPE_OF[arguments[at + 1]].numpy.itemsize
             with lock:
                 out[comm.group.size, comm.rank] += round(sent(name, comm.group.size, nbytes))
-            run(fake, *arguments)
+            run(*arguments)
 
         return count
 
     for name, at in (("all_reduce", 2), ("reduce_scatter", 2), ("all_gather", 2), ("send", 1), ("allto_all", 2)):
-        monkeypatch.setattr(FakeNCCL, name, counting(name, at))
+        setattr(no_gpu, name, counting(name, at))
     hosts, n = len(set(ranks.names)), ranks.size
     local, ranks.routes = n // hosts, ALWAYS if phases else {}
     part = 4 * 5040  # elements, which everything divides
@@ -404,7 +405,7 @@ def test_a_measured_table_is_preferred(no_gpu, measured, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kinds", [("phases", "nccl"), ("nccl", "phases"), ("phases", "phases")], ids=str)
 @on_each_rank(HostRanks((2, 2)).run)
-def test_calls_on_other_streams_follow(gpu, /, no_gpu, kinds, monkeypatch):
+def test_calls_on_other_streams_follow(gpu, /, no_gpu, kinds):
     """Kernels of peer and NCCL wait for other ranks: GPUs must not start them in different orders."""
     comm, followed = gpu.comm, list[tuple[int, int]]()
     streams = comm.backend.streams
@@ -432,7 +433,7 @@ def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
         return noted
 
     for name in ("reduce_scatter", "all_gather"):
-        monkeypatch.setattr(FakeNCCL, name, noting(name, getattr(FakeNCCL, name)))
+        setattr(no_gpu, name, noting(name, getattr(no_gpu, name)))
     for name in ("mark", "follow"):
         monkeypatch.setattr(Streams, name, noting(name, getattr(Streams, name)))
 
@@ -470,10 +471,7 @@ def test_first_calls_are_bounded_and_name_the_call(gpu, /, no_gpu):
 
 def test_tuning_measures_phases(no_gpu, monkeypatch):
     """Every operation and size, in phases and by NCCL alone, and the table is one for these hosts."""
-    eager = tune.Tuner._eager
-    monkeypatch.setattr(tune.Tuner, "_in_graph", lambda tuner, start, depth, repeats: eager(tuner, start, 1, 2))
-    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
-    monkeypatch.setattr(tune, "set_device", lambda device: None)
+    measure_quickly(monkeypatch)
 
     def body(rendezvous):
         flat = rendezvous.threads.shared("groups", lambda: [Group(4), Group(4)])

@@ -19,7 +19,7 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm import fake_nccl
-from tests.comm.fake_nccl import FakeNCCL, Group
+from tests.comm.fake_nccl import Group
 from tests.comm.ranks import on_each_rank, on_hosts
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import run_ranks
@@ -80,14 +80,14 @@ class Messages(queue.Queue[Any]):
 def kernels(no_gpu, monkeypatch):
     """Kernels of NCCL and the watchdog as in a job, and kernels of ``peer`` that are compiled."""
     HostRanks((2, 2)).run(lambda gpu: [getattr(gpu.comm, name)(filled(gpu, 1000)) for name in CARRIED[:4]])
-    abort = FakeNCCL.comm_abort
+    abort = no_gpu.comm_abort
 
-    def aborting(fake, comm):
-        abort(fake, comm)
+    def aborting(comm):
+        abort(comm)
         if isinstance(comm.group, Kernels):
             comm.group.aborted[comm.rank].set()
 
-    monkeypatch.setattr(FakeNCCL, "comm_abort", aborting)
+    no_gpu.comm_abort = aborting
     monkeypatch.setattr(fake_nccl, "Group", Kernels)
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_REPORT_SECONDS", 15.0)  # an emulated kernel looks at its deadline seldom

@@ -128,7 +128,7 @@ def test_calls_that_differ_raise_on_all_ranks(run):
 
 @KINDS
 @pytest.mark.parametrize("how", ["late", "interrupted", "closed"])
-def test_the_first_failure_is_raised_again(run, how, monkeypatch):
+def test_the_first_failure_is_raised_again(run, how):
     """A rank that arrives after the timeout of another does not join that rank's next exchange."""
     given_up = threading.Barrier(2)
 
@@ -137,10 +137,10 @@ def test_the_first_failure_is_raised_again(run, how, monkeypatch):
         if rendezvous.rank == 1:
             given_up.wait(TIMEOUT)
         elif how == "interrupted":
-            with monkeypatch.context() as patch:
-                patch.setattr(rendezvous, "_exchange", Mock(side_effect=KeyboardInterrupt))
-                with pytest.raises(KeyboardInterrupt):
-                    rendezvous.barrier()
+            exchange, rendezvous._exchange = rendezvous._exchange, Mock(side_effect=KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                rendezvous.barrier()
+            rendezvous._exchange = exchange
         elif how == "closed":
             rendezvous.close()
         rendezvous.timeout = 0.2
@@ -248,7 +248,7 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch):
         join_at(self, *arguments)
 
     def body(rendezvous):
-        monkeypatch.setattr(rendezvous.failures.status, "ended", lambda rank: rank == 2)
+        rendezvous.failures.status.ended = lambda rank: rank == 2
         with pytest.raises(RankLost) as caught:
             rendezvous.split(0)
         if rendezvous.rank != 2:
@@ -332,7 +332,7 @@ def test_rank_0_aborts_at_once():
 def test_a_rank_that_stalls_is_named(late, within, monkeypatch):
     """Before it sends its message, or within it."""
     met, named = threading.Barrier(3), threading.Barrier(3)
-    come_first(monkeypatch, 2)
+    come_first(monkeypatch, lambda present: present == 2)
 
     def body(rendezvous):
         rendezvous.timeout = 0.3

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control import mpi_job
 from kos.comm.failures import WHY_CLOSED, FailureLog
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.mpi_messages import LAST_CHECKS
@@ -142,7 +141,7 @@ def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender(
 
 
 @pytest.fixture
-def mpi(monkeypatch):
+def mpi(mpi_library, monkeypatch):
     """Rank 0 of three, over a stand-in for MPI.  Comparisons of calls are complete, messages and broadcasts are not."""
     request = SimpleNamespace(Test=lambda: True)
     comm = SimpleNamespace(
@@ -151,8 +150,7 @@ def mpi(monkeypatch):
     )  # fmt: skip
     pending = SimpleNamespace(Test=lambda: False)
     comm.Ibcast = lambda data, root: pending
-    library = SimpleNamespace(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0, BYTE=0)
-    monkeypatch.setattr(mpi_job, "load_mpi", lambda: library)
+    vars(mpi_library).update(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0, BYTE=0)
     monkeypatch.setattr("kos.comm.host.mpi.await_request", lambda *given: None)
     place = SimpleNamespace(
         rank=0, size=3, failures=FailureLog(range(3), 0), ranks_per_host=1, mpi_comm=comm, open_channel=lambda: None

@@ -15,11 +15,10 @@ import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
-from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import Comm, FakeRanks, Group, of_nccl
+from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, of_nccl
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
@@ -46,11 +45,11 @@ def test_calls_of_the_control_plane_that_differ(gpu, /, fake, mine, theirs):
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_call_that_does_not_return_ends_in_time(gpu, /, fake, monkeypatch):
+def test_a_call_that_does_not_return_ends_in_time(gpu, /, fake):
     """The first call of its kind may wait inside NCCL; the abort lets it return."""
     aborted = threading.Event()
-    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: aborted.wait(20))
-    monkeypatch.setattr(fake, "comm_abort", lambda comm: aborted.set())
+    fake.all_reduce = lambda *arguments: aborted.wait(20)
+    fake.comm_abort = lambda comm: aborted.set()
     x = Array.zeros(5, np.float32, 0)
     message = r"all_reduce #0 of float32\[5\].*not begun by all ranks after 0.1 s"
     with pytest.raises(CollectiveTimeout, match=message):
@@ -96,8 +95,8 @@ def test_one_rank_may_run_far_ahead(gpu, /, queued):
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_work_that_does_not_end_is_aborted(gpu, /, fake, monkeypatch):
-    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
+def test_work_that_does_not_end_is_aborted(gpu, /, fake):
+    fake.cu.cuStreamQuery = lambda stream: (600,)
     x = Array.zeros(5, np.float32, 0)
     work = gpu.comm.all_reduce_init(x).start()
     assert not work.done()
@@ -109,9 +108,9 @@ def test_work_that_does_not_end_is_aborted(gpu, /, fake, monkeypatch):
 
 
 @needs_core
-def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(queued, monkeypatch):
+def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(queued):
     abort = queued.comm_abort
-    monkeypatch.setattr(queued, "comm_abort", lambda comm: (time.sleep(0.1), abort(comm)))  # as long as it may take
+    queued.comm_abort = lambda comm: (time.sleep(0.1), abort(comm))  # as long as it may take
 
     def body(gpu):
         comm = gpu.comm
@@ -128,7 +127,7 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(queued, monkeypa
 
 
 @pytest.mark.parametrize("end", [kos.Communicator.abort, kos.Communicator.shrink])
-def test_communicators_split_from_one_that_is_aborted_end_with_it(fake, monkeypatch, end):
+def test_communicators_split_from_one_that_is_aborted_end_with_it(fake, end):
     """An abort frees memory, and CUDA waits there for the kernels of all communicators: all of them end first."""
     running, aborted = [set[Any]() for _ in range(SIZE)], list[tuple[int, bool]]()
     changed = threading.Condition()
@@ -139,7 +138,7 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(fake, monkeypa
             changed.notify_all()
             aborted.append((comm.rank, changed.wait_for(lambda: not running[comm.rank], 5)))
 
-    monkeypatch.setattr(fake, "comm_abort", abort)
+    fake.comm_abort = abort
 
     def body(gpu):
         world = gpu.comm
@@ -176,8 +175,8 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu, /, queued, h
 
 
 @needs_core
-def test_a_rank_that_closed_may_end_while_others_still_wait(queued, monkeypatch):
-    monkeypatch.setattr(queued, "comm_destroy", lambda comm: None)
+def test_a_rank_that_closed_may_end_while_others_still_wait(queued):
+    queued.comm_destroy = lambda comm: None
     closed = threading.Barrier(SIZE)
 
     def body(gpu):
@@ -221,10 +220,10 @@ def test_ranks_that_are_left_go_on(fake):
     assert sorted(fake.ended) == [("abort", 0, 3), ("abort", 2, 3)], "something was left"
 
 
-def test_the_first_call_waits_until_all_have_joined(fake, monkeypatch):
+def test_the_first_call_waits_until_all_have_joined(fake):
     """NCCL meets beside what the ranks do next."""
     may_join, join = threading.Event(), fake.comm_init_rank_scalable
-    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: may_join.wait(20) and join(*arguments))
+    fake.comm_init_rank_scalable = lambda *arguments: may_join.wait(20) and join(*arguments)
 
     def body(gpu):
         comm = kos.Communicator(of_nccl(gpu.comm.rendezvous), gpu.comm.rendezvous, {}, 20)
@@ -238,10 +237,10 @@ def test_the_first_call_waits_until_all_have_joined(fake, monkeypatch):
     FakeRanks(SIZE).run(body)
 
 
-def test_ranks_that_do_not_join_in_time(fake, monkeypatch):
+def test_ranks_that_do_not_join_in_time(fake):
     never = threading.Event()
-    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: never.wait(1e4) and None)
-    monkeypatch.setattr(fake, "comm_abort", lambda comm: pytest.fail("there is nothing to abort"))
+    fake.comm_init_rank_scalable = lambda *arguments: never.wait(1e4) and None
+    fake.comm_abort = lambda comm: pytest.fail("there is nothing to abort")
 
     def body(gpu):
         comm = kos.Communicator(of_nccl(gpu.comm.rendezvous), gpu.comm.rendezvous, {}, 0.1)
@@ -255,30 +254,47 @@ def test_ranks_that_do_not_join_in_time(fake, monkeypatch):
     never.set()
 
 
-def test_who_joins_after_the_end_is_not_used(fake, monkeypatch):
+class Late(threading.Event):
+    """NCCL connects ranks only once this event is set.  The communicator must then be ended."""
+
+    def __init__(self, fake: FakeNCCL) -> None:
+        super().__init__()
+        self._ended: queue.Queue[Any] = queue.Queue()
+        fake.comm_init_rank_scalable = fake.comm_split = lambda *arguments: self.wait(20) and "late"
+        fake.comm_abort = self._ended.put
+
+    def is_ended(self) -> bool:
+        return self._ended.get(timeout=20) == "late"
+
+
+@pytest.fixture
+def late(fake):
+    return Late(fake)
+
+
+@pytest.fixture
+def alone():
+    return ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+
+
+def test_who_joins_after_the_end_is_not_used(late, alone):
     """The communicator is ended instead, as its memory would stay until the end of the process."""
-    joins, ended = threading.Event(), queue.Queue()
-    monkeypatch.setattr(fake, "comm_abort", ended.put)
-    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
-    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    backend = of_nccl(alone)
     nccl = backend.routes[0]
     begun = nccl._begin(lambda: nccl._comm, "a first message")
     with pytest.raises(CollectiveTimeout):
         nccl._finish(begun, "a first message", 0.1)
     backend.abort_device("a test")
-    joins.set()
+    late.set()
     assert nccl._finish(begun, "a first message", 20) is nccl._comm is None
-    assert ended.get(timeout=20) == "late"
+    assert late.is_ended()
 
 
 @pytest.mark.parametrize("end", ["of the start", "of a communicator that nothing needed"])
-def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, fake, monkeypatch):
+def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, late, alone, monkeypatch):
     def refuse(route, backend):
         raise CudaError("no memory")
 
-    joins, ended, alone = threading.Event(), queue.Queue(), ThreadRendezvous(ThreadGroup(1), 0, 20.0)
-    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
-    monkeypatch.setattr(fake, "comm_abort", ended.put)
     if end == "of the start":
         monkeypatch.setattr(NCCLBackend, "open", refuse)
         with pytest.raises(CudaError, match="no memory"):
@@ -287,36 +303,33 @@ def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, fake, monkeyp
         backend = of_nccl(alone)
         backend.timeout = 0.1
         backend.close()
-    joins.set()
-    assert ended.get(timeout=20) == "late"
+    late.set()
+    assert late.is_ended()
 
 
-def test_a_split_that_ends_too_late_is_ended(fake, monkeypatch):
-    may_end, ended, alone = threading.Event(), queue.Queue(), ThreadRendezvous(ThreadGroup(1), 0, 20.0)
-    monkeypatch.setattr(fake, "comm_split", lambda *arguments: may_end.wait(20) and "late")
-    monkeypatch.setattr(fake, "comm_abort", ended.put)
+def test_a_split_that_ends_too_late_is_ended(fake, late, alone):
     backend = of_nccl(alone, Comm(Group(1), 0))
     assert backend.allocate(4, np.float32) is not None  # the array is gone, but other ranks may use the window
     backend.timeout = 0.1
     with pytest.raises(CollectiveTimeout, match="nccl: init"):
         backend.split(alone, 0)
-    may_end.set()
-    assert ended.get(timeout=20) == "late"
+    late.set()
+    assert late.is_ended()
     for thread in threading.enumerate():
         if thread.name == "nccl: abort":
             thread.join(20)
     assert [what for what, _ in fake.windows] == ["register"]
 
 
-def test_a_communicator_that_nothing_needed_is_closed_without_it(fake, monkeypatch, caplog):
-    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: time.sleep(0.5))
-    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+def test_a_communicator_that_nothing_needed_is_closed_without_it(fake, alone, caplog):
+    fake.comm_init_rank_scalable = lambda *arguments: time.sleep(0.5)
+    backend = of_nccl(alone)
     backend.timeout = 0.1
     backend.close()
     assert "rank 0: nccl: init: not begun by all ranks after 0.1 s" in caplog.text
 
 
-def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, monkeypatch):
+def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, alone):
     log = list[str]()
 
     def deregister(comm, window):
@@ -328,11 +341,11 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, monkeypatch):
 
     free = lambda pointer: log.append(str(pointer))  # noqa: E731
     for name, function in (("comm_window_deregister", deregister), ("comm_destroy", destroy), ("mem_free", free)):
-        monkeypatch.setattr(fake, name, function)
-    backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+        setattr(fake, name, function)
+    backend = of_nccl(alone)
     nccl = backend.routes[0]
     assert nccl._comm is not None
-    monkeypatch.setattr(nccl._token, "close", lambda: log.append("freed"))
+    nccl._token.close = lambda: log.append("freed")
     for number in range(2):
         nccl._windows.memories[number] = WindowMemory(number, 1, "window")
         nccl._windows.release(number)
@@ -343,18 +356,18 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, monkeypatch):
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_errors_of_nccl_are_errors_of_kos(gpu, /, fake, monkeypatch):
+def test_errors_of_nccl_are_errors_of_kos(gpu, /, fake):
     status = 6
 
     def broken(*arguments):
         raise fake.NCCLError(status)
 
-    monkeypatch.setattr(fake, "all_reduce", broken)
+    fake.all_reduce = broken
     for name in ("mem_alloc", "comm_window_register"):
-        monkeypatch.setattr(fake, name, broken, raising=False)
+        setattr(fake, name, broken)
     with pytest.raises(RankLost, match=r"^nccl: allocate 2,000 bytes: NCCL 2.28.9: status 6"):
         gpu.comm.allocate(1000, np.int16)
-    monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: 4096)
+    fake.mem_alloc = lambda nbytes: 4096
     with pytest.raises(RankLost, match=r"^nccl: window: NCCL 2.28.9: status 6"):
         gpu.comm.allocate(1000, np.int16)
     status = 1
@@ -367,7 +380,7 @@ def test_errors_of_nccl_are_errors_of_kos(gpu, /, fake, monkeypatch):
 
 @needs_core
 @pytest.mark.parametrize("status", [2, 3, 6])  # what NCCL reports if a rank dies while it starts
-def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(status, fake, monkeypatch):
+def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(status, fake):
     worlds = {}
 
     def split(comm, *arguments):
@@ -375,7 +388,7 @@ def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(status, fake, mo
             worlds[1].abort(reason="it had enough")
         raise fake.NCCLError(status)
 
-    monkeypatch.setattr(fake, "comm_split", split)
+    fake.comm_split = split
 
     def body(gpu):
         worlds[gpu.rank] = gpu.comm
@@ -390,11 +403,11 @@ def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(status, fake, mo
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_failure_does_not_wait_for_graphs(gpu, /, fake, monkeypatch):
+def test_a_failure_does_not_wait_for_graphs(gpu, /, fake):
     """NCCL's abort waits until no graph holds its kernels (commDestroySync in NCCL's init.cc, from 2.26)."""
     graphs_are_gone, notified = threading.Event(), threading.Event()
-    monkeypatch.setattr(fake, "comm_abort", lambda comm: graphs_are_gone.wait(60))
-    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
+    fake.comm_abort = lambda comm: graphs_are_gone.wait(60)
+    fake.cu.cuStreamQuery = lambda stream: (600,)
     gpu.comm.on_failure(lambda error: notified.set())
     work = gpu.comm.all_reduce_init(Array.zeros(5, np.float32, 0)).start()
     began = time.monotonic()
@@ -405,13 +418,13 @@ def test_a_failure_does_not_wait_for_graphs(gpu, /, fake, monkeypatch):
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_a_failure_keeps_no_frames(gpu, /, fake, monkeypatch):
+def test_a_failure_keeps_no_frames(gpu, /, fake):
     """Their arrays would live as long as the communicator."""
 
     def fail(*arguments):
         raise CollectiveError("a test")
 
-    monkeypatch.setattr(fake, "all_reduce", fail)
+    fake.all_reduce = fail
     with pytest.raises(CollectiveError, match="a test"):
         gpu.all_reduce(np.ones(3, np.float32))
     failure = gpu.comm.failure

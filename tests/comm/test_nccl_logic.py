@@ -90,11 +90,11 @@ def test_calls_with_error_feedback_in_a_batch(gpu, /, seed):
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_group_of_one_copies(gpu, /, fake, monkeypatch):
+def test_a_group_of_one_copies(gpu, /, fake):
     """NCCL is called only for an operation with a factor."""
     called = []
     for name in ("all_reduce", "all_gather", "send", "recv"):
-        monkeypatch.setattr(fake, name, lambda *arguments, name=name: called.append(name))
+        setattr(fake, name, lambda *arguments, name=name: called.append(name))
     comm, x, out = gpu.comm, Array.from_numpy(np.arange(5, dtype=np.float32), 0), Array.zeros(5, np.float32, 0)
     comm.all_reduce(x)
     assert comm.scan(x, out=out).numpy().tolist() == [0, 1, 2, 3, 4] and not called
@@ -150,9 +150,9 @@ def test_scratch_memory_does_not_grow_with_the_streams(gpu, /, fake):
     comm.all_reduce(x, stream=5)
 
 
-def test_windows_wait_until_all_have_joined(fake, monkeypatch):
-    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: 1 // 0)
-    monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: pytest.fail("nobody frees it"))
+def test_windows_wait_until_all_have_joined(fake):
+    fake.comm_init_rank_scalable = lambda *arguments: 1 // 0
+    fake.mem_alloc = lambda nbytes: pytest.fail("nobody frees it")
     backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     with pytest.raises(ZeroDivisionError):
         backend.allocate(3, np.int32)
@@ -358,14 +358,12 @@ def test_a_window_outlives_the_graphs_that_captured_it(gpu, /):
     assert all(window.pointer != pointer for window in windows.values())
 
 
-def test_addresses_of_a_freed_window_never_come_back(fake, monkeypatch):
-    log = list[Any]()
-    cu = SimpleNamespace(
-        cuMemRetainAllocationHandle=lambda pointer: (0, "handle"),
-        cuMemGetAddressRange=lambda pointer: (0, pointer, 64),
-        cuMemUnmap=lambda *what: log.append(what) or (0,), cuMemRelease=lambda what: log.append(what) or (0,),
-    )  # fmt: skip
-    monkeypatch.setattr(nccl_binding, "cu", cu)
+def test_addresses_of_a_freed_window_never_come_back(fake):
+    log, cu = list[Any](), fake.cu
+    cu.cuMemRetainAllocationHandle = lambda pointer: (0, "handle")
+    cu.cuMemGetAddressRange = lambda pointer: (0, pointer, 64)
+    cu.cuMemUnmap = lambda *what: log.append(what) or (0,)
+    cu.cuMemRelease = lambda what: log.append(what) or (0,)
     fake.mem_free = log.append
     nccl_binding.free(4096)
     assert log == [(4096, 64), "handle", "handle"]
@@ -374,7 +372,7 @@ def test_addresses_of_a_freed_window_never_come_back(fake, monkeypatch):
     assert log[3:] == [4096], "NCCL had it from cudaMalloc"
 
 
-def test_a_window_that_is_collected_while_others_are_freed(fake, monkeypatch):
+def test_a_window_that_is_collected_while_others_are_freed(fake):
     """Its release frees all that are unused: those too that are about to be."""
     freed = []
 
@@ -406,10 +404,8 @@ def test_scratch_grows_and_stays(gpu, /, fake):
     assert kept[0].closed
 
 
-def test_library_is_asked_for_what_it_has(monkeypatch):
-    from types import SimpleNamespace
-
-    monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
+def test_library_is_asked_for_what_it_has(fake):
+    fake.get_version = lambda: 22605
     with pytest.raises(kos.errors.BackendUnavailable, match=r"windows: expected NCCL 2.27 or newer, got 2.26.5"):
         nccl_binding.register(None, 4096, 4096)
 
@@ -467,7 +463,7 @@ def test_arrays_of_a_batch_live_until_it_is_over(gpu, /, fake):
 def test_ranks_share_a_gpu_where_nccl_lets_them(number, setting, may, fake, monkeypatch):
     """The probe claims the GPU for its rank, except where NCCL is of 2.30 or later and told to share."""
     monkeypatch.setattr(nccl, "device_of", lambda rendezvous: SimpleNamespace(name="a stand-in", uuid="GPU-1"))
-    monkeypatch.setattr(fake, "get_version", lambda: number, raising=False)
+    fake.get_version = lambda: number
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
     probe = NCCLBackend.probe(ThreadRendezvous(ThreadGroup(1), 0))
     assert probe.usable and (probe.claim == "") is may, probe

@@ -204,14 +204,13 @@ def test_the_hub_serves_until_all_have_closed():
     run_ranks(3, body)
 
 
-def test_two_threads_close_the_last_two_groups(monkeypatch):
+def test_two_threads_close_the_last_two_groups(mpi_library, monkeypatch):
     """One of them frees the communicator that the groups share."""
     freed, both = [], threading.Barrier(2)
     shared = SimpleNamespace()
     whole = MPIRanks(shared, [0])
     groups = [whole, whole.of([0])]
-    stand_in = SimpleNamespace(Is_finalized=lambda: both.wait(WAIT) < 0)  # once both have left
-    monkeypatch.setattr(mpi_job, "load_mpi", lambda: stand_in)
+    mpi_library.Is_finalized = lambda: both.wait(WAIT) < 0  # once both have left
     monkeypatch.setattr(mpi_job, "free_after_all", freed.append)
     threads = [threading.Thread(target=group.free, args=(True, None)) for group in groups]
     for thread in threads:
@@ -229,14 +228,14 @@ def closing(monkeypatch):
     return queue
 
 
-def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(closing, monkeypatch):
+def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(closing, mpi_library):
     freed, done = list[int](), set[int]()
 
     def comm(number):
         request = SimpleNamespace(Test=lambda: number in done)
         return SimpleNamespace(Ibarrier=lambda: request, Free=lambda: freed.append(number))
 
-    monkeypatch.setattr(mpi_job, "load_mpi", lambda: SimpleNamespace(Is_finalized=lambda: False, Exception=OSError))
+    mpi_library.Is_finalized, mpi_library.Exception = lambda: False, OSError
     done.add(2)
     for number in (1, 2):
         mpi_job.free_after_all(comm(number))

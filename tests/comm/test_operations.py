@@ -25,7 +25,7 @@ from kos.memory.array import Array
 from kos.memory.dlpack import CPU, export_capsule
 from kos.testing import spawn
 from tests.comm import model, shared_ranks
-from tests.comm.fake_nccl import FakeRanks, no_gpu
+from tests.comm.fake_nccl import FakeRanks
 from tests.comm.model import NAMES, REDUCING, Step
 from tests.comm.ranks import assert_bits, on_each_rank, poison, time_is_up
 
@@ -367,7 +367,7 @@ def test_a_timeout_that_is_set_is_followed():
     spawn(body, 2, timeout=60)
 
 
-def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(monkeypatch):
+def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(fake):
     late = threading.Event()
 
     def body(gpu):
@@ -382,8 +382,7 @@ def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(mon
         finally:
             late.set()
 
-    with no_gpu(monkeypatch):
-        FakeRanks(2).run(body)
+    FakeRanks(2).run(body)
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,22 +20,20 @@ import kos
 from kos.comm import making, registry
 from kos.comm.contract import Backend, Probe, lacking
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
-from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
-from kos.comm.tuning import parse
 from kos.cuda import driver
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import cases, run
 from kos.testing.conformance.model import Step, Trial
 from kos.testing.conformance.on_gpu import OnGPU
-from tests.comm.fake_nccl import Comm, no_gpu
+from tests.comm.fake_nccl import Comm
 from tests.comm.fake_nccl import Group as FakeGroup
 from tests.comm.outside.kos_relay import Relay
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
-from tests.comm.test_tuning import changed
+from tests.comm.test_tuning import tuned
 from tests.host_compiler import needs_compiler
 
 OUTSIDE = Path(__file__).parent / "outside"
@@ -64,12 +61,9 @@ def test_kos_finds_it_by_its_entry_point():
 
 
 @pytest.fixture
-def gpus(installed, monkeypatch):
+def gpus(installed, fake, monkeypatch):
     """Each rank is a thread with a GPU that is a stand-in."""
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(making, "sees_gpu", lambda: True)
-        monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
-        yield
+    monkeypatch.setattr(making, "sees_gpu", lambda: True)
 
 
 def on_ranks(
@@ -132,7 +126,7 @@ def test_run_on_gpu_memory(gpus):
 @needs_core
 def test_auto_compares_calls_of_mock_with_calls_on_gpus(gpus, monkeypatch):
     """A barrier on hosts beside an all_reduce on GPUs, also where ranks are threads and share no ring for the host."""
-    monkeypatch.setattr(making, "for_group", lambda rendezvous, device: None)
+    tuned(monkeypatch, None)
 
     def body(comm):
         return comm.backend_name, run(comm, gpu=True, only="operation, calls differ")
@@ -282,20 +276,25 @@ def test_a_library_that_cannot_be_made_frees_what_was_made(gpus):
 ROUTES = {"all_reduce 32-bit ordinary eager": [[1024, "relay"], [None, "nccl"]]}
 
 
-def auto(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool) -> list[Any]:
-    """The backend of each of two calls, small and large, and the reason of the probe; by rank."""
+def beside_nccl(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool = True) -> None:
+    """Let ranks find a table with these routes, and NCCL, which they can use or not."""
     group = FakeGroup(SIZE)
 
     class NCCL(NCCLBackend):
-        def __init__(self, rendezvous: Any, engine: Any, device: int) -> None:
-            super().__init__(rendezvous, engine, device, Comm(group, rendezvous.rank))
+        def __init__(self, rendezvous: Any, engine: Any, device: int, comm: Any = None) -> None:
+            super().__init__(rendezvous, engine, device, comm or Comm(group, rendezvous.rank))
 
         @classmethod
         def probe(cls, rendezvous: Any) -> Probe:
             return Probe(nccl, "a stand-in")
 
-    monkeypatch.setitem(registry.BACKENDS, "nccl", NCCL)
-    monkeypatch.setattr(making, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), "a test"))
+    registry.BACKENDS["nccl"] = NCCL  # ``installed`` restores it
+    tuned(monkeypatch, routes)
+
+
+def auto(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool) -> list[Any]:
+    """The backend of each of two calls, small and large, and the reason of the probe; by rank."""
+    beside_nccl(monkeypatch, routes, nccl)
 
     def body(comm: kos.Communicator) -> Any:
         used = []
@@ -323,19 +322,7 @@ def test_auto_takes_it_where_a_table_prefers_it(gpus, monkeypatch, routes, nccl,
 
 
 def test_a_split_chooses_by_a_table_too(gpus, monkeypatch):
-    group = FakeGroup(SIZE)
-
-    class NCCL(NCCLBackend):
-        def __init__(self, rendezvous, engine, device, comm=None):
-            super().__init__(rendezvous, engine, device, comm or Comm(group, rendezvous.rank))
-
-        @classmethod
-        def probe(cls, rendezvous):
-            return Probe(True, "a stand-in")
-
-    monkeypatch.setitem(registry.BACKENDS, "nccl", NCCL)
-    for module in (making, gpu_backend):
-        monkeypatch.setattr(module, "for_group", lambda rendezvous, device: parse(changed("routes", to=ROUTES), ""))
+    beside_nccl(monkeypatch, ROUTES)
 
     def body(comm):
         split = comm.split(0)

@@ -36,6 +36,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.memory.array import Array
+from tests.comm.fake_gpu import Status
 from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus, of_peer
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import FLOAT
@@ -51,8 +52,8 @@ SIZE = 3
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    with no_gpus(monkeypatch, SIZE):
-        yield
+    with no_gpus(monkeypatch, SIZE) as fake:
+        yield fake
 
 
 @pytest.fixture
@@ -338,7 +339,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu, monkeypatch):
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     monkeypatch.setattr(threading, "excepthook", more.append)
     monkeypatch.setattr(driver, "synchronize", broken)
-    monkeypatch.setattr(driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
+    no_gpu.cu.cuMemGetInfo = lambda: (Status(700), 0, 0)
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
     calls = _silent(check=Mock(side_effect=late), report_failure=lambda error, sequence: reported.append(error))
     backend.unwatch()
@@ -347,7 +348,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu, monkeypatch):
     assert backend.to_error(work_of("all_reduce", backend, 7), error) is error
     assert type(backend.failures.first) is CudaError and not more
     assert [(type(each), str(each)) for each in reported] == [(RankLost, f"rank 0 is gone: {error}")]
-    monkeypatch.setattr(driver, "broken", lambda: None)  # the GPU works: other ranks may know the cause
+    no_gpu.cu.cuMemGetInfo = lambda: (0, 0, 0)  # the GPU works: other ranks may know the cause
     reported.clear()
     for known in (None, late):
         calls.check.side_effect, backend.shared.ended, backend.failures.first = known, False, None

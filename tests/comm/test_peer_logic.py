@@ -3,8 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,6 @@ from kos.comm.gpu.peer import exchange as peer_exchange
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
-from kos.cuda import driver
-from kos.cuda import kernels as cuda_kernels
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results
@@ -94,6 +90,12 @@ def ranks(no_gpu):
     return ThreadRanks(SIZE)
 
 
+def copy_directly(monkeypatch: pytest.MonkeyPatch, engines_from: int = 0) -> None:
+    """Let data of any size go directly to its place, and data of so many bytes or more by copy engines."""
+    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", engines_from)
+
+
 def suite() -> Iterator[Any]:
     """The tests of the conformance suite and of GPUs, with their arguments."""
 
@@ -154,8 +156,7 @@ def test_a_broadcast_by_parts(gpu, /, seed):
 @pytest.mark.parametrize("copies_from", [0, 1 << 40], ids=["copy engines", "kernel"])
 @pytest.mark.parametrize("part", [1, 8, 4000])  # elements: less than a vector, whole vectors
 def test_an_all_to_all_into_symmetric_memory(ranks, part, copies_from, seed, monkeypatch):
-    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
-    monkeypatch.setattr(peer_engine, "_COPIES_FROM", copies_from)
+    copy_directly(monkeypatch, copies_from)
     data = np.random.default_rng(seed).integers(-99, 99, (SIZE, SIZE, part)).astype(np.float32)
 
     def body(gpu):
@@ -343,55 +344,6 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
             backend.routes[0].use(launches)
 
     ranks.run(body)
-
-
-def test_kernels_are_loaded_in_relaxed_capture_mode(monkeypatch):
-    """Any call may be the first that needs a kernel, also one that a thread captures."""
-    modes = []
-
-    @contextmanager
-    def relaxed():
-        modes.append("relaxed")
-        yield
-        modes.append("as before")
-
-    monkeypatch.setattr(cuda_kernels, "relaxed_capture", relaxed)
-    monkeypatch.setattr(cuda_kernels, "Kernel", lambda *_: modes.append("loads"))
-    monkeypatch.setattr(cuda_kernels, "_kernels", {})
-    monkeypatch.setattr(cuda_kernels, "compile_kernels", lambda *_: b"")
-    monkeypatch.setattr(cuda_kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))
-    monkeypatch.setattr(driver, "require", lambda: None)
-    cuda_kernels.load_kernel("x.cu", "saxpy", 0)
-    assert modes == ["relaxed", "loads", "as before"]
-
-
-def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch):
-    """Its load ends when running kernels do, and those may wait for what another thread launches."""
-    begun, free = threading.Event(), threading.Event()
-
-    def load(cubin, name, device):
-        if (name, device) == ("slow", 0):
-            begun.set()
-            assert free.wait(20)
-        return name, device
-
-    monkeypatch.setattr(cuda_kernels, "Kernel", load)
-    monkeypatch.setattr(cuda_kernels, "relaxed_capture", nullcontext)
-    monkeypatch.setattr(cuda_kernels, "_kernels", {})
-    monkeypatch.setattr(cuda_kernels, "compile_kernels", lambda *_: b"")
-    monkeypatch.setattr(cuda_kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))
-    monkeypatch.setattr(driver, "require", lambda: None)
-    assert cuda_kernels.load_kernel("x.cu", "saxpy", 0) == ("saxpy", 0)
-    with ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(cuda_kernels.load_kernel, "x.cu", "slow", 0)
-        try:
-            assert begun.wait(20)
-            others = [("saxpy", 0), ("slow", 1)]
-            done = [pool.submit(cuda_kernels.load_kernel, "x.cu", name, device) for name, device in others]
-            assert [each.result(5) for each in done] == others
-        finally:
-            free.set()
-        assert slow.result(20) == ("slow", 0)
 
 
 def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(ranks, monkeypatch):

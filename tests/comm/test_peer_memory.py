@@ -11,7 +11,6 @@ import pytest
 from kos import ReduceOp
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer import copies as peer_copies
-from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.operation import Operation
 from kos.comm.reduction import resolve
@@ -28,7 +27,7 @@ from tests.comm.ranks import on_each_rank
 from tests.comm.test_current_device import Devices
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
 from tests.comm.test_peer import test_windows_are_freed_once_no_rank_uses_them  # noqa: F401 -- collected here
-from tests.comm.test_peer_logic import SIZE, no_gpu, pytestmark, ranks
+from tests.comm.test_peer_logic import SIZE, copy_directly, no_gpu, pytestmark, ranks
 from tests.comm.test_streams import Device
 from tests.comm.test_streams import Stream as OwnedStream
 
@@ -254,9 +253,8 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monk
     monkeypatch.setattr(driver, "is_current", lambda device: queries.append(device) or current())
     monkeypatch.setattr(driver, "on_device", devices.on)
     monkeypatch.setattr(HostKernel, "bind", bound)
-    monkeypatch.setattr(peer_copies.cu, "cuMemcpyDtoDAsync", copied)
-    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
-    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+    no_gpu.cu.cuMemcpyDtoDAsync = copied
+    copy_directly(monkeypatch)
 
     def body(gpu):
         comm = gpu.comm
@@ -291,8 +289,7 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu, monkeypatch):
     device.alive.update(range(100, 110))
     monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
     launching_alone(monkeypatch)
-    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
-    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+    copy_directly(monkeypatch)
 
     def body(gpu):
         def gather(handle, turn):

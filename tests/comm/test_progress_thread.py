@@ -120,7 +120,7 @@ def wakes(thread: threading.Thread) -> int:
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
-def test_a_failure_that_is_being_recorded(monkeypatch):
+def test_a_failure_that_is_being_recorded():
     """The thread has found the failure and not yet recorded it: ``wait`` does not take that for the end."""
     (comm, other), begun, waits = pair(), threading.Event(), threading.Event()
     backend, to_error, waiter = comm.backend, comm.backend.to_error, comm.backend.waiter
@@ -130,8 +130,8 @@ def test_a_failure_that_is_being_recorded(monkeypatch):
         assert waits.wait(TIMEOUT)
         return to_error(*of)
 
-    monkeypatch.setattr(backend, "to_error", record)
-    monkeypatch.setattr(backend, "waiter", lambda: (waits.set(), waiter())[1])
+    backend.to_error = record
+    backend.waiter = lambda: (waits.set(), waiter())[1]
     work = comm.recv(np.ones(3), 1, async_op=True)
     other.abort(reason="a test")
     assert begun.wait(TIMEOUT)

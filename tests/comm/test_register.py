@@ -1,7 +1,6 @@
 """``comm.register``: the program's own memory as a window of NCCL or as peer memory, without a GPU."""
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from kos.testing import spawn
 from tests.comm.fake_gpu import Memory, captures
 from tests.comm.fake_nccl import FakeRanks
 from tests.comm.fake_peer import communicator as peer_communicator
-from tests.comm.fake_peer import no_gpus
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_array_libraries import Plain, Torch
 
@@ -23,9 +21,9 @@ TWICE = kos.PremulSum(2.0)  # in a group of one, NCCL runs only operations with 
 
 
 @pytest.fixture
-def windows(fake, monkeypatch):
+def windows(fake):
     """``windows(name)``: the addresses with which NCCL was asked to ``register``, ``deregister`` or ``free``."""
-    monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: True)
+    fake.cu.cuMemRetainAllocationHandle = lambda address: (0, None)
     return lambda name: [address for what, address in fake.windows if what == name]
 
 
@@ -119,7 +117,7 @@ def test_expandable_segments_of_torch_are_refused_by_name(gpu, /, windows, monke
     assert comm.register(tensor).pointer == x.pointer
 
 
-def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows, monkeypatch):
+def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(fake, windows):
     def body(gpu):
         comm = gpu.comm
         bad = comm.rank == 1
@@ -131,7 +129,7 @@ def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows, monkeyp
         for message, x in cases.items():
             if "ncclMemAlloc" in message:
                 comm.rendezvous.barrier()
-                monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: address in good)
+                fake.cu.cuMemRetainAllocationHandle = lambda address: (int(address not in good), None)
                 if not bad:
                     good.append(x.pointer)
                 comm.rendezvous.barrier()
@@ -159,20 +157,17 @@ def test_sizes_that_differ_raise_on_all_ranks(gpu, /, windows):
 
 
 @on_each_rank(FakeRanks(1).run)
-def test_a_machine_without_windows(gpu, /, fake, windows, monkeypatch):
-    monkeypatch.setattr(fake, "comm_window_register", lambda *arguments: 0)
+def test_a_machine_without_windows(gpu, /, fake, windows):
+    fake.comm_window_register = lambda *arguments: 0
     with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
         gpu.comm.register(own_array())
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch, status):
+def test_memory_of_the_driver_is_known_by_its_handle(fake, status):
     released = []
-    cu = SimpleNamespace(
-        cuMemRetainAllocationHandle=lambda address: (status, "handle"),
-        cuMemRelease=lambda handle: released.append(handle) or (0,),
-    )
-    monkeypatch.setattr(nccl_binding, "cu", cu)
+    fake.cu.cuMemRetainAllocationHandle = lambda address: (status, "handle")
+    fake.cu.cuMemRelease = lambda handle: released.append(handle) or (0,)
     assert nccl_binding.is_virtual(4096) == (status == 0) == (released == ["handle"])
 
 
@@ -185,7 +180,7 @@ def test_a_backend_for_host_memory_has_nothing_to_register(comm, /):
 # Peer memory.
 
 
-def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch):
+def test_the_kernels_of_peer_reach_it_where_it_lies(peers):
     """``is_symmetric`` decides it; the kernels themselves are those of ``allocate``."""
 
     def body(rendezvous):
@@ -202,5 +197,4 @@ def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch):
         assert not engine.is_symmetric(x.pointer, x.nbytes)
         comm.close()
 
-    with no_gpus(monkeypatch, 2):
-        spawn(lambda comm: body(comm.rendezvous.split(0, comm.rank)), 2, timeout=60)
+    spawn(lambda comm: body(comm.rendezvous.split(0, comm.rank)), 2, timeout=60)

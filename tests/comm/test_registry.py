@@ -2,6 +2,7 @@
 
 import threading
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,11 +39,12 @@ class Raising(ThreadTransport):
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    before = dict(registry.BACKENDS)
+def installed(monkeypatch):
+    """The packages that are installed: ``find(group)`` returns their entry points, none at first."""
+    before, installed = dict(registry.BACKENDS), SimpleNamespace(find=lambda group: [])
     monkeypatch.setattr(registry, "_installed", False)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [])
-    yield
+    monkeypatch.setattr(registry, "entry_points", lambda group: installed.find(group))
+    yield installed
     registry.BACKENDS.clear()
     registry.BACKENDS.update(before)
 
@@ -79,7 +81,7 @@ def test_what_cannot_be_registered(name, kind, message):
     assert before == registry.BACKENDS
 
 
-def test_an_installed_package_offers_backends(monkeypatch):
+def test_an_installed_package_offers_backends(installed):
     looked = []
 
     def entry_points(group):
@@ -87,7 +89,7 @@ def test_an_installed_package_offers_backends(monkeypatch):
         offers = {"another": f"{__name__}:Another", "missing": "no_such_module:Backend", "mpi": f"{__name__}:Another"}
         return [EntryPoint(name, value, group) for name, value in offers.items()]
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    installed.find = entry_points
     init("mock").close()
     assert not looked, "a known name needs none of them"
     with init("another") as comm:
@@ -102,7 +104,7 @@ def test_an_installed_package_offers_backends(monkeypatch):
         assert registry.BACKENDS["mpi"] is not Another
 
 
-def test_threads_wait_for_the_packages(monkeypatch):
+def test_threads_wait_for_the_packages(installed):
     """The import of a package may take long, and another rank of this process needs it too."""
     looking, second = threading.Event(), threading.Event()
 
@@ -111,7 +113,7 @@ def test_threads_wait_for_the_packages(monkeypatch):
         second.wait(0.2)  # in which it is not found, if it does not wait
         return [EntryPoint("another", f"{__name__}:Another", group)]
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    installed.find = entry_points
 
     def late():
         looking.wait(20)
@@ -138,7 +140,7 @@ def test_a_probe_that_returns_no_probe_is_a_backend_that_cannot_be_used():
     init("mock").close()
 
 
-def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch):
+def test_a_backend_that_another_rank_lacks_is_unusable():
     kos.register_backend("another", Another)
 
     class Alone(ThreadRendezvous):

@@ -11,7 +11,7 @@ import pytest
 import kos
 from kos.comm.gpu.eager import EagerCalls
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.cuda import driver, streams
+from kos.cuda import streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_nccl, test_auto
@@ -66,9 +66,9 @@ def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
     return prepared
 
 
-def test_an_array_of_another_stream_is_used_in_its_order(alone, fake, monkeypatch):
+def test_an_array_of_another_stream_is_used_in_its_order(alone, fake):
     usual, seen = fake.all_reduce, list[int]()
-    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: (seen.append(arguments[-1]), usual(*arguments)))
+    fake.all_reduce = lambda *arguments: (seen.append(arguments[-1]), usual(*arguments))
     alone.backend.store.clear()
     first, second = Stream(7), Stream(8)
     x, out = ones(stream=first), ones(stream=first)
@@ -87,11 +87,11 @@ def test_an_array_of_another_stream_is_used_in_its_order(alone, fake, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["closed", "broken", "aborted"])
-def test_an_end_is_the_end(alone, how, monkeypatch, fake):
+def test_an_end_is_the_end(alone, how, fake):
     x = ones()
     kept(alone, x)
     launched = list[Any]()
-    monkeypatch.setattr(fake, "all_reduce", launched.append)
+    fake.all_reduce = launched.append
     if how == "closed":
         alone.close()
     elif how == "aborted":
@@ -143,9 +143,11 @@ def test_auto_repeats_where_a_graph_goes_another_way_too(comm, log, /, of_graphs
 @pytest.mark.parametrize("route_depends", [False, True], ids=["one route", "another in a graph"])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["any", "symmetric"])
 @pytest.mark.parametrize("stream", [Stream(5), None], ids=["a stream", "legacy"])
-def test_a_repeated_call_queries_the_capture_at_most_once(of_graphs, monkeypatch, stream, symmetric, route_depends):
-    function, queries = driver.cu.cuStreamIsCapturing, list[int]()
-    monkeypatch.setattr(driver.cu, "cuStreamIsCapturing", lambda stream: queries.append(stream) or function(stream))
+def test_a_repeated_call_queries_the_capture_at_most_once(
+    of_graphs, fake, monkeypatch, stream, symmetric, route_depends
+):
+    function, queries = fake.cu.cuStreamIsCapturing, list[int]()
+    fake.cu.cuStreamIsCapturing = lambda stream: queries.append(stream) or function(stream)
     monkeypatch.setattr(NCCLBackend, "watched", False)  # else the watchdog marks a call, which queries again
     monkeypatch.setattr(EagerCalls, "describe", lambda _, call, *more: call)  # else the core asks too
 

@@ -17,7 +17,7 @@ from kos.cuda import driver
 from kos.errors import KosError, RankLost
 from kos.memory import Array
 from kos.testing import Fault, spawn
-from tests.comm.fake_nccl import alone, launching_alone, no_gpu
+from tests.comm.fake_nccl import alone, launching_alone
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import SECRET, free_port, run_threads
 
@@ -150,10 +150,9 @@ class _Events:
 
 
 @pytest.fixture
-def events(monkeypatch):
-    with no_gpu(monkeypatch):
-        launching_alone(monkeypatch)
-        yield _Events()
+def events(fake, monkeypatch):
+    launching_alone(monkeypatch)
+    return _Events()
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])

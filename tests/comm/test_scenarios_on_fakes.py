@@ -3,7 +3,6 @@
 import pytest
 
 from kos.comm import watchdog
-from kos.cuda import driver
 from kos.testing.conformance.failures import GPU, SCENARIOS
 from tests.comm.fake_nccl import FakeRanks, quiet
 from tests.comm.fake_peer import ThreadRanks, no_gpus
@@ -23,8 +22,8 @@ ALIKE = (
 @needs_core
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_on_nccl(row, monkeypatch):
-    with quiet(monkeypatch):
-        monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
+    with quiet(monkeypatch) as fake:
+        fake.cu.cuStreamQuery = lambda stream: (600,)
         check_scenario(FakeRanks(SIZE).run, row)
 
 

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kos import PremulSum, ReduceOp
-from kos.comm.host.shared import Node
 from kos.comm.host.shared import segment as segments
 from tests.comm.ranks import on_each_rank
-from tests.comm.shared_ranks import needs_core, run
+from tests.comm.shared_ranks import needs_core, run, through_slots
 from tests.comm.tcp_ranks import TCPRanks
 from tests.comm.test_programs import execute, programs
 
@@ -28,7 +27,7 @@ pytestmark = needs_core
 def large(monkeypatch, request):
     """Large parts take several stages in slots; then they take one copy, where that is possible."""
     if request.param == "slots":
-        monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
+        through_slots(monkeypatch)
 
 
 @on_each_rank(run, 2)

@@ -16,14 +16,14 @@ import kos
 from kos.comm.control.identity import process
 from kos.comm.failures import FailureLog, Late
 from kos.comm.host import host_backend as host
-from kos.comm.host.shared import Node, Segment
+from kos.comm.host.shared import Segment
 from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED
 from kos.comm.host.shared.status import SharedStatus
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import spawn
 from tests.comm.ranks import on_each_rank
-from tests.comm.shared_ranks import TIMEOUT, needs_core, run
+from tests.comm.shared_ranks import TIMEOUT, needs_core, run, through_slots
 from tests.comm.test_failures import F4
 from tests.comm.test_jobs import mpirun, program
 from tests.comm.test_message_failures import Interrupted
@@ -347,7 +347,7 @@ def x(parts: int = 1) -> np.ndarray:
 @pytest.mark.parametrize(("name", "one_copy"), [*((name, False) for name in CALLS), ("all_to_all", True)])
 def test_only_those_that_are_waited_for_are_named(name, one_copy, monkeypatch):
     if not one_copy:
-        monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
+        through_slots(monkeypatch)
     begun, over = threading.Event(), threading.Event()
     impatient, call = CALLS[name]
 

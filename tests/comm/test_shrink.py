@@ -13,7 +13,6 @@ import pytest
 
 import kos
 from kos._core import native
-from kos.comm.control import mpi_job
 from kos.comm.control.mpi_rendezvous import wait_for_all
 from kos.comm.control.thread_rendezvous import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.comm.failures import FailureLog
@@ -555,17 +554,18 @@ os._exit(0)
     assert len(lines) == 2 and all(map(told.match, lines)), lines
 
 
-def test_mpi_fails_for_a_rank_that_is_not_in_the_group(monkeypatch):
+def test_mpi_fails_for_a_rank_that_is_not_in_the_group(mpi_library):
     """The error names that rank, of which the hub of the world knows."""
 
     class Failed(Exception):
         def Get_error_string(self):
             return "MPI_ERR_PROC_FAILED"
 
+    mpi_library.Exception = Failed
+
     def create():
         raise Failed
 
-    monkeypatch.setattr(mpi_job, "load_mpi", lambda: SimpleNamespace(Exception=Failed))
     rendezvous = ThreadRendezvous(ThreadGroup(2), 0, 20.0)
     rendezvous.threads.world.ends[5] = "its connection was closed"
     with pytest.raises(RankLost, match="rank 5 of world is gone: create: MPI: MPI_ERR_PROC_FAILED") as caught:

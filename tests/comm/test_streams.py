@@ -34,7 +34,7 @@ from tests.comm.fake_nccl import Comm, FakeNCCL, alone, launching_alone, no_gpu
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
-from tests.host_compiler import COMPILER
+from tests.host_compiler import COMPILER, needs_compiler
 
 SIDE = 99  # the stand-ins' stream of the communicator
 
@@ -161,9 +161,8 @@ def run(request, monkeypatch):
             comm = alone()
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40))
         else:
-            monkeypatch.setattr(test_auto, "SIZE", 1)
             yield lambda body: test_auto.run(
-                lambda comm, log: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
+                lambda comm, log: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000)), size=1
             )
 
 
@@ -354,13 +353,12 @@ def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, cal
     other.close()
 
 
+@needs_compiler
 def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch):
     """Four of 32 blocks each fit on 132 multiprocessors; the fifth follows all four, and the first then follows it."""
     device, launched = Device(), []
     launching_alone(monkeypatch)
-    monkeypatch.setattr(device, "launched", lambda stream, party: launched.append(stream))
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
+    device.launched = lambda stream, party: launched.append(stream)
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132):
         device.install(driver.cu)
         monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
@@ -404,10 +402,9 @@ def test_a_serial_party_follows_its_own_work(fake_device, follows):
     assert follows == [(1001, 1000), (1002, 1000), (1003, 1001), (1003, 1002), (1003, 1000)]
 
 
+@needs_compiler
 def test_communicators_are_ordered_on_their_gpu(monkeypatch):
     """Another one may be on the legacy stream, which is that of the current device of the thread."""
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
     inside, order = list[int](), ConcurrentKernels.order
     depths = list[int]()
 
@@ -431,12 +428,11 @@ def test_communicators_are_ordered_on_their_gpu(monkeypatch):
 
 
 @pytest.fixture
-def fake_device(monkeypatch):
-    with no_gpu(monkeypatch):
-        device = Device()
-        device.install(driver.cu)
-        monkeypatch.setattr("kos.comm.gpu.order.Event", lambda index: None)
-        yield device
+def fake_device(fake, monkeypatch):
+    device = Device()
+    device.install(fake.cu)
+    monkeypatch.setattr("kos.comm.gpu.order.Event", lambda index: None)
+    return device
 
 
 @pytest.fixture
@@ -509,7 +505,7 @@ class SimpleMember:
 
 
 @pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
-def test_a_wait_compares_the_calls_of_all_parts(monkeypatch, counts):
+def test_a_wait_compares_the_calls_of_all_parts(queued, counts):
     """Whichever backend of ``auto`` carried them."""
 
     def body(comm, log):
@@ -520,9 +516,7 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch, counts):
         with pytest.raises(CollectiveMismatch, match=f"{counts[0]} against {counts[1]}"):
             comm.synchronize()
 
-    with no_gpu(monkeypatch) as fake:
-        monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
-        test_auto.run(body, host=SharedOnly)
+    test_auto.run(body, host=SharedOnly)
 
 
 @on_each_rank("run")
@@ -550,10 +544,9 @@ def in_batch(comm: kos.Communicator, x: Any, stream: Stream) -> None:
         comm.all_reduce(x, stream=stream)
 
 
+@needs_compiler
 def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch):
     """Where several communicators use a GPU, each launch of ``peer`` is ordered among those of the others."""
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
 
     class Broken(PeerBackend):
         name = "z"

@@ -136,7 +136,7 @@ def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm, /):
         comm.close()
 
 
-def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch):
+def test_awaited_ranks_are_looked_up_under_the_lock():
     """Another thread of the program may advance the operations, and change the messages that are looked through."""
     held, asked = list[bool](), threading.Event()
 
@@ -160,7 +160,7 @@ def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch):
                 asked.set()
             return Late()
 
-        monkeypatch.setattr(backend, "late", late)
+        backend.late = late
         comm.recv(np.zeros(3), 1, timeout=2 * comm.timeout)
         assert all(held)
 
@@ -210,7 +210,7 @@ def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
                 Epoll.slept.clear()
             progress()
 
-        monkeypatch.setattr(transport.poller, "progress", read)
+        transport.poller.progress = read
         first.wait()
         assert me not in Epoll.slept
         second.wait()

@@ -16,7 +16,7 @@ from kos.errors import BackendUnavailable, CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm.fake_gpu import captures
-from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, no_gpu, of_nccl
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, of_nccl
 from tests.comm.ranks import on_each_rank, on_threads
 
 SIDE = 99  # the communicator's own stream, in ``fake_nccl``
@@ -126,10 +126,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(fake, monkeypatch):
     monkeypatch.setenv("KOS_RECORDER_TIMING", "1")
-    with no_gpu(monkeypatch) as fake:
-        yield Clock(fake)
+    return Clock(fake)
 
 
 def durations(comm: kos.Communicator) -> list[tuple[str, float | None]]:

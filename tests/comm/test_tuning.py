@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from kos.comm import tuning
+from kos.comm import making, tuning
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
 from kos.comm.tuning import Table, load, merged, parse, pick, read, user_path
@@ -47,6 +48,22 @@ def changed(*path: Any, to: Any) -> dict[str, Any]:
         at = at[key]
     at[path[-1]] = to
     return data
+
+
+def tuned(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any] | None) -> None:
+    """Let ranks with a GPU find a table with these routes, or none."""
+    table = None if routes is None else parse(changed("routes", to=routes), "a test")
+    for module in (making, gpu_backend):
+        monkeypatch.setattr(module, "for_group", lambda rendezvous, device: table)
+
+
+def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure on stand-ins, where graphs are calls: a few times, two calls at once."""
+    eager = tune.Tuner._eager
+    for name in ("_in_graph", "_eager"):
+        monkeypatch.setattr(tune.Tuner, name, lambda self, start, depth, repeats: eager(self, start, 2, 3))
+    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
+    monkeypatch.setattr(tune, "set_device", lambda device: None)
 
 
 def launched(**launch: Any) -> dict[str, Any]:

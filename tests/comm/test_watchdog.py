@@ -180,7 +180,7 @@ def test_what_lasts_too_long_is_ended(comm, log, /):
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
-def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /, monkeypatch):
+def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /):
     """Of many calls in a row a few have events: of the last ones the host knows who has made them."""
     if comm.rank == 0:
         heard = Heard(comm)
@@ -211,11 +211,11 @@ def test_a_call_that_waits_behind_one_without_a_mark(monkeypatch):
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
-def test_an_error_of_nccl_is_found_behind_our_back(comm, log, /, fake, monkeypatch):
+def test_an_error_of_nccl_is_found_behind_our_back(comm, log, /, fake):
     heard = Heard(comm)
     comm.all_reduce(on_gpu())
     comm.rendezvous.barrier()
-    monkeypatch.setattr(fake, "comm_get_async_error", lambda each: 6)
+    fake.comm_get_async_error = lambda each: 6
     assert isinstance(heard.wait(), CollectiveError)
     fails(comm, CollectiveError, "a remote process exited")
 
@@ -262,9 +262,9 @@ def test_who_timed_out_waiting_for_the_dead_names_them(comm, log, /):
     comm.rendezvous.barrier()
 
 
-def test_a_wait_on_the_host_is_shown(monkeypatch):
+def test_a_wait_on_the_host_is_shown(fake):
     """And whom it waited for, before it no longer is."""
-    monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
+    fake.cu.cuStreamQuery = lambda stream: (600,)
 
     def body(comm, log):
         part = comm.backend
@@ -272,7 +272,7 @@ def test_a_wait_on_the_host_is_shown(monkeypatch):
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
             waiting = threading.Event()
-            monkeypatch.setattr(status, "post_wait", _telling(status.post_wait, waiting))
+            status.post_wait = _telling(status.post_wait, waiting)
             late = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[1\] did not arrive"
             with pytest.raises(CollectiveTimeout, match=late) as got:
                 comm.synchronize(0.3)
@@ -322,14 +322,14 @@ def eventually(true: Callable[[], Any]) -> bool:
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
-def test_what_nccl_meets_is_explained_by_the_rank_that_died(comm, log, /, fake, monkeypatch):
+def test_what_nccl_meets_is_explained_by_the_rank_that_died(comm, log, /, fake):
     """NCCL reports that another rank has gone before the watchdog knows which."""
     part = comm.backend
     part.unwatch()
     comm.all_reduce(on_gpu())
     comm.rendezvous.barrier()
     if comm.rank == 0:
-        monkeypatch.setattr(fake, "comm_get_async_error", lambda each: 6)
+        fake.comm_get_async_error = lambda each: 6
         threading.Timer(0.2, kill, (comm, 1)).start()
         with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
             comm.synchronize()

@@ -1,4 +1,4 @@
-"""What the CUDA tests share: skipping without a GPU, a seed that is printed, a device, a stream."""
+"""What the CUDA tests share: a seed that is printed, a device, a stream."""
 
 import os
 import secrets
@@ -7,13 +7,6 @@ import numpy as np
 import pytest
 
 from kos import cuda
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = cuda.unavailable()
-    for item in items:
-        if reason is not None and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
 
 
 @pytest.fixture

@@ -141,18 +141,25 @@ def test_packages_of_cuda_12(tmp_path):
     assert said.count(f"expected the packages of CUDA 13, got cuda-bindings 12.9.10: {install('cuda')}") == 2
 
 
-@pytest.mark.usefixtures("all_visible")
+@pytest.fixture
+def machine(all_visible, monkeypatch):
+    """A machine with one GPU, the ``version`` of its driver, and how packages are imported."""
+    machine = SimpleNamespace(version=13000, import_module=lambda name: None)
+    stand_in = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1),
+        cuDriverGetVersion=lambda: (0, machine.version),
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "cu", stand_in)
+    monkeypatch.setattr(driver, "importlib", machine)
+    return machine
+
+
 @pytest.mark.parametrize(
     ("version", "expected"),
     [(12040, "expected a driver of CUDA 13 (580 or newer), got one of CUDA 12.4"), (13000, None), (13010, None)],
 )
-def test_a_driver_of_cuda_12(version, expected, monkeypatch):
-    stand_in = SimpleNamespace(
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1),
-        cuDriverGetVersion=lambda: (0, version),
-    )  # fmt: skip
-    monkeypatch.setattr(driver, "cu", stand_in)
-    monkeypatch.setattr(driver, "importlib", SimpleNamespace(import_module=lambda name: None))
+def test_a_driver_of_cuda_12(version, expected, machine):
+    machine.version = version
     assert driver.unavailable.__wrapped__() == expected
 
 
@@ -194,8 +201,7 @@ def test_discovery():
         cuda.device_info(len(found))
 
 
-@pytest.mark.usefixtures("all_visible")
-def test_threads_import_the_packages_one_at_a_time(monkeypatch):
+def test_threads_import_the_packages_one_at_a_time(machine):
     begun, second, together = threading.Event(), threading.Event(), []
 
     def load(name):
@@ -206,12 +212,7 @@ def test_threads_import_the_packages_one_at_a_time(monkeypatch):
         else:
             second.set()
 
-    stand_in = SimpleNamespace(
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1),
-        cuDriverGetVersion=lambda: (0, 13000),
-    )  # fmt: skip
-    monkeypatch.setattr(driver, "cu", stand_in)
-    monkeypatch.setattr(driver, "importlib", SimpleNamespace(import_module=load))
+    machine.import_module = load
     threads = [threading.Thread(target=driver.unavailable.__wrapped__, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -6,6 +6,7 @@ import logging
 import struct
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import ml_dtypes
@@ -192,6 +193,13 @@ def test_config_of_a_bound_launch():
     assert config.attrs[0].value.cooperative == config.attrs[1].value.programmaticStreamSerializationAllowed == 1
 
 
+def loaded(bindings: Any) -> kernels.Kernel:
+    """A kernel that no GPU has loaded."""
+    kernel = object.__new__(kernels.Kernel)
+    kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
+    return kernel
+
+
 def test_a_bound_launch_goes_where_each_call_says(monkeypatch):
     """Of a driver that launches nothing; and what it refuses is raised."""
     bindings = pytest.importorskip("cuda.bindings.driver")
@@ -209,9 +217,7 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch):
     )  # fmt: skip
     for module in (kernels, driver):
         monkeypatch.setattr(module, "cu", stand_in)
-    kernel = object.__new__(kernels.Kernel)
-    kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
-    bound = kernel.bind(1, 32, 99)
+    bound = loaded(bindings).bind(1, 32, 99)
     for stream in (None, 5, 5, 7, None):
         bound(stream)
     assert launched == [(handle, 0x4000, 99) for handle in (1, 5, 5, 7, 1)]
@@ -224,9 +230,8 @@ def test_a_bound_launch_as_the_core_reads_it(monkeypatch):
     """Of the bindings' own config, whose attributes it refers to."""
     bindings = pytest.importorskip("cuda.bindings.driver")
     monkeypatch.setattr(driver, "address", lambda name: {"cuLaunchKernelEx": 0x5000}[name])
-    kernel = object.__new__(kernels.Kernel)
-    kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
-    bound = kernel.bind((7, 8), 128, 99, Address(1, 12, 0), np.float32(1), shared=1000, cooperative=True, overlap=True)
+    arguments = 99, Address(1, 12, 0), np.float32(1)
+    bound = loaded(bindings).bind((7, 8), 128, *arguments, shared=1000, cooperative=True, overlap=True)
     launch = bound.as_launch()
     head, config, rest = struct.unpack("=5Q", (text := pack(launch))[:40]), text[40:96], text[96:]
     assert head == (0x5000, 0x4000, 8, 1, 0) and launch.context_up_to == streams.PER_THREAD

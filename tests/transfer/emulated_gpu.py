@@ -30,9 +30,10 @@ from tests.comm.host_kernel import HostKernel
 
 
 class EmulatedMemory:
-    """What cuMemAlloc and cuIpcOpenMemHandle give."""
+    """What cuMemAlloc and cuIpcOpenMemHandle give.  ``cu`` are the functions of the driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, cu: Any) -> None:
+        self.cu = cu
         self.held: dict[int, tuple[int, Any, int]] = {}  # address -> file, mapping, size
         self.opened = 0
         self.pooled = WeakValueDictionary[int, Memory]()  # of the usual arrays, by address
@@ -82,7 +83,7 @@ def _handle() -> Any:
 @contextmanager
 def emulated_gpu() -> Iterator[EmulatedMemory]:
     """Every GPU of this process is one of these meanwhile."""
-    memory, kernels, numbers = EmulatedMemory(), dict[Any, HostKernel](), itertools.count(100)
+    kernels, numbers = dict[Any, HostKernel](), itertools.count(100)
 
     def load(path: Path, name: str, device: int, **defines: Any) -> HostKernel:
         key = path, name, tuple(defines.items())
@@ -94,7 +95,8 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         ctypes.memset(pointer, value, nbytes)
         return (0,)
 
-    with pytest.MonkeyPatch.context() as patch, no_gpu(patch):
+    with pytest.MonkeyPatch.context() as patch, no_gpu(patch) as fake:
+        memory = EmulatedMemory(cu := fake.cu)
         more: dict[str, Any] = {
             "cuMemAlloc": memory.allocate, "cuMemFree": memory.free, "cuMemsetD8": fill,
             "cuMemHostRegister": lambda *_: (0,), "cuMemHostUnregister": lambda *_: (0,),
@@ -104,9 +106,7 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
             "cuIpcGetMemHandle": memory.export, "cuIpcOpenMemHandle": memory.open, "cuIpcCloseMemHandle": memory.free,
             "CUipcMemHandle": _handle, "CUipcMem_flags": SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
         }  # fmt: skip
-        cu: Any = driver.cu
         vars(cu).update(more)
-        vars(cu.CUresult)["CUDA_ERROR_OUT_OF_MEMORY"] = 2
         for module in (ipc, gpu, buffers):
             patch.setattr(module, "cu", cu)
         patch.setattr(array, "pool_of", lambda device: SimpleNamespace(allocate=memory.from_pool))

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kos.comm import Communicator
 from kos.dtypes import DTYPES
 from kos.memory import Array as GpuArray
 from kos.testing import spawn
-from kos.transfer import Array, Offers, Placement, Plan, Publisher, read_catalogue
+from kos.transfer import Array, Offers, Placement, Plan, Publisher, read_catalogue, subscriber
 
 SHAPES = {"a.weight": (12, 8), "b.weight": (6, 6), "norm": (7,), "scale": ()}
 SECONDS = 60.0
@@ -130,6 +131,20 @@ def publishing(layouts: list[Mapping[str, Placement]], **options: Any) -> Iterat
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert not errors, errors
+
+
+@contextmanager
+def before_reads(act: Callable[[], object], rank: int = 0) -> Iterator[None]:
+    """Call ``act`` each time that this rank of a subscriber has a lease and not yet the first byte."""
+
+    def slow(offers: Offers, wants: Any, first: int, near: Any) -> Plan:
+        if first == rank:
+            act()
+        return Plan(offers, wants, first, near)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subscriber, "Plan", slow)
+        yield
 
 
 def corrupt(address: str, rank: int, right: np.ndarray) -> None:

@@ -13,7 +13,6 @@ from kos.errors import InvalidArgument
 from kos.memory import Array
 from kos.transfer import BlockScales, Placement, Publisher, Subscriber, placements
 from tests.train.host_kernels.ops import needs_compiler
-from tests.transfer.emulated_gpu import emulated_gpu
 from tests.transfer.publishing import held
 
 SHAPE, FP8 = (300, 200), ml_dtypes.float8_e4m3fn
@@ -87,22 +86,16 @@ def test_many_rows_on_the_host(monkeypatch):
     check(PLACED["whole"], (7, 64), ml_dtypes.bfloat16, "shared", True)
 
 
-@pytest.fixture
-def emulated(monkeypatch):
-    with emulated_gpu():
-        yield
-
-
 @needs_compiler
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("block", [(128, 128), (1, 1000), (70, 33)], ids=["blocks", "rows", "odd"])
 @pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
-def test_on_a_gpu(emulated, placed, block, transport):
+def test_on_a_gpu(memory, placed, block, transport):
     check(placed, block, np.float32, transport, True, lambda x: Array.from_numpy(x, 0))
 
 
 @needs_compiler
-def test_a_gpu_without_8_bits_is_refused(emulated, monkeypatch):
+def test_a_gpu_without_8_bits_is_refused(memory, monkeypatch):
     """Before anything is read."""
     old = SimpleNamespace(compute_capability=(8, 0), name="an old GPU")
     monkeypatch.setattr(devices, "device_info", lambda device: old)

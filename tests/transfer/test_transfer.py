@@ -12,13 +12,13 @@ import pytest
 from kos.comm.control.wire import MAX_MESSAGE
 from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.testing import spawn
-from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_catalogue
-from kos.transfer import subscriber as module
+from kos.transfer import Placement, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer.exchange import PROTOCOL, PURPOSE, answered, network, receive
 from tests.transfer.layouts import FUSED, WHOLE, last_alone, one_array, stages, tensor, zero, zero_of_tensor
 from tests.transfer.publishing import (
     SHAPES,
     arrays_of,
+    before_reads,
     contents,
     corrupt,
     expect_version,
@@ -148,25 +148,24 @@ def test_no_version_yet_and_no_publisher_yet():
 
 
 @TRANSPORTS
-def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport, monkeypatch):
+def test_a_version_that_is_replaced_while_it_is_read_is_stale(transport):
     """The publisher waits no longer than its patience; the reader begins again with the newest version."""
     with both(patience=0.05, transport=transport) as (mine, publisher, arrays, reader):
         late = list[int]()
 
-        def slow(*arguments):  # between the lease and the first byte, the publisher goes on twice
+        def publish_twice():
             for version in (2, 3):
                 set_version(mine, version)
                 late.append(publisher.publish(version))
-            return Plan(*arguments)
 
-        monkeypatch.setattr(module, "Plan", slow)
-        assert reader.update(30).version == 3
+        with before_reads(publish_twice):
+            assert reader.update(30).version == 3
         expect_version(arrays, 3)
         assert late == [0, 1]
 
 
 @TRANSPORTS
-def test_a_publisher_waits_for_a_reader_within_its_patience(transport, monkeypatch):
+def test_a_publisher_waits_for_a_reader_within_its_patience(transport):
     """The buffer that is read is written again when the reader has its version."""
     late = list[int]()
     with both(patience=60, transport=transport) as (mine, publisher, arrays, reader):
@@ -178,20 +177,19 @@ def test_a_publisher_waits_for_a_reader_within_its_patience(transport, monkeypat
 
         thread = threading.Thread(target=publish, daemon=True)
 
-        def slow(*arguments):
+        def publish_for_a_second():
             thread.start()
             thread.join(1.0)  # it does not end
-            return Plan(*arguments)
 
-        monkeypatch.setattr(module, "Plan", slow)
-        assert reader.update(50).version == 1
+        with before_reads(publish_for_a_second):
+            assert reader.update(50).version == 1
         expect_version(arrays, 1)
         thread.join(30)
         assert late == [0, 0]
         assert reader.update(50).version == 3
 
 
-def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch):
+def test_if_one_rank_reads_a_stale_version_all_begin_again():
     with publishing([WHOLE], patience=0.0) as ranks:
         ranks.publish(1)
 
@@ -203,14 +201,8 @@ def test_if_one_rank_reads_a_stale_version_all_begin_again(monkeypatch):
                 expect_version(arrays, version)
                 return version
 
-        def slow(offers, wants, first, near):
-            if first == 1:
-                ranks.publish(2)
-                ranks.publish(3)
-            return Plan(offers, wants, first, near)
-
-        monkeypatch.setattr(module, "Plan", slow)
-        assert spawn(subscribe, 2, timeout=60) == [3, 3]
+        with before_reads(lambda: (ranks.publish(2), ranks.publish(3)), rank=1):
+            assert spawn(subscribe, 2, timeout=60) == [3, 3]
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.cuda import driver
 from kos.errors import CudaError, InvalidArgument, TransferError, TransferTimeout
 from kos.memory import Array
 from kos.testing import spawn
@@ -21,23 +20,14 @@ from kos.transfer.reader import Target
 from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
-from tests.transfer.emulated_gpu import emulated_gpu
 from tests.transfer.gpu_process import OtherPublisher
 from tests.transfer.publishing import expect_version
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("memory")]
 start = partial(OtherPublisher, 0, True)
 WHOLE = Placement.whole((4,))
 NOT_READY = 600
 LATE = "cuda:0: expected the end of the queued work"
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch):
-    monkeypatch.setenv("KOS_SECRET", "of the tests")
-    gc.collect()
-    with emulated_gpu() as memory:
-        yield memory
 
 
 def of(value: float) -> Array:
@@ -85,18 +75,31 @@ class Queues:
 
 
 @pytest.fixture
-def queues(monkeypatch):
+def queues(memory, monkeypatch):
     found = Queues()
     monkeypatch.setattr(Copier, "queue", lambda copier, copies: found.queue(copier, copies))
-    monkeypatch.setattr(driver.cu, "cuStreamQuery", found.query)
+    memory.cu.cuStreamQuery = found.query
     return found
 
 
 @pytest.fixture
-def hung(monkeypatch):
+def hung(memory):
     """The threads to which all streams look busy."""
     found = set[int]()
-    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda _: (NOT_READY * (threading.get_ident() in found),))
+    memory.cu.cuStreamQuery = lambda _: (NOT_READY * (threading.get_ident() in found),)
+    return found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of publishers and of their copies, ``now``, once it was started."""
+    found = SimpleNamespace(now=0.0, monotonic=lambda: found.now, sleep=lambda seconds: None)
+
+    def start():
+        for module in ("publisher", "gpu"):
+            monkeypatch.setattr(f"kos.transfer.{module}.time", found)
+
+    found.start, found.stop = start, monkeypatch.undo
     return found
 
 
@@ -201,14 +204,14 @@ def test_an_error_of_the_driver_names_no_publisher(monkeypatch):
             s.update(30)
 
 
-def test_memory_is_mapped_while_copies_from_it_are_queued(queues, monkeypatch):
-    right, found = driver.cu.cuIpcCloseMemHandle, list[bool]()
+def test_memory_is_mapped_while_copies_from_it_are_queued(queues, memory):
+    right, found = memory.cu.cuIpcCloseMemHandle, list[bool]()
 
     def close(base):
         found.append(bool(queues.pending))
         return right(base)
 
-    monkeypatch.setattr(driver.cu, "cuIpcCloseMemHandle", close)
+    memory.cu.cuIpcCloseMemHandle = close
     arrays = checks.on_gpu(0, {"a.weight": checks.WANTED["a.weight"]})
     with start() as publisher:
         publisher.publish(1)
@@ -247,7 +250,7 @@ def test_a_rank_of_a_publisher_whose_gpu_hangs_is_named_by_all(hung):
     assert all(LATE in each for each in found.values()) and found[1].startswith("Publisher: rank 0: ")
 
 
-def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(monkeypatch):
+def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(clock, monkeypatch):
     """Half of the communicator's timeout, from the first copy on."""
 
     def run(comm):
@@ -255,9 +258,9 @@ def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(monke
             publisher.publish(1)
             deadlines = list[float]()
             monkeypatch.setattr(Copier, "wait", lambda copier: deadlines.append(copier.deadline))
-            monkeypatch.setattr("kos.transfer.publisher.time", SimpleNamespace(monotonic=lambda: 0.0))
+            clock.start()
             publisher.publish(2)
-            monkeypatch.undo()
+            clock.stop()
             assert deadlines == [comm.timeout / 2]
 
     spawn(run, 1, timeout=60)
@@ -295,25 +298,23 @@ def test_a_refused_publish_hides_no_version():
     assert (into == 0).all()
 
 
-def test_publish_has_a_deadline_without_a_communicator(hung, monkeypatch):
+def test_publish_has_a_deadline_without_a_communicator(hung, clock):
+    def sleep(_):
+        clock.now += 50.0
+        assert clock.now < 1000
+
+    clock.sleep = sleep
     with Publisher(None, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
-        clock = SimpleNamespace(now=0.0)
-
-        def sleep(_):
-            clock.now += 50.0
-            assert clock.now < 1000
-
-        monkeypatch.setattr("kos.transfer.publisher.time", SimpleNamespace(monotonic=lambda: clock.now))
-        monkeypatch.setattr("kos.transfer.gpu.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+        clock.start()
         hung.add(threading.get_ident())
         with pytest.raises(TransferTimeout, match=LATE):
             publisher.publish(1)
-        monkeypatch.undo()
+        clock.stop()
 
 
-def test_checksums_may_take_longer_than_the_copies(monkeypatch):
+def test_checksums_may_take_longer_than_the_copies(memory, clock, monkeypatch):
     """A stream is not idle at the first look; the GPU is as fast as ever."""
-    clock, new, queue, crc = SimpleNamespace(now=0.0), set[int](), Copier.queue, exchange.checksum
+    new, queue, crc = set[int](), Copier.queue, exchange.checksum
 
     def query(stream):
         busy = stream in new
@@ -327,16 +328,14 @@ def test_checksums_may_take_longer_than_the_copies(monkeypatch):
     def run(comm):
         arrays = {f"w{i}": (of(i), WHOLE) for i in range(6)}
         with Publisher(comm, arrays, patience=0.1, checksums=True) as publisher:
-            for module in ("publisher", "gpu"):
-                times = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None)
-                monkeypatch.setattr(f"kos.transfer.{module}.time", times)
-            monkeypatch.setattr(driver.cu, "cuStreamQuery", query)
+            clock.start()
+            memory.cu.cuStreamQuery = query
             monkeypatch.setattr(exchange, "checksum", slow)
             monkeypatch.setattr(
                 Copier, "queue", lambda copier, copies: queue(copier, [*copies, lambda stream: new.add(stream)])
             )
             publisher.publish(1)
-            monkeypatch.undo()
+            clock.stop()
 
     spawn(run, 1, timeout=60)
     assert clock.now == 180
@@ -366,16 +365,16 @@ def test_memory_is_freed_after_a_publish_that_failed(memory, hung):
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_close_frees_no_memory_to_which_copies_are_queued(where, queues, monkeypatch):
+def test_close_frees_no_memory_to_which_copies_are_queued(where, queues, memory, clock):
     """Of a publish that timed out; they run while ``close`` waits."""
     name = {"device": "cuMemFree", "host": "cuMemHostUnregister"}[where]
-    right, found = getattr(driver.cu, name), list[bool]()
+    right, found = getattr(memory.cu, name), list[bool]()
 
     def free(pointer):
         found.append(bool(queues.pending))
         return right(pointer)
 
-    monkeypatch.setattr(driver.cu, name, free)
+    setattr(memory.cu, name, free)
 
     def run(comm):
         with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1, memory=where) as publisher:
@@ -383,8 +382,8 @@ def test_close_frees_no_memory_to_which_copies_are_queued(where, queues, monkeyp
             with pytest.raises(TransferTimeout, match=LATE):
                 publisher.publish(1)
             assert queues.pending
-            times = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: queues.run())
-            monkeypatch.setattr("kos.transfer.gpu.time", times)
+            clock.sleep = lambda seconds: queues.run()
+            clock.start()
 
     spawn(run, 1, timeout=60)
     assert found and not any(found)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.cuda import driver
 from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory import Array
 from kos.testing import spawn
@@ -16,16 +15,8 @@ from kos.transfer.placement import Current
 from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
-from tests.transfer.emulated_gpu import emulated_gpu
 
-pytestmark = needs_compiler
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch):
-    monkeypatch.setenv("KOS_SECRET", "of the tests")
-    with emulated_gpu() as memory:
-        yield memory
+pytestmark = [needs_compiler, pytest.mark.usefixtures("memory")]
 
 
 def test_a_captured_stream_is_refused():
@@ -55,7 +46,7 @@ def test_the_memory_of_an_empty_array_may_change():
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged, monkeypatch):
+def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged, memory):
     """As a kernel that hangs: an update ends at its deadline, and a publisher of a communicator at its timeout."""
     array = Array.from_numpy(np.ones(4, np.float32), 0)
     into = Array.zeros((4,), np.float32, 0)
@@ -65,8 +56,8 @@ def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged, monkeypatch)
         waiting.update([stream] * busy.now)
         return (0,)
 
-    monkeypatch.setattr(driver.cu, "cuStreamWaitEvent", wait)
-    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600 * (busy.now and stream in waiting),))
+    memory.cu.cuStreamWaitEvent = wait
+    memory.cu.cuStreamQuery = lambda stream: (600 * (busy.now and stream in waiting),)
 
     def run(comm):
         placed = Placement.whole((4,))
@@ -107,15 +98,15 @@ def test_an_array_without_elements():
     assert len([*launches(whole(some), whole(some), 0)]) == 1
 
 
-def test_neighbouring_arrays_are_copied_together(monkeypatch):
+def test_neighbouring_arrays_are_copied_together(memory):
     """Their number costs nothing on the GPU: with staging memory, an update is one copy to it and one from it."""
-    copy, sizes = driver.cu.cuMemcpyAsync, list[int]()
+    copy, sizes = memory.cu.cuMemcpyAsync, list[int]()
 
     def counting(target, source, nbytes, stream):
         sizes.append(nbytes)
         return copy(target, source, nbytes, stream)
 
-    monkeypatch.setattr(driver.cu, "cuMemcpyAsync", counting)
+    memory.cu.cuMemcpyAsync = counting
     x = np.arange(5 * 64, dtype=np.float32)
     source, into = Array.from_numpy(x, 0), Array.zeros((5 * 64,), np.float32, 0)
     apart = [slice(0, 64), slice(64, 128), slice(192, 256)]  # the third one begins later
@@ -137,9 +128,9 @@ def test_neighbouring_arrays_are_copied_together(monkeypatch):
                 assert (into.numpy() == right).all()
 
 
-def test_copies_stay_within_an_allocation(monkeypatch):
+def test_copies_stay_within_an_allocation(memory):
     """CUDA refuses others, also where two allocations are neighbours."""
-    monkeypatch.setattr(driver.cu, "cuMemGetAddressRange", lambda pointer: (0, pointer & ~1023, 1024))
+    memory.cu.cuMemGetAddressRange = lambda pointer: (0, pointer & ~1023, 1024)
     runs = [Run(2048 + at, 4096 + at, 512) for at in range(0, 2048, 512)]
     assert merged(runs) == [Run(2048, 4096, 1024), Run(3072, 5120, 1024)]
 

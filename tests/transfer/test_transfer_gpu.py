@@ -14,7 +14,6 @@ from kos.memory import Array
 from kos.transfer import Placement, Publisher, Subscriber
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
-from tests.transfer.emulated_gpu import emulated_gpu
 from tests.transfer.gpu_process import OtherPublisher
 from tests.transfer.publishing import expect_version
 from tests.transfer.test_block_scales import PLACED
@@ -25,17 +24,15 @@ ONE = {"a.weight": checks.WANTED["a.weight"]}
 
 
 @pytest.fixture(params=[pytest.param("emulated", marks=needs_compiler), *GPUS])
-def machine(request, monkeypatch):
+def machine(request):
     """``start`` of the publisher's process, and its GPU.  The subscriber has GPU 0; ``memory`` is the emulated one."""
-    monkeypatch.setenv("KOS_SECRET", "of the tests")
     if request.param == "emulated":
-        with emulated_gpu() as memory:
-            yield SimpleNamespace(start=partial(OtherPublisher, 0, True), publisher=0, memory=memory)
-        return
+        memory = request.getfixturevalue("memory")
+        return SimpleNamespace(start=partial(OtherPublisher, 0, True), publisher=0, memory=memory)
     publisher = int(request.param == "two GPUs")
     if publisher and len(cuda.visible_devices()) < 2:
         pytest.skip("there is one GPU")
-    yield SimpleNamespace(start=partial(OtherPublisher, publisher, False), publisher=publisher, memory=None)
+    return SimpleNamespace(start=partial(OtherPublisher, publisher, False), publisher=publisher, memory=None)
 
 
 @pytest.mark.parametrize("staged", [True, False])

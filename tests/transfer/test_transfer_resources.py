@@ -12,12 +12,11 @@ import pytest
 
 from kos.errors import InvalidArgument, TransferError
 from kos.testing import spawn
-from kos.transfer import Placement, Plan, Publisher, Subscriber, exchange, read_catalogue
-from kos.transfer import subscriber as module
+from kos.transfer import Placement, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer.buffers import Buffers
 from kos.transfer.publisher import Board
 from tests.transfer.layouts import WHOLE, zero
-from tests.transfer.publishing import arrays_of, expect_version, publishing, set_version
+from tests.transfer.publishing import arrays_of, before_reads, expect_version, publishing, set_version
 
 SERVING = "kos-publisher-connection"
 
@@ -75,14 +74,12 @@ def test_checksums_are_known_until_the_buffer_is_written(monkeypatch):
         publisher.publish(1)
         thread = threading.Thread(target=publisher.publish, args=(2,), daemon=True)
 
-        def plan(*arguments):  # between the lease and the first byte
+        def publish():
             monkeypatch.setattr(Buffers, "write", slow)
             thread.start()
             assert writes.wait(30)
-            return Plan(*arguments)
 
-        monkeypatch.setattr(module, "Plan", plan)
-        with Subscriber(publisher.address, arrays) as reader:
+        with before_reads(publish), Subscriber(publisher.address, arrays) as reader:
             assert reader.update(30, verify=True).version == 1
         may_write.set()
         thread.join(30)
