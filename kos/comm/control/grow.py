@@ -175,7 +175,7 @@ class Change:
     def _lead(self) -> tuple[int, dict[str, Any], dict[int, Connection]]:
         group = self.group
         publish(group)
-        beat, half = 0.0, (time.monotonic() + self.deadline) / 2  # others have waited for lower ranks as long as this one
+        beat, half = 0.0, (time.monotonic() + self.deadline) / 2  # others may have waited for lower ranks, too
         try:
             while (missing := self._missing()) or not self._complete():
                 now = time.monotonic()
