@@ -12,7 +12,7 @@ def _secret(monkeypatch):
 
 @pytest.fixture
 def memory():
-    """Every GPU of this process is emulated.  A test may assign other functions of the driver to ``memory.cu``."""
+    """Every GPU of this process is emulated.  A test may assign to ``cu`` of memory other functions of the driver."""
     from tests.transfer.emulated_gpu import emulated_gpu  # which needs the stand-ins of tests/comm
 
     gc.collect()  # what tests before have left, which would be freed here
