@@ -62,7 +62,7 @@ def test_damaged_checkpoints_are_not_kept_for_good_ones(text, tmp_path, caplog):
     assert "passing over a damaged checkpoint" in caplog.text and len(read_metrics(tmp_path / "metrics.jsonl")) == 7
     for path in (tmp_path / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="expected a complete checkpoint to resume from, got 2 damaged; remove"):
+    with pytest.raises(CheckpointError, match="expected a complete checkpoint, got 2 damaged; remove them"):
         _train(text, tmp_path, 2, steps=9, resume="auto", **constant)
     with pytest.raises(CheckpointError, match="expected a complete checkpoint, got 2 damaged$"):
         load(tmp_path)  # as kos sample, which has nothing to resume

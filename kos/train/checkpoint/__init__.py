@@ -291,8 +291,8 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
                 raise
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
-        to, how = ("", "") if weights_only else (" to resume from", "; remove them to start over")
-        raise CheckpointError(f"{folder}: expected a complete checkpoint{to}, got {len(named)} damaged{how}")
+        how = "" if weights_only else "; remove them to start over"
+        raise CheckpointError(f"{folder}: expected a complete checkpoint, got {len(named)} damaged{how}")
     return None
 
 
