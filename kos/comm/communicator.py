@@ -93,7 +93,7 @@ class Communicator(Groups):
             rendezvous.failures.status.publish_last_call(self.recorder.last_call)
         self._tracing = backend.tracing = tracing(backend, self.recorder)
         core, self._core_calls = (None, None) if self._tracing is not None else backend.core_calls()
-        self._core_group = core if core is not None and self._bind(core) else None
+        self._core_group: Any = core if core is not None and self._bind(core) else None
         if self._core_group is not None:
             self._use_core()
         _communicators.add(self)
