@@ -442,11 +442,6 @@ class FailureLog:
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
 
-    def _was_asked(self, rank: int) -> bool:
-        """Whether it is known for which ranks that rank waits, or that it waits for none, or has failed."""
-        status = self.status
-        return status.sees(rank) or status.awaited(rank) is not None or self._recent(rank) is not None
-
     def _blocking(self, late: list[int], arrived: Sequence[int]) -> tuple[list[int], ...]:
         """The ranks, among the ``late`` ones and those they wait for, transitively, that do not wait themselves.
 
@@ -454,8 +449,8 @@ class FailureLog:
         ``late``, and the second has all ranks of that cycle.
 
         If the hub does not forward queries, the fourth list has the ranks to name for that (``PeerStatus.query``).  The
-        first list then has these ranks, and those that are known to be gone or stopped.  The third list has the
-        ranks that could not be asked, and those for which these may wait.  Any of them may be late, or wait.
+        first list then has these ranks, and those that are known to be gone or stopped.  The third list has the ranks
+        of other hosts that could not be asked: they may be late, or wait.
         """
         me = self.world[self.rank]
         seen, todo, culprits, cycle, silent = {me}, list(late), list[int](), False, list[int]()
@@ -480,9 +475,7 @@ class FailureLog:
         hidden = [rank for rank in culprits if not self.status.sees(rank)]
         if silent and hidden:
             known = {*silent, *halted}
-            if unasked := {*hidden} - known:  # these may wait for any rank that was not asked either
-                unasked |= {rank for rank in self.world if not self._was_asked(rank)} - {me, *known}
-            return sorted(known), [], sorted(unasked), silent
+            return sorted(known), [], sorted({*hidden} - known), silent
         if found := sorted(halted or culprits):
             return found, [], [], []
         return list(late), sorted(seen) if cycle else [], [], []

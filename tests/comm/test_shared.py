@@ -8,6 +8,7 @@ import errno
 import os
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_who_can_open_no_file_calls_nobody_dead(monkeypatch):
         comm.barrier()
         if comm.rank == 0:
             with monkeypatch.context() as patch:
-                patch.setattr(segments.Path, "read_text", full)
+                patch.setattr(Path, "read_text", full)
                 assert comm.backend.calls.killed() is None
         comm.barrier()
 

@@ -393,7 +393,6 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from kos.train import fit
-from tests.train.newcomers import ended, invited
 from tests.train.fits import OnStep, batches_of, config_of
 
 def interrupt(trainer, metrics):
@@ -446,7 +445,6 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import kos
 from kos.train import fit
-from tests.train.newcomers import ended, invited
 from tests.train.fits import batches_of, config_of, cross_entropy
 
 for number in range(2):

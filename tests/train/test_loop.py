@@ -17,6 +17,7 @@ from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigE
 from kos.testing import Fault, spawn
 from kos.train import checkpoint, run_context
 from kos.train import run as loop
+from kos.train.checkpoint.huggingface import fingerprint
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.cpu import CpuDevice
@@ -75,6 +76,9 @@ def test_what_cannot_get_better_ends(text, tmp_path, monkeypatch):
     weights = load_file(begun / "model.safetensors")
     weights["model.norm.weight"][3] = np.nan
     save_file(weights, begun / "model.safetensors")
+    manifest = json.loads((begun / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = fingerprint(begun / "model.safetensors")
+    (begun / "manifest.json").write_text(json.dumps(manifest))
     expected = rf"^expected a finite validation loss before training, got nan with the weights of {begun}"
     with pytest.raises(TrainingError, match=expected):
         _train(text, tmp_path / "nan", 2, init_from=str(begun), skip_outliers=10.0)

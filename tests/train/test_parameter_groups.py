@@ -230,14 +230,14 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(text, tmp_path, use):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_an_elastic_run_keeps_frozen_tensors(zero, text, tmp_path, use, monkeypatch):
+def test_an_elastic_run_keeps_frozen_tensors(zero, text, tmp_path, use, before_call):
     """A rank is lost, or two join: they have the frozen weights too, and go on with the same bits."""
     use(matrices_of_attention)
     plain = elastic_runs.train(text, tmp_path / "plain", elastic=None)
     faults = [Fault("crash", 2, 4, call="all_to_all")]
     assert elastic_runs.train(text, tmp_path / "hurt", faults, zero=zero) == plain
     assert elastic_runs.ranks_of(tmp_path / "hurt")[-1] == (3, 1)
-    test_elastic_joins.test_newcomers_get_all_from_the_ranks(zero, 2, text, tmp_path / "joined", plain, monkeypatch)
+    test_elastic_joins.test_newcomers_get_all_from_the_ranks(zero, 2, text, tmp_path / "joined", plain, before_call)
 
 
 @pytest.mark.usefixtures("emulated")

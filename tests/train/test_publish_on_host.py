@@ -27,10 +27,14 @@ EVEN = {**SMALL["model"], "intermediate_size": 32}
 
 
 @pytest.fixture
-def emulated(emulated):
-    """Also for the transfer of weights."""
+def transfer_emulated():
     with emulated_gpu():
         yield
+
+
+@pytest.fixture
+def emulated(transfer_emulated, emulated):
+    """Also for the transfer of weights; the functions that both replace are those of training."""
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Server:

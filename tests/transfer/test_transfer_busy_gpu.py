@@ -92,7 +92,10 @@ def hung(memory):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of publishers and of their copies, ``now``, once it was started."""
+    """The time of publishers and of their copies, ``now``, once it was started.
+
+    ``stop`` undoes all patches of the test.
+    """
     found = SimpleNamespace(now=0.0, monotonic=lambda: found.now, sleep=lambda seconds: None)
 
     def start():
@@ -310,6 +313,7 @@ def test_publish_has_a_deadline_without_a_communicator(hung, clock):
         with pytest.raises(TransferTimeout, match=LATE):
             publisher.publish(1)
         clock.stop()
+        hung.clear()
 
 
 def test_checksums_may_take_longer_than_the_copies(memory, clock, monkeypatch):

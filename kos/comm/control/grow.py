@@ -60,8 +60,8 @@ class Change:
     ``began`` is the time at which an earlier attempt of the same call began, if there was one.
 
     A call has one deadline: its rank's start of the call plus the timeout.  The leader uses the earliest deadline of
-    all members that have called.  It waits for members that the failure blames for half of the time that is left
-    when it begins to lead, and leaves the other half to the rest of the protocol.
+    all members that have called.  It waits for members that the failure blames for half of the time only, and leaves
+    the other half to the rest of the protocol.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Change:
     def _lead(self) -> tuple[int, dict[str, Any], dict[int, Connection]]:
         group = self.group
         publish(group)
-        beat, half = 0.0, (time.monotonic() + self.deadline) / 2  # others may have waited for lower ranks, too
+        beat = 0.0
         try:
             while (missing := self._missing()) or not self._complete():
                 now = time.monotonic()
@@ -183,7 +183,7 @@ class Change:
                     self._post({})
                     beat = now + _BEAT_SECONDS
                 known = missing and not self.whole and self.blamed.issuperset(missing)
-                if now <= (min(half, self.deadline) if known else self.deadline):
+                if now <= (min(self.began + group.timeout / 2, self.deadline) if known else self.deadline):
                     self._admit()
                 elif missing:
                     self._leave_out(missing)

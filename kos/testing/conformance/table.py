@@ -15,6 +15,7 @@ import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
+from kos.comm.group_backend import GroupBackend
 from kos.testing.conformance import failures, intact, order, results, values
 from kos.testing.conformance.model import MOVING, REDUCING, Step
 
@@ -25,6 +26,10 @@ def _every_backend(comm: Communicator) -> bool:
 
 def _has_envelopes(comm: Communicator) -> bool:
     return bool(comm.backend.has_envelopes)
+
+
+def _has_views(comm: Communicator) -> bool:
+    return type(comm.backend).views is not GroupBackend.views
 
 
 class Case(NamedTuple):
@@ -139,7 +144,7 @@ def _of_order(full: bool, seed: int) -> Iterator[Case]:
         yield _row(order.messages_keep_their_order, dtype, seed=seed, ranks=2, host=True)
     for check in (order.messages_from_any_rank, order.receives_keep_their_order):
         yield _row(check, ranks=2, host=True, needs=_has_envelopes)
-    yield _row(order.views_put_and_get, host=True)
+    yield _row(order.views_put_and_get, host=True, needs=_has_views)
 
 
 def _of_failures(full: bool) -> Iterator[Case]:

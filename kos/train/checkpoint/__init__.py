@@ -261,7 +261,8 @@ def compare_weights(path: Path, show: Show = lambda what, share: None) -> None:
     """Compare the files of weights in ``path`` with its manifest, if it has one.  The other files may be edited."""
     with whole(path):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8")) if (path / MANIFEST).exists() else {}
-        if isinstance(manifest, dict) and isinstance(files := manifest.get("files"), dict):  # else of another program
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        if isinstance(files, dict) and all(isinstance(each, dict) for each in files.values()):  # else not of kos
             _compare(path, files, [name for name in files if name.startswith(WEIGHTS)], show)
 
 

@@ -164,16 +164,16 @@ class OwnBatches:
             try:
                 return take()
             except (OSError, MemoryError) as error:
-                own.append(error)
+                if not isinstance(error, KosError):
+                    own.append(error)
                 raise
 
         try:
             every = answers_of_all(self.mesh.world, kept)
-        except KosError:
-            if not own:
-                raise
-        if own:
-            raise own[0]
+        except KosError as error:
+            if own:
+                raise own[0] from error
+            raise
         for rank, answer in enumerate(every):
             other = first.setdefault(self.rows == "own" and self.mesh.layout.coordinates(rank)["dp"], rank)
             if answer != every[other]:

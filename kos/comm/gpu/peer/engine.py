@@ -26,7 +26,7 @@ from kos.comm.contract import Piece
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.copies import OVERLAPPED_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
-from kos.comm.gpu.peer.launches import DEFAULT, NO_OCCUPANCY, PACKETS, KernelConfig, Launches, Occupancy, pick
+from kos.comm.gpu.peer.launches import DEFAULT, NO_OCCUPANCY, PACKETS, KernelConfig, Launches, Occupancy
 from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
 from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
@@ -208,7 +208,7 @@ class PeerEngine:
     def pick(self, nbytes: int, symmetric: bool = False) -> KernelConfig:
         """The launch in the table.  Packet algorithms do not depend on whether both buffers are symmetric."""
         kinds = (self.launches.symmetric, self.launches.ordinary) if symmetric else (self.launches.ordinary,)
-        found = [pick(rows, nbytes) for rows in kinds]
+        found = [next(launch for most, launch in rows if most is None or nbytes <= most) for rows in kinds]
         return found[-1] if found[0].algorithm in PACKETS else found[0]
 
     def choose(self, send: Any, recv: Any, nbytes: int, op: ReduceOp, launch: KernelConfig | None) -> KernelConfig:
