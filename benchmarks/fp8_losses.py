@@ -5,7 +5,8 @@
 
 Runs of ``--tokens`` come in pairs: with a seed both begin with the same weights and see the same tokens in the same
 order. With ``--again`` each first run is repeated in micro-batches of half the size, whose sums are rounded otherwise:
-a difference is to be compared with that of these two.
+a difference is to be compared with that of these two.  With ``--dtype fp8 --fp8-head`` the pairs are runs in 8 bits
+without and with the matmuls of the head in 8 bits.
 
 FILE has each run as soon as it is over.  The same command goes on with those that are missing, and begins none that
 would end after ``--minutes``.  Flags of the trainer say which model, batch, learning rate, layout and device.
@@ -27,6 +28,7 @@ class Wanted(NamedTuple):
     """A run."""
 
     dtype: str
+    fp8_head: bool
     micro_batch_size: int
     seed: int
     steps: int
@@ -50,8 +52,10 @@ class Plan(paired_losses.BaselinePlan):
         parser.add_argument("--again", action="store_true", help="repeat the first run of each seed, rounded otherwise")
 
     def of_seed(self, seed: int) -> dict[str, Wanted]:
-        runs = {name: Wanted(name, self.micro, seed, self.steps) for name in (self.dtype, "fp8")}
-        again = {"again": Wanted(self.dtype, self.micro // 2, seed, self.steps)}
+        name = "fp8-head" if self.config.fp8_head else "fp8"
+        runs = {self.dtype: Wanted(self.dtype, False, self.micro, seed, self.steps)}
+        runs[name] = Wanted("fp8", self.config.fp8_head, self.micro, seed, self.steps)
+        again = {"again": runs[self.dtype]._replace(micro_batch_size=self.micro // 2)}
         return runs | (again if self.arguments.again else {})
 
 

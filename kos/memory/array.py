@@ -53,7 +53,8 @@ class Array:
 
     The memory is used and freed in the order of ``stream`` (None: the legacy default stream); other libraries wait for
     it.  A stream that is given as a handle must outlive the array; a stream object is kept alive.
-    Copies are asynchronous, and the caller orders them against work on other streams.  When a copy from pageable host
+    Copies are asynchronous, and run on that stream unless the call names another one.  The caller orders them against
+    work on other streams.  When a copy from pageable host
     memory returns, that memory may change, but the bytes may not have reached the GPU; with ``pinned_empty`` neither
     has happened.  An array does not change: a view is another array.
     Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.
@@ -222,19 +223,23 @@ class Array:
     def _copy(self, target: int, source: int, stream: Any) -> None:
         if self.nbytes:
             with driver.on_device(self.device):
-                call(cu.cuMemcpyAsync, target, source, self.nbytes, streams.handle(stream))
+                call(cu.cuMemcpyAsync, target, source, self.nbytes, self._handle(stream))
+
+    def _handle(self, stream: Any) -> int:
+        """The handle of ``stream``; None: the array's own."""
+        return streams.handle(self.stream if stream is None else stream)
 
     def fill_bytes(self, value: int, stream: Any = None) -> None:
         """Queue a fill of every byte with ``value`` (0..255): 0 clears, 255 turns floats into NaN."""
         if self.nbytes:
             with driver.on_device(self.device):
-                call(cu.cuMemsetD8Async, self.pointer, value, self.nbytes, streams.handle(stream))
+                call(cu.cuMemsetD8Async, self.pointer, value, self.nbytes, self._handle(stream))
 
     def numpy(self, stream: Any = None) -> np.ndarray[Any, Any]:
-        """A copy on the host; waits for it, and for the work queued before it on ``stream``."""
+        """A copy on the host; waits for it, and for the work queued before it on ``stream`` (None: the array's own)."""
         result = np.empty(self.shape, self.dtype.numpy)
         self.copy_to(result, stream)
-        streams.synchronize(stream, self.device)
+        streams.synchronize(self._handle(stream), self.device)
         return result
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -1,7 +1,9 @@
 """Copies of boxes (rectangular slices of arrays) to, from and between GPUs.
 
-A copy engine copies a box that is contiguous on both sides and keeps its dtype.  A kernel copies all other boxes
-(``copy_box.cu``).  Data between a GPU and pageable host memory passes through pinned memory.
+A box that is contiguous on both sides and keeps its dtype is a run of bytes.  A copy engine copies a single run.  One
+kernel copies all runs that are queued together (``copy_runs.cu``): a copy engine pauses between two runs.  Another
+kernel copies all other boxes (``copy_box.cu``).  Data between a GPU and pageable host memory passes through pinned
+memory.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from kos.memory.array import Array
 from kos.memory.pool import pinned_empty
 from kos.transfer.placement import Box, Flat, aligned, box, c_strides
 
-_KERNEL = Path(__file__).parents[1] / "comm/gpu/kernels/copy_box.cu"
+_COPY_BOX, _COPY_RUNS = (Path(__file__).parents[1] / f"comm/gpu/kernels/copy_{name}.cu" for name in ("box", "runs"))
 _AXES = 4  # of a box that one launch of the kernel copies, at most
 _THREADS, _MOST_BLOCKS = 256, 2048
+_RUN_THREADS, _RUN_BLOCKS = 512, 64  # the fewest blocks that reach the full rate within a GPU; between GPUs 16 do
+_RUN_PIECE = 256 << 10  # bytes of a run that one block copies at a time
 _UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
 _SPINS, _POLL_SECONDS = 50, 2e-5  # no sleep at first, as Linux sleeps 5e-5 s longer than asked
 PIECE = 8 << 20  # bytes that are copied to the host at once
@@ -39,7 +43,7 @@ Launch = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A Launch that copies consecutive bytes by a copy engine."""
+    """A Launch that copies consecutive bytes, by a copy engine."""
 
     target: int
     source: int
@@ -48,31 +52,22 @@ class Run:
     def __call__(self, stream: int) -> None:
         call(cu.cuMemcpyAsync, self.target, self.source, self.nbytes, stream)
 
-    def goes_on(self, other: Run) -> bool:
-        """Whether ``other`` continues this copy on both sides, in the same allocations."""
-        ends = self.target + self.nbytes, self.source + self.nbytes
-        pairs = (self.target, other.target), (self.source, other.source)
-        return ends == (other.target, other.source) and all(0 < _allocation(a) == _allocation(b) for a, b in pairs)
 
+class Runs:
+    """A Launch that copies several runs, by a kernel.  ``stream`` is the one on which it will be queued."""
 
-def merged(copies: Iterable[Launch]) -> list[Launch]:
-    """The same copies, in which a copy that continues the previous copy on both sides is joined to it.
+    def __init__(self, runs: Sequence[Run], device: int, stream: Any) -> None:
+        pieces = [
+            (run.target + start, run.source + start, min(_RUN_PIECE, run.nbytes - start))
+            for run in runs for start in range(0, run.nbytes, _RUN_PIECE)
+        ]  # fmt: skip
+        self._table = Array.from_numpy(np.array(pieces, np.uint64), device, stream=stream)
+        kernel = load_kernel(_COPY_RUNS, "copy_runs", device)
+        blocks = min(len(pieces), _RUN_BLOCKS)
+        self._launch = kernel.bind(blocks, _RUN_THREADS, self._table.pointer, len(pieces))
 
-    The joined copy stays within one allocation on each side, as CUDA requires.
-    """
-    found = list[Launch]()
-    for each in copies:
-        if isinstance(each, Run) and found and isinstance(last := found[-1], Run) and last.goes_on(each):
-            each = Run(last.target, last.source, last.nbytes + each.nbytes)
-            found.pop()
-        found.append(each)
-    return found
-
-
-def _allocation(pointer: int) -> int:
-    """The address at which the allocation of a GPU pointer begins; 0 if it is unknown, as for memory on the host."""
-    status, base, _ = cu.cuMemGetAddressRange(pointer)
-    return 0 if status else int(base)
+    def __call__(self, stream: int) -> None:
+        self._launch(stream)
 
 
 def whole(memory: Flat) -> Box:
@@ -121,7 +116,7 @@ def _kernel_launches(
         return
     count, padded = math.prod(n for n, *_ in axes), [*axes, *[(1, 0, 0)] * (_AXES - len(axes))]
     sizes, to_steps, from_steps = zip(*padded, strict=True)
-    kernel = load_kernel(_KERNEL, "copy_box", device, FROM=kinds[0], TO=kinds[1], AXES=max(1, len(axes)))
+    kernel = load_kernel(_COPY_BOX, "copy_box", device, FROM=kinds[0], TO=kinds[1], AXES=max(1, len(axes)))
     blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
     yield kernel.bind(blocks, _THREADS, target, source, count, *sizes[:3], *to_steps, *from_steps)
 
@@ -177,7 +172,10 @@ class Copier:
         """
         if key not in prepared:
             with self._relaxed():
-                prepared[key] = merged(launch for pair in pairs for launch in launches(*pair, self.device))
+                found = [launch for pair in pairs for launch in launches(*pair, self.device)]
+                runs = [each for each in found if isinstance(each, Run)]
+                others = [each for each in found if not isinstance(each, Run)]
+                prepared[key] = [*others, *([Runs(runs, self.device, self._stream)] if runs else [])]
         self.queue(prepared[key])
 
     def scratch(self, nbytes: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results
 from kos.testing.conformance.model import Step
+from tests.comm import gpu_programs
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT
@@ -80,6 +81,7 @@ def no_gpu(monkeypatch):
     with no_gpus(monkeypatch, SIZE) as fake:
         monkeypatch.setattr(on_gpus, "LARGE", 20_011)
         monkeypatch.setattr(on_gpus, "MUCH", 400_000)
+        monkeypatch.setattr(gpu_programs, "COUNTS", (1, 5, 64, 1000))
         for module, name in ((on_gpus, "OVERLAPPED_FROM"), (peer_bind, "_OVERLAPPED_FROM")):
             monkeypatch.setattr(module, name, 10_000)
         yield fake
@@ -94,6 +96,15 @@ def copy_directly(monkeypatch: pytest.MonkeyPatch, engines_from: int = 0) -> Non
     """Let data of any size go directly to its place, and data of so many bytes or more by copy engines."""
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", engines_from)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@on_each_rank("ranks.run")
+def test_random_programs(gpu, /, seed):
+    """The programs that run on GPUs: calls in flight at the same time, and batches, on smaller arrays."""
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        assert gpu_programs.run_program(gpu, rng)
 
 
 def suite() -> Iterator[Any]:

@@ -14,6 +14,7 @@ from kos.errors import BackendUnavailable, InvalidArgument, OutOfMemory
 from kos.memory import dlpack, ipc
 from kos.memory.array import Array, as_dtype
 from kos.memory.pool import MemoryPool, pinned_empty, pool_of
+from tests.comm.fake_nccl import no_gpu
 
 FLOAT32 = DTYPES["float32"]
 
@@ -177,6 +178,32 @@ def test_copies_that_are_refused(device):
     ):
         with pytest.raises(InvalidArgument, match=message):
             use()
+
+
+COPIES = {
+    "copy_from": lambda array, stream: array.copy_from(np.ones(4, np.float32), stream),
+    "copy_to": lambda array, stream: array.copy_to(np.empty(4, np.float32), stream),
+    "fill_bytes": lambda array, stream: array.fill_bytes(0, stream),
+    "numpy": lambda array, stream: array.numpy(stream),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_copies_run_on_the_stream_of_the_array(copy, monkeypatch):
+    """On the legacy stream, ``numpy`` would return before a kernel on the array's stream has written."""
+    seen = list[int]()
+
+    def note(*arguments):
+        seen.append(int(arguments[-1]))
+        return (0,)
+
+    with no_gpu(monkeypatch) as fake:
+        array = Array.zeros(4, np.float32, 0, stream=7)
+        fake.cu.cuMemcpyAsync = fake.cu.cuMemsetD8Async = fake.cu.cuStreamSynchronize = note
+        for stream, used in ((None, 7), (9, 9), (0, streams.LEGACY)):
+            seen.clear()
+            copy(array, stream)
+            assert seen and {*seen} == {used}
 
 
 @pytest.mark.gpu

@@ -205,6 +205,7 @@ def misuse(exchange: Any, devices: int) -> None:
     memory.close()
     memory.close()
     SymmetricMemory(exchange, 4096, device).close()
+    exchange.barrier()  # on threads, another rank's new memory may have the old address until it is closed
     are_unmapped(peers, device)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -9,11 +10,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kos.cuda.driver import call, cu
 from tests.interop.torch_model_programs import device_of_rank
 from tests.interop.torch_programs import collectives
 
 sleep = torch.cuda._sleep
 """Keeps the GPU busy for a number of clock cycles."""
+
+
+class Gate:
+    """In its context, work on the current stream waits; after ``SECONDS`` it goes on, for a host that waits for it."""
+
+    SECONDS = 30.0
+
+    def __init__(self) -> None:
+        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._timer = threading.Timer(self.SECONDS, self.open)
+
+    def __enter__(self) -> "Gate":
+        self._timer.start()
+        stream, at_least = torch.cuda.current_stream().cuda_stream, cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        call(cu.cuStreamWaitValue32, stream, self._word.data_ptr(), 1, at_least)
+        return self
+
+    def is_open(self) -> bool:
+        return bool(self._word.item())
+
+    def open(self) -> None:
+        self._word.fill_(1)
+
+    def __exit__(self, *failed: Any) -> None:
+        self.open()
+        self._timer.cancel()
 
 
 def gpu_collectives() -> dict[str, Any]:
@@ -54,11 +82,10 @@ def gpu_streams() -> dict[str, Any]:
     dist.all_reduce(x, async_op=True).wait()
     torch.cuda.synchronize()
     for name in ("on the current stream", "aside"):
-        sleep(400_000_000)  # clock cycles, 0.2 s
-        x.fill_(rank + 1)
-        began = time.monotonic()
-        work = dist.all_reduce(x, async_op=name == "aside")
-        queued = time.monotonic() - began
+        with Gate() as gate:
+            x.fill_(rank + 1)
+            work = dist.all_reduce(x, async_op=name == "aside")
+            returned = not gate.is_open()
         if work is None:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -66,7 +93,7 @@ def gpu_streams() -> dict[str, Any]:
                 work.wait()
             total = x.clone()
         side.synchronize()
-        found[name] = [total.min().item() == total.max().item() == expected, queued < 0.1]
+        found[name] = [total.min().item() == total.max().item() == expected, returned]
         torch.cuda.synchronize()
         dist.barrier()
     first = dist.all_reduce(x.fill_(rank + 1), async_op=True)

@@ -10,7 +10,7 @@ from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber
-from kos.transfer.gpu import Run, launches, merged, whole
+from kos.transfer.gpu import Run, Runs, launches, whole
 from kos.transfer.placement import Current
 from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
@@ -98,41 +98,46 @@ def test_an_array_without_elements():
     assert len([*launches(whole(some), whole(some), 0)]) == 1
 
 
-def test_neighbouring_arrays_are_copied_together(memory):
-    """Their number costs nothing on the GPU: with staging memory, an update is one copy to it and one from it."""
-    copy, sizes = memory.cu.cuMemcpyAsync, list[int]()
+@pytest.mark.parametrize("sizes", [[1], [15, 16, 17], [(256 << 10) + 3, 4096, 2], [300_000] * 3], ids=str)
+def test_one_kernel_copies_runs_of_any_size_and_alignment(rng, sizes):
+    """Units of 16 bytes to 1, by the alignment of both places; nothing beside the runs is written."""
+    data, poison = (rng.integers(0, 256, 1 << 20, np.uint8) for _ in range(2))
+    for shift in (0, 1, 2, 4, 8, 16):
+        source, target = Array.from_numpy(data, 0), Array.from_numpy(poison, 0)
+        runs, right, at = list[Run](), poison.copy(), 64
+        for nbytes in sizes:
+            runs.append(Run(target.pointer + at, source.pointer + at + shift, nbytes))
+            right[at : at + nbytes] = data[at + shift : at + shift + nbytes]
+            at += nbytes + 13
+        Runs(runs, 0, None)(1)
+        assert (target.numpy() == right).all()
 
-    def counting(target, source, nbytes, stream):
-        sizes.append(nbytes)
-        return copy(target, source, nbytes, stream)
 
-    memory.cu.cuMemcpyAsync = counting
+@pytest.mark.parametrize("staged", [True, False])
+def test_the_number_of_arrays_costs_no_copies(staged, memory):
+    """After the first update, which uploads the tables of runs, kernels alone copy between GPUs."""
+    copy, copies = memory.cu.cuMemcpyAsync, list[int]()
+    memory.cu.cuMemcpyAsync = lambda *arguments: (copies.append(arguments[2]), copy(*arguments))[1]
     x = np.arange(5 * 64, dtype=np.float32)
     source, into = Array.from_numpy(x, 0), Array.zeros((5 * 64,), np.float32, 0)
-    apart = [slice(0, 64), slice(64, 128), slice(192, 256)]  # the third one begins later
+    apart = [slice(0, 64), slice(64, 128), slice(192, 256)]
+
     def parts(flat):
         return {f"w{index}": (flat[part], Placement.whole((64,))) for index, part in enumerate(apart)}
 
-    with Publisher(None, parts(source)) as publisher:
-        sizes.clear()
-        publisher.publish(1)
-        assert sizes == [512, 256]
-        for staged, right in ((True, [768, 512, 256]), (False, [512, 256])):
-            with Subscriber(publisher.address, parts(into), staged=staged) as subscriber:
-                into.fill_bytes(0)
-                sizes.clear()
-                subscriber.update(30)
-                assert sizes == right
-                right = x.copy()
-                right[128:192], right[256:] = 0, 0
-                assert (into.numpy() == right).all()
-
-
-def test_copies_stay_within_an_allocation(memory):
-    """CUDA refuses others, also where two allocations are neighbours."""
-    memory.cu.cuMemGetAddressRange = lambda pointer: (0, pointer & ~1023, 1024)
-    runs = [Run(2048 + at, 4096 + at, 512) for at in range(0, 2048, 512)]
-    assert merged(runs) == [Run(2048, 4096, 1024), Run(3072, 5120, 1024)]
+    right = x.copy()
+    right[128:192], right[256:] = 0, 0
+    with (
+        Publisher(None, parts(source)) as publisher,
+        Subscriber(publisher.address, parts(into), staged=staged) as subscriber,
+    ):
+        for version in range(1, 6):  # more than the publisher has buffers, each of which has tables of its own
+            publisher.publish(version)
+            into.fill_bytes(0)
+            copies.clear()
+            subscriber.update(30)
+            assert (into.numpy() == right).all()
+        assert copies == [into.nbytes]  # that of numpy()
 
 
 def test_memory_is_freed(memory):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from kos.comm import Communicator
+from kos.comm.work import Work
 from kos.memory.array import Array
 from kos.testing.conformance.model import MOVING, REDUCING
 
@@ -23,6 +26,8 @@ class OnGPU:
     def __init__(self, comm: Communicator) -> None:
         assert comm.device is not None
         self.comm, self.device = comm, comm.device
+        self._batched: list[Callable[[], None]] | None = None
+        """In a batch, what copies the results of its calls back."""
 
     @property
     def timeout(self) -> float:
@@ -41,6 +46,18 @@ class OnGPU:
     def split(self, color: int | None, key: int = 0) -> OnGPU | None:
         part = self.comm.split(color, key)
         return None if part is None else OnGPU(part)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """A batch of the communicator, whose results come back when the block ends."""
+        self._batched = batched = []
+        try:
+            with self.comm.batch():
+                yield
+        finally:
+            self._batched = None
+        for copy_back in batched:
+            copy_back()
 
     def __enter__(self) -> OnGPU:
         return self
@@ -75,13 +92,42 @@ class OnGPU:
         counts = {"all_to_all_v": (1, 2)}.get(name, (1,) if name.endswith("_v") else ())
         given = [x if index in counts else there(x) for index, x in enumerate(arguments)]
         result = getattr(self.comm, name)(*given, **{key: there(x) for key, x in options.items()})
-        for whole, copy in copies.values():
-            if whole.flags.writeable:
-                whole.reshape(-1)[...] = copy.numpy()
-        for x, view in pairs:
-            if result is view:
-                return x
-        return result.numpy() if isinstance(result, Array) else result
+
+        def copy_back() -> None:
+            for whole, copy in copies.values():
+                if whole.flags.writeable:
+                    whole.reshape(-1)[...] = copy.numpy()
+
+        def here(result: Any) -> Any:
+            """The ndarray that belongs to a result."""
+            same = next((x for x, view in pairs if result is view), None)
+            return same if same is not None else result.numpy() if isinstance(result, Array) else result
+
+        def finish() -> Any:
+            copy_back()
+            return here(result.wait())
+
+        if isinstance(result, Work):
+            return InFlight(result, finish)
+        if self._batched is None:
+            copy_back()
+        else:
+            self._batched.append(copy_back)
+        return here(result)
+
+
+class InFlight:
+    """A Work whose results come back when ``wait`` is called."""
+
+    def __init__(self, work: Work[Any], result: Callable[[], Any]) -> None:
+        self._work, self._result = work, result
+
+    def wait(self, *arguments: Any) -> Any:
+        self._work.wait(*arguments)
+        return self._result()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def address(x: np.ndarray) -> int:
