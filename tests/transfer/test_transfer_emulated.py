@@ -99,8 +99,9 @@ def test_an_array_without_elements():
 
 
 @pytest.mark.parametrize("sizes", [[1], [15, 16, 17], [(256 << 10) + 3, 4096, 2], [300_000] * 3], ids=str)
-def test_one_kernel_copies_runs_of_any_size_and_alignment(rng, sizes):
+def test_one_kernel_copies_runs_of_any_size_and_alignment(sizes):
     """Units of 16 bytes to 1, by the alignment of both places; nothing beside the runs is written."""
+    rng = np.random.default_rng()
     data, poison = (rng.integers(0, 256, 1 << 20, np.uint8) for _ in range(2))
     for shift in (0, 1, 2, 4, 8, 16):
         source, target = Array.from_numpy(data, 0), Array.from_numpy(poison, 0)

@@ -4,23 +4,24 @@
 #include "types.cuh"
 
 template <class T> __device__ void copy_units(T* to, const T* from, u64 count) {
-    constexpr int AT_ONCE = 8;  // loads of a thread in flight: the memory of another GPU is far away
+    constexpr int BURST = 8;  // loads of a thread in flight: the memory of another GPU is far away
     const u64 step = blockDim.x;
     u64 i = threadIdx.x;
-    for (; i + (AT_ONCE - 1) * step < count; i += AT_ONCE * step) {
-        T held[AT_ONCE];
+    for (; i + (BURST - 1) * step < count; i += BURST * step) {
+        T held[BURST];
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) held[n] = from[i + n * step];
+        for (int n = 0; n < BURST; ++n) held[n] = from[i + n * step];
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) to[i + n * step] = held[n];
+        for (int n = 0; n < BURST; ++n) to[i + n * step] = held[n];
     }
     for (; i < count; i += step) to[i] = from[i];
 }
 
 template <class T> __device__ void copy_piece(u64 to, u64 from, u64 nbytes) {
+    using Byte = unsigned char;
     const u64 count = nbytes / sizeof(T), done = count * sizeof(T);
     copy_units(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(from), count);
-    copy_units(reinterpret_cast<unsigned char*>(to + done), reinterpret_cast<const unsigned char*>(from + done), nbytes - done);
+    copy_units(reinterpret_cast<Byte*>(to + done), reinterpret_cast<const Byte*>(from + done), nbytes - done);
 }
 
 extern "C" __global__ void copy_runs(u64 table, u64 pieces) {
