@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -24,11 +24,12 @@ class _Driver:
         try:
             from cuda.bindings import __version__, driver
         except ImportError as error:
-            reason = f"the CUDA packages are not installed: {install('cuda')}"
-            raise BackendUnavailable(f"CUDA: {reason}") from error
+            raise BackendUnavailable(f"CUDA: the CUDA packages are not installed: {install('cuda')}") from error
         if int(__version__.partition(".")[0]) < 13:  # kos has not run on an older one
             got = f"got cuda-bindings {__version__}"
             raise BackendUnavailable(f"CUDA: expected the packages of CUDA 13, {got}: {install('cuda')}")
+        if importlib.util.find_spec("cuda.core") is None:  # torch requires the bindings only
+            raise BackendUnavailable(f"CUDA: the package cuda-core is not installed: {install('cuda')}")
         self.__dict__.update(vars(driver))
         return getattr(driver, name)
 

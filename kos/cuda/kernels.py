@@ -188,6 +188,7 @@ def read_sources(path: Path) -> tuple[str, dict[str, str]]:
 def nvrtc_version() -> tuple[int, int]:
     """Version of the compiler. Raises BackendUnavailable if there is none."""
     try:
+        from cuda import core  # noqa: F401 -- torch installs the bindings alone
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()

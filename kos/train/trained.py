@@ -251,7 +251,7 @@ def _ops_of(device: str, tp: Axis) -> tuple[Any, np.dtype]:
     name, _, number = device.partition(":")
     if name != "cuda" or not (number.isdecimal() or device == "cuda"):
         raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    if tp.comm is not None:
+    if tp.group is not None:
         if tp.comm.device is None or number not in ("", str(tp.comm.device)):
             raise ConfigError(f"device: expected cpu, or the GPU of the communicator, got {device!r} with {tp.comm!r}")
         number = str(tp.comm.device)

@@ -141,6 +141,22 @@ def test_packages_of_cuda_12(tmp_path):
     assert said.count(f"expected the packages of CUDA 13, got cuda-bindings 12.9.10: {install('cuda')}") == 2
 
 
+_BINDINGS_ALONE = """
+import types
+sys.modules["cuda.bindings"].__version__ = "13.0.0"
+sys.modules["cuda"] = types.ModuleType("cuda")
+sys.modules["cuda"].__path__ = []
+"""
+
+
+@pytest.mark.usefixtures("all_visible")
+def test_torch_installs_the_bindings_without_cuda_core(tmp_path):
+    (tmp_path / "libcuda.so.1").write_bytes(_some_library())
+    path = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    said = _say(_OTHER_BINDINGS + _BINDINGS_ALONE, LD_LIBRARY_PATH=path)
+    assert said.count(f"the package cuda-core is not installed: {install('cuda')}") == 2
+
+
 @pytest.fixture
 def machine(all_visible, monkeypatch):
     """A machine with one GPU, the ``version`` of its driver, and how packages are imported."""

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kos.cuda
 import kos.train
-from kos.errors import CheckpointError, InvalidArgument, TrainingError
+from kos.errors import BackendUnavailable, CheckpointError, InvalidArgument, TrainingError
 from kos.train import checkpoint, sample
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
 from kos.train.generate import Sampling, Uncached, generate, sample_text
@@ -33,6 +34,20 @@ def run(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
     _train(text, out, steps=3, eval_batches=1, tokenizer="chars", save_every=1)
     return out
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_a_model_is_loaded_on_the_gpu_that_is_named(run, device, monkeypatch):
+    asked = list[int]()
+
+    def none(index):
+        asked.append(index)
+        raise BackendUnavailable("CUDA: no GPU")
+
+    monkeypatch.setattr(kos.cuda, "device_info", none)
+    with pytest.raises(BackendUnavailable, match="no GPU"):
+        kos.train.load(run, device)
+    assert asked == [3 if device == "cuda:3" else 0]
 
 
 def test_loss_logits_and_text_of_a_run(run, text, capsys):
