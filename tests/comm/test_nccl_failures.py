@@ -3,6 +3,7 @@
 import itertools
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, of_nccl
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
+from tests.comm.tcp_ranks import ROOT
 from tests.comm.works import work_of
+from tests.launcher import run_program
 
 SIZE = 3
 
@@ -57,6 +60,27 @@ def test_a_call_that_does_not_return_ends_in_time(gpu, /, fake):
     assert aborted.is_set()
     with pytest.raises(CollectiveError, match="failed before"):
         gpu.comm.all_reduce(x)
+
+
+EXITS = """
+import time, pytest
+from tests.comm.fake_nccl import FakeRanks, no_gpu
+
+def abort(comm):
+    time.sleep(2)  # longer than the end of a communicator waits for it
+    print("aborted", flush=True)
+
+with pytest.MonkeyPatch.context() as patch, no_gpu(patch) as fake:
+    fake.comm_abort = abort
+    FakeRanks(1).run(lambda gpu: gpu.comm.abort())
+    print("exits", flush=True)
+"""
+
+
+def test_a_process_does_not_exit_during_an_abort():
+    """CUDA and NCCL free at the exit what the abort uses: the process would end by SIGSEGV."""
+    done = run_program(sys.executable, "-c", EXITS, cwd=ROOT)
+    assert (done.returncode, done.stdout.split()) == (0, ["exits", "aborted"]), done.stderr
 
 
 @needs_core
