@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from kos.cuda import streams
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.memory.buffer import as_buffer
+from kos.memory.buffer import as_buffer, handle_and_keeper
+from kos.memory.libraries import plain_array
 from kos.transfer.gpu import Copiers, Launch, whole
 from kos.transfer.placement import Arrays, Flat, Placement, aligned, current
 from kos.transfer.plan import Array as Described
@@ -52,18 +54,28 @@ class Held:
         """
         found = dict[tuple[int, int], str]()  # (device, stream) -> the name of an array
         for name, (array, _) in self._arrays.items():
-            buffer = as_buffer(current(array), name, self._writable)
-            if (buffer.device, buffer.address) != self._places[name] and self.flat[name].size:
-                device, address = self._places[name]
-                place = "the host" if device is None else f"cuda:{device}"
-                expected = f"the same memory as before ({place}, {address:#x})"
-                raise InvalidArgument(f"{name}: expected {expected}, got {buffer.place}, {buffer.address:#x}")
-            if buffer.device is not None and buffer.device in self.copiers:  # an empty array may have moved
-                found[buffer.device, buffer.stream] = name
+            place, stream = self._place_of(name, current(array))
+            if place != self._places[name] and self.flat[name].size:
+                was, now = (f"{'the host' if gpu is None else f'cuda:{gpu}'}, {address:#x}"
+                            for gpu, address in (self._places[name], place))  # fmt: skip
+                raise InvalidArgument(f"{name}: expected the same memory as before ({was}), got {now}")
+            if place[0] is not None and place[0] in self.copiers:  # an empty array may have moved
+                found[place[0], stream] = name
         for (gpu, stream), name in found.items():
             if streams.is_captured(stream):
                 raise InvalidArgument(f"{name}: expected a stream that is not being captured, got one that is")
             self.copiers[gpu].follow(stream)
+
+    def _place_of(self, name: str, array: Any) -> tuple[tuple[int | None, int], int]:
+        """The GPU and the address of an array, and its stream.
+
+        Every publish and update asks for each array: on a GPU without a Buffer, which takes some microseconds more.
+        """
+        on_gpu = array if type(array) is Array else None if type(array) is np.ndarray else plain_array(array)
+        if on_gpu is None or getattr(on_gpu.owner, "closed", False):
+            buffer = as_buffer(array, name, self._writable)
+            return (buffer.device, buffer.address), buffer.stream
+        return (on_gpu.device, on_gpu.pointer), handle_and_keeper(on_gpu.stream)[0]
 
     def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]]) -> None:
         """Copy arrays; on GPUs, queue the copies.  Each pair has a target and a source, one of which is this rank's.
