@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -64,6 +66,13 @@ def start_in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def wait_at_exit(future: Future[Any], seconds: float) -> None:
+    """Let the exit of the process wait until ``future`` is done, at most ``seconds``."""
+    waiting = partial(wait, [future], seconds)
+    atexit.register(waiting)
+    future.add_done_callback(lambda _: atexit.unregister(waiting))
 
 
 def call_with_timeout(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:

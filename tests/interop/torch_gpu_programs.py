@@ -77,7 +77,7 @@ def gpu_streams() -> dict[str, Any]:
     """Results follow a slow kernel before the operation, and readers on another stream follow the operation."""
     device, rank, size = device_of_rank("cuda"), dist.get_rank(), dist.get_world_size()
     expected, found = size * (size + 1) / 2, dict[str, Any]()
-    x, side = torch.empty(1 << 20, device=device), torch.cuda.Stream()
+    x, side = torch.empty(1 << 20, device=device).fill_(0), torch.cuda.Stream()  # loads the kernel that fills
     dist.all_reduce(x)
     dist.all_reduce(x, async_op=True).wait()
     torch.cuda.synchronize()

@@ -12,7 +12,6 @@ timeout, and raises its error.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -39,7 +38,7 @@ from kos.comm.gpu.routes import nothing
 from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction
-from kos.comm.waits import start_in_thread
+from kos.comm.waits import start_in_thread, wait_at_exit
 from kos.comm.work import Engine, Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
@@ -64,15 +63,8 @@ _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
 _PLAIN = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
 _FREE_SECONDS = 1.0
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 5.0  # that the exit of a process waits for an abort, which would end it by SIGSEGV
 _POLL_SECONDS = 0.02  # between two checks of the other ranks while a call of NCCL has not returned
-_aborts = set[Future[Any]]()  # that have not ended
-
-
-@atexit.register
-def _wait_for_aborts() -> None:
-    """As a process exits, CUDA and NCCL free what an abort still uses, and the process would end by SIGSEGV."""
-    wait(_aborts, _EXIT_SECONDS)
 
 
 class NCCLBackend(Backend):
@@ -233,8 +225,7 @@ class NCCLBackend(Backend):
 
     def _abort_comm(self, comm: Any) -> Future[Any]:
         ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
-        _aborts.add(ending)
-        ending.add_done_callback(_aborts.discard)
+        wait_at_exit(ending, _EXIT_SECONDS)
         ending.add_done_callback(self._aborted)
         return ending
 
