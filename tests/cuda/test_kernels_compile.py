@@ -208,6 +208,7 @@ COMM_CASES = [
     ("exchange.cu", {}, [b"exchange"]),
     ("all_gather.cu", {}, [b"all_gather", b"all_to_all"]),
     ("copy_box.cu", {"FROM": "float32", "TO": "bfloat16", "AXES": 2}, [b"copy_box"]),
+    ("copy_runs.cu", {}, [b"copy_runs"]),
     ("copy_box.cu", {"FROM": "bytes16", "TO": "bytes16", "AXES": 4}, [b"copy_box"]),
     ("quantize_blocks.cu", {}, [b"quantize_blocks"]),
     ("exchange.cu", {"WHOLE": 1}, [b"exchange"]),
