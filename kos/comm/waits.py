@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 CHECK_SECONDS = 0.1  # between two calls of ``look``
+EXIT_SECONDS = 5.0
+_awaited = set[Future[Any]]()  # by the exit of the process
 
 
 class Backoff:
@@ -68,11 +69,23 @@ def start_in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]
     return future
 
 
-def wait_at_exit(future: Future[Any], seconds: float) -> None:
-    """Let the exit of the process wait until ``future`` is done, at most ``seconds``."""
-    waiting = partial(wait, [future], seconds)
-    atexit.register(waiting)
-    future.add_done_callback(lambda _: atexit.unregister(waiting))
+def wait_at_exit(future: Future[Any]) -> None:
+    """Let the exit of the process wait until ``future`` is done, and the callbacks that it has by now have run.
+
+    It waits for all such futures together, at most ``EXIT_SECONDS``.
+    """
+    _awaited.add(future)
+    future.add_done_callback(_awaited.discard)
+
+
+@atexit.register  # early, and so it runs after the handlers that stop other threads
+def _wait_at_exit() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    while _awaited and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+os.register_at_fork(after_in_child=lambda: _awaited.clear())  # whose threads are not in the child
 
 
 def call_with_timeout(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:

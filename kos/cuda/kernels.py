@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import re
 import sys
@@ -188,13 +189,14 @@ def read_sources(path: Path) -> tuple[str, dict[str, str]]:
 def nvrtc_version() -> tuple[int, int]:
     """Version of the compiler. Raises BackendUnavailable if there is none."""
     try:
-        from cuda import core  # noqa: F401 -- torch installs the bindings alone
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise BackendUnavailable(f"NVRTC is not installed: {install('cuda')} ({reason})") from error
+    if importlib.util.find_spec("cuda.core") is None:  # torch requires the bindings only
+        raise BackendUnavailable(f"NVRTC needs the package cuda-core, which is not installed: {install('cuda')}")
     return major, minor
 
 

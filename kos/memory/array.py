@@ -54,7 +54,7 @@ class Array:
     The memory is used and freed in the order of ``stream`` (None: the legacy default stream); other libraries wait for
     it.  A stream that is given as a handle must outlive the array; a stream object is kept alive.
     Copies are asynchronous, and run on that stream unless the call names another one.  The caller orders them against
-    work on other streams.  When a copy from pageable host
+    work on other streams, also that of the array from which they copy.  When a copy from pageable host
     memory returns, that memory may change, but the bytes may not have reached the GPU; with ``pinned_empty`` neither
     has happened.  An array does not change: a view is another array.
     Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.
@@ -108,12 +108,14 @@ class Array:
         driver.require()
         if isinstance(source, Array):
             return source
+        waits = not (isinstance(stream, int) and stream == -1)
+        own = stream if waits else None
         if not hasattr(source, "__dlpack__"):
-            return cls._from_cuda_array_interface(source, stream)
+            return cls._from_cuda_array_interface(source, own, waits)
         kind, device = source.__dlpack_device__()
         if kind not in ON_GPU:
             raise InvalidArgument(f"from_dlpack: expected a CUDA device, got DLPack device {kind}:{device}")
-        handle = -1 if isinstance(stream, int) and stream == -1 else streams.handle(stream)
+        handle = streams.handle(stream) if waits else -1
         try:
             with driver.on_device(device):  # a library may take that stream for one of the current device
                 capsule = request_capsule(source, stream=handle)
@@ -121,10 +123,10 @@ class Array:
             raise InvalidArgument(f"from_dlpack: refused by {type(source).__name__}: {error}") from error
         tensor = import_capsule(capsule)
         place = tensor.pointer, tensor.shape, tensor.dtype, tensor.device
-        return cls(*place, owner=tensor, stream=stream, readonly=tensor.readonly)
+        return cls(*place, owner=tensor, stream=own, readonly=tensor.readonly)
 
     @classmethod
-    def _from_cuda_array_interface(cls, source: Any, stream: Any) -> Array:
+    def _from_cuda_array_interface(cls, source: Any, stream: Any, waits: bool) -> Array:
         interface = getattr(source, "__cuda_array_interface__", None)
         if interface is None:
             raise InvalidArgument(f"from_dlpack: expected an array on a GPU, got {type(source).__name__}")
@@ -133,7 +135,7 @@ class Array:
         if (strides := interface.get("strides")) is not None:
             check_contiguous(shape, tuple(strides), dtype.itemsize)
         device = driver.device_of(pointer) if pointer else 0
-        if interface.get("stream") is not None:
+        if waits and interface.get("stream") is not None:
             streams.order(interface["stream"], stream, device)
         return cls(pointer, shape, dtype, device, owner=source, stream=stream, readonly=readonly)
 

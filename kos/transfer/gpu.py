@@ -1,9 +1,9 @@
 """Copies of boxes (rectangular slices of arrays) to, from and between GPUs.
 
-A box that is contiguous on both sides and keeps its dtype is a run of bytes.  A copy engine copies a single run.  One
-kernel copies all runs that are queued together (``copy_runs.cu``): a copy engine pauses between two runs.  Another
-kernel copies all other boxes (``copy_box.cu``).  Data between a GPU and pageable host memory passes through pinned
-memory.
+A box that is contiguous on both sides and keeps its dtype is a run of bytes.  One kernel copies all runs of a version
+(``copy_runs.cu``), because a copy engine pauses between two runs.  It copies those that ``Copier.copy`` queues.
+Another kernel copies all other boxes (``copy_box.cu``).  Data between a GPU and pageable host memory passes through
+pinned memory.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _COPY_BOX, _COPY_RUNS = (Path(__file__).parents[1] / f"comm/gpu/kernels/copy_{na
 _AXES = 4  # of a box that one launch of the kernel copies, at most
 _THREADS, _MOST_BLOCKS = 256, 2048
 _RUN_THREADS, _RUN_BLOCKS = 512, 64  # the fewest blocks that reach the full rate within a GPU; between GPUs 16 do
+_LABEL = "table of kos.transfer"
 _RUN_PIECE = 256 << 10  # bytes of a run that one block copies at a time
 _UNITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "bytes16"}
 _SPINS, _POLL_SECONDS = 50, 2e-5  # no sleep at first, as Linux sleeps 5e-5 s longer than asked
@@ -61,7 +62,7 @@ class Runs:
             (run.target + start, run.source + start, min(_RUN_PIECE, run.nbytes - start))
             for run in runs for start in range(0, run.nbytes, _RUN_PIECE)
         ]  # fmt: skip
-        self._table = Array.from_numpy(np.array(pieces, np.uint64), device, stream=stream)
+        self._table = Array.from_numpy(np.array(pieces, np.uint64), device, stream=stream, label=_LABEL)
         kernel = load_kernel(_COPY_RUNS, "copy_runs", device)
         blocks = min(len(pieces), _RUN_BLOCKS)
         self._launch = kernel.bind(blocks, _RUN_THREADS, self._table.pointer, len(pieces))
@@ -130,6 +131,7 @@ class Copier:
         """Memory of the queued copies, which is kept alive until ``wait`` has seen their end."""
         with self._relaxed():
             self._stream = streams.create_stream(device)
+            load_kernel(_COPY_RUNS, "copy_runs", device)  # a later load would wait for the kernels that run then
 
     @contextmanager
     def _relaxed(self) -> Iterator[None]:

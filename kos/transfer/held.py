@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from kos.memory.array import Array
 from kos.memory.buffer import as_buffer, handle_and_keeper
 from kos.memory.libraries import plain_array
 from kos.transfer.gpu import Copiers, Launch, whole
-from kos.transfer.placement import Arrays, Flat, Placement, aligned, current
+from kos.transfer.placement import Arrays, Flat, Placement, current
 from kos.transfer.plan import Array as Described
 from kos.transfer.scales import BlockScales
 
@@ -72,7 +71,7 @@ class Held:
         Every publish and update asks for each array: on a GPU without a Buffer, which takes some microseconds more.
         """
         on_gpu = array if type(array) is Array else None if type(array) is np.ndarray else plain_array(array)
-        if on_gpu is None or getattr(on_gpu.owner, "closed", False):
+        if on_gpu is None or getattr(on_gpu.owner, "closed", False) or (self._writable and on_gpu.readonly):
             buffer = as_buffer(array, name, self._writable)
             return (buffer.device, buffer.address), buffer.stream
         return (on_gpu.device, on_gpu.pointer), handle_and_keeper(on_gpu.stream)[0]
@@ -90,23 +89,14 @@ class Held:
                 np.copyto(target, source)
 
     def staging(self, dtypes: Mapping[str, DType]) -> dict[str, Flat]:
-        """Uninitialised memory for the named arrays, in these dtypes.
-
-        The memory on each GPU is one allocation, as on a publisher, so that neighbouring arrays are copied together.
-        """
-        found, on_gpus = dict[str, Flat](), dict[int, list[str]]()
+        """Uninitialised memory for the named arrays, in these dtypes."""
+        found = dict[str, Flat]()
         for name, dtype in dtypes.items():
             flat = self.flat[name]
             if isinstance(flat, Array):
-                on_gpus.setdefault(flat.device, []).append(name)
+                found[name] = Array.empty((flat.size,), dtype, flat.device, label="staging memory of kos.transfer")
             else:
                 found[name] = np.empty(flat.size, dtype.numpy)
-        for device, names in on_gpus.items():
-            sizes = (aligned(self.flat[name].size * dtypes[name].itemsize) for name in names)
-            starts = [*accumulate(sizes, initial=0)]
-            memory = Array.empty((starts[-1],), "uint8", device, label="staging memory of kos.transfer")
+        for device in {each.device for each in found.values() if isinstance(each, Array)}:
             streams.synchronize(None, device)  # from now on, every stream may use the memory
-            for name, start in zip(names, starts, strict=False):
-                place = memory.pointer + start
-                found[name] = Array(place, (self.flat[name].size,), dtypes[name], device, owner=memory)
         return found

@@ -75,12 +75,50 @@ with pytest.MonkeyPatch.context() as patch, no_gpu(patch) as fake:
     FakeRanks(1).run(lambda gpu: gpu.comm.abort())
     print("exits", flush=True)
 """
+LATE = """
+import atexit, os, time
+from kos.comm.waits import start_in_thread, wait_at_exit
+
+def begin():
+    future = start_in_thread(lambda: time.sleep(0.3))
+    future.add_done_callback(lambda _: (time.sleep(0.3), print("freed", flush=True)))
+    wait_at_exit(future)
+
+{}
+"""
+BEGINS = {"at the exit": "atexit.register(begin)", "before": "begin()"}
+NEVER = """
+import os
+from kos.comm import waits
+
+for _ in range(500):
+    waits.wait_at_exit(waits.Future())
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    waits.EXIT_SECONDS = 0.5  # of all together
+else:
+    waits.EXIT_SECONDS = 1e6  # what its parent has begun never ends here
+print("exits")
+"""
 
 
 def test_a_process_does_not_exit_during_an_abort():
     """CUDA and NCCL free at the exit what the abort uses: the process would end by SIGSEGV."""
     done = run_program(sys.executable, "-c", EXITS, cwd=ROOT)
     assert (done.returncode, done.stdout.split()) == (0, ["exits", "aborted"]), done.stderr
+
+
+@pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
+def test_an_exit_waits_for_what_follows_an_abort(begin):
+    """Also for an abort that a handler of the exit begins."""
+    done = run_program(sys.executable, "-c", LATE.format(begin), cwd=ROOT)
+    assert (done.returncode, done.stdout.split()) == (0, ["freed"]), done.stderr
+
+
+def test_aborts_that_do_not_end_delay_an_exit_once():
+    """And not at all that of a process which was forked meanwhile.  Otherwise this program reaches its limit."""
+    done = run_program(sys.executable, "-c", NEVER, cwd=ROOT)
+    assert (done.returncode, done.stdout.split()) == (0, ["exits"] * 2), done.stderr
 
 
 @needs_core

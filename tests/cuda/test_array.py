@@ -1,6 +1,7 @@
 """Array: NumPy in and out for every dtype, views, copies, and memory shared with other libraries."""
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,13 +9,14 @@ from cuda_ranks import KERNELS
 
 from kos import cuda
 from kos.comm.gpu.works import PooledEvent
-from kos.cuda import streams
+from kos.cuda import driver, streams
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, OutOfMemory
 from kos.memory import dlpack, ipc
 from kos.memory.array import Array, as_dtype
 from kos.memory.pool import MemoryPool, pinned_empty, pool_of
 from tests.comm.fake_nccl import no_gpu
+from tests.interop.every_operation import OnlyDLPack
 
 FLOAT32 = DTYPES["float32"]
 
@@ -204,6 +206,21 @@ def test_copies_run_on_the_stream_of_the_array(copy, monkeypatch):
             seen.clear()
             copy(array, stream)
             assert seen and {*seen} == {used}
+
+
+@pytest.mark.parametrize("library", ["DLPack", "CUDA array interface"])
+def test_memory_that_is_shared_in_order_has_the_legacy_stream(library, monkeypatch):
+    """``stream=-1`` is no stream on which its copies could run."""
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(driver, "require", lambda: None)
+        made = Array.from_numpy(np.ones(4, np.float32), 0)
+        source = SimpleNamespace(__cuda_array_interface__=made.__cuda_array_interface__)
+        if library == "DLPack":
+            source = OnlyDLPack(made)
+        else:
+            monkeypatch.setattr(driver, "device_of", lambda pointer: 0)
+        shared = Array.from_dlpack(source, stream=-1)
+        assert shared.stream is None and (shared.numpy() == 1).all()
 
 
 @pytest.mark.gpu

@@ -63,7 +63,6 @@ _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
 _PLAIN = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
 _FREE_SECONDS = 1.0
-_EXIT_SECONDS = 5.0  # that the exit of a process waits for an abort, which would end it by SIGSEGV
 _POLL_SECONDS = 0.02  # between two checks of the other ranks while a call of NCCL has not returned
 
 
@@ -225,8 +224,8 @@ class NCCLBackend(Backend):
 
     def _abort_comm(self, comm: Any) -> Future[Any]:
         ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
-        wait_at_exit(ending, _EXIT_SECONDS)
         ending.add_done_callback(self._aborted)
+        wait_at_exit(ending)  # which would free memory in use: the process would end by SIGSEGV
         return ending
 
     def _abort_joined(self, joining: Future[Any]) -> None:

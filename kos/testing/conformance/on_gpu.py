@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator
+from kos.comm.persistent import Batch
 from kos.comm.work import Work
 from kos.memory.array import Array
 from kos.testing.conformance.model import MOVING, REDUCING
@@ -48,12 +49,15 @@ class OnGPU:
         return None if part is None else OnGPU(part)
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
-        """A batch of the communicator, whose results come back when the block ends."""
+    def batch(self, **options: Any) -> Iterator[Batch]:
+        """A batch of the communicator that waits, whose results come back when the block ends.
+
+        Its calls take ``out``: what they make is not there before.
+        """
         self._batched = batched = []
         try:
-            with self.comm.batch():
-                yield
+            with self.comm.batch(**options) as batch:
+                yield batch
         finally:
             self._batched = None
         for copy_back in batched:
@@ -111,9 +115,11 @@ class OnGPU:
             return InFlight(result, finish)
         if self._batched is None:
             copy_back()
-        else:
-            self._batched.append(copy_back)
-        return here(result)
+            return here(result)
+        self._batched.append(copy_back)
+        found = here(result)
+        assert any(found is x for x, _ in pairs) or found is None, f"{name} in a batch on GPUs: expected out="
+        return found
 
 
 class InFlight:
@@ -122,8 +128,8 @@ class InFlight:
     def __init__(self, work: Work[Any], result: Callable[[], Any]) -> None:
         self._work, self._result = work, result
 
-    def wait(self, *arguments: Any) -> Any:
-        self._work.wait(*arguments)
+    def wait(self, *arguments: Any, **options: Any) -> Any:
+        self._work.wait(*arguments, **options)
         return self._result()
 
     def __getattr__(self, name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 
@@ -85,7 +84,6 @@ def _usable_gpu(comm: Communicator) -> str:
 
         nvrtc_version()
         cublaslt._library()
-        importlib.import_module("cuda.core")
     except ImportError as error:
         return f"\nexpected its packages ({install('cuda')}), got: {error}"
     except KosError as error:
