@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def test_bounds(monkeypatch, capsys):
 def test_the_table_of_costly_tests_names_tests():
     for row in costly():
         file, test = row.split("::")
-        assert f"\ndef {test}(" in (ROOT / file).read_text(), row
+        written = f"\ndef {test}(" in (ROOT / file).read_text()
+        assert written or hasattr(import_module(file.removesuffix(".py").replace("/", ".")), test), row
 
 
 def test_the_stub_is_current():
