@@ -8,14 +8,16 @@ import shlex
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from functools import cache
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import pytest
 
 from kos import cuda
 from kos.bench import report
-from tests.run import ROOT, WITH_GPUS, WITH_MPI, heed_sigint
+from tests.run import ROOT, WITH_GPUS, WITH_MPI, costly, heed_sigint
 
 heed_sigint()  # for the tests that send it to programs that they start
 
@@ -26,11 +28,23 @@ def mentions_torch(item: pytest.Item) -> bool:
     return any("torch" in name for name in names if isinstance(name, str))
 
 
+def mark_costly(items: list[pytest.Item]) -> None:
+    """Mark `slow` what the table leaves out; the cases that stay are drawn by their names, the same ones anywhere."""
+    seen = Counter[tuple[str, bool]]()
+    for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
+        name, marks = item.nodeid.partition("[")[0], {mark.name for mark in item.iter_markers()}
+        if name in costly() and not marks & {"slow", "gpu"}:
+            seen[name, "mpi" in marks] += 1
+            if seen[name, "mpi" in marks] > costly()[name]:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     known = {ROOT / file for file in WITH_MPI + WITH_GPUS}
     elsewhere = {i.path for i in items if i.get_closest_marker("mpi")} - known
     if elsewhere:
         raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")
+    mark_costly(items)
     on_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpus and (reason := cuda.unavailable()):
         for item in on_gpus:

@@ -11,6 +11,7 @@ Each stage has a deadline, so a hang fails instead of lasting.  Rank 0's output 
 lies in build/test/ and its end is shown when they fail.
 """
 
+import functools
 import os
 import resource
 import shutil
@@ -38,7 +39,7 @@ os.environ["XDG_CACHE_HOME"] = str(ROOT / "build" / "cache")
 REPORTS = ROOT / "build" / "test"
 # Seconds, over thrice what 2 busy cores take; a stage has twice as many with --all.
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 2400, 900, 180
-WAITING = 2  # workers more than cores: many tests wait for a process or for a timeout
+WAITING = 4  # workers more than cores: most tests wait for a process or for a timeout
 NEVER_STARTED = 213  # Open MPI 5 found files of a killed mpirun with the same process id; no rank has run
 MPI_SIZES = (2, 4)
 MORE_MPI_SIZES = (2, 3, 4)  # with --all
@@ -94,6 +95,13 @@ EMULATED = (
 HALVES = (["tests/comm"], ["--ignore=tests/comm"])  # of the tests: each takes about as long to compile
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 COUNTS = ("tests", "failures", "errors", "skipped")
+
+
+@functools.cache
+def costly() -> dict[str, int]:
+    """How many cases `make test` runs of each test in the table of costly ones."""
+    rows = [line.split() for line in (ROOT / "tests" / "costly.txt").read_text().splitlines() if line[0] != "#"]
+    return {f"tests/{name}": int(count) for count, name in rows}
 
 
 def report_name(stage: str, rank: int) -> str:

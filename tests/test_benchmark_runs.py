@@ -368,7 +368,6 @@ def test_training_beside_8_bits(tmp_path):
 
 
 @needs_mpirun
-@pytest.mark.slow
 def test_between_two_hosts(tmp_path):
     try:
         with two_hosts(tmp_path, "1gbit"):

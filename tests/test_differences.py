@@ -119,7 +119,6 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize("program", ["torch", "mpi4py"])
 def test_what_the_page_says_of_others(tmp_path, program):

@@ -234,7 +234,6 @@ def test_a_hostfile(tmp_path):
     assert "rank 1 of 2 on mpi" in output(done)
 
 
-@pytest.mark.slow
 @needs("kos.interop.torch")
 @needs("torch")
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
@@ -264,7 +263,6 @@ def test_torch_under_mpirun_names_the_right_command(name):
     assert f"expected a number, got none; start with torchrun --nproc-per-node 2 examples/{name}" in done.stderr
 
 
-@pytest.mark.slow
 @needs("ray")
 def test_ray(tmp_path):
     done = run_program(sys.executable, str(EXAMPLES / "ray_actors.py"), env=environment(), cwd=tmp_path)

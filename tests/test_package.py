@@ -167,7 +167,6 @@ def dist(tmp_path_factory):
     return folder / built.stdout.split()[-1], sdist
 
 
-@pytest.mark.slow
 def test_both_hold_every_file_of_kos_and_no_other(dist):
     wheel, sdist = dist
     files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "kos"], cwd=ROOT, capture_output=True)
@@ -186,7 +185,6 @@ def test_both_hold_every_file_of_kos_and_no_other(dist):
     assert not [name for name in packed if name.startswith(("tests/", "benchmarks/"))]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None or shutil.which("cc") is None, reason="needs make and a C compiler")
 def test_make_wheels_builds_one_with_the_core_and_a_pure_one_and_the_sdist():
     """The wheels have the same files but the core; no symbol is newer than manylinux allows."""
@@ -203,7 +201,6 @@ def test_make_wheels_builds_one_with_the_core_and_a_pure_one_and_the_sdist():
     assert files[0] - files[1] == {"kos/_core/native.abi3.so"} and files[1] < files[0]
 
 
-@pytest.mark.slow
 def test_a_wheel_built_without_a_compiler_works_without_the_core(dist, tmp_path):
     [unpacked] = (dist[0].parent / "unpacked").iterdir()
     for built in ("build", "kos/_core/native.abi3.so"):
@@ -222,7 +219,6 @@ def test_a_wheel_built_without_a_compiler_works_without_the_core(dist, tmp_path)
     assert why.startswith("the compiled core was not built: ")
 
 
-@pytest.mark.slow
 def test_an_installed_wheel_passes_the_trial_of_releases(dist, tmp_path):
     """In a venv that has the packages kos depends on, from this Python, and kos from the wheel alone."""
     venv = tmp_path / "venv"
@@ -239,7 +235,6 @@ def test_an_installed_wheel_passes_the_trial_of_releases(dist, tmp_path):
     assert tried.returncode == 0 and tried.stdout.endswith("\npassed\n"), tried.stdout + tried.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_the_sdist_installs_without_an_index(dist, tmp_path):
     """In an environment of its own, with nothing but the build requirements, which were downloaded before."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests import run as stages
 from tests.forked import python
 from tests.launcher import OUTSIDE, needs_mpirun, run_program
 from tests.random_mutations import defects, replaced
-from tests.run import ROOT
+from tests.run import ROOT, costly
 
 PYTHON = '''"""A docstring
 of two lines."""
@@ -80,6 +81,13 @@ def test_bounds(monkeypatch, capsys):
         assert bound.value <= bound.most, bound
     assert "exceeded" not in printed
     print(printed)
+
+
+def test_the_table_of_costly_tests_names_tests():
+    for row in costly():
+        file, test = row.split("::")
+        written = f"\ndef {test}(" in (ROOT / file).read_text()
+        assert written or hasattr(import_module(file.removesuffix(".py").replace("/", ".")), test), row
 
 
 def test_the_stub_is_current():

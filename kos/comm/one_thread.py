@@ -26,7 +26,7 @@ from kos.errors import CollectiveError, CollectiveMismatch
 
 _HERE = str(Path(__file__).parent)
 _KOS, _PYTHON = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib")))
-_GRACE_SECONDS = 0.1
+GRACE_SECONDS = 0.1
 """Seconds that a call which differs from those of other ranks waits for a second thread of this rank: it may be the
 cause."""
 
@@ -60,7 +60,7 @@ def raise_if_two_threads(comm: Any) -> None:
 
     Threads that begin in different orders on different ranks cause such a mismatch.
     """
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + GRACE_SECONDS
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
     if any(not each.name.startswith("kos-") for each in others):
         while comm._two_threads is None and time.monotonic() < deadline:

@@ -16,7 +16,7 @@ from typing import Any
 from kos.errors import CollectiveTimeout, KosError, from_record, to_record
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
-_ANSWER_SECONDS = 1.0  # in which a waiting rank answers a query, also on a busy machine
+ANSWER_SECONDS = 1.0  # in which a waiting rank answers a query, also on a busy machine
 _FORWARD_SECONDS = 1.0  # in which the hub forwards a query
 _MOST_ASKED = 128  # ranks: each answer goes to all
 
@@ -47,7 +47,7 @@ class PeerStatus:
         self.last: KosError | None = None
         self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
-        self._asked = self._answered = self._queried = -_ANSWER_SECONDS * 2  # when this rank sent, answered or got one
+        self._asked = self._answered = self._queried = -ANSWER_SECONDS * 2  # when this rank sent, answered or got one
         self._silent = list[int]()  # the ranks to name because the hub did not forward the last query
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
@@ -111,7 +111,7 @@ class PeerStatus:
     def _answer(self) -> None:
         """Answer the last query, unless it is answered or too old, or this rank waits for no rank."""
         now = time.monotonic()
-        due = now < self._queried + _ANSWER_SECONDS and now > self._answered + _ANSWER_SECONDS
+        due = now < self._queried + ANSWER_SECONDS and now > self._answered + ANSWER_SECONDS
         if due and (waits := self._awaits()) is not None:
             self._answered = now
             self._send_notice("waits", waits)
@@ -172,7 +172,7 @@ class PeerStatus:
         plane, now = self._plane(), time.monotonic()
         if plane is None or len(plane.failures.world) > _MOST_ASKED:
             return []
-        if now > self._asked + 2 * _ANSWER_SECONDS:
+        if now > self._asked + 2 * ANSWER_SECONDS:
             self._silent = plane.send_notice("query", None, _FORWARD_SECONDS)
             self._asked = time.monotonic()
         return [] if self.runs(plane.failures.world[0]) else self._silent
@@ -181,9 +181,9 @@ class PeerStatus:
         """The ranks that a queried rank waits for, by its answer; None if it has ended, is stopped or is computing."""
         while not self.ended(rank) and rank not in self.failures:
             now, (came, waits) = time.monotonic(), self._answers.get(rank, (0.0, None))
-            if waits is not None and came > self._asked - _ANSWER_SECONDS and now < self._asked + 2 * _ANSWER_SECONDS:
+            if waits is not None and came > self._asked - ANSWER_SECONDS and now < self._asked + 2 * ANSWER_SECONDS:
                 return waits
-            if self._silent or now > self._asked + _ANSWER_SECONDS:
+            if self._silent or now > self._asked + ANSWER_SECONDS:
                 break
             time.sleep(0.001)
         return None

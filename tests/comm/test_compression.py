@@ -18,7 +18,8 @@ from tests.comm.ranks import on_each_rank
 from tests.comm.test_operations import COMPRESSED
 
 formats = pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
-dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda t: t.__name__)
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: t.__name__)
 
 
 def decoded(form: Format, x: np.ndarray) -> np.ndarray:
@@ -75,19 +76,19 @@ def test_small_scales_and_the_rounding_to_the_dtype_count(form, dtype, size, see
     assert (error <= after).all() and (error > (before if size else wide / 250)).any()
 
 
-HOSTS = pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2)], ids=str)
+HOSTS = [(2, 2), (3, 3), (2, 2, 2)]
+PAIRS = [(form, t, HOSTS[(i + j) % 3]) for i, form in enumerate(FORMATS.values()) for j, t in enumerate(DTYPES)]
+on_hosts = pytest.mark.parametrize("hosts", HOSTS, ids=str)
 
 
-@HOSTS
+@on_hosts
 @dtypes
 def test_errors_between_hosts_are_within_the_bounds(dtype, hosts, seed):
     """Each host's sum is encoded once, and the sum of these once: a bound of each, whatever the ranks of a host."""
     spawn(lambda comm: errors_are_within_the_bounds(comm, seed, np.dtype(dtype)), sum(hosts), hosts=hosts)
 
 
-@formats
-@dtypes
-@HOSTS
+@pytest.mark.parametrize(("form", "dtype", "hosts"), PAIRS, ids=lambda x: getattr(x, "__name__", getattr(x, "name", x)))
 def test_bits_between_hosts(form, dtype, hosts, seed):
     """Exact sums in rank order within the hosts, of which only the hosts' are compressed; with error feedback too."""
 
@@ -121,7 +122,7 @@ def test_in_rank_order_all_ranks_of_hosts_compress(seed):
     assert one == of_one == of_several != several
 
 
-@HOSTS
+@on_hosts
 @pytest.mark.parametrize("count", [1, 64, 1000, 4096 + 65])
 def test_feedback_of_an_all_reduce(count, hosts, seed):
     """What is lost comes back: the sum of many calls is nearer to the exact one than that of calls without feedback."""

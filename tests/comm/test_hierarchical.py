@@ -116,16 +116,18 @@ MOVED = (BF16, np.dtype(np.int64), np.dtype(np.int8))
 
 
 def suite() -> Iterator[Any]:
-    """Every operation with every dtype and reduce operation."""
-    for name in CARRIED:
+    """Every operation with every dtype and reduce operation: few of these in all layouts, the others by turns."""
+    for turn, name in enumerate(CARRIED):
         pairs: Any = REDUCTIONS if "reduce" in name else [(dtype, None) for dtype in ALL_DTYPES]
         for dtype, op in pairs:
-            slow = (dtype, op) not in FEW and (op is not None or dtype not in MOVED)
-            words = [name, dtype.name, *([] if op is None else [op.name])]
-            yield pytest.param(name, dtype, op, id="-".join(words), marks=pytest.mark.slow if slow else ())
+            turn += 1
+            few = (dtype, op) in FEW if op else dtype in MOVED
+            for layout in LAYOUTS if few else [LAYOUTS[turn % len(LAYOUTS)]]:
+                words = [str(layout), name, dtype.name, *([] if op is None else [op.name])]
+                yield pytest.param(layout, name, dtype, op, id="-".join(words), marks=() if few else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "dtype", "op"), [*suite()])
+@pytest.mark.parametrize(("ranks", "name", "dtype", "op"), [*suite()], indirect=["ranks"])
 def test_results(ranks, seed, name, dtype, op):
     ranks.run(lambda comm: results.correct(comm, seed, Step(name, dtype=dtype, op=op or ReduceOp.SUM)))
 

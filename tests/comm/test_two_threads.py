@@ -220,7 +220,7 @@ def at_once(comm: kos.Communicator, calls_before: int = 0) -> None:
 @pytest.fixture
 def patient(monkeypatch):
     """A thread may be late on a busy machine."""
-    monkeypatch.setattr("kos.comm.one_thread._GRACE_SECONDS", 30.0)
+    monkeypatch.setattr("kos.comm.one_thread.GRACE_SECONDS", 30.0)
 
 
 @pytest.mark.usefixtures("patient")

@@ -118,7 +118,6 @@ def run_ranks(ranks: int, path: str) -> str:
     return str(done.stdout)
 
 
-@pytest.mark.slow
 @needs_mpirun
 def test_within_jit(tmp_path):
     """In order, in loops, with large arrays; a failure is raised, and then raised again by kos."""
@@ -182,7 +181,6 @@ for number in range(example.STEPS):
 """
 
 
-@pytest.mark.slow
 @needs_mpirun
 def test_the_example_has_the_losses_of_shard_map(tmp_path):
     """Two kos ranks beside JAX's two devices of the CPU: the same bits, as float32 has nine digits."""

@@ -185,7 +185,6 @@ def run_program(tmp_path: Path, text: str, hook: str = "kos.interop.ray.register
 
 
 @needs_ray
-@pytest.mark.slow
 def test_actors_reduce_and_survive_the_death_of_one(tmp_path):
     run_program(
         tmp_path,
@@ -232,7 +231,6 @@ print("ok")
 
 
 @needs_ray
-@pytest.mark.slow
 def test_a_hook_of_a_module_sets_the_timeout(tmp_path):
     (tmp_path / "hooks.py").write_text("import kos.interop.ray\ndef register(): kos.interop.ray.register(timeout=3)\n")
     run_program(
@@ -253,7 +251,6 @@ print("ok")
 
 
 @needs_ray
-@pytest.mark.slow
 def test_actors_without_a_collective_group(tmp_path):
     """A rank that does not come is named; the address of a group whose rank 0 died is not used."""
     run_program(

@@ -62,7 +62,6 @@ def test_a_part_of_the_suite_passes(backend, most):
     assert sum(outcome == "passed" for outcome in outcomes.values()) >= most, outcomes
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("autograd")
 def test_the_suite_passes():

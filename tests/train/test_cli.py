@@ -172,7 +172,6 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(child) for child in children if b"kos.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [pytest.param("rank", marks=needs_core), "mpirun"])
 def test_kill_leaves_a_checkpoint_to_resume(text, tmp_path, victim):
     flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0", "--pp", "2"]

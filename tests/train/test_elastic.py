@@ -71,7 +71,6 @@ def short(text, tmp_path_factory):
     return train(text, tmp_path_factory.mktemp("short"), elastic=None, steps=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_every_operation(zero, text, tmp_path, short):
     """A rank ends before each operation after the first validation: in steps, in a validation and in checkpoints.
@@ -375,7 +374,6 @@ def test_processes_end_as_promised(tmp_path):
     assert codes[75] == kinds.count("leave") and codes[-9] == kinds.count("kill") + 2 * kinds.count("kill two"), found
 
 
-@pytest.mark.slow
 def test_an_error_of_all_is_told_by_the_rank_that_is_the_first_now(tmp_path):
     (text := tmp_path / "letters.txt").write_bytes(b"a few letters of a text " * 800)
     run = elastic_faults.Run(tmp_path / "run", text, "--elastic=4")

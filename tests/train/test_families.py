@@ -284,7 +284,6 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], li
     return losses, weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_LAYOUTS)
 def test_steps_beside_torch_in_every_layout(name):
     """On data with documents: ten on one rank, the first four of them in other layouts."""

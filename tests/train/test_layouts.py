@@ -79,7 +79,6 @@ def test_the_order_of_sums_shows(layout):
         check_bits(layout, 2, True, seq_len=length(layout.cp), deterministic=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(pp=2, tp=2), Layout(dp=2, tp=4)], ids=named)
 def test_float32(layout):
     """At a learning rate at which rounding does not grow from step to step."""

@@ -109,7 +109,6 @@ def _trackio_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
     return json.loads(config), {step: row["loss"] for step, row in values.items() if "loss" in row}
 
 
-@pytest.mark.slow
 def test_a_package_has_one_run_with_its_config(text, tmp_path):
     pytest.importorskip("trackio", reason="make test-all installs the extra trackio")
     rows = _interrupted_and_resumed(text, tmp_path / "run", "trackio")
