@@ -54,7 +54,7 @@ class OnGPU:
 
         Its calls take ``out``: what they make is not there before.
         """
-        self._batched = batched = []
+        self._batched = batched = list[Callable[[], None]]()
         try:
             with self.comm.batch(**options) as batch:
                 yield batch
