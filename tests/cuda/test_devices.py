@@ -189,7 +189,7 @@ def test_without_a_driver(code):
 @pytest.mark.usefixtures("all_visible")
 def test_a_driver_that_cannot_be_used(tmp_path):
     """In the words of who refused it: of the loader, or of the bindings, which miss what they need in a library."""
-    pytest.importorskip("cuda.bindings")
+    pytest.importorskip("cuda.core")
     library = tmp_path / "libcuda.so.1"
     library.write_bytes(b"")
     path = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"

@@ -111,11 +111,9 @@ class OnGPU:
             copy_back()
             return here(result.wait())
 
-        if isinstance(result, Work):
-            return InFlight(result, finish)
         if self._batched is None:
             copy_back()
-            return here(result)
+            return InFlight(result, finish) if isinstance(result, Work) else here(result)
         self._batched.append(copy_back)
         found = here(result)
         assert any(found is x for x, _ in pairs) or found is None, f"{name} in a batch on GPUs: expected out="
@@ -123,7 +121,7 @@ class OnGPU:
 
 
 class InFlight:
-    """A Work whose results come back when ``wait`` is called."""
+    """A Work whose results come back when it has started, as far as they are there, and again in ``wait``."""
 
     def __init__(self, work: Work[Any], result: Callable[[], Any]) -> None:
         self._work, self._result = work, result
