@@ -267,7 +267,7 @@ class FailureLog:
         """The error of the call ``what``, which waits for a lost rank.  It names the cause of the loss, if known.
 
         The cause is ``cause``, or else a failure of that rank within the last ``window`` seconds.  If the rank closed
-        its communicator in order, no earlier failure is the cause.
+        its communicator in order, only ``cause`` counts.
         """
         world = self.world[rank]
         cause = cause or self._failure_of(world, 0.0 if why == WHY_CLOSED else window)
