@@ -3,7 +3,8 @@
 A signature has everything that a call depends on but its memory: operation, dtype, shapes, reduce op, ranks, counts,
 options, flags or alignment, device.  ``_signature`` in ``collectives.py`` makes it: a new field of ``Operation`` must
 be added there, and to ``_values`` here if it must be equal on all ranks.  A backend prepares each signature once, and
-every call of it uses the result, on any arrays.  On GPUs the addresses in windows belong to the signature: kernels reach these windows on other ranks.
+every call of it uses the result, on any arrays.  On GPUs the addresses in windows belong to the signature: kernels
+reach these windows on other ranks.
 """
 
 from __future__ import annotations
