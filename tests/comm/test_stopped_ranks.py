@@ -16,7 +16,7 @@ from tests.forked import PATHS, python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 STOPS = """
-import os, signal, time
+import os, pathlib, signal, time
 import kos, numpy as np
 comm = kos.init("{backend}", timeout=30)  # a rank may be late on a busy machine
 comm.timeout = comm.rendezvous.timeout = 1
@@ -41,7 +41,9 @@ except kos.errors.KosError as error:
     print(type(error).__name__, error.ranks, error, flush=True)
     if "{way}" == "rendezvous":
         print("after", time.monotonic() - began, flush=True)
-time.sleep(0.5)  # the others look at the stopped rank
+pathlib.Path("{folder}", str(comm.rank)).touch()
+while len(list(pathlib.Path("{folder}").glob("[0-9]"))) < 2:  # the other one looks at the stopped rank; mpirun ends all
+    time.sleep(0.01)
 if comm.rank == (0 if {stopped} else 1):
     os.kill(pids[{stopped}], signal.SIGCONT)
 os._exit(0)
@@ -59,17 +61,17 @@ def check(output: str, way: str, stopped: int, errors: str = "") -> None:
 
 @needs_core
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
-def test_a_stopped_rank_on_tcp(way, stopped):
+def test_a_stopped_rank_on_tcp(tmp_path, way, stopped):
     began = time.monotonic()
-    results = run_processes(STOPS.format(backend="tcp", way=way, stopped=stopped, timeout=50), 3)
+    results = run_processes(STOPS.format(backend="tcp", way=way, stopped=stopped, timeout=50, folder=tmp_path), 3)
     check("".join(output for _, output in results), way, stopped)
     assert time.monotonic() - began < 40
 
 
 @needs_core
-def test_a_stopped_hub_is_not_awaited_longer_than_another_rank():
+def test_a_stopped_hub_is_not_awaited_longer_than_another_rank(tmp_path):
     """A rank knows that the process of its hub is stopped: it does not wait for the hub's report of late ranks."""
-    results = run_processes(STOPS.format(backend="tcp", way="rendezvous", stopped=0, timeout=1), 3)
+    results = run_processes(STOPS.format(backend="tcp", way="rendezvous", stopped=0, timeout=1, folder=tmp_path), 3)
     output = "".join(output for _, output in results)
     seconds = [float(line.split()[1]) for line in output.splitlines() if line.startswith("after")]
     assert len(seconds) == 2 and max(seconds) < 1 + GRACE_SECONDS - 0.5, output
@@ -81,7 +83,7 @@ def test_a_stopped_hub_is_not_awaited_longer_than_another_rank():
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
 def test_a_stopped_rank_on_mpi(tmp_path, way, stopped):
     path, began = tmp_path / "program.py", time.monotonic()
-    path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped, timeout=50))
+    path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped, timeout=50, folder=tmp_path))
     environment = {**OUTSIDE, "OPENBLAS_NUM_THREADS": "1"}
     done = run_program(MPIRUN, "-n", "3", *python(), str(path), env=environment, cwd="/")
     check(done.stdout, way, stopped, done.stderr)
