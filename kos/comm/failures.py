@@ -5,9 +5,10 @@ counts.  A cause takes precedence over its consequences: an error does not name 
 because of another rank.  So every rank of a job names the ranks that failed first.
 
 Backends, transports, the watchdog and the control plane **report** failures to the log.  Code that may have to raise
-calls ``raise_reported``.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter
-is the shared memory of a host, a transport, or the hub.  ``peer_status.py`` has the ranks that each rank waits for, and
-the last failure of each rank in any group.
+calls ``raise_reported``; on threads, it calls ``raise_reported`` and ``raise_end`` of ``ThreadGroup``.  The *reporters*
+of the log carry reports to the other ranks, and receive theirs.  A reporter is the shared memory of a host, a
+transport, or the hub.  ``peer_status.py`` has the ranks that each rank waits for, and the last failure of each rank in
+any group.
 
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 """
@@ -267,7 +268,7 @@ class FailureLog:
         """The error of the call ``what``, which waits for a lost rank.  It names the cause of the loss, if known.
 
         The cause is ``cause``, or else a failure of that rank within the last ``window`` seconds.  If the rank closed
-        its communicator in order, no earlier failure is the cause.
+        its communicator in order, only ``cause`` counts.
         """
         world = self.world[rank]
         cause = cause or self._failure_of(world, 0.0 if why == WHY_CLOSED else window)

@@ -42,7 +42,7 @@ class ThreadWorld:
         self.lock = threading.RLock()
         self.single = False  # a process without a launcher, which no newcomer can reach
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
-        self.failure: KosError | None = None  # of all groups
+        self.failure: KosError | None = None  # a deadlock, which every rank raises in any group
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
         known = PeerStatus()
@@ -89,7 +89,8 @@ class ThreadWorld:
 class ThreadGroup:
     """A group of ranks that are threads of this process.
 
-    Failures and ends of its ranks are in their failure logs, as on other backends; a report goes to the log of each.
+    Failures of its ranks, and the reasons of those that aborted or closed it, are in their failure logs, as on other
+    backends; a report goes to the log of each.  The ends of threads are in ``world.ends``.
     """
 
     def __init__(self, size: int, world: ThreadWorld | None = None, members: list[int] | None = None) -> None:

@@ -28,6 +28,7 @@ MOVING = (
     "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter",
     "scatter_v", "send_recv",
 )  # fmt: skip
+"""Those that move data, in host memory and on GPUs.  ``send_recv`` is last: groups of one rank leave it out."""
 IN_PLACE = ("all_reduce", "reduce", "scan", "exscan", "broadcast")
 GATHERING = ("all_gather", "all_gather_v", "gather", "gather_v")
 SCATTERING = ("reduce_scatter", "reduce_scatter_v", "scatter", "scatter_v")
