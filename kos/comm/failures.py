@@ -5,9 +5,10 @@ counts.  A cause takes precedence over its consequences: an error does not name 
 because of another rank.  So every rank of a job names the ranks that failed first.
 
 Backends, transports, the watchdog and the control plane **report** failures to the log.  Code that may have to raise
-calls ``raise_reported``.  The *reporters* of the log carry reports to the other ranks, and receive theirs.  A reporter
-is the shared memory of a host, a transport, or the hub.  ``peer_status.py`` has the ranks that each rank waits for, and
-the last failure of each rank in any group.
+calls ``raise_reported``; on threads, it calls ``raise_reported`` and ``raise_end`` of ``ThreadGroup``.  The *reporters*
+of the log carry reports to the other ranks, and receive theirs.  A reporter is the shared memory of a host, a
+transport, or the hub.  ``peer_status.py`` has the ranks that each rank waits for, and the last failure of each rank in
+any group.
 
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 """

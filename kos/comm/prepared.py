@@ -1,10 +1,10 @@
 """Prepared: how the calls of one signature run.  It starts them, each as a Work.
 
-A signature has everything that a call depends on but its memory: operation, dtype, shapes, reduce op, ranks, counts,
-options, flags or alignment, device.  ``_signature`` in ``collectives.py`` makes it: a new field of ``Operation`` must
-be added there, and to ``_values`` here if it must be equal on all ranks.  A backend prepares each signature once, and
-every call of it uses the result, on any arrays.  On GPUs the addresses in windows belong to the signature: kernels
-reach these windows on other ranks.
+``_signature`` in ``collectives.py`` computes the signature of a call.  It has everything that the call depends on
+except its memory, such as operation, dtype, shapes, reduce op, ranks, counts, options, flags or alignment, and device.
+A backend prepares each signature once, and every call of it uses the result, on any arrays.  On GPUs the addresses in
+windows belong to the signature, because kernels reach these windows on other ranks, and so does the address of a
+``residual``.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def spawn(
 
     If a rank raises, the others raise RankLost from their waits, or the failure because of which it raised.  The first
     error is raised here with a note that names the rank.  After ``timeout`` seconds every wait raises a
-    CollectiveTimeout that names the missing ranks.
-    If no rank waits then, ``spawn`` raises it and names the ranks that still run (threads cannot be killed).
+    CollectiveTimeout that names the missing ranks.  If no rank waits then, ``spawn`` raises it and names the ranks that
+    still run (threads cannot be killed).
 
     ``hosts=[2, 2]`` are ranks of pretended hosts: ranks 0 and 1 are on one and ranks 2 and 3 on another, as by
     ``KOS_HOST``.  ``comm.node``, local ranks and ``comm.split("host")`` follow, and ``comm.views`` is refused.

@@ -16,6 +16,7 @@ from kos.dtypes import DTYPES, dtype_of
 from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer
 from kos.testing import Fault, spawn
+from tests import stubs
 from tests.comm.ranks import on_each_rank
 
 
@@ -347,6 +348,10 @@ def _a_generator(comm: kos.Communicator) -> Iterator[None]:
 
 
 NOT_CHECKED = {"abort": ["reason"], "synchronize": []}
+
+
+def test_every_operation_has_correct_arguments():
+    assert {*stubs.RESULTS} <= {*RIGHT}
 
 
 @pytest.mark.parametrize(("name", "parameter"), [

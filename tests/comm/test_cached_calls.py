@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +20,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm import Persistent
-from kos.comm.operation import CORE_OPERATIONS
+from kos.comm.operation import CORE_OPERATIONS, Operation
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
@@ -440,3 +441,22 @@ def test_on_gpus(comm, /, seed):
 @pytest.mark.parametrize("seed", range(2))
 def test_on_one_gpu(gpu_alone, seed):
     gpu_alone(lambda comm, fake: Program(comm, seed, names_of(1), lambda step: step.name != "barrier").run())
+
+
+@on_each_rank(spawn, 3)
+def test_each_field_of_an_operation_is_in_its_signature(comm, /):
+    """Each call differs from an earlier one in one field on some rank, and is prepared by itself."""
+    done, prepare, me, call = list[Operation](), comm.backend.prepare, comm.rank, comm.all_reduce
+    comm.backend.prepare = lambda o: done.append(o) or prepare(o)
+    x, y, fixed = np.zeros(4, "f4"), np.zeros(4, "f4"), np.frombuffer(bytes(16), "f4")
+    for number, each in enumerate((
+        partial(call, x), partial(comm.scan, x), partial(call, x, ReduceOp.MAX), partial(call, x, deterministic=True),
+        partial(call, x, out=y), partial(call, fixed, out=y), *(partial(comm.reduce, x, root) for root in (0, 1)),
+        *(partial(comm.send_recv, x, y, (me + step) % 3, (me - step) % 3) for step in (1, 2)),
+        *(partial(comm.reduce_scatter_v, x, counts) for counts in ([1, 1, 2], [1, 2, 1])),
+        *(partial(comm.all_gather_v, x[: counts[me]], counts) for counts in ([1, 1, 2], [1, 2, 1])),
+        *(partial(call, x, compress="int8", residual=residual) for residual in (None, y)),
+    ), 1):  # fmt: skip
+        each()
+        assert len(done) == number, done[-1]
+    assert all(len({str(getattr(o, each.name)) for o in done}) > 1 for each in fields(Operation) if each.name != "rank")

@@ -89,8 +89,8 @@ class ThreadWorld:
 class ThreadGroup:
     """A group of ranks that are threads of this process.
 
-    A failure, an abort or the close of a rank is written into the failure log of every rank.  How the thread of a rank
-    has ended is in ``world.ends``.
+    Failures of its ranks, and the reasons of those that aborted or closed it, are in their failure logs, as on other
+    backends; a report goes to the log of each.  The ends of threads are in ``world.ends``.
     """
 
     def __init__(self, size: int, world: ThreadWorld | None = None, members: list[int] | None = None) -> None:

@@ -5,8 +5,8 @@ copied into mailboxes.  There is one mailbox per (source, destination, tag), and
 Collectives that ``computes`` excludes run by a schedule of such messages.
 
 The ranks of a group share their state, so every check is exact.  If two calls differ, the second one raises at once.  A
-collective completes only after every rank has arrived.  A wait
-for a rank that has ended raises at once.
+collective completes only after every rank has arrived.  A wait for a rank that has ended raises at once, without a
+timeout.
 """
 
 from __future__ import annotations
