@@ -43,7 +43,7 @@ def spawn(
 
     ``fn`` and what it calls use that communicator: ``kos.init()`` raises InvalidArgument in the thread of a rank.
 
-    If a rank raises, the others raise RankLost from their waits, or the failure because of which it raised.  The first
+    If a rank raises, the others raise RankLost from their waits, or the error that made the first rank fail.  The first
     error is raised here with a note that names the rank.  After ``timeout`` seconds every wait raises a
     CollectiveTimeout that names the missing ranks.  If no rank waits then, ``spawn`` raises it and names the ranks that
     still run (threads cannot be killed).

@@ -52,7 +52,7 @@ class OnGPU:
     def batch(self, **options: Any) -> Iterator[Batch]:
         """A batch of the communicator that waits, whose results come back when the block ends.
 
-        Its calls take ``out``: what they make is not there before.
+        Its calls must pass ``out``, because a result that a call allocates cannot be copied before the batch has run.
         """
         self._batched = batched = list[Callable[[], None]]()
         try:

@@ -1,4 +1,5 @@
-// Copies runs of consecutive bytes.  A row of the table is a piece of a run: its target, its source and its bytes.
+// Copies runs of consecutive bytes, in pieces.  The table has a row for each piece: the address to write, the address to
+// read, and the number of bytes.
 //
 // Each place is in the memory of a GPU, or in pinned host memory.
 #include "types.cuh"
