@@ -2,8 +2,8 @@
 
 A box that is contiguous on both sides and keeps its dtype is a run of bytes.  One kernel copies all runs of a version
 (``copy_runs.cu``), because a copy engine pauses between two runs.  A copy engine copies a run that ``Copier.copy``
-queues alone.  Another kernel copies all other boxes (``copy_box.cu``).  Data between a GPU and pageable host memory passes through
-pinned memory.
+queues alone.  Another kernel copies all other boxes (``copy_box.cu``).  Data between a GPU and pageable host memory
+passes through pinned memory.
 """
 
 from __future__ import annotations
