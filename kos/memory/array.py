@@ -54,7 +54,7 @@ class Array:
     The memory is used and freed in the order of ``stream`` (None: the legacy default stream); other libraries wait for
     it.  A stream that is given as a handle must outlive the array; a stream object is kept alive.
     Copies are asynchronous, and run on that stream unless the call names another one.  The caller orders them against
-    work on other streams, also that of the array from which they copy.  When a copy from pageable host
+    work on other streams, for example on the stream of the array that is read.  When a copy from pageable host
     memory returns, that memory may change, but the bytes may not have reached the GPU; with ``pinned_empty`` neither
     has happened.  An array does not change: a view is another array.
     Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.
