@@ -18,7 +18,7 @@ from tests.forked import PATHS
 START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
 MARGIN = 15.0  # seconds beyond the timeout in which every survivor ends; a busy machine takes some
 LAUNCHERS = (
-    "OMPI_", "PMIX_", "PMI_", "MPI_LOCALNRANKS", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "KOS_HOST", "KOS_JOIN",
+    "OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCALNRANKS", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "KOS_HOST", "KOS_JOIN",
 )  # fmt: skip
 RIGHT, HUNG = "right", "hung"
 

@@ -39,8 +39,9 @@ def sentence(about: str) -> str:
 
 def section_of(name: str) -> str:
     """The section of one command, made by a process of its own."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, __file__, name], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, __file__, name], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths},
         capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     if done.returncode:

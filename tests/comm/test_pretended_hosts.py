@@ -308,6 +308,36 @@ def test_who_waits_for_a_rank_whose_failure_the_lost_hub_does_not_report(tmp_pat
     assert sorted(job(tmp_path, 3, WITHOUT_A_HUB, *ULFM)) == ["1 (0,)", "2 (0,)"]
 
 
+REFUSED = """
+import numpy as np, kos
+os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
+comm = kos.init(timeout=60)
+if comm.rank == 1:
+    comm.send(np.ones(60_000, np.float32), 0, timeout=10)
+else:
+    try:
+        comm.recv(np.zeros(100_000, np.float32), 1)
+    except kos.errors.CollectiveMismatch as error:
+        print(error.expected, error.got, sep=", ")
+comm.rendezvous.barrier()  # which does not call MPI
+print(comm.rank, "went on", flush=True)
+"""
+
+
+WITHOUT_SINGLE_COPIES = (
+    "--mca", "pml", "ob1", "--mca", "smsc", "^cma,xpmem,knem", "--mca", "btl_vader_single_copy_mechanism", "none",
+)  # fmt: skip
+"""As between processes of a user who may not trace them; for Open MPI 5, and for 4."""
+
+
+@needs_mpirun
+@pytest.mark.parametrize("options", [(), WITHOUT_SINGLE_COPIES], ids=["single copies", "without"])
+def test_a_refused_message_does_not_leave_its_sender_waiting(options, tmp_path):
+    """Without single copies, Open MPI completes the send only while the receiver calls MPI."""
+    refused = "100000 elements of float32, 60000 elements of float32"
+    assert sorted(job(tmp_path, 2, REFUSED, *options)) == ["0 went on", "1 went on", refused]
+
+
 WITHOUT_TCP = """
 import numpy as np, kos
 from kos.comm.control import mpi_rendezvous as mpi, offers

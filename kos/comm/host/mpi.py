@@ -152,9 +152,9 @@ class MPITransport(Backend):
         if wire_tag == message.wire_tag and nbytes == array.nbytes:
             message.post(probed.Irecv(as_bytes(array, self._MPI)))
         else:
-            mpi_job.keep_unfinished(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)))
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> DTYPE_SHIFT))
-            message.error = wrong_message(self.failures, self.failures.rank, expected, peer, got)
+            error = wrong_message(self.failures, self.failures.rank, expected, peer, got)
+            message.refuse(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)), error)
 
     def _probe(self, peer: int) -> tuple[tuple[int, int], tuple[Any, int, int]] | None:
         """The next message of a rank, or of any, that MPI has not shown yet: its key and entry in ``_arrived``."""

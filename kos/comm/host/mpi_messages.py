@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.control import mpi_job
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.dtypes import DTYPE_CODES
 from kos.errors import CollectiveMismatch
@@ -18,6 +19,7 @@ _BYTES = np.dtype(np.uint8)
 DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # an MPI tag holds kos's tag and, above it, a dtype's code
 TAG = (1 << DTYPE_SHIFT) - 1
 LAST_CHECKS = 100  # checks for the last messages of a rank that has ended; together, they take a second or more
+REFUSED_SECONDS = 0.2  # in which a message that does not match is received, so that its sender does not wait
 LARGEST = 2**31 - 1  # the largest count; Open MPI 5 has no large counts
 _BLOCK = 1 << 16
 
@@ -26,8 +28,8 @@ class MPIMessage:
     """One end of a message; ``transport`` is its MPITransport."""
 
     __slots__ = (
-        "_checked", "_checks_left", "_transport", "array", "complete", "error", "peer", "receives", "request", "tag",
-        "wire_tag",
+        "_checked", "_checks_left", "_error", "_refused_until", "_transport", "array", "complete", "peer", "receives",
+        "request", "tag", "wire_tag",
     )  # fmt: skip
 
     def __init__(self, transport: Any, array: Array, peer: int, tag: int) -> None:
@@ -35,19 +37,35 @@ class MPIMessage:
         self.wire_tag = self.tag | DTYPE_CODES[array.dtype] << DTYPE_SHIFT
         self.request: Any = None  # while MPI holds the message
         self.complete = self.receives = False
-        self.error: CollectiveMismatch | None = None
+        self._error: CollectiveMismatch | None = None  # of a message that is received to be dropped
+        self._refused_until = 0.0
         self._checked, self._checks_left = transport.checks, LAST_CHECKS
 
     def post(self, request: Any) -> None:
         self.request = request
         self._transport.active.add(self)
 
+    def refuse(self, request: Any, error: CollectiveMismatch) -> None:
+        """Raise the error once MPI has received what arrived instead, or after ``REFUSED_SECONDS``.
+
+        Between processes that may not read each other's memory, Open MPI completes a send of more than 4 KiB only while
+        the receiver calls MPI, which its program may not do after the error.
+        """
+        self._error, self._refused_until = error, time.monotonic() + REFUSED_SECONDS
+        self.post(request)
+
     def done(self) -> bool:
         transport = self._transport
         if self.request is None and not self.complete:
             transport.match(self)
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            if self.request is not None:
+                if not mpi_job.is_over(self.request) and time.monotonic() < self._refused_until:
+                    return False
+                mpi_job.keep_unfinished(self.request)
+                self.request = None
+                transport.active.discard(self)
+            raise self._error
         if self.request is not None:
             try:
                 self.complete = self.request.Test()
