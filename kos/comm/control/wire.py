@@ -407,7 +407,8 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
             if look is not None:
                 look()
         else:
-            raise TimeoutError("no answer in time from what listens there: another program than kos, or a stopped one")
+            what = "what listens there accepted the connection, but gave no answer in time"
+            raise TimeoutError(f"{what}: is it another program than kos, or a stopped one?")
 
 
 def allow_files(size: int) -> None:
