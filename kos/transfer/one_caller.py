@@ -1,4 +1,4 @@
-"""Which calls of a Publisher or Subscriber are refused: a second thread's, those after ``close``, a forked process's."""
+"""Which calls of a Publisher or Subscriber are refused: of a second thread, after ``close``, in a forked process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ class OneCaller:
 
     def _check_open(self) -> None:
         if self._closed:
-            kind = type(self).__name__.lower()
-            raise TransferError(f"{self._what}: expected an open {kind}, got a closed one")
+            raise self._closed_error("a closed one")
+
+    def _closed_error(self, got: str) -> TransferError:
+        return TransferError(f"{self._what}: expected an open {type(self).__name__.lower()}, got {got}")
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
         """A context in which a thread is in the method ``name``.  Raises TransferError if this is refused."""
         if os.getpid() != self._process:
-            kind = type(self).__name__
-            raise TransferError(
-                f"{self._what}: this process was forked from the one that made it; make a {kind} here, or start this "
-                "process by another method than fork"
-            )
+            remedy = f"make a {type(self).__name__} in this process"
+            raise TransferError(f"{self._what}: this process was forked from the one that made it; {remedy}")
         if not self._in_call.acquire(blocking=False):
             raise self._two_calls(name)
         self._caller, was_closed = (name, threading.get_ident()), self._closed
@@ -44,8 +43,7 @@ class OneCaller:
             yield
         except Exception as error:
             if self._closed and not was_closed:
-                kind, got = type(self).__name__.lower(), f"got one that another thread closed during {name}"
-                raise TransferError(f"{self._what}: expected an open {kind}, {got}") from error
+                raise self._closed_error(f"one that another thread closed during {name}") from error
             raise
         finally:
             self._in_call.release()

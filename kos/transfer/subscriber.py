@@ -144,7 +144,7 @@ class Subscriber(OneCaller):
             try:
                 found = self._together(newest, deadline)
             except TransferError:  # also on other ranks than 0: the publisher has ended
-                self._disconnect()
+                self._free()
                 raise
             wanted = Version(*found[0][1])  # of rank 0, which has the lease
             if all(held is not None and Version(*held)[:2] == wanted[:2] for held, _ in found):
@@ -212,9 +212,7 @@ class Subscriber(OneCaller):
                 lead.sock.shutdown(socket.SHUT_RDWR)
 
     def _free(self) -> None:
-        self._disconnect()
-
-    def _disconnect(self) -> None:
+        """Close the connections, and unmap the publisher's memory; the next call connects again."""
         self._target.close()
         self._drop_lead()
 
@@ -235,7 +233,7 @@ class Subscriber(OneCaller):
                 exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
                 answer = exchange.receive(self._lead, deadline)
         except BaseException:  # a late answer to this request must not be read as the answer to the next one
-            self._disconnect()  # also unmaps: GPU memory of a killed publisher is not freed while it is mapped
+            self._free()  # also unmaps: GPU memory of a killed publisher is not freed while it is mapped
             raise
         return exchange.answered(answer, incarnation)
 
@@ -250,7 +248,8 @@ class Subscriber(OneCaller):
     def _newest(self, deadline: float, why: str) -> Version | None:
         """The newest version; None on ranks other than 0.  Takes a lease, unless the arrays hold this version already.
 
-        ``why`` is the reason why this update has no version yet; empty at its beginning.  Raises TransferError, TransferTimeout.
+        ``why`` is the reason why this update has no version yet; it is empty at the beginning.  Raises TransferError,
+        TransferTimeout.
         """
         if self._rank:
             return None

@@ -129,9 +129,9 @@ def test_a_second_thread_in_a_subscriber_is_refused(call):
     with publishing([WHOLE]) as ranks:
         ranks.publish(1)
         arrays, found = arrays_of(WHOLE), list[Any]()
-        with Subscriber(ranks.address, arrays) as reader:
-            with before_reads(lambda: found.append(outcome(lambda: getattr(reader, call)(30)))):
-                assert reader.update(30).version == 1
+        reader = Subscriber(ranks.address, arrays)
+        with reader, before_reads(lambda: found.append(outcome(lambda: getattr(reader, call)(30)))):
+            assert reader.update(30).version == 1
         expect_version(arrays, 1)
     (error,) = found
     here = rf"{re.escape(__file__)}:\d+"

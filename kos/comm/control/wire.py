@@ -407,8 +407,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
             if look is not None:
                 look()
         else:
-            what = "what listens there accepted the connection, but gave no answer in time"
-            raise TimeoutError(f"{what}: is it another program than kos, or a stopped one?")
+            raise TimeoutError("it accepted the connection, but gave no answer in time: is it kos, and not stopped?")
 
 
 def allow_files(size: int) -> None:
