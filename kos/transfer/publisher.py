@@ -341,8 +341,8 @@ class Publisher(OneCaller):
         has unmapped it.  GPU memory is freed now, unless subscribers in this process map it.  CUDA does not define what
         other processes then read from it; their ``update`` detects the end of the publisher and raises.
         After a ``publish`` that timed out, ``close`` waits at most 5 s for the copies that are still queued.
-        If another thread is in ``publish``, that thread frees the memory, and its ``publish`` raises TransferError
-        unless it was complete.  In a forked process, ``close`` does nothing.
+        If another thread is in ``publish``, that thread frees the memory when ``publish`` ends.  In a forked process,
+        ``close`` does nothing.
         """
         super().close()
 

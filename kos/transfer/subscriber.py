@@ -269,7 +269,7 @@ class Subscriber(OneCaller):
                 break
             if answer["serial"] is not None:
                 return Version(known.incarnation, answer["serial"], answer["version"])
-            why = "it has published nothing yet"
+            why = "it has published nothing yet" + ", or writes its only buffer now" * (known.buffers == 1)
         raise TransferTimeout(f"{self._name()}: expected a version before the deadline, got none: {why}")
 
     def _release(self) -> None:

@@ -35,17 +35,15 @@ def outcome(call: Callable[[], Any]) -> Any:
     return found.get(timeout=60)
 
 
-def in_thread(call: Callable[[], Any], found: "queue.Queue[Any]") -> threading.Thread:
-    """A thread that puts the result or the exception of a call in ``found``."""
+def in_thread(call: Callable[[], Any], found: "queue.Queue[Any]") -> None:
+    """Start a thread that puts the result or the exception of a call in ``found``."""
     def run() -> None:
         try:
             found.put(call())
         except Exception as error:
             found.put(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=run, daemon=True).start()
 
 
 # --- ranks of a subscriber ------------------------------------------------------------------------------
@@ -204,13 +202,32 @@ def test_a_subscriber_that_is_closed_while_it_waits_for_a_version_says_so():
     with publishing([WHOLE]) as ranks:
         reader, found = Subscriber(ranks.address, arrays_of(WHOLE)), queue.Queue[Any]()
         reader.catalogue(30)
-        asks = in_thread(lambda: reader.update(60), found)
-        while asks.is_alive():
-            held = outcome(lambda: reader.catalogue(30))
-            if isinstance(held, TransferError) and "two threads" in str(held):
-                break
+        for _ in range(2):
+            in_thread(lambda: reader.update(60), found)
+        assert "two threads" in str(found.get(timeout=30))  # so the other thread waits in update
         reader.close()
         assert "got one that another thread closed during update" in str(found.get(timeout=30))
+
+
+def test_a_publisher_that_is_closed_during_publish_frees_its_memory_afterwards():
+    """The publish waits for the lease of a reader, which ends with the connection."""
+    before, found, publisher = files_of_publishers(), queue.Queue[Any](), Publisher(None, arrays_of(WHOLE), patience=60)
+    publisher.publish(0)
+
+    def close_during_publish():
+        publisher.publish(1)  # into the other buffer
+        for version in (2, 3):
+            in_thread(lambda version=version: publisher.publish(version), found)
+        assert "two threads" in str(found.get(timeout=60))
+        publisher.close()
+
+    reader = Subscriber(publisher.address, arrays_of(WHOLE))
+    with reader, before_reads(close_during_publish), pytest.raises(TransferError, match="publisher"):
+        reader.update(60, verify=True)
+    assert found.get(timeout=60) in (0, 1)
+    with pytest.raises(TransferError, match="publisher trainer: expected an open publisher, got a closed one"):
+        publisher.publish(4)
+    assert files_of_publishers() == before
 
 
 def test_a_subscriber_that_is_dropped_leaves_no_file():
