@@ -3,6 +3,7 @@
 import atexit
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,8 +27,15 @@ def start_trainer() -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen(command, env=env | {"RANK": rank}) for rank in "01"]
 
 
+def end() -> None:
+    for rank in trainer:
+        rank.kill()
+        rank.wait()
+    shutil.rmtree(out, ignore_errors=True)
+
+
 trainer = start_trainer()
-atexit.register(lambda: [rank.kill() for rank in trainer])
+atexit.register(end)
 while not (checkpoints := list(out.glob("checkpoints/step-*/config.json"))):  # for the model's shape
     assert trainer[1].poll() is None, "the trainer ended before its first checkpoint"
     time.sleep(0.1)

@@ -119,6 +119,7 @@ def test_weights_to_a_server(tmp_path):
     versions = re.findall(r"(?<!; )(?<!which had )version \d+", text)  # the trainer may write amid its line
     assert len(versions) == 8 and text.count("of a restarted trainer") == 1, text
     assert re.search(rf"publisher kos.train at 127.0.0.1:{port}, which had version \d+: expected it to answer", text)
+    assert not [*tmp_path.glob("kos-weights-*")]
 
 
 def test_a_trainer_that_fails_ends_the_example(tmp_path):
@@ -126,6 +127,7 @@ def test_a_trainer_that_fails_ends_the_example(tmp_path):
     done = run_program(*python(), str(EXAMPLES / "weights_to_server.py"), "65535", env=env, cwd=tmp_path)
     assert done.returncode == 1 and "the trainer ended before its first checkpoint" in done.stderr, done.stderr
     assert done.stderr.count("MASTER_PORT: expected a whole number from 1 to 65535, got '65536'") == 2, done.stderr
+    assert not [*tmp_path.glob("kos-weights-*")]
 
 
 SLURM = {

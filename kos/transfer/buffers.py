@@ -19,6 +19,7 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -67,6 +68,8 @@ class Buffers:
         head = b"kosxfer1" + bytes.fromhex(token)
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # it may be another file by now, such as a pipe
         self.file = os.open(path, flags) if path else os.memfd_create("kos-transfer", 3)
+        self._close_file = weakref.finalize(self, os.close, self.file)  # also if nobody calls ``close``
+        self._close_file.atexit = False
         try:
             if path:
                 fcntl.fcntl(self.file, fcntl.F_GET_SEALS)  # raises for a file of another kind
@@ -76,7 +79,7 @@ class Buffers:
             access = mmap.PROT_READ if path else mmap.PROT_READ | mmap.PROT_WRITE
             self._memory: Any = mmap.mmap(self.file, self.nbytes, prot=access)
         except (OSError, ValueError) as error:
-            os.close(self.file)
+            self._close_file()
             raise OutOfMemory(f"transfer: expected {self.nbytes:,} bytes of shared memory, got: {error}") from error
         self._sequences: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint64, count, _SEQUENCES)
         self._address = address_of(self._sequences) - _SEQUENCES
@@ -138,11 +141,15 @@ class Buffers:
         except OSError:
             return False
 
+    @property
+    def is_closed(self) -> bool:
+        return not self._close_file.alive
+
     def close(self) -> None:
         """Close the file.  The memory is freed or unmapped once no array uses it; no version is in it from now on."""
         if self.gpus and not self._path:
             self._sequences[:] = 1  # readers that map the GPU memory, which is freed now, see that no version is in it
-        os.close(self.file)
+        self._close_file()
         if self._pinned_by is not None:
             with driver.on_device(self._pinned_by):
                 call(cu.cuMemHostUnregister, self._address)

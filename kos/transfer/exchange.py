@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import time
 import zlib
@@ -21,10 +22,19 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
-from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, drive, fill, is_loopback
+from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, Waiting, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
-from kos.errors import CudaError, InvalidArgument, KosError, OutOfMemory, TransferError, TransferTimeout, in_words
+from kos.errors import (
+    CollectiveError,
+    CudaError,
+    InvalidArgument,
+    KosError,
+    OutOfMemory,
+    TransferError,
+    TransferTimeout,
+    in_words,
+)
 from kos.memory.ipc import pretended_host
 from kos.transfer.placement import Placement
 from kos.transfer.plan import Array, Layout, Offers
@@ -33,7 +43,7 @@ PROTOCOL = 1
 PURPOSE = b"kos transfer"
 _PIECE = MAX_MESSAGE // 2  # bytes
 GRACE = 2.0
-"""Seconds that an answer may take longer than the wait that it was asked for."""
+"""The longest that a publisher waits before it answers, and the most seconds in which ranks exchange their results."""
 
 
 class Stale(Exception):
@@ -136,9 +146,27 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     return message
 
 
-def receive_into(memory: memoryview, connection: Connection, deadline: float) -> None:
-    """Fill the memory with the bytes that follow an answer.  Raises OSError, TimeoutError."""
-    drive(fill(connection.sock, lambda: memory), connection.sock, deadline)
+def receive_into(
+    memory: memoryview, connection: Connection, deadline: float, count: Callable[[int], None] = lambda _: None
+) -> None:
+    """Fill the memory with the bytes that follow an answer; ``count`` gets the size of each piece that has arrived.
+
+    Raises OSError, TimeoutError.
+    """
+    while memory:
+        try:
+            got = connection.sock.recv_into(memory)
+        except BlockingIOError:
+            drive(_readable(), connection.sock, deadline)
+            continue
+        if not got:
+            raise ConnectionError("the connection was closed")
+        count(got)
+        memory = memory[got:]
+
+
+def _readable() -> Waiting[None]:
+    yield select.POLLIN
 
 
 def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
@@ -166,12 +194,15 @@ def checksum(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
     return found
 
 
-def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadline: float | None = None) -> list[Any]:
+def together(
+    comm: Communicator | None, who: str, work: Callable[[], Any], deadline: float | None = None,
+    what: Callable[[], str] | None = None,
+) -> list[Any]:  # fmt: skip
     """The results of ``work`` on all ranks, in JSON.  Collective.
 
     If one rank raises an error, all ranks raise it; Stale is raised only if no rank has another error.  The error names
-    that rank on the others, as ``who`` and its number.  They wait for its result until ``GRACE`` seconds after the
-    deadline, or without a deadline for the timeout of ``comm``.
+    that rank on the others, as ``who`` and its number.  They wait for its result until the deadline, or without a
+    deadline for the timeout of ``comm``.  With ``what``, a rank that is late or lost is a TransferError of ``what()``.
     """
     result, error = None, None
     try:
@@ -180,8 +211,14 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
         error = problem
     stale = isinstance(error, Stale)
     mine = json.dumps([result, error and in_words(error), stale, isinstance(error, TimeoutError)]).encode()
-    timeout = None if deadline is None else max(deadline - time.monotonic(), 0) + GRACE
-    every = [mine] if comm is None else comm.all_gather_bytes(mine, timeout=timeout)
+    timeout = None if deadline is None else max(round(deadline - time.monotonic(), 3), 0.001)
+    try:
+        every = [mine] if comm is None else comm.all_gather_bytes(mine, timeout=timeout)
+    except (CollectiveError, TransferError) as failure:
+        if what is None:
+            raise
+        also = "" if error is None or stale else f"; this rank has failed too: {in_words(error)}"
+        raise _unanswered(comm, who, what(), failure, also) from failure
     if error is not None and not stale:
         try:
             raise error
@@ -196,11 +233,28 @@ def together(comm: Communicator | None, who: str, work: Callable[[], Any], deadl
     return [each for each, *_ in found]
 
 
+def _unanswered(comm: Any, who: str, what: str, failure: KosError, also: str) -> TransferError:
+    """The error of ranks that did not answer ``together``.  A CollectiveError has made the communicator fail."""
+    collective = isinstance(failure, CollectiveError)
+    ranks = [comm.world_ranks.index(rank) for rank in failure.ranks if rank in comm.world_ranks] if collective else []
+    named = f" of {who} {', '.join(map(str, ranks))}" if ranks else ""
+    remedy = "; continue with comm.shrink() and a new Subscriber" if collective else ""
+    kind = TransferTimeout if isinstance(failure, TimeoutError) else TransferError
+    text = f"{what}: expected an answer of each {who} in time, got none{named} ({in_words(failure)}){also}{remedy}"
+    return kind(text, ranks=ranks, cause=failure)
+
+
+def no_answer() -> str:
+    return "expected an answer before the deadline, got none"
+
+
 @contextmanager
-def naming(peer: Callable[[], str], deadline: float, ranks: Sequence[int] = ()) -> Iterator[None]:
+def naming(
+    peer: Callable[[], str], deadline: float, ranks: Sequence[int] = (), late: Callable[[], str] = no_answer
+) -> Iterator[None]:
     """A context that turns errors into a TransferError that names ``peer``, which has ended or is late.
 
-    Errors of a GPU of this process are not changed.
+    ``late()`` says what was missing at the deadline.  Errors of a GPU of this process are not changed.
     """
     try:
         yield
@@ -213,7 +267,7 @@ def naming(peer: Callable[[], str], deadline: float, ranks: Sequence[int] = ()) 
         elif isinstance(error, socket.gaierror):
             why = f"expected the name of a host, got one without an address: {error}"
         elif isinstance(error, TimeoutError) or time.monotonic() >= deadline:
-            kind, why = TransferTimeout, "expected an answer before the deadline, got none"
+            kind, why = TransferTimeout, late()
         else:
             why = f"expected it to answer, got: {str(error) or type(error).__name__}"
         raise kind(f"{peer()}: {why}", ranks=ranks) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +11,11 @@ import numpy as np
 
 from kos.cuda import streams
 from kos.dtypes import DType
-from kos.errors import InvalidArgument
+from kos.errors import InvalidArgument, TransferTimeout
 from kos.memory.array import Array
 from kos.memory.buffer import as_buffer, handle_and_keeper
 from kos.memory.libraries import plain_array
-from kos.transfer.gpu import Copiers, Launch, whole
+from kos.transfer.gpu import PIECE, Copiers, Launch, whole
 from kos.transfer.placement import Arrays, Flat, Placement, current
 from kos.transfer.plan import Array as Described
 from kos.transfer.scales import BlockScales
@@ -76,17 +78,25 @@ class Held:
             return (buffer.device, buffer.address), buffer.stream
         return (on_gpu.device, on_gpu.pointer), handle_and_keeper(on_gpu.stream)[0]
 
-    def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]]) -> None:
+    def copy(self, key: int, pairs: Sequence[tuple[Flat, Flat]], deadline: float = math.inf) -> None:
         """Copy arrays; on GPUs, queue the copies.  Each pair has a target and a source, one of which is this rank's.
 
         Calls with the same ``key`` must always copy the same memory, because their copies are prepared only once.
+        Raises TransferTimeout if the copies on the host are not complete at the deadline.
         """
         for device, copier in self.copiers.items():
             boxes = ((whole(to), whole(x)) for to, x in pairs if isinstance(x, Array) and x.device == device)
             copier.copy_all(boxes, self._prepared, (device, key))
-        for target, source in pairs:
-            if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
-                np.copyto(target, source)
+        on_host = [(t, x) for t, x in pairs if isinstance(t, np.ndarray) and isinstance(x, np.ndarray)]
+        copied = 0
+        for target, source in on_host:
+            step = PIECE // target.itemsize
+            for start in range(0, target.size, step):
+                if time.monotonic() > deadline:
+                    got = f"got {copied:,} of {sum(each.nbytes for each, _ in on_host):,} bytes"
+                    raise TransferTimeout(f"the host: expected the end of the copy before the deadline, {got}")
+                np.copyto(target[start : start + step], source[start : start + step])
+                copied += target[start : start + step].nbytes
 
     def staging(self, dtypes: Mapping[str, DType]) -> dict[str, Flat]:
         """Uninitialised memory for the named arrays, in these dtypes."""

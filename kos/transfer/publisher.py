@@ -35,6 +35,7 @@ from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.gpu import Copiers
 from kos.transfer.held import Held
+from kos.transfer.one_caller import OneCaller
 from kos.transfer.placement import Arrays, box
 
 IDLE_SECONDS = 3600.0
@@ -97,7 +98,7 @@ class Board:
             self._changed.notify_all()
 
 
-class Publisher:
+class Publisher(OneCaller):
     """Offers the arrays of the ranks of ``comm`` to subscribers, which pull them.  Collective.
 
     Args:
@@ -113,8 +114,9 @@ class Publisher:
             This must be less than the timeout of ``comm``, because the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
 
-    Raises InvalidArgument on all ranks if one has wrong arguments; RendezvousError if rank 0 cannot listen at
-    ``address``; OutOfMemory.
+    Raises InvalidArgument on a rank that has wrong arguments; RendezvousError on a rank that cannot listen (rank 0: at
+    ``address``); OutOfMemory.  The other ranks raise TransferError, which names that rank.  All ranks raise
+    InvalidArgument if none has an array, and CollectiveMismatch for different addresses or options.
     """
 
     def __init__(
@@ -122,7 +124,8 @@ class Publisher:
         buffers: int = 2, memory: Literal["device", "host"] = "device", patience: float = 1.0, checksums: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
-        self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
+        super().__init__(f"publisher {name}")
+        self._patience, self._checksums, self._serial = patience, checksums, 0
         self._sums: dict[int, dict[str, int]] = {}
         self._connections, self._board = set[Connection](), Board()
 
@@ -202,13 +205,17 @@ class Publisher:
 
         Raises InvalidArgument if the version is not a whole number, or while that stream is captured;
         CollectiveMismatch for different versions; TransferTimeout if a GPU has not made its copies within half of the
-        timeout of ``comm`` (120 s without one); and TransferError after ``close``.
+        timeout of ``comm`` (120 s without one); TransferError after ``close``, in a forked process, and while another
+        thread publishes; and RankLost or CollectiveTimeout if another rank has ended or is late.
         """
+        with self._calling("publish"):
+            return self._publish(version)
+
+    def _publish(self, version: int) -> int:
         serial, buffers = self._serial + 1, self._buffers.count
 
         def begin() -> list[int]:
-            if self._closed:
-                raise TransferError(f"publisher {self.name}: expected an open publisher, got a closed one")
+            self._check_open()
             self._held.follow()
             number = check_int("version", version)  # before an old version is hidden; only rank 0 has leases
             return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
@@ -334,21 +341,21 @@ class Publisher:
         has unmapped it.  GPU memory is freed now, unless subscribers in this process map it.  CUDA does not define what
         other processes then read from it; their ``update`` detects the end of the publisher and raises.
         After a ``publish`` that timed out, ``close`` waits at most 5 s for the copies that are still queued.
+        If another thread is in ``publish``, that thread frees the memory when ``publish`` ends.  In a forked process,
+        ``close`` does nothing.
         """
-        if self._closed:
-            return
-        self._closed = True
+        super().close()
+
+    def _interrupt(self) -> None:
         for each in self._connections.copy():
             with suppress(OSError):
                 each.sock.shutdown(socket.SHUT_RDWR)  # its thread then ends, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free
+
+    def _free(self) -> None:
+        if self._buffers.is_closed:
+            return
         for device in self._held.copiers:
             with suppress(KosError):
                 self._held.copiers.of(device, time.monotonic() + _CLOSE_SECONDS).wait()
         self._buffers.close()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

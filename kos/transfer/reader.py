@@ -36,6 +36,7 @@ from kos.transfer.scales import quantized
 CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request
 _MOST_THREADS = 16
+_QUIET_SECONDS = 0.5  # a connection on which no byte has come for this time has stalled
 
 
 class Target:
@@ -57,7 +58,7 @@ class Target:
         self._into = self.flat | self._staging
         # each thread has copiers of its own
         self._sources, self._workers = dict[tuple[int, int, int | None], Source](), list[Copiers]()
-        self.failed = False  # whether reading a source has failed, so that the other threads end
+        self.failed = False  # whether reading a source has failed, or ``interrupt`` was called: all threads end
 
     def near(self, known: Catalogue) -> list[set[int]]:
         """Two sets of publisher ranks: those that have memory on a GPU of these arrays, and those on this host."""
@@ -110,17 +111,22 @@ class Target:
             try:
                 return sum(each.result() for each in as_completed([pool.submit(run, n) for n in range(threads)]))
             except BaseException:
-                self.failed = True
-                for connection in [each for s in self._sources.values() for each in list(s.connections.values())]:
-                    with suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)  # so that the other readers end now
+                self.interrupt()
                 raise
+
+    def interrupt(self) -> None:
+        """End the reads of all threads now."""
+        self.failed = True
+        for connection in [each for s in list(self._sources.values()) for each in list(s.connections.values())]:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def commit(self, deadline: float) -> None:
         """Copy or quantize staging memory to the arrays.  Raises TransferTimeout."""
         for name, matrix in self._quantized.items():
             matrix.write(self._staging[name], self._held.copiers)
-        self._held.copy(0, [(self.flat[n], x) for n, x in self._staging.items() if n not in self._quantized])
+        pairs = [(self.flat[n], x) for n, x in self._staging.items() if n not in self._quantized]
+        self._held.copy(0, pairs, deadline)
         self._held.copiers.wait(deadline)
 
     def close(self) -> None:
@@ -148,6 +154,7 @@ class Source:
         self.copies = list[Copy]()
         self.connections = dict[int, Connection]()  # by the number of the stream
         self._launches = dict[int, list[Launch]]()  # copies from GPU to GPU, by the index of the buffer
+        self._got, self._last = dict[int, int](), 0.0  # the bytes of a read, by the number of the stream; the last time
         self._memory = None if target.transport == "tcp" else self._map(known)
 
     def _map(self, known: Catalogue) -> Buffers | None:
@@ -185,6 +192,7 @@ class Source:
         With checksums (``verify``), everything is read over TCP.
         """
         self._serial, self._deadline, self._verify = serial, deadline, verify
+        self._got.clear()
         mapped = None if verify else self._memory
         requests = [self.copies] if mapped is not None and self._gpu else self._requests
         names = sorted({copy.source.array for copy in self.copies}) if verify else []
@@ -203,13 +211,25 @@ class Source:
             more = f" and {len(tensors) - 1} more" * (len(tensors) > 1)
             return f"{self._name}, from which {tensors[0]}{more} should come"
 
-        with exchange.naming(name, self._deadline, [self._rank]):
+        with exchange.naming(name, self._deadline, [self._rank], self._missing):
             copier = None if self._device is None else copiers.of(self._device, self._deadline)
             if mapped is None:
                 return self._receive(stream, requests, names, copier)
-            return self._copy(mapped, copies, copier)
+            return self._copy(mapped, stream, copies, copier)
 
-    def _copy(self, memory: Buffers, copies: Sequence[Copy], copier: Copier | None) -> int:
+    def _count(self, stream: int, nbytes: int) -> None:
+        self._got[stream], self._last = self._got.get(stream, 0) + nbytes, time.monotonic()
+
+    def _missing(self) -> str:
+        """How many bytes were missing at the deadline."""
+        if not (got := sum(self._got.values())):
+            return exchange.no_answer()
+        nbytes = sum(copy.elements * self._sent(copy).itemsize for copy in self.copies)
+        quiet, more = time.monotonic() - self._last, "more were arriving: give update a longer timeout"
+        ending = more if quiet < _QUIET_SECONDS else f"none in the last {quiet:.1f} s"
+        return f"expected {nbytes:,} bytes before the deadline, got {got:,}, and {ending}"
+
+    def _copy(self, memory: Buffers, stream: int, copies: Sequence[Copy], copier: Copier | None) -> int:
         """Copy from mapped memory."""
         if not memory.holds(self._serial):
             raise Stale
@@ -221,7 +241,10 @@ class Source:
             for copy in copies:
                 if time.monotonic() > self._deadline:
                     raise TimeoutError
+                if self._target.failed:
+                    raise ConnectionError("another reader has failed")
                 self._put(copy, self._source(copy, memory), copier)
+                self._count(stream, copy.elements * copy.source.dtype.itemsize)
         nbytes = sum(copy.elements * copy.source.dtype.itemsize for copy in copies)  # computed while the GPU copies
         if copier is not None:
             copier.wait()
@@ -269,7 +292,7 @@ class Source:
                 view, dtype = self._target.view(copy), self._dtype(copy)
                 direct = copier is None and dtype.numpy == view.dtype and view.flags.c_contiguous
                 memory = exchange.as_bytes(view if direct else scratch[: copy.elements * dtype.itemsize])
-                exchange.receive_into(memory, connection, self._deadline)
+                exchange.receive_into(memory, connection, self._deadline, partial(self._count, stream))
                 if not direct:
                     self._put(copy, scratch[: len(memory)].view(dtype.numpy).reshape(copy.size), copier)
                 nbytes += len(memory)
@@ -286,6 +309,10 @@ class Source:
         if (got := exchange.checksum(views)) != expected:
             names = ", ".join(sorted({copy.tensor for copy in request}))
             raise TransferError(f"{names}: expected checksum {expected:08x}, got {got:08x}")
+
+    def _sent(self, copy: Copy) -> DType:
+        """The dtype of the bytes that are copied: over TCP ``_dtype``, from mapped memory that of the publisher."""
+        return self._dtype(copy) if self._memory is None or self._verify else copy.source.dtype
 
     def _dtype(self, copy: Copy) -> DType:
         """The dtype in which a box is sent: the smaller one of both sides; with checksums, the subscriber's."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from kos.comm.arguments import check_int, check_timeout
 from kos.comm.communicator import Communicator
@@ -18,6 +19,7 @@ from kos.comm.control.wire import Connection
 from kos.errors import InvalidArgument, TransferError, TransferTimeout
 from kos.transfer import exchange
 from kos.transfer.exchange import GRACE, Catalogue, Stale
+from kos.transfer.one_caller import OneCaller
 from kos.transfer.placement import Arrays
 from kos.transfer.plan import Plan
 from kos.transfer.reader import Target
@@ -59,7 +61,7 @@ def read_catalogue(address: str, timeout: float = 30.0) -> Catalogue:
         return subscriber.catalogue(timeout)
 
 
-class Subscriber:
+class Subscriber(OneCaller):
     """Pulls versions of a publisher's tensors into ``arrays``.
 
     Args:
@@ -68,7 +70,8 @@ class Subscriber:
             of them gets.  A float8_e4m3fn matrix is quantized in blocks if there is an array for its scales
             (``BlockScales``).
         comm: the communicator of several ranks that subscribe together; None: one process.  With a communicator,
-            ``update`` is collective, and all ranks get the same version or none.
+            ``update`` is collective, and all ranks get the same version or none.  All other calls, also this one, are
+            not collective.
         streams: TCP connections to each publisher rank.
         transport: "shared" maps the publisher's memory, on the same host; "tcp" does not map it; "auto" maps it where
             possible, and uses TCP otherwise.  GPU memory is not mapped for arrays on the host.
@@ -83,6 +86,7 @@ class Subscriber:
         self, address: str, arrays: Arrays | None, *, comm: Communicator | None = None, streams: int = 4,
         transport: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
+        super().__init__(f"subscriber to {address}")
         self.address, self._comm = address, comm
         self._rank = 0 if comm is None else comm.rank
         if arrays is not None and not arrays:
@@ -107,6 +111,8 @@ class Subscriber:
         """Pull the newest version.  Collective if there is a communicator.
 
         Waits at most ``timeout`` seconds in all, until the publisher answers, has a version, and has sent its bytes.
+        With a communicator, the last quarter of this time, at most 2 s, is for the exchange of the ranks' results.  The
+        copy from staging memory to the arrays, which is the last step, may take 2 s longer than ``timeout``.
         If the publisher uses the buffer of the version again, the update begins again with the newest version.
         With ``verify``, the update reads over TCP, and compares checksums of all bytes with those of the publisher.  If
         the publisher was made with ``checksums``, it also compares its arrays with their checksums at ``publish``.
@@ -114,36 +120,62 @@ class Subscriber:
         Raises TransferError if a publisher rank has ended or its bytes are wrong; the error names this rank and the
         tensors that it holds.  Raises TransferTimeout if a publisher rank or a GPU of this process is late.  The arrays
         then hold the previous version, unless ``staged`` is False or the copy from staging memory was late.  A later
-        ``update`` connects again.
+        ``update`` connects again.  Raises InvalidArgument for a wrong timeout, for a tensor that the publisher lacks or
+        has in another shape, and for an array that has other memory than before or whose stream is captured; the other
+        ranks then raise TransferError.  Raises TransferError after ``close``, also of another thread; while another
+        thread is in a call; and in a forked process.
+
+        If a rank of the communicator is late or lost, the others raise TransferTimeout or TransferError, which names
+        it.  Then ``error.cause`` is the failure of the communicator.  To continue, call ``comm.shrink()``, close this
+        Subscriber, and make one on the new communicator.  Without ``error.cause``, the communicator is intact.
         """
-        began, before = time.monotonic(), self._held
-        deadline = began + check_timeout(timeout)
+        with self._calling("update"):
+            return self._update(time.monotonic(), check_timeout(timeout), verify)
+
+    def _update(self, began: float, timeout: float, verify: bool) -> Update:
+        before, deadline, why = self._held, began + timeout, ""
+        answer_by = deadline if self._comm is None else deadline - min(GRACE, timeout / 4)
+
+        def newest() -> list[Any]:
+            self._check_open()
+            return [self._held, self._newest(answer_by, why)]
+
         while True:
             try:
-                found = exchange.together(self._comm, _RANK, lambda: [self._held, self._newest(deadline)], deadline)
+                found = self._together(newest, deadline)
             except TransferError:  # also on other ranks than 0: the publisher has ended
-                self._target.close()
+                self._free()
                 raise
             wanted = Version(*found[0][1])  # of rank 0, which has the lease
             if all(held is not None and Version(*held)[:2] == wanted[:2] for held, _ in found):
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
             with suppress(Stale):  # rank 0 ends the loop at the deadline, for all ranks
-                nbytes = self._pull_together(wanted, deadline, verify)
+                nbytes = self._pull_together(wanted, answer_by, deadline, verify)
                 restarted = before is not None and before.incarnation != wanted.incarnation
                 return Update(wanted.number, True, restarted, time.monotonic() - began, nbytes)
+            why = "each was replaced before it was read whole"
 
     def catalogue(self, timeout: float = 30.0) -> Catalogue:
-        """What the publisher offers."""
-        deadline = time.monotonic() + check_timeout(timeout)
+        """What the publisher offers now.
+
+        Before the first contact, waits at most ``timeout`` seconds for the publisher, and then raises TransferTimeout.
+        Afterwards, raises TransferError at once if the publisher has ended, as ``update`` does.
+        """
+        with self._calling("catalogue"):
+            return self._catalogue(time.monotonic() + check_timeout(timeout))
+
+    def _catalogue(self, deadline: float) -> Catalogue:
         while True:
+            self._check_open()
             try:
                 found = Catalogue(self._ask("catalogue", deadline, incarnation=""))
                 break
             except TransferError as error:  # the publisher may not have started yet
-                if isinstance(error.__cause__, socket.gaierror) or not isinstance(error.__cause__, OSError):
+                cause = error.__cause__
+                if self._known is not None or isinstance(cause, socket.gaierror) or not isinstance(cause, OSError):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
-                    never = f"{self._name()}, which never answered ({error.__cause__})"
+                    never = f"{self._name()}, which never answered ({cause})"
                     expected = "expected an answer before the deadline, got none"
                     raise TransferTimeout(f"{never}: {expected}") from error
                 time.sleep(_AGAIN_SECONDS)
@@ -153,22 +185,36 @@ class Subscriber:
         return self._known
 
     def plan(self, timeout: float = 30.0) -> Plan:
-        """Which bytes this rank reads from which publisher rank."""
-        known = self._known or self.catalogue(timeout)
+        """Which bytes this rank reads from which rank of the publisher that runs now.
+
+        Waits and raises as ``catalogue``.  Raises InvalidArgument as ``update``.
+        """
+        with self._calling("plan"):
+            return self._plan_for(self._catalogue(time.monotonic() + check_timeout(timeout)))
+
+    def _plan_for(self, known: Catalogue) -> Plan:
         if self._plan is None:
             self._plan = Plan(known.offers, [self._target.layout], self._rank, self._target.near(known))
         return self._plan
 
     def close(self) -> None:
-        """Close the connections, and unmap the publisher's memory."""
+        """Close the connections, and unmap the publisher's memory.  Not collective.
+
+        If another thread is in a call, that call raises TransferError, and its thread unmaps the memory.  In a forked
+        process, ``close`` does nothing.
+        """
+        super().close()
+
+    def _interrupt(self) -> None:
+        self._target.interrupt()
+        if (lead := self._lead) is not None:
+            with suppress(OSError):
+                lead.sock.shutdown(socket.SHUT_RDWR)
+
+    def _free(self) -> None:
+        """Close the connections, and unmap the publisher's memory; the next call connects again."""
         self._target.close()
         self._drop_lead()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- the exchange with rank 0 of the publisher ----------------------------------------------------------
 
@@ -180,43 +226,51 @@ class Subscriber:
         """An answer of the publisher's rank 0.  Raises Stale, TransferError."""
         try:
             with exchange.naming(self._name, deadline):
+                if self._lead is not None and self._lead.drain():  # the publisher may have been restarted meanwhile
+                    self._drop_lead()
                 if self._lead is None:
                     self._lead = self._connect(self._host, self._port, deadline)
                 exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
                 answer = exchange.receive(self._lead, deadline)
         except BaseException:  # a late answer to this request must not be read as the answer to the next one
-            self.close()  # also unmaps: GPU memory of a killed publisher is not freed while it is mapped
+            self._free()  # also unmaps: GPU memory of a killed publisher is not freed while it is mapped
             raise
         return exchange.answered(answer, incarnation)
 
     def _connect(self, host: str, port: int, deadline: float) -> Connection:
         """A new connection to a publisher rank."""
-        return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
+        connection = self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
+        if self._closed:  # meanwhile, by another thread
+            connection.close()
+        self._check_open()
+        return connection
 
-    def _newest(self, deadline: float) -> Version | None:
+    def _newest(self, deadline: float, why: str) -> Version | None:
         """The newest version; None on ranks other than 0.  Takes a lease, unless the arrays hold this version already.
 
-        Raises TransferError, TransferTimeout.
+        ``why`` is the reason why this update has no version yet; it is empty at the beginning.  Raises TransferError,
+        TransferTimeout.
         """
         if self._rank:
             return None
-        if self._lead is not None and self._lead.drain():  # the publisher may have been restarted since the last update
-            self._drop_lead()
-        while (left := deadline - time.monotonic()) > 0:
-            known, held = self._known or self.catalogue(left), self._held
+        while not why or deadline - time.monotonic() > _AGAIN_SECONDS:
+            known, held = self._known or self._catalogue(deadline), self._held
             have = held.serial if held is not None and held.incarnation == known.incarnation else None
-            wants = {"have": have, "wait": left * 0.75, "seconds": left + _LINGER}
+            left = max(deadline - time.monotonic(), 0.0)
+            wants = {"have": have, "wait": left - min(left / 4, 0.5), "seconds": left + _LINGER}
             try:
                 answer = self._ask("newest", deadline, known.incarnation, **wants)
             except Stale:
                 self._known = None
                 continue
+            except TransferTimeout:
+                if not why:
+                    raise
+                break
             if answer["serial"] is not None:
                 return Version(known.incarnation, answer["serial"], answer["version"])
-            if left < GRACE:  # the answer to another request could come late
-                break
-        why = "none was published, or each was replaced before it was read whole"
-        raise TransferTimeout(f"{self._name()}: expected a version, got none in time ({why})")
+            why = "it has published nothing yet" + ", or writes its only buffer now" * (known.buffers == 1)
+        raise TransferTimeout(f"{self._name()}: expected a version before the deadline, got none: {why}")
 
     def _release(self) -> None:
         """End the lease.  This does not wait for an answer."""
@@ -233,20 +287,31 @@ class Subscriber:
 
     # --- several ranks that subscribe together --------------------------------------------------------------
 
-    def _pull_together(self, wanted: Version, deadline: float, verify: bool) -> int:
-        """Read a version, and copy it to the arrays if all ranks have read it.  If one rank is Stale, all raise it."""
+    def _together(self, work: Callable[[], Any], deadline: float, version: str = "") -> list[Any]:
+        """The results of ``work`` on all ranks."""
+        return exchange.together(self._comm, _RANK, work, deadline, lambda: f"update from {self._name()}{version}")
+
+    def _pull_together(self, wanted: Version, answer_by: float, deadline: float, verify: bool) -> int:
+        """Read a version, and copy it to the arrays if all ranks have read it.  If one rank is Stale, all raise it.
+
+        A rank reads until ``answer_by``, and waits for the other ranks until the deadline.
+        """
         self._held = self._held if self._target.staged else None
 
         def pull() -> int:
             known = self._known
             if known is None or known.incarnation != wanted.incarnation:
-                known = self.catalogue(max(deadline - time.monotonic(), 0.001))
+                known = self._catalogue(answer_by)
                 if known.incarnation != wanted.incarnation:
                     raise Stale
-            return self._target.read(self.plan(), known, wanted.serial, deadline, verify)
+            plan = self._plan_for(known)
+            self._check_open()
+            nbytes = self._target.read(plan, known, wanted.serial, answer_by, verify)
+            self._check_open()
+            return nbytes
 
         try:
-            read = exchange.together(self._comm, _RANK, pull, deadline)
+            read = self._together(pull, deadline, f" to version {wanted.number}")
         finally:
             self._release()
         self._held = None

@@ -407,7 +407,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
             if look is not None:
                 look()
         else:
-            raise TimeoutError("no answer in time from what listens there: another program than kos, or a stopped one")
+            raise TimeoutError("it accepted the connection, but gave no answer in time: is it kos, and not stopped?")
 
 
 def allow_files(size: int) -> None:

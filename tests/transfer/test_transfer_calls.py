@@ -1,0 +1,388 @@
+"""Weights from M ranks to N: deadlines, threads, closing, forks, and ranks of a subscriber that are late or lost."""
+
+import gc
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import CollectiveTimeout, InvalidArgument, RankLost, TransferError, TransferTimeout
+from kos.testing import spawn
+from kos.transfer import Placement, Publisher, Subscriber, read_catalogue
+from kos.transfer.held import Held
+from tests.transfer.layouts import WHOLE, tensor, zero
+from tests.transfer.publishing import arrays_of, before_reads, expect_version, publishing
+
+ROOT = Path(__file__).parents[2]
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """The result or the exception of a call in another thread, which has ended."""
+    found: queue.Queue[Any] = queue.Queue()
+    in_thread(call, found)
+    return found.get(timeout=60)
+
+
+def in_thread(call: Callable[[], Any], found: "queue.Queue[Any]") -> None:
+    """Start a thread that puts the result or the exception of a call in ``found``."""
+    def run() -> None:
+        try:
+            found.put(call())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+# --- ranks of a subscriber ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_late_or_lost_subscriber_rank_is_named_and_the_others_go_on(lost):
+    """The error names it, the publisher and the version; ``cause`` says that the communicator has failed."""
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(7)
+        late = threading.Event()
+
+        def subscribe(comm):
+            with Subscriber(ranks.address, arrays_of(WHOLE), comm=comm) as reader:
+                assert reader.update(30).version == 7
+                if comm.rank == 1:
+                    if lost:
+                        comm.abort(reason="it was killed")
+                        return ""
+                    assert late.wait(60)
+                with pytest.raises(TransferError) as raised:
+                    reader.update(30 if lost else 2)
+                late.set()
+            error = raised.value
+            assert isinstance(error, TransferTimeout) == (not lost) and error.ranks == (1,)
+            assert error.cause is error.__cause__ and isinstance(error.cause, RankLost if lost else CollectiveTimeout)
+            with comm.shrink() as others, Subscriber(ranks.address, arrays_of(WHOLE), comm=others) as again:
+                assert again.update(30).version == 7
+            return str(error)
+
+        texts = spawn(subscribe, 2, timeout=60)
+        for text in texts[: 2 - lost]:
+            named = rf"update from publisher trainer at {ranks.address}, which had version 7: .* subscriber rank 1"
+            assert re.match(named, text) and "comm.shrink()" in text
+            if not lost:
+                seconds = re.search(r"not complete after ([\d.]+) s", text)
+                assert seconds and float(seconds[1]) <= 2 and len(seconds[1]) < 7  # it waited no longer
+
+
+def test_a_rank_that_is_lost_while_a_version_is_read_is_named_with_the_version():
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(7)
+
+        def subscribe(comm):
+            with Subscriber(ranks.address, arrays_of(WHOLE), comm=comm) as reader:
+                act = comm.abort if comm.rank == 1 else lambda: None
+                acts[comm.rank] = act
+                with pytest.raises(TransferError) as raised:
+                    reader.update(30)
+                assert reader.version is None
+                return str(raised.value)
+
+        acts = dict[int, Callable[[], object]]()
+        with before_reads(lambda: acts[1](), rank=1):
+            text = spawn(subscribe, 2, timeout=60)[0]
+        assert re.match(rf"update from publisher trainer at {ranks.address} to version 7: .* subscriber rank 1", text)
+
+
+def test_a_closed_subscriber_of_one_rank_is_reported_on_all():
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(1)
+
+        def subscribe(comm):
+            with Subscriber(ranks.address, arrays_of(WHOLE), comm=comm) as reader:
+                reader.update(30)
+                if comm.rank == 1:
+                    reader.close()
+                with pytest.raises(TransferError, match="expected an open subscriber, got a closed one") as raised:
+                    reader.update(30)
+                return raised.value.ranks
+
+        assert spawn(subscribe, 2, timeout=60) == [(1,), ()]
+
+
+# --- threads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["update", "catalogue", "plan"])
+def test_a_second_thread_in_a_subscriber_is_refused(call):
+    """And the first one goes on."""
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(1)
+        arrays, found = arrays_of(WHOLE), list[Any]()
+        reader = Subscriber(ranks.address, arrays)
+        with reader, before_reads(lambda: found.append(outcome(lambda: getattr(reader, call)(30)))):
+            assert reader.update(30).version == 1
+        expect_version(arrays, 1)
+    (error,) = found
+    here = rf"{re.escape(__file__)}:\d+"
+    assert isinstance(error, TransferError) and re.match(
+        rf"subscriber to {ranks.address}: two threads call it at once: update at {here} and {call} at {here}; order "
+        "their calls, or give each thread a Subscriber of its own", str(error)
+    ), error  # fmt: skip
+
+
+def test_a_second_thread_in_publish_is_refused():
+    """A publish waits for the lease of a reader, and another thread publishes meanwhile."""
+    with Publisher(None, arrays_of(WHOLE), patience=60) as publisher:
+        publisher.publish(0)
+        found, errors = queue.Queue[Any](), list[Any]()
+
+        def publish_by_two_threads():
+            publisher.publish(1)  # into the other buffer
+            for version in (2, 3):
+                in_thread(lambda version=version: publisher.publish(version), found)
+            errors.append(found.get(timeout=60))
+
+        with before_reads(publish_by_two_threads), Subscriber(publisher.address, arrays_of(WHOLE)) as reader:
+            assert reader.update(60).version == 0
+        assert found.get(timeout=60) == 0
+        assert isinstance(errors[0], TransferError)
+        assert re.match("publisher trainer: two threads call it at once: publish at .* and publish at", str(errors[0]))
+        assert publisher.publish(4) == 0
+
+
+# --- closing --------------------------------------------------------------------------------------------
+
+
+def test_a_closed_subscriber_is_refused():
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(1)
+        reader = Subscriber(ranks.address, arrays_of(WHOLE))
+        reader.update(30)
+        reader.close()
+        for call in (reader.update, reader.catalogue, reader.plan):
+            expected = f"subscriber to {ranks.address}: expected an open subscriber, got a closed one"
+            with pytest.raises(TransferError, match=expected):
+                call(30)
+        reader.close()
+        assert reader.version == 1
+
+
+def files_of_publishers() -> int:
+    """How many descriptors of a publisher's memory this process has."""
+    gc.collect()
+    found = 0
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder's own
+            found += "memfd:kos-transfer" in os.readlink(f"/proc/self/fd/{each}")
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_subscriber_that_another_thread_closes_says_so(transport):
+    """And not that the publisher has failed.  Its memory is unmapped when the update has ended."""
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(1)
+        before, reader = files_of_publishers(), Subscriber(ranks.address, arrays_of(WHOLE), transport=transport)
+        closed = f"subscriber to {ranks.address}: expected an open subscriber, got one that another thread closed"
+        with before_reads(lambda: outcome(reader.close)), pytest.raises(TransferError, match=f"{closed} during update"):
+            reader.update(30)
+        assert files_of_publishers() == before
+
+
+def test_a_subscriber_that_is_closed_while_it_waits_for_a_version_says_so():
+    with publishing([WHOLE]) as ranks:
+        reader, found = Subscriber(ranks.address, arrays_of(WHOLE)), queue.Queue[Any]()
+        reader.catalogue(30)
+        for _ in range(2):
+            in_thread(lambda: reader.update(60), found)
+        assert "two threads" in str(found.get(timeout=30))  # so the other thread waits in update
+        reader.close()
+        assert "got one that another thread closed during update" in str(found.get(timeout=30))
+
+
+def test_a_publisher_that_is_closed_during_publish_frees_its_memory_afterwards():
+    """The publish waits for the lease of a reader, which ends with the connection."""
+    before, found, publisher = files_of_publishers(), queue.Queue[Any](), Publisher(None, arrays_of(WHOLE), patience=60)
+    publisher.publish(0)
+
+    def close_during_publish():
+        publisher.publish(1)  # into the other buffer
+        for version in (2, 3):
+            in_thread(lambda version=version: publisher.publish(version), found)
+        assert "two threads" in str(found.get(timeout=60))
+        publisher.close()
+
+    reader = Subscriber(publisher.address, arrays_of(WHOLE))
+    with reader, before_reads(close_during_publish), pytest.raises(TransferError, match="publisher"):
+        reader.update(60, verify=True)
+    assert found.get(timeout=60) in (0, 1)
+    with pytest.raises(TransferError, match="publisher trainer: expected an open publisher, got a closed one"):
+        publisher.publish(4)
+    assert files_of_publishers() == before
+
+
+def test_a_subscriber_that_is_dropped_leaves_no_file():
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(1)
+        before = files_of_publishers()
+        reader: Any = Subscriber(ranks.address, arrays_of(WHOLE), transport="shared")
+        reader.update(30)
+        assert files_of_publishers() > before
+        del reader
+        assert files_of_publishers() == before
+
+
+FORKS = """
+    import os, sys
+    import numpy as np
+    from kos.errors import TransferError
+    from kos.transfer import Placement, Publisher, Subscriber
+
+    whole = Placement.whole((4,))
+    x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
+    with Publisher(None, {"w": (x, whole)}) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, {"w": (y, whole)}, transport=sys.argv[1]) as reader:
+            reader.update(30)
+            publisher.publish(2)
+            if not (child := os.fork()):
+                for call in (lambda: publisher.publish(3), lambda: reader.update(30), lambda: reader.catalogue(30)):
+                    try:
+                        print("not refused", call(), flush=True)
+                    except TransferError as error:
+                        print(error, flush=True)
+                reader.close()
+                publisher.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+            print(reader.update(30).version, publisher.publish(3), reader.update(30).version)
+"""
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_forked_process_is_refused(transport):
+    """And its ``close`` does nothing to those of the process that made them."""
+    command = [sys.executable, "-c", textwrap.dedent(FORKS), transport]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert not ran.returncode, ran.stderr
+    *refused, last = ran.stdout.splitlines()
+    assert last == "2 0 3" and len(refused) == 3
+    assert refused[0].startswith("publisher trainer: this process was forked from the one that made it")
+    for each in refused[1:]:
+        assert re.match("subscriber to .*: this process was forked from the one that made it", each)
+
+
+# --- deadlines ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def slow_link(port: int, most: int = 1 << 40) -> Iterator[int]:
+    """The port of a proxy that passes on what listens at ``port``, slowly, and at most so many bytes a connection."""
+    ends, held = threading.Event(), list[socket.socket]()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source, target, piece, most):
+        sent = 0
+        while not ends.is_set() and sent < most and (data := source.recv(piece)):
+            target.sendall(data)
+            sent += len(data)
+            ends.wait(0.005 if piece < 1 << 20 else 0)
+
+    def quietly(*arguments):
+        with suppress(OSError):  # the connection was closed
+            pass_on(*arguments)
+
+    def accept():
+        while not ends.is_set():
+            try:
+                caller, _ = listener.accept()
+            except OSError:
+                return
+            other = socket.create_connection(("127.0.0.1", port))
+            held.extend((caller, other))
+            for arguments in ((caller, other, 1 << 20, 1 << 40), (other, caller, 1 << 14, most)):
+                threading.Thread(target=quietly, args=arguments, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        ends.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        for each in (listener, *held):
+            each.close()
+
+
+@pytest.mark.parametrize("most", [1 << 40, 1 << 18])
+def test_a_timeout_that_is_too_short_for_the_bytes_says_how_many_came(most):
+    """Also if the link has stalled."""
+    count = 16 << 20
+    x, placed = np.ones(count, np.float32), Placement.whole((count,))
+    with (
+        Publisher(None, {"w": (x, placed)}) as publisher, slow_link(read_catalogue(publisher.address).ranks[0].port,
+        most) as port, Subscriber(publisher.address, {"w": (np.zeros_like(x), placed)}, transport="tcp") as reader,
+    ):  # fmt: skip
+        publisher.publish(1)
+        known = reader.catalogue(30)
+        known.ranks[0] = known.ranks[0]._replace(port=port)
+        with pytest.raises(TransferTimeout, match="publisher rank 0 .*, from which w should come") as raised:
+            reader.update(2)
+        said = re.search(r"expected ([\d,]+) bytes before the deadline, got ([\d,]+), and ", str(raised.value))
+        assert said and raised.value.ranks == (0,)
+        total, got = (int(each.replace(",", "")) for each in said.groups())
+        assert total == 4 * count and 0 < got < total
+        ending = str(raised.value)[said.end() :]
+        assert re.match(r"none in the last [\d.]+ s|more were arriving: give update a longer timeout", ending)
+
+
+def test_a_copy_on_the_host_that_is_too_late_ends():
+    array = np.zeros(4, np.float32)
+    held = Held({"w": (array, Placement.whole((4,)))}, True)
+    with pytest.raises(TransferTimeout, match="expected the end of the copy before the deadline, got 0 of 16 bytes"):
+        held.copy(0, [(held.flat["w"], np.ones(4, np.float32))], time.monotonic() - 1)
+    held.copy(0, [(held.flat["w"], np.ones(4, np.float32))], time.monotonic() + 60)
+    assert (array == 1).all()
+
+
+def test_an_update_waits_for_the_first_version_until_its_deadline():
+    """And says that none was published."""
+    with publishing([WHOLE]) as ranks, Subscriber(ranks.address, arrays_of(WHOLE)) as reader:
+        began = time.monotonic()
+        expected = f"publisher trainer at {ranks.address}: expected a version before the deadline, got none: it has"
+        with pytest.raises(TransferTimeout, match=f"{expected} published nothing yet"):
+            reader.update(4)
+        assert time.monotonic() - began > 3.8
+
+
+def test_the_catalogue_of_a_publisher_that_has_ended_is_an_error_at_once():
+    """As an update; and the plan is that of the publisher which runs now."""
+    with publishing([zero(rank, 2) for rank in range(2)]) as ranks:
+        ranks.publish(1)
+        reader = Subscriber(ranks.address, arrays_of(tensor(0, 2)))
+        assert {rank for rank, _ in reader.plan(30).traffic()} == {0, 1}
+    for call in (reader.catalogue, reader.plan, reader.update):
+        with pytest.raises(TransferError, match=f"publisher trainer at {ranks.address}.*: expected it to") as raised:
+            call(5)
+        assert not isinstance(raised.value, TransferTimeout)
+    with publishing([WHOLE], address=ranks.address):
+        assert {rank for rank, _ in reader.plan(30).traffic()} == {0}
+    reader.close()
+
+
+def test_wrong_arguments_are_refused_on_the_rank_that_has_them():
+    """And are a TransferError on the others."""
+    def make(comm):
+        kind = InvalidArgument if comm.rank else TransferError
+        with pytest.raises(kind, match="buffers, patience: expected at least 1"):
+            Publisher(comm, arrays_of(WHOLE), buffers=1 - comm.rank)
+
+    spawn(make, 2, timeout=60)
