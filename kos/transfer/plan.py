@@ -75,24 +75,39 @@ class Copy(NamedTuple):
         return self.elements * min(self.source.dtype.itemsize, dtype.itemsize)
 
 
+def whole_shapes(groups: Sequence[tuple[Layout, Sequence[int]]]) -> dict[str, Sizes]:
+    """Tensor -> the shape of the whole.  ``groups`` are pairs (arrays, ranks).
+
+    Raises InvalidArgument if ranks differ in the shape or the dtype of a tensor.
+    """
+    found = dict[str, tuple[DType, Sizes, str, int]]()
+    for layout, ranks in groups:
+        for array, (dtype, placement, _) in layout.items():
+            for part in placement.parts:
+                here = dtype, part.whole, array, ranks[0]
+                if (first := found.setdefault(part.tensor, here))[:2] != here[:2]:
+                    expected = "expected one dtype and one shape of the whole tensor on all ranks"
+                    got = " and ".join("{} of shape {} (array {} of rank {})".format(*each) for each in (first, here))
+                    raise InvalidArgument(f"{part.tensor}: {expected}, got {got}")
+    return {tensor: shape for tensor, (_, shape, *_) in found.items()}
+
+
 class Offers:
     """The arrays of the publisher's ranks by the tensors that they hold.
 
-    ``groups`` are pairs (arrays, ranks): replicas, whose arrays are alike, are listed once.
+    ``groups`` are pairs (arrays, ranks): replicas, whose arrays are alike, are listed once.  Raises InvalidArgument if
+    ranks differ in the shape or the dtype of a tensor.
     """
 
     def __init__(self, groups: Sequence[tuple[Layout, Sequence[int]]]) -> None:
         self.groups = groups
         self.ranks = sorted(rank for _, ranks in groups for rank in ranks)
-        self.shapes: dict[str, Sizes] = {}
+        self.shapes = whole_shapes(groups)
         """Tensor -> the shape of the whole."""
         self._held: dict[str, dict[tuple[Sizes, Sizes], list[Holder]]] = {}
         for layout, ranks in groups:
             for array, (dtype, placement, gpu) in layout.items():
                 for part in placement.parts:
-                    if self.shapes.setdefault(part.tensor, part.whole) != part.whole:
-                        expected, got = f"shape {self.shapes[part.tensor]} on all ranks", f"{part.whole}"
-                        raise InvalidArgument(f"{part.tensor}: expected {expected}, got {got} on rank {ranks[0]}")
                     boxes = self._held.setdefault(part.tensor, {})
                     held = boxes.setdefault((part.start, part.size), [])
                     held += [Holder(rank, array, dtype, part, gpu) for rank in ranks]

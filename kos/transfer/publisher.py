@@ -36,6 +36,7 @@ from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.gpu import Copiers
 from kos.transfer.held import Held
 from kos.transfer.placement import Arrays, box
+from kos.transfer.plan import whole_shapes
 
 IDLE_SECONDS = 3600.0
 """A connection is closed if the subscriber sends nothing for this time.  The subscriber then connects again."""
@@ -113,7 +114,8 @@ class Publisher:
             This must be less than the timeout of ``comm``, because the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
 
-    Raises InvalidArgument on all ranks if one has wrong arguments; RendezvousError if rank 0 cannot listen at
+    Raises InvalidArgument on all ranks if one has wrong arguments, and if ranks differ in the shape or the dtype of a
+    tensor; RendezvousError if rank 0 cannot listen at
     ``address``; OutOfMemory.
     """
 
@@ -146,15 +148,17 @@ class Publisher:
                 raise CollectiveMismatch(f"Publisher: expected {asked[0]} on all ranks, got {got}")
             if all(layout == "{}" for *_, layout in facts):
                 raise InvalidArgument("arrays: expected at least one on some rank, got none")
+            alike = dict[str, list[int]]()
+            for rank, (*_, layout) in enumerate(facts):
+                alike.setdefault(layout, []).append(rank)
+            groups = [(json.loads(layout), ranks) for layout, ranks in alike.items()]
+            whole_shapes([(exchange.layout_from_json(layout), ranks) for layout, ranks in groups])
         except BaseException:
             for each in ("_acceptor", "_buffers"):  # this rank may have made them before another one failed
                 if hasattr(self, each):
                     getattr(self, each).close()
             raise
-        ranks, alike = [Address(*where) for _, where, _ in facts], dict[str, list[int]]()
-        for rank, (*_, layout) in enumerate(facts):
-            alike.setdefault(layout, []).append(rank)
-        groups = [[json.loads(layout), ranks] for layout, ranks in alike.items()]
+        ranks = [Address(*where) for _, where, _ in facts]
         self.address = f"{asked[0][0]}:{ranks[0].port}"
         """The address for subscribers."""
         self.incarnation = ranks[0].token
