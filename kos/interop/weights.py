@@ -34,6 +34,8 @@ def bind(
 
     Raises InvalidArgument if the publisher has no such tensor or a shape differs; TransferError, TransferTimeout.
     """
+    if not hasattr(module, "named_parameters"):
+        raise InvalidArgument(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     tensors = read_catalogue(address, timeout).offers.shapes
     names = {name: name for name, _ in module.named_parameters()} | (adapters := _adapters(module))
     if adapters and only_adapters(tensors):

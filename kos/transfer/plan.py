@@ -17,6 +17,7 @@ import numpy as np
 
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, plural
+from kos.transfer.arguments import check_dict
 from kos.transfer.placement import Part, Placement, Sizes
 
 
@@ -118,9 +119,9 @@ class Offers:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> Offers:
-        """Of the layout of each rank.  Ranks that pass the same object count as replicas."""
+        """Of the layout of each rank.  Ranks that pass the same object count as replicas.  Raises InvalidArgument."""
         groups: dict[int, tuple[Layout, list[int]]] = {}
-        for rank, layout in enumerate(layouts):
+        for rank, layout in enumerate(_checked(layouts)):
             groups.setdefault(id(layout), (layout, []))[1].append(rank)
         return cls([*groups.values()])
 
@@ -168,7 +169,9 @@ class Plan:
     """
 
     def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0, near: Sequence[set[int]] = ()) -> None:
-        self.offers, self.wants, self.first, self._near = offers, wants, first, near
+        if not isinstance(offers, Offers):
+            raise InvalidArgument(f"offers: expected Offers, got {type(offers).__name__}")
+        self.offers, self.wants, self.first, self._near = offers, _checked(wants), first, near
         self.check()
 
     def copies(self, rank: int) -> Iterator[Copy]:
@@ -225,6 +228,21 @@ class Plan:
         more = [f"  ... {len(pairs) - most:,} more pairs"] * (len(pairs) > most)
         rest = [f"  ... {len(copies) - most:,} more copies"] * (len(copies) > most)
         return "\n".join([f"{ranks}: {tensors}, {total}; {each}", *pairs[:most], *more, *rows, *rest])
+
+
+def _checked(layouts: Sequence[Layout]) -> Sequence[Layout]:
+    """The layouts of ranks.  Raises InvalidArgument if they are no layouts."""
+    if not isinstance(layouts, Sequence):
+        raise InvalidArgument(f"layouts: expected a list with the layout of each rank, got {type(layouts).__name__}")
+    for layout in {id(layout): layout for layout in layouts}.values():
+        for name, array in check_dict("layout", layout, "kos.transfer.Array").items():
+            if not isinstance(array, Array):
+                raise InvalidArgument(f"{name}: expected a kos.transfer.Array, got {type(array).__name__}")
+            if not isinstance(array.dtype, DType):
+                raise InvalidArgument(f"{name}: expected a dtype of kos.dtypes.DTYPES, got {array.dtype!r}")
+            if not isinstance(array.placement, Placement):
+                raise InvalidArgument(f"{name}: expected a Placement, got {type(array.placement).__name__}")
+    return layouts
 
 
 def _covers(want: Part, pieces: Sequence[Piece]) -> bool:

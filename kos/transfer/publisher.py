@@ -31,11 +31,12 @@ from kos.errors import CollectiveMismatch, InvalidArgument, KosError, Rendezvous
 from kos.memory import ipc
 from kos.memory.array import Array
 from kos.transfer import exchange
+from kos.transfer.arguments import check_arrays, check_comm
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.gpu import Copiers
 from kos.transfer.held import Held
-from kos.transfer.placement import Arrays, box
+from kos.transfer.placement import Arrays, Placement, box
 from kos.transfer.plan import whole_shapes
 
 IDLE_SECONDS = 3600.0
@@ -123,6 +124,7 @@ class Publisher:
         self, comm: Communicator | None, arrays: Arrays, address: str = "127.0.0.1:0", *, name: str = "trainer",
         buffers: int = 2, memory: Literal["device", "host"] = "device", patience: float = 1.0, checksums: bool = False,
     ) -> None:  # fmt: skip
+        check_comm(comm)
         self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
         self._patience, self._checksums, self._serial, self._closed = patience, checksums, 0, False
         self._sums: dict[int, dict[str, int]] = {}
@@ -135,7 +137,7 @@ class Publisher:
                 raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
             if memory not in ("device", "host"):
                 raise InvalidArgument(f"memory: expected device or host, got {memory!r}")
-            self._held = Held(arrays, False)
+            self._held = Held(check_arrays(arrays, Placement), False)
             self._allocate(buffers, memory)
             place, layout = exchange.parse(address), json.dumps(exchange.layout_to_json(self._layout))
             return [[*place, buffers, checksums], self._listen(*place), layout]

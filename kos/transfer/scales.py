@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.arguments import check_int
 from kos.comm.gpu.devices import check_float8
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.buffer import as_buffer
+from kos.transfer.arguments import check_at_least, check_name, check_shape
 from kos.transfer.gpu import Copiers
 from kos.transfer.placement import Arrays, Flat, Sizes, current
 from kos.transfer.plan import Array as Described
@@ -39,9 +39,19 @@ class BlockScales:
 
     of: str
     block: tuple[int, int] = (128, 128)
+    """Rows and columns."""
+
+    def __post_init__(self) -> None:
+        check_name("of", self.of)
+        if not isinstance(self.block, tuple | list) or len(self.block) != 2:
+            raise InvalidArgument(f"block of {self.of}: expected (rows, columns), got {self.block!r:.80}")
+        for each in self.block:
+            check_at_least(f"block of {self.of}", each, 1)
 
     def shape(self, matrix: Sizes) -> Sizes:
         """The shape of the scales of a matrix of this shape."""
+        if len(check_shape(self.of, matrix)) != 2:
+            raise InvalidArgument(f"{self.of}: expected the shape of a matrix, such as (4, 4), got {matrix}")
         return tuple(-(-count // each) for count, each in zip(matrix, self.block, strict=True))
 
 
@@ -93,8 +103,6 @@ def quantized(arrays: Arrays, flat: dict[str, Flat], layout: dict[str, Described
     for name, (array, placed) in arrays.items():
         if not isinstance(placed, BlockScales):
             continue
-        if min(check_int("block", each) for each in placed.block) < 1:
-            raise InvalidArgument(f"{name}: expected a block of at least (1, 1), got {placed.block}")
         of = layout.get(placed.of)
         if of is None or of.dtype.name != "float8_e4m3fn" or len(of.placement.shape) != 2:
             raise InvalidArgument(f"{name}: expected the scales of a float8_e4m3fn matrix, got those of {placed.of}")

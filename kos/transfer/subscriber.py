@@ -17,10 +17,12 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Connection
 from kos.errors import InvalidArgument, TransferError, TransferTimeout
 from kos.transfer import exchange
+from kos.transfer.arguments import check_arrays, check_comm
 from kos.transfer.exchange import GRACE, Catalogue, Stale
-from kos.transfer.placement import Arrays
+from kos.transfer.placement import Arrays, Placement
 from kos.transfer.plan import Plan
 from kos.transfer.reader import Target
+from kos.transfer.scales import BlockScales
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
 _RANK = "subscriber rank"
@@ -83,9 +85,10 @@ class Subscriber:
         self, address: str, arrays: Arrays | None, *, comm: Communicator | None = None, streams: int = 4,
         transport: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
+        check_comm(comm)
         self.address, self._comm = address, comm
         self._rank = 0 if comm is None else comm.rank
-        if arrays is not None and not arrays:
+        if arrays is not None and not check_arrays(arrays, Placement, BlockScales):
             raise InvalidArgument("arrays: expected at least one, got none")
         if check_int("streams", streams) < 1 or transport not in ("auto", "shared", "tcp"):
             expected = f"expected at least 1 and auto, shared or tcp, got {streams} and {transport!r}"

@@ -1,14 +1,16 @@
 """Weights from M ranks to N: arguments that are refused, by the text that says what was expected and got."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.errors import KosError
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument, KosError
+from kos.interop.weights import bind
 from kos.testing import spawn
-from kos.transfer import Placement, Publisher
+from kos.transfer import Array, BlockScales, Offers, Part, Placement, Plan, Publisher, Subscriber, placements
 
 Arrays = Mapping[str, tuple[Any, Placement]]
 
@@ -45,3 +47,142 @@ def test_ranks_that_differ_in_a_tensor(arrays, got):
     tensor = "v" if "array u" in got else "w"
     text = f"InvalidArgument: {tensor}: expected one dtype and one shape of the whole tensor on all ranks, got {got}"
     assert make_on_all(*arrays) == [text] * len(arrays)
+
+
+NOWHERE = "127.0.0.1:1"
+X, WHOLE = one()["w"]
+F32 = DTYPES["float32"]
+
+
+def expect_text(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        make()
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ([(X, WHOLE)], "arrays: expected a dict of name -> (array, Placement), got list"),
+        ({3: (X, WHOLE)}, "arrays: expected non-empty strings as names, got 3"),
+        ({"": (X, WHOLE)}, "arrays: expected non-empty strings as names, got ''"),
+        ({"w": X}, "w: expected a pair (array, Placement), got ndarray"),
+        ({"w": (X,)}, "w: expected a pair (array, Placement), got (ndarray)"),
+        ({"w": (X, (2, 3))}, "w: expected a pair (array, Placement), got (ndarray, tuple)"),
+        ({"w": (WHOLE, X)}, "w: expected a pair (array, Placement), got (Placement, ndarray)"),
+        ({"w": (X, Placement((2, 3), (Part("", (2, 3), (0,), (2, 3), 0, (3, 1)),)))}, "w: expected parts "),
+        ({"w": (X, Placement((2, 3), (Part("", (2, 2), (0, 0), (2, 3), 0, (3, 1)),)))},
+         "w: expected parts within the array and their tensors, got size (2, 3) from (0, 0) on in shape (2, 2)"),
+    ],
+)  # fmt: skip
+def test_arrays(arrays, text):
+    expect_text(lambda: Publisher(None, arrays), text)
+    expect_text(lambda: Subscriber(NOWHERE, arrays), text.replace("Placement)", "Placement or BlockScales)", 1))
+
+
+def test_scales_are_of_subscribers_only():
+    text = "w: expected a pair (array, Placement), got (ndarray, BlockScales)"
+    expect_text(lambda: Publisher(None, {"w": (X, BlockScales("q"))}), text)
+
+
+def test_a_communicator():
+    for make in (lambda: Publisher(X, one()), lambda: Subscriber(NOWHERE, one(), comm=X)):  # type: ignore[arg-type]
+        expect_text(make, "comm: expected a communicator or None, got ndarray")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Placement.whole(3), "whole: expected a shape, such as (4, 4), got 3"),
+        (lambda: Placement.whole("23", "w"), "w: expected a shape, such as (4, 4), got '23'"),
+        (lambda: Placement.whole((2.5, 3)), "whole: expected a shape, such as (4, 4), got (2.5, 3)"),
+        (lambda: Placement.whole((2, 3), 5), "tensor: expected a string, got 5"),
+        (lambda: Placement.cut((2, 3), 0, 0.5, 1), "cut: start: expected a whole number, got 0.5"),
+        (lambda: Placement.cut((), 0, 0, 1), "cut: expected an axis of shape () from 0 on, got axis 0"),
+        (lambda: Placement.shard((4, 4), 0, "0", 2), "shard: rank: expected a whole number, got '0'"),
+        (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),
+        (lambda: Placement.shard((4, 4), -1, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis -1"),
+        (lambda: Placement.whole((4,)).flat(0.5, 2), "flat: start: expected a whole number, got 0.5"),
+        (lambda: Placement.joined([3]), "joined: expected Placements, got [3]"),
+        (lambda: Placement.joined(3), "joined: expected Placements, got 3"),
+        (lambda: BlockScales(3), "of: expected a string, got 3"),
+        (lambda: BlockScales("w", 128), "block of w: expected (rows, columns), got 128"),
+        (lambda: BlockScales("w", (0, 1)), "block of w: expected a whole number from 1 on, got 0"),
+        (lambda: BlockScales("w", (1, 2, 3)), "block of w: expected (rows, columns), got (1, 2, 3)"),
+        (lambda: BlockScales("w").shape((3,)), "w: expected the shape of a matrix, such as (4, 4), got (3,)"),
+    ],
+)
+def test_placements(make, text):
+    expect_text(make, text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ([], "layout: expected a dict of name -> kos.transfer.Array, got list"),
+        ({"w": WHOLE}, "w: expected a kos.transfer.Array, got Placement"),
+        ({"w": (F32, WHOLE)}, "w: expected a kos.transfer.Array, got tuple"),
+        ({"w": Array(np.float32, WHOLE)}, "w: expected a dtype of kos.dtypes.DTYPES, got <class 'numpy.float32'>"),
+        ({"w": Array("float32", WHOLE)}, "w: expected a dtype of kos.dtypes.DTYPES, got 'float32'"),
+        ({"w": Array(F32, (2, 3))}, "w: expected a Placement, got tuple"),
+    ],
+)
+def test_layouts(layout, text):
+    expect_text(lambda: Offers.of([layout]), text)
+    expect_text(lambda: Plan(Offers.of([{"w": Array(F32, WHOLE)}]), [layout]), text)
+
+
+def test_a_plan():
+    right: Any = {"w": Array(F32, WHOLE)}
+    expect_text(lambda: Plan([right], [right]), "offers: expected Offers, got list")  # type: ignore[arg-type]
+    for make in (Offers.of, lambda wants: Plan(Offers.of([right]), wants)):
+        expect_text(lambda make=make: make(right), "layouts: expected a list with the layout of each rank, got dict")
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ("rows = ", "expected a file of rules in TOML, got Invalid value"),
+        ("rowz = 'a'", "expected rules named rows, columns, copied, transposed, padded, fused, got rowz"),
+        ("rows = 3", "rows: expected a regular expression, got 3"),
+        ("rows = '(('", "rows: expected a regular expression in '((', got missing )"),
+        ("padded = 64", "padded: expected a table of regular expression = value, got 64"),
+        ("[padded]\n'x' = '64'", "padded: x: expected a whole number from 1 on, got '64'"),
+        ("[padded]\n'x' = 0", "padded: x: expected a whole number from 1 on, got 0"),
+        ("[padded]\n'((' = 64", "padded: expected a regular expression in '((', got missing )"),
+        ("[fused]\n'x' = 'y'", "fused: x: expected a list of the names of tensors, got 'y'"),
+        ("[fused]\n'x' = []", "fused: x: expected a list of the names of tensors, got []"),
+        ("[fused]\n'(x)' = ['\\2y']", "fused: (x): expected names with groups of the pattern, got invalid group"),
+    ],
+)
+def test_rules(rules, text, tmp_path):
+    """A file with a fault is refused, whatever the parameters are."""
+    path = tmp_path / "mine.toml"
+    path.write_text(rules)
+    expect_text(lambda: placements({}, {}, f"{path}"), f"{path}: {text}")
+
+
+def test_the_name_of_rules(tmp_path):
+    expected = "rules: expected one of huggingface, vllm or the path of a .toml file, got "
+    for rules in (3, "", f"{tmp_path}", "llamacpp"):
+        expect_text(lambda rules=rules: placements({}, {}, rules), f"{expected}{rules!r}")
+    missing = tmp_path / "none.toml"
+    for rules in (missing, f"{missing}"):
+        text = f"{missing}: expected a file of rules in TOML, got [Errno 2]"
+        expect_text(lambda rules=rules: placements({}, {}, rules), text)
+
+
+def test_shapes_of_parameters():
+    for make, text in (
+        (lambda: placements(["w"], {}), "parameters: expected a dict of name -> shape, got list"),
+        (lambda: placements({}, ["w"]), "tensors: expected a dict of name -> shape, got list"),
+        (lambda: placements({"w": X}, {"w": (2, 3)}), "w: expected a shape, such as (4, 4), got array("),
+        (lambda: placements({"w": (2, 3)}, {"w": 3}), "w: expected a shape, such as (4, 4), got 3"),
+        (lambda: placements({3: (2, 3)}, {}), "parameters: expected non-empty strings as names, got 3"),
+    ):
+        expect_text(make, text)
+
+
+def test_a_module():
+    for module in ({"w": X}, None):
+        expect_text(lambda module=module: bind(NOWHERE, module), "module: expected a torch.nn.Module, got ")
