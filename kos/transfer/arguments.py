@@ -67,7 +67,7 @@ def check_arrays(arrays: Any, *kinds: type) -> Mapping[str, tuple[Any, Any]]:
             if isinstance(found, tuple | list):
                 got = f"({', '.join(type(each).__name__ for each in found)})"
             raise InvalidArgument(f"{name}: expected a pair {pair}, got {got}")
-    return arrays  # type: ignore[no-any-return]
+    return arrays
 
 
 def check_comm(comm: Any) -> None:
