@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from kos.comm.arguments import check_int
 from kos.errors import InvalidArgument, raised_as
@@ -34,6 +37,24 @@ def check_shape(what: str, shape: Any) -> tuple[int, ...]:
     if min(sizes, default=0) < 0:
         raise InvalidArgument(f"{what}: expected a shape, such as (4, 4), got {shape!r:.80}")
     return sizes
+
+
+def check_one_of(what: str, value: Any, *known: str) -> None:
+    """One of the names ``known``."""
+    if value not in known:
+        expected = ", ".join(map(repr, known[:-1]))
+        raise InvalidArgument(f"{what}: expected {expected} or {known[-1]!r}, got {value!r:.80}")
+
+
+def check_patience(patience: Any, comm: Any) -> float:
+    """Seconds that the other ranks of ``comm`` may wait for this one."""
+    real = isinstance(patience, int | float | np.integer | np.floating) and not isinstance(patience, bool)
+    if not real or not 0 <= patience < math.inf:
+        raise InvalidArgument(f"patience: expected a number of seconds from 0 on, got {patience!r}")
+    if comm is not None and patience >= comm.timeout:
+        expected = f"less than the communicator's timeout of {comm.timeout:g} s"
+        raise InvalidArgument(f"patience: expected {expected}, got {patience:g}")
+    return float(patience)
 
 
 def check_axis(what: str, axis: Any, shape: tuple[int, ...]) -> int:

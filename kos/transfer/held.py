@@ -40,7 +40,8 @@ class Held:
             if writable and isinstance(placement, BlockScales):
                 continue
             if buffer.shape != placement.shape:
-                raise InvalidArgument(f"{name}: expected an array of shape {placement.shape}, got {buffer.shape}")
+                expected = f"an array of shape {placement.shape}, as its placement has"
+                raise InvalidArgument(f"{name}: expected {expected}, got {buffer.shape}")
             placed = placement.named(name)
             placed.check(name)
             self.layout[name] = Described(buffer.dtype, placed, gpu)

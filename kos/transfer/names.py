@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kos.comm.arguments import check_rank
 from kos.errors import InvalidArgument, raised_as
 from kos.transfer.arguments import check_at_least, check_expression, check_shapes
 from kos.transfer.placement import Placement
@@ -74,6 +75,8 @@ def placements(
 
     Raises InvalidArgument if a shape does not follow from the rules.
     """
+    ranks = check_at_least("ranks", ranks, 1)
+    rank = check_rank("rank", rank, ranks)
     parameters, tensors = check_shapes("parameters", parameters), check_shapes("tensors", tensors)
     read, found = read_rules(rules), dict[str, Placement | BlockScales]()
     for name, shape in parameters.items():
@@ -133,7 +136,8 @@ def _placement(
     made = found[0] if len(found) == 1 else Placement.joined(found)
     if made.shape != shape:
         how = f"{' + '.join(sources)} on rank {rank} of {ranks}"
-        raise InvalidArgument(f"{name}: expected shape {made.shape} of {how}, got {shape}")
+        why = ", its transpose, which needs the rule `transposed`" * (shape == made.shape[::-1])
+        raise InvalidArgument(f"{name}: expected shape {made.shape} of {how}, got {shape}{why}")
     return made
 
 

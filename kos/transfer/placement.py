@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.arguments import check_int
+from kos.comm.arguments import check_int, check_rank
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, raised_as
 from kos.memory.array import Array
-from kos.transfer.arguments import check_axis, check_name, check_shape
+from kos.transfer.arguments import check_at_least, check_axis, check_name, check_shape
 
 Sizes = tuple[int, ...]
 
@@ -120,11 +120,14 @@ class Placement:
         """
         who = check_name("tensor", tensor) or "shard"
         axis = check_axis(who, axis, shape := check_shape(who, shape))
-        rank, ranks = check_int(f"{who}: rank", rank), check_int(f"{who}: ranks", ranks)
-        parts = min(ranks, most or ranks)
-        if not 0 <= rank < ranks or ranks % parts or shape[axis] % parts:
-            got = f"rank {rank} of {ranks}, and {shape[axis]} elements in {parts} parts"
-            raise InvalidArgument(f"{who}: expected equal parts, and a rank that has one, got {got}")
+        ranks = check_at_least(f"{who}: ranks", ranks, 1)
+        rank = check_rank(f"{who}: rank", rank, ranks)
+        parts = ranks if most is None else min(ranks, check_at_least(f"{who}: most", most, 1))
+        if ranks % parts:
+            raise InvalidArgument(f"{who}: expected ranks in a multiple of most={most}, got {ranks} ranks")
+        if shape[axis] % parts:
+            expected = f"a multiple of {parts} elements along axis {axis}, for equal parts"
+            raise InvalidArgument(f"{who}: expected {expected}, got shape {shape}")
         size = shape[axis] // parts
         return cls.cut(shape, axis, rank * parts // ranks * size, size, tensor)
 

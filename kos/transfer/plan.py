@@ -136,7 +136,8 @@ class Offers:
             closest = "".join(f" (closest: {name})" for name in near)
             raise InvalidArgument(f"{want.tensor}: expected a tensor of the publisher, got none of that name{closest}")
         if whole != want.whole:
-            raise InvalidArgument(f"{want.tensor}: expected the publisher's shape {whole}, got {want.whole}")
+            expected = f"parts of the published tensor, which has shape {whole}"
+            raise InvalidArgument(f"{want.tensor}: expected {expected}, got parts of one of shape {want.whole}")
         missing, found = [(want.start, want.size)], list[Piece]()
         boxes, (low, high) = [*self._held[want.tensor].items()], self._bounds[want.tensor]
         (first,), (end,) = _bounds([(want.start, want.size)])
@@ -230,11 +231,14 @@ class Plan:
         return "\n".join([f"{ranks}: {tensors}, {total}; {each}", *pairs[:most], *more, *rows, *rest])
 
 
-def _checked(layouts: Sequence[Layout]) -> Sequence[Layout]:
-    """The layouts of ranks.  Raises InvalidArgument if they are no layouts."""
+def _checked(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts of ranks, in which each part names its tensor.  Equal objects stay equal.  Raises InvalidArgument."""
     if not isinstance(layouts, Sequence):
         raise InvalidArgument(f"layouts: expected a list with the layout of each rank, got {type(layouts).__name__}")
-    for layout in {id(layout): layout for layout in layouts}.values():
+    found = dict[int, Layout]()
+    for layout in layouts:
+        if id(layout) in found:
+            continue
         for name, array in check_dict("layout", layout, "kos.transfer.Array").items():
             if not isinstance(array, Array):
                 raise InvalidArgument(f"{name}: expected a kos.transfer.Array, got {type(array).__name__}")
@@ -242,7 +246,9 @@ def _checked(layouts: Sequence[Layout]) -> Sequence[Layout]:
                 raise InvalidArgument(f"{name}: expected a dtype of kos.dtypes.DTYPES, got {array.dtype!r}")
             if not isinstance(array.placement, Placement):
                 raise InvalidArgument(f"{name}: expected a Placement, got {type(array.placement).__name__}")
-    return layouts
+        named = {name: array._replace(placement=array.placement.named(name)) for name, array in layout.items()}
+        found[id(layout)] = named
+    return [found[id(layout)] for layout in layouts]
 
 
 def _covers(want: Part, pieces: Sequence[Piece]) -> bool:

@@ -104,13 +104,17 @@ def quantized(arrays: Arrays, flat: dict[str, Flat], layout: dict[str, Described
         if not isinstance(placed, BlockScales):
             continue
         of = layout.get(placed.of)
-        if of is None or of.dtype.name != "float8_e4m3fn" or len(of.placement.shape) != 2:
-            raise InvalidArgument(f"{name}: expected the scales of a float8_e4m3fn matrix, got those of {placed.of}")
+        if of is None or placed.of in found or of.dtype.name != "float8_e4m3fn" or len(of.placement.shape) != 2:
+            got = "which is no array" if of is None else f"which is {of.dtype} of shape {of.placement.shape}"
+            got = "which has scales already" if placed.of in found else got
+            expected = "expected the scales of a float8_e4m3fn matrix"
+            raise InvalidArgument(f"{name}: {expected}, got those of {placed.of}, {got}")
         shape, matrix, buffer = placed.shape(of.placement.shape), flat[placed.of], as_buffer(current(array), name, True)
         device = matrix.device if isinstance(matrix, Array) else None
         if (buffer.shape, buffer.dtype.name, buffer.device) != (shape, "float32", device):
             got = f"{buffer.dtype} of shape {buffer.shape} on {buffer.place}"
-            raise InvalidArgument(f"{name}: expected float32 of shape {shape} beside {placed.of}, got {got}")
+            expected = f"float32 of shape {shape} on {'the host' if device is None else f'cuda:{device}'}"
+            raise InvalidArgument(f"{name}: expected {expected}, as {placed.of} needs, got {got}")
         if device is not None:
             check_float8(placed.of, of.dtype, device)
         found[placed.of] = Quantized(of.placement.shape, placed.block, matrix, flat[name])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument, KosError
+from kos.errors import InvalidArgument, KosError, TransferError
 from kos.interop.weights import bind
 from kos.testing import spawn
 from kos.transfer import Array, BlockScales, Offers, Part, Placement, Plan, Publisher, Subscriber, placements
@@ -96,10 +96,17 @@ def test_a_communicator():
         (lambda: Placement.whole(3), "whole: expected a shape, such as (4, 4), got 3"),
         (lambda: Placement.whole("23", "w"), "w: expected a shape, such as (4, 4), got '23'"),
         (lambda: Placement.whole((2.5, 3)), "whole: expected a shape, such as (4, 4), got (2.5, 3)"),
+        (lambda: Placement.whole((-1, 3)), "whole: expected a shape, such as (4, 4), got (-1, 3)"),
         (lambda: Placement.whole((2, 3), 5), "tensor: expected a string, got 5"),
         (lambda: Placement.cut((2, 3), 0, 0.5, 1), "cut: start: expected a whole number, got 0.5"),
         (lambda: Placement.cut((), 0, 0, 1), "cut: expected an axis of shape () from 0 on, got axis 0"),
         (lambda: Placement.shard((4, 4), 0, "0", 2), "shard: rank: expected a whole number, got '0'"),
+        (lambda: Placement.shard((4, 4), 0, 2, 2), "shard: rank: expected a rank from 0 to 1, got 2"),
+        (lambda: Placement.shard((4, 4), 0, 0, 0), "shard: ranks: expected a whole number from 1 on, got 0"),
+        (lambda: Placement.shard((4, 4), 0, 0, 2, most=0), "shard: most: expected a whole number from 1 on, got 0"),
+        (lambda: Placement.shard((4, 4), 0, 0, 2, most=-1), "shard: most: expected a whole number from 1 on, got -1"),
+        (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected ranks in a multiple of most=2, got 3 ranks"),
+        (lambda: Placement.shard((5, 4), 0, 0, 2), "shard: expected a multiple of 2 elements along axis 0, for equal"),
         (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),
         (lambda: Placement.shard((4, 4), -1, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis -1"),
         (lambda: Placement.whole((4,)).flat(0.5, 2), "flat: start: expected a whole number, got 0.5"),
@@ -186,3 +193,112 @@ def test_shapes_of_parameters():
 def test_a_module():
     for module in ({"w": X}, None):
         expect_text(lambda module=module: bind(NOWHERE, module), "module: expected a torch.nn.Module, got ")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"buffers": 0}, "buffers: expected a whole number from 1 on, got 0"),
+        ({"buffers": "2"}, "buffers: expected a whole number from 1 on, got '2'"),
+        ({"patience": -1}, "patience: expected a number of seconds from 0 on, got -1"),
+        ({"patience": float("inf")}, "patience: expected a number of seconds from 0 on, got inf"),
+        ({"patience": "1"}, "patience: expected a number of seconds from 0 on, got '1'"),
+        ({"memory": "gpu"}, "memory: expected 'device' or 'host', got 'gpu'"),
+        ({"memory": ["host"]}, "memory: expected 'device' or 'host', got ['host']"),
+        ({"name": 3}, "name: expected a string, got 3"),
+        ({"checksums": "yes"}, "checksums: expected True or False, got 'yes'"),
+        ({"address": "0.0.0.0:0"}, "address: expected the host of the publisher's rank 0, got 0.0.0.0, which"),
+    ],
+)
+def test_settings_of_a_publisher(options, text):
+    expect_text(lambda: Publisher(None, one(), **options), text)
+
+
+def test_patience_is_less_than_the_timeout():
+    def make(comm):
+        text = "patience: expected less than the communicator's timeout of 7 s, got 7"
+        expect_text(lambda: Publisher(comm, one(), patience=7), text)
+
+    spawn(make, 1, timeout=7)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"streams": 0}, "streams: expected a whole number from 1 on, got 0"),
+        ({"transport": "rdma"}, "transport: expected 'auto', 'shared' or 'tcp', got 'rdma'"),
+        ({"staged": "no"}, "staged: expected True or False, got 'no'"),
+        ({"address": "0.0.0.0:29600"}, "address: expected the host of the publisher's rank 0, got 0.0.0.0, which"),
+        ({"address": "[::]:29600"}, "address: expected the host of the publisher's rank 0, got ::, which"),
+        ({"address": "localhost:0"}, "address: expected the port of the publisher, from 1 to 65535, got 0"),
+    ],
+)
+def test_settings_of_a_subscriber(options, text):
+    expect_text(lambda: Subscriber(**{"address": NOWHERE, "arrays": one()} | options), text)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"buffers": [2, 3]}, "buffers=2 on all ranks, as on rank 0, got 3 on rank 1"),
+        ({"name": ["a", "b"]}, "name='a' on all ranks, as on rank 0, got 'b' on rank 1"),
+        ({"checksums": [False, True]}, "checksums=False on all ranks, as on rank 0, got True on rank 1"),
+        ({"address": ["127.0.0.1:0", "127.0.0.2:0"]}, "address='127.0.0.1:0' on all ranks, as on rank 0, got '127.0."),
+    ],
+)
+def test_ranks_that_differ_in_a_setting(options, text):
+    for found in make_on_all(one(), one(), **options):
+        assert found.startswith(f"CollectiveMismatch: Publisher: expected {text}")
+
+
+def test_an_empty_secret(monkeypatch):
+    """It is an error of the transfer: no rank searches for others."""
+    monkeypatch.setenv("KOS_SECRET", "")
+    for make in (lambda: Publisher(None, one()), lambda: Subscriber(NOWHERE, one())):
+        with pytest.raises(TransferError, match="KOS_SECRET: expected a secret, got an empty one"):
+            make()
+    assert {text.partition(":")[0] for text in make_on_all(one(), one())} == {"TransferError"}
+
+
+def test_a_rank_that_does_not_exist():
+    q = "q_proj.weight"
+    for name in (q, "norm.weight"):  # also if no rule splits the parameter
+        for rank, ranks, text in (
+            (2, 2, "rank: expected a rank from 0 to 1, got 2"), (-1, 2, "rank: expected a rank from 0 to 1, got -1"),
+            (0, 0, "ranks: expected a whole number from 1 on, got 0"),
+        ):  # fmt: skip
+            shapes, args = {name: (2, 3)}, (rank, ranks)
+            expect_text(lambda shapes=shapes, args=args: placements(shapes, {}, "vllm", *args), text)
+
+
+def test_a_placement_that_names_no_tensor_means_that_of_the_array():
+    layout: Any = {"w": Array(F32, WHOLE)}
+    plan = Plan(Offers.of([layout, layout]), [layout, layout])
+    assert plan.offers.shapes == {"w": (2, 3)} and plan.traffic() == {(0, 0): 24, (1, 1): 24}
+    assert "w[0:2, 0:3] float32: rank 0 w+0 -> w+0" in plan.describe()
+
+
+def test_a_transposed_parameter():
+    """The text names the rule, and the shape of the tensor."""
+    text = "w: expected shape (4, 3) of w on rank 0 of 1, got (3, 4), its transpose, which needs the rule `transposed`"
+    expect_text(lambda: placements({"w": (3, 4)}, {"w": (4, 3)}), text)
+    offers, turned = Offers.of([{"w": Array(F32, WHOLE)}]), Placement.whole((3, 2)).transposed
+    text = "w: expected parts of the published tensor, which has shape (2, 3), got parts of one of shape (3, 2)"
+    expect_text(lambda: Plan(offers, [{"w": Array(F32, turned)}]), text)
+    text = "w: expected an array of shape (2, 3), as its placement has, got (3, 2)"
+    expect_text(lambda: Publisher(None, {"w": (X.reshape(3, 2), WHOLE)}), text)
+
+
+def test_scales_of_no_matrix():
+    scales, fp8 = np.zeros((1, 1), np.float32), np.zeros((2, 3), "float8_e4m3fn")
+    right: Any = {"q": (fp8, WHOLE)}
+    for arrays, text in (
+        ({"s": (scales, BlockScales("q"))}, "got those of q, which is no array"),
+        ({"q": (X, WHOLE), "s": (scales, BlockScales("q"))}, "got those of q, which is float32 of shape (2, 3)"),
+        (right | {"s": (scales, BlockScales("q")), "t": (scales, BlockScales("q"))}, "got those of q, which has"),
+    ):
+        name = max(arrays)
+        text = f"{name}: expected the scales of a float8_e4m3fn matrix, {text}"
+        expect_text(lambda arrays=arrays: Subscriber(NOWHERE, arrays), text)
+    text = "s: expected float32 of shape (1, 1) on the host, as q needs, got float64 of shape (1, 1) on the host"
+    expect_text(lambda: Subscriber(NOWHERE, right | {"s": (scales.astype(float), BlockScales("q"))}), text)
