@@ -30,14 +30,7 @@ from kos.errors import CollectiveMismatch, InvalidArgument, KosError, Rendezvous
 from kos.memory import ipc
 from kos.memory.array import Array
 from kos.transfer import exchange
-from kos.transfer.arguments import (
-    check_arrays,
-    check_at_least,
-    check_comm,
-    check_name,
-    check_one_of,
-    check_patience,
-)
+from kos.transfer.arguments import check_arrays, check_at_least, check_comm, check_name, check_one_of, check_patience
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.gpu import Copiers

@@ -293,7 +293,7 @@ def test_scales_of_no_matrix():
     scales, fp8 = np.zeros((1, 1), np.float32), np.zeros((2, 3), "float8_e4m3fn")
     right: Any = {"q": (fp8, WHOLE)}
     for arrays, text in (
-        ({"s": (scales, BlockScales("q"))}, "got those of q, which is no array"),
+        ({"s": (scales, BlockScales("q"))}, "got those of q, which names no array"),
         ({"q": (X, WHOLE), "s": (scales, BlockScales("q"))}, "got those of q, which is float32 of shape (2, 3)"),
         (right | {"s": (scales, BlockScales("q")), "t": (scales, BlockScales("q"))}, "got those of q, which has"),
     ):
