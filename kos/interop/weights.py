@@ -24,7 +24,7 @@ def bind(
 ) -> Subscriber:  # fmt: skip
     """A subscriber to the publisher at ``address`` whose arrays are the parameters of ``module``.
 
-    A tensor of the publisher that the module lacks is not read.  ``rules`` name the module's parameters
+    Buffers of the module are not copied.  A tensor of the publisher that the module lacks is not read.  ``rules`` name the module's parameters
     (``kos.transfer.placements``); it is rank ``rank`` of ``ranks`` of tensor parallelism.  Waits at most ``timeout``
     seconds for the publisher.  ``options`` are those of ``Subscriber``.  ``update`` raises InvalidArgument if a
     parameter has other memory than now, as after ``parameter.data = ...``: then bind again.

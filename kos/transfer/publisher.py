@@ -112,7 +112,7 @@ class Publisher:
         memory: where the copies of arrays on a GPU are: "device", on that GPU, or "host", in pinned host memory.
         patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
             This must be less than the timeout of ``comm``, because the other ranks wait for rank 0 meanwhile.
-        checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
+        checksums: compute a checksum (CRC-32) of each array at ``publish``, on one core, for ``update(verify=True)``.
 
     Raises InvalidArgument on all ranks if one has wrong arguments, and if ranks differ in the shape or the dtype of a
     tensor; CollectiveMismatch if ranks differ in ``address``, ``name``, ``buffers`` or ``checksums``; TransferError if
