@@ -126,10 +126,10 @@ def bounds(counted: list[File]) -> list[Bound]:
     return [
         Bound(f"Python in {', '.join(LIBRARY)}", 20_000, lines("Python", *LIBRARY)),
         Bound("C in _core", 3_050, lines("C", "_core")),
-        Bound("Python in interop", 1_370, lines("Python", "interop")),
+        Bound("Python in interop", 1_371, lines("Python", "interop")),
         Bound("Python in transfer", 1_830, lines("Python", "transfer")),
         Bound("Python in train", 16_241, lines("Python", "train")),
-        Bound("Python in tests", 61_560, lines("Python", "tests")),
+        Bound("Python in tests", 61_565, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_465, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),

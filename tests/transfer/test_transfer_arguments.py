@@ -1,6 +1,7 @@
 """Weights from M ranks to N: arguments that are refused, by the text that says what was expected and got."""
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,13 @@ def test_shapes_of_parameters():
 def test_a_module():
     for module in ({"w": X}, None):
         expect_text(lambda module=module: bind(NOWHERE, module), "module: expected a torch.nn.Module, got ")
+
+
+def test_bind_checks_its_arguments_before_it_waits():
+    """Nobody listens: otherwise this would be a TransferTimeout."""
+    module = SimpleNamespace(named_parameters=dict)
+    expect_text(lambda: bind(NOWHERE, module, rules="llamacpp", timeout=0.1), "rules: expected one of huggingface")
+    expect_text(lambda: bind(NOWHERE, module, rank=2, ranks=2, timeout=0.1), "rank: expected a rank from 0 to 1, got 2")
 
 
 @pytest.mark.parametrize(
