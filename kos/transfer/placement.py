@@ -124,7 +124,7 @@ class Placement:
         rank = check_rank(f"{who}: rank", rank, ranks)
         parts = ranks if most is None else min(ranks, check_at_least(f"{who}: most", most, 1))
         if ranks % parts:
-            raise InvalidArgument(f"{who}: expected ranks in a multiple of most={most}, got {ranks} ranks")
+            raise InvalidArgument(f"{who}: expected a number of ranks that is a multiple of most={most}, got {ranks}")
         if shape[axis] % parts:
             expected = f"a multiple of {parts} elements along axis {axis}, for equal parts"
             raise InvalidArgument(f"{who}: expected {expected}, got shape {shape}")
@@ -173,6 +173,8 @@ class Placement:
 
     def named(self, name: str) -> Placement:
         """With the name of the array where a part names no tensor.  Parts without elements are left out."""
+        if not all(isinstance(part, Part) for part in self.parts):
+            raise InvalidArgument(f"{name}: expected parts of the class Part, got {self.parts!r:.80}")
         parts = (replace(part, tensor=part.tensor or name) for part in self.parts if math.prod(part.size))
         return Placement(self.shape, tuple(parts))
 
@@ -184,12 +186,14 @@ class Placement:
     def check(self, what: str) -> None:
         """InvalidArgument unless every element of the array belongs to exactly one part, which is within its tensor."""
         seen = np.zeros(self.count, np.uint8)
-        malformed = AttributeError, TypeError, ValueError  # such as a size of fewer axes; InvalidArgument is one, too
         for part in self.parts:
-            with raised_as(InvalidArgument, f"{what}: expected parts within the array and their tensors", *malformed):
-                bounds = zip(part.start, part.size, part.whole, strict=True)
-                if not all(0 <= first <= first + count <= whole for first, count, whole in bounds):
-                    raise InvalidArgument(f"size {part.size} from {part.start} on in shape {part.whole}")
+            axes = (len(part.start), len(part.size), len(part.strides)) == (len(part.whole),) * 3
+            bounds = zip(part.start, part.size, part.whole, strict=False)
+            expected = f"{what}: expected parts within the array and their tensors"
+            with raised_as(InvalidArgument, expected, InvalidArgument):
+                if not axes or not all(0 <= first <= first + count <= whole for first, count, whole in bounds):
+                    got = f"start {part.start}, size {part.size} and strides {part.strides}"
+                    raise InvalidArgument(f"{got} in a tensor of shape {part.whole}")
                 view = part.view(seen, part.start, part.size)
             view += 1
         if not (seen == 1).all():

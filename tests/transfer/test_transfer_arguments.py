@@ -71,9 +71,11 @@ def expect_text(make: Callable[[], Any], text: str) -> None:
         ({"w": (X,)}, "w: expected a pair (array, Placement), got (ndarray)"),
         ({"w": (X, (2, 3))}, "w: expected a pair (array, Placement), got (ndarray, tuple)"),
         ({"w": (WHOLE, X)}, "w: expected a pair (array, Placement), got (Placement, ndarray)"),
-        ({"w": (X, Placement((2, 3), (Part("", (2, 3), (0,), (2, 3), 0, (3, 1)),)))}, "w: expected parts "),
+        ({"w": (X, Placement((2, 3), (1,)))}, "w: expected parts of the class Part, got (1,)"),  # type: ignore[arg-type]
+        ({"w": (X, Placement((2, 3), (Part("", (2, 3), (0,), (2, 3), 0, (3, 1)),)))},
+         "w: expected parts within the array and their tensors, got start (0,), size (2, 3) and strides (3, 1)"),
         ({"w": (X, Placement((2, 3), (Part("", (2, 2), (0, 0), (2, 3), 0, (3, 1)),)))},
-         "w: expected parts within the array and their tensors, got size (2, 3) from (0, 0) on in shape (2, 2)"),
+         "w: expected parts within the array and their tensors, got start (0, 0), size (2, 3) and strides"),
     ],
 )  # fmt: skip
 def test_arrays(arrays, text):
@@ -106,7 +108,7 @@ def test_a_communicator():
         (lambda: Placement.shard((4, 4), 0, 0, 0), "shard: ranks: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 2, most=0), "shard: most: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 2, most=-1), "shard: most: expected a whole number from 1 on, got -1"),
-        (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected ranks in a multiple of most=2, got 3 ranks"),
+        (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected a number of ranks that is a multiple of most=2"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "shard: expected a multiple of 2 elements along axis 0, for equal"),
         (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),
         (lambda: Placement.shard((4, 4), -1, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis -1"),
