@@ -108,7 +108,7 @@ def test_a_communicator():
         (lambda: Placement.shard((4, 4), 0, 0, 0), "shard: ranks: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 2, most=0), "shard: most: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 2, most=-1), "shard: most: expected a whole number from 1 on, got -1"),
-        (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected a number of ranks that is a multiple of most=2"),
+        (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected a number of ranks that is a multiple of most"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "shard: expected a multiple of 2 elements along axis 0, for equal"),
         (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),
         (lambda: Placement.shard((4, 4), -1, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis -1"),
