@@ -114,9 +114,10 @@ class Publisher:
             This must be less than the timeout of ``comm``, because the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum (CRC-32) of each array at ``publish``, on one core, for ``update(verify=True)``.
 
-    Raises InvalidArgument on all ranks if one has wrong arguments, and if ranks differ in the shape or the dtype of a
-    tensor; CollectiveMismatch if ranks differ in ``address``, ``name``, ``buffers`` or ``checksums``; TransferError if
-    a rank cannot listen, or the secret (``KOS_SECRET``) cannot be used; OutOfMemory.
+    Raises InvalidArgument on a rank that has wrong arguments; TransferError on a rank that cannot listen (rank 0: at
+    ``address``), or cannot use its secret (``KOS_SECRET``); OutOfMemory.  The other ranks raise TransferError, which
+    names that rank.  All ranks raise InvalidArgument if none has an array, or if they differ in the shape or the dtype
+    of a tensor, and CollectiveMismatch if they differ in ``address``, ``name``, ``buffers`` or ``checksums``.
     """
 
     def __init__(
