@@ -124,12 +124,12 @@ def bounds(counted: list[File]) -> list[Bound]:
     functions, of_train = tuple(large_functions(counted)), tuple(large_files(counted, "train"))
     long = tuple(large_files(counted, *LIBRARY, "_core"))
     return [
-        Bound(f"Python in {', '.join(LIBRARY)}", 20_000, lines("Python", *LIBRARY)),
+        Bound(f"Python in {', '.join(LIBRARY)}", 20_010, lines("Python", *LIBRARY)),
         Bound("C in _core", 3_050, lines("C", "_core")),
-        Bound("Python in interop", 1_370, lines("Python", "interop")),
-        Bound("Python in transfer", 1_822, lines("Python", "transfer")),
+        Bound("Python in interop", 1_371, lines("Python", "interop")),
+        Bound("Python in transfer", 1_995, lines("Python", "transfer")),
         Bound("Python in train", 16_241, lines("Python", "train")),
-        Bound("Python in tests", 61_625, lines("Python", "tests")),
+        Bound("Python in tests", 61_900, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_465, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),

@@ -24,16 +24,20 @@ def bind(
 ) -> Subscriber:  # fmt: skip
     """A subscriber to the publisher at ``address`` whose arrays are the parameters of ``module``.
 
-    A tensor of the publisher that the module lacks is not read.  ``rules`` name the module's parameters
-    (``kos.transfer.placements``); it is rank ``rank`` of ``ranks`` of tensor parallelism.  Waits at most ``timeout``
-    seconds for the publisher.  ``options`` are those of ``Subscriber``.  ``update`` raises InvalidArgument if a
-    parameter has other memory than now, as after ``parameter.data = ...``: then bind again.
+    Buffers of the module are not copied.  A tensor of the publisher that the module lacks is not read.  ``rules`` name
+    the module's parameters (``kos.transfer.placements``); it is rank ``rank`` of ``ranks`` of tensor parallelism.
+    Waits at most ``timeout`` seconds for the publisher.  ``options`` are those of ``Subscriber``.  ``update`` raises
+    InvalidArgument if a parameter has other memory than now, as after ``parameter.data = ...``: then bind again.
 
     A module of peft may have one adapter, whose name the publisher's tensors lack.  If the publisher has only adapters,
     as a run with ``--lora`` does, the other parameters of that module keep their values.
 
-    Raises InvalidArgument if the publisher has no such tensor or a shape differs; TransferError, TransferTimeout.
+    Raises InvalidArgument if the publisher has no such tensor, a shape differs, or another argument is wrong;
+    TransferError, TransferTimeout.
     """
+    if not hasattr(module, "named_parameters"):
+        raise InvalidArgument(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    placements({}, {}, rules, rank, ranks)  # raises their errors before it waits for the publisher
     tensors = read_catalogue(address, timeout).offers.shapes
     names = {name: name for name, _ in module.named_parameters()} | (adapters := _adapters(module))
     if adapters and only_adapters(tensors):

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, InvalidArgument, RendezvousError
+from kos.errors import ConfigError, InvalidArgument, RendezvousError, TransferError
 from kos.train.checkpoint.huggingface import name_as_saved, shape_as_saved
 from kos.train.config.options import TrainConfig
 from kos.train.device import Device
@@ -86,7 +86,7 @@ class RunPublisher:
 def _named(address: str) -> Iterator[None]:
     try:
         yield
-    except (InvalidArgument, RendezvousError) as error:
+    except (InvalidArgument, RendezvousError, TransferError) as error:
         raise ConfigError(f"--publish {address}: {error}").about("publish") from error
 
 

@@ -31,6 +31,7 @@ from kos.errors import (
     InvalidArgument,
     KosError,
     OutOfMemory,
+    RendezvousError,
     TransferError,
     TransferTimeout,
     in_words,
@@ -96,19 +97,27 @@ def parse(address: str) -> tuple[str, int]:
         raise InvalidArgument(f'address: expected "HOST:PORT", got {address!r:.80}')
     host = host.strip("[]")
     if host == "::" or (host.replace(".", "").isdecimal() and not int(host.replace(".", ""))):  # "0" is 0.0.0.0, too
-        raise InvalidArgument(f"address: expected the name or address of rank 0's host, got {host}")
+        got = f"{host}, which is not the address of a host"
+        raise InvalidArgument(f"address: expected the host of the publisher's rank 0, got {got}")
     return host, int(port)
 
 
 def network(host: str) -> Network:
-    """The connections to ``host`` and the secret of ``KOS_SECRET``, or the user's.  Raises RendezvousError."""
-    return Network(load_secret(os.environ), host, "", is_loopback(host))
+    """The connections to ``host`` and the secret of ``KOS_SECRET``, or the user's.
+
+    Raises TransferError if the secret cannot be used.
+    """
+    try:
+        return Network(load_secret(os.environ), host, "", is_loopback(host))
+    except RendezvousError as error:  # the class is for ranks that search for each other
+        raise TransferError(f"{error}") from error
 
 
 def listen(host: str, port: int) -> socket.socket:
     """The listener of rank 0.  ``host`` is an address of this host, or with ``KOS_BIND`` one that is routed to it.
 
-    Raises InvalidArgument if this host has no such address, OSError for another problem, and RendezvousError.
+    Raises InvalidArgument if this host has no such address, OSError for another problem, RendezvousError for a wrong
+    ``KOS_PORTS`` or ``KOS_BIND``, and TransferError.
     """
     if not bound():
         try:

@@ -16,7 +16,7 @@ from kos.memory.array import Array
 from kos.memory.buffer import as_buffer, handle_and_keeper
 from kos.memory.libraries import plain_array
 from kos.transfer.gpu import PIECE, Copiers, Launch, whole
-from kos.transfer.placement import Arrays, Flat, Placement, current
+from kos.transfer.placement import Arrays, Flat, current
 from kos.transfer.plan import Array as Described
 from kos.transfer.scales import BlockScales
 
@@ -41,9 +41,9 @@ class Held:
                 self.flat[name] = Array(buffer.pointer, (buffer.count,), buffer.dtype, device, owner=array)
             if writable and isinstance(placement, BlockScales):
                 continue
-            if not isinstance(placement, Placement) or buffer.shape != placement.shape:
-                wanted = placement.shape if isinstance(placement, Placement) else "(array, Placement)"
-                raise InvalidArgument(f"{name}: expected an array of shape {wanted}, got {buffer.shape}")
+            if buffer.shape != placement.shape:
+                expected = f"an array of shape {placement.shape}, as its placement has"
+                raise InvalidArgument(f"{name}: expected {expected}, got {buffer.shape}")
             placed = placement.named(name)
             placed.check(name)
             self.layout[name] = Described(buffer.dtype, placed, gpu)

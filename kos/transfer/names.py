@@ -2,7 +2,8 @@
 
 A file of rules has patterns of names.  They say which parameters ranks of tensor parallelism split along rows or
 columns, which are stacked from several tensors (``fused``), which are the transpose of a tensor (``transposed``), and
-which have their rows padded to a multiple of a number (``padded``).
+which have their rows padded to a multiple of a number (``padded``).  ``copied`` are tensors that may have fewer equal
+parts than there are ranks, so that neighbouring ranks hold the same part.
 """
 
 from __future__ import annotations
@@ -14,24 +15,51 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kos.errors import InvalidArgument
+from kos.comm.arguments import check_rank
+from kos.errors import InvalidArgument, raised_as
+from kos.transfer.arguments import check_at_least, check_expression, check_shapes
 from kos.transfer.placement import Placement
 from kos.transfer.scales import BlockScales
 
 SCALES = "_scale_inv"
 """How the names of scales end in DeepSeek-V3 and vLLM: ``weight_scale_inv`` has the scales of ``weight``."""
 _SHOWN = 3  # names of tensors in an error
+_EXPRESSIONS, _TABLES = ("rows", "columns", "copied", "transposed"), ("padded", "fused")
 
 
 def read_rules(name: str) -> Mapping[str, Any]:
-    """The rules of a file: "huggingface", "vllm", or the path of a .toml file of your own."""
-    if name.endswith(".toml"):
-        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
-    folder = resources.files("kos.transfer") / "rules"
+    """The rules of a file: "huggingface", "vllm", or the path of a .toml file of your own.  Raises InvalidArgument."""
+    path, folder = Path(f"{name}"), resources.files("kos.transfer") / "rules"
     known = sorted(each.name.removesuffix(".toml") for each in folder.iterdir())
-    if name not in known:
+    if path.suffix != ".toml" and name not in known:
         raise InvalidArgument(f"rules: expected one of {', '.join(known)} or the path of a .toml file, got {name!r}")
-    return tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))
+    with raised_as(InvalidArgument, f"{name}: expected a file of rules in TOML", OSError, ValueError):
+        text = (folder / f"{name}.toml" if name in known else path).read_text(encoding="utf-8")
+        rules = tomllib.loads(text)
+    _check_rules(f"{name}", rules)
+    return rules
+
+
+def _check_rules(path: str, rules: Mapping[str, Any]) -> None:
+    for key, value in rules.items():
+        if key in _EXPRESSIONS:
+            check_expression(f"{path}: {key}", value)
+        elif key not in _TABLES:
+            expected = ", ".join((*_EXPRESSIONS, *_TABLES))
+            raise InvalidArgument(f"{path}: expected rules named {expected}, got {key}")
+        elif not isinstance(value, dict):
+            raise InvalidArgument(f"{path}: {key}: expected a table of regular expression = value, got {value!r}")
+        else:
+            for pattern, found in value.items():
+                where, expression = f"{path}: {key}: {pattern}", check_expression(f"{path}: {key}", pattern)
+                if key == "padded":
+                    check_at_least(where, found, 1)
+                elif not isinstance(found, list) or not found or not all(isinstance(each, str) for each in found):
+                    raise InvalidArgument(f"{where}: expected a list of the names of tensors, got {found!r}")
+                else:
+                    with raised_as(InvalidArgument, f"{where}: expected names with groups of the pattern", re.error):
+                        for each in found:
+                            expression.sub(each, "")
 
 
 def placements(
@@ -47,13 +75,16 @@ def placements(
 
     Raises InvalidArgument if a shape does not follow from the rules.
     """
+    ranks = check_at_least("ranks", ranks, 1)
+    rank = check_rank("rank", rank, ranks)
+    parameters, tensors = check_shapes("parameters", parameters), check_shapes("tensors", tensors)
     read, found = read_rules(rules), dict[str, Placement | BlockScales]()
     for name, shape in parameters.items():
         scaled = parameters.get(name.removesuffix(SCALES)) if name.endswith(SCALES) and name not in tensors else None
         if scaled is None:
-            found[name] = _placement(name, tuple(shape), tensors, read, rank, ranks)
+            found[name] = _placement(name, shape, tensors, read, rank, ranks)
         else:
-            of, by_row = name.removesuffix(SCALES), [*shape] == [scaled[0], 1]
+            of, by_row = name.removesuffix(SCALES), len(scaled) == 2 and shape == (scaled[0], 1)
             found[name] = BlockScales(of, (1, scaled[1])) if by_row else BlockScales(of)
     return found
 
@@ -70,7 +101,7 @@ def _offered(tensors: Mapping[str, Sequence[int]]) -> str:
 
 
 def _placement(
-    name: str, shape: tuple[int, ...], tensors: Mapping[str, Sequence[int]], rules: Mapping[str, Any],
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, tuple[int, ...]], rules: Mapping[str, Any],
     rank: int, ranks: int,
 ) -> Placement:  # fmt: skip
     for pattern, multiple in rules.get("padded", {}).items():
@@ -91,12 +122,12 @@ def _placement(
     rows, left = shape[0] if shape else 1, len(sources)
     found = []
     for source in sources:
-        whole, most = tuple(tensors[source]), None
+        whole, most = tensors[source], None
         if axis is None or ranks == 1:
             part = Placement.whole(whole, source)
         else:
             along = len(whole) - 1 - axis if turned else axis
-            if axis == 0 and _matches(rules, "copied", source):  # the rows that are left for it say how often
+            if axis == 0 and whole and _matches(rules, "copied", source):  # the rows that are left for it say how often
                 most = max(1, whole[along] // max(1, rows // left))
             part = Placement.shard(whole, along, rank, ranks, source, most)
         part = part.transposed if turned else part
@@ -105,7 +136,8 @@ def _placement(
     made = found[0] if len(found) == 1 else Placement.joined(found)
     if made.shape != shape:
         how = f"{' + '.join(sources)} on rank {rank} of {ranks}"
-        raise InvalidArgument(f"{name}: expected shape {made.shape} of {how}, got {shape}")
+        why = ", its transpose, which needs the rule `transposed`" * (shape == made.shape[::-1])
+        raise InvalidArgument(f"{name}: expected shape {made.shape} of {how}, got {shape}{why}")
     return made
 
 

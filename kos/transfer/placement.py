@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.comm.arguments import check_int, check_rank
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, raised_as
 from kos.memory.array import Array
+from kos.transfer.arguments import check_at_least, check_axis, check_name, check_shape
 
 Sizes = tuple[int, ...]
 
@@ -92,15 +94,18 @@ class Placement:
     @classmethod
     def whole(cls, shape: Sequence[int], tensor: str = "") -> Placement:
         """All of a tensor of this shape.  The default name of the tensor is that of the array."""
-        return cls.cut(shape, 0, 0, shape[0] if len(shape) else 0, tensor)
+        shape = check_shape(check_name("tensor", tensor) or "whole", shape)
+        return cls(shape, (Part(tensor, shape, (0,) * len(shape), shape, 0, c_strides(shape)),))
 
     @classmethod
     def cut(cls, shape: Sequence[int], axis: int, start: int, size: int, tensor: str = "") -> Placement:
         """``size`` elements from ``start`` on along ``axis`` of a tensor of ``shape``."""
-        shape = tuple(map(int, shape))
-        if shape and not (0 <= axis < len(shape) and 0 <= start <= start + size <= shape[axis]):
+        who = check_name("tensor", tensor) or "cut"
+        axis = check_axis(who, axis, shape := check_shape(who, shape))
+        start, size = check_int(f"{who}: start", start), check_int(f"{who}: size", size)
+        if not 0 <= start <= start + size <= shape[axis]:
             got = f"{start}:{start + size} along axis {axis}"
-            raise InvalidArgument(f"{tensor or 'cut'}: expected a slice within shape {shape}, got {got}")
+            raise InvalidArgument(f"{who}: expected a slice within shape {shape}, got {got}")
         local = tuple(size if index == axis else each for index, each in enumerate(shape))
         first = tuple(start if index == axis else 0 for index in range(len(shape)))
         return cls(local, (Part(tensor, shape, first, local, 0, c_strides(local)),))
@@ -113,16 +118,24 @@ class Placement:
 
         ``most``: the tensor is split into only so many parts (key/value heads); neighbouring ranks hold the same part.
         """
-        parts = min(ranks, most or ranks)
-        if not 0 <= rank < ranks or ranks % parts or shape[axis] % parts:
-            got = f"rank {rank} of {ranks}, and {shape[axis]} elements in {parts} parts"
-            raise InvalidArgument(f"{tensor or 'shard'}: expected equal parts, and a rank that has one, got {got}")
+        who = check_name("tensor", tensor) or "shard"
+        axis = check_axis(who, axis, shape := check_shape(who, shape))
+        ranks = check_at_least(f"{who}: ranks", ranks, 1)
+        rank = check_rank(f"{who}: rank", rank, ranks)
+        parts = ranks if most is None else min(ranks, check_at_least(f"{who}: most", most, 1))
+        if ranks % parts:
+            raise InvalidArgument(f"{who}: expected a number of ranks that is a multiple of most={most}, got {ranks}")
+        if shape[axis] % parts:
+            expected = f"a multiple of {parts} elements along axis {axis}, for equal parts"
+            raise InvalidArgument(f"{who}: expected {expected}, got shape {shape}")
         size = shape[axis] // parts
         return cls.cut(shape, axis, rank * parts // ranks * size, size, tensor)
 
     @classmethod
     def joined(cls, placements: Sequence[Placement]) -> Placement:
         """Arrays one after another in memory, as one array: stacked along their first axis."""
+        if not isinstance(placements, Sequence) or not all(isinstance(each, Placement) for each in placements):
+            raise InvalidArgument(f"joined: expected Placements, got {placements!r:.80}")
         if len({each.shape[1:] for each in placements}) != 1 or not all(each.shape for each in placements):
             got = [each.shape for each in placements]
             raise InvalidArgument(f"joined: expected shapes that differ in their first axis only, got {got}")
@@ -146,6 +159,7 @@ class Placement:
     def flat(self, start: int, stop: int) -> Placement:
         """The elements ``start`` to ``stop`` of the flattened array: the slice that a rank of ZeRO holds of it."""
         part = self._only("flat")
+        start, stop = check_int("flat: start", start), check_int("flat: stop", stop)
         if not 0 <= start <= stop <= self.count:
             raise InvalidArgument(f"flat: expected a slice of {self.count} elements, got {start}:{stop}")
         turned = part.strides != c_strides(part.size)  # transposed
@@ -159,6 +173,8 @@ class Placement:
 
     def named(self, name: str) -> Placement:
         """With the name of the array where a part names no tensor.  Parts without elements are left out."""
+        if not all(isinstance(part, Part) for part in self.parts):
+            raise InvalidArgument(f"{name}: expected parts of the class Part, got {self.parts!r:.80}")
         parts = (replace(part, tensor=part.tensor or name) for part in self.parts if math.prod(part.size))
         return Placement(self.shape, tuple(parts))
 
@@ -168,10 +184,16 @@ class Placement:
         return self.parts[0]
 
     def check(self, what: str) -> None:
-        """InvalidArgument unless every element of the array belongs to exactly one part."""
+        """InvalidArgument unless every element of the array belongs to exactly one part, which is within its tensor."""
         seen = np.zeros(self.count, np.uint8)
         for part in self.parts:
-            with raised_as(InvalidArgument, f"{what}: expected parts within the array", InvalidArgument):
+            axes = (len(part.start), len(part.size), len(part.strides)) == (len(part.whole),) * 3
+            bounds = zip(part.start, part.size, part.whole, strict=False)
+            expected = f"{what}: expected parts within the array and their tensors"
+            with raised_as(InvalidArgument, expected, InvalidArgument):
+                if not axes or not all(0 <= first <= first + count <= whole for first, count, whole in bounds):
+                    got = f"start {part.start}, size {part.size} and strides {part.strides}"
+                    raise InvalidArgument(f"{got} in a tensor of shape {part.whole}")
                 view = part.view(seen, part.start, part.size)
             view += 1
         if not (seen == 1).all():

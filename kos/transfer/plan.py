@@ -17,6 +17,7 @@ import numpy as np
 
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, plural
+from kos.transfer.arguments import check_dict
 from kos.transfer.placement import Part, Placement, Sizes
 
 
@@ -75,24 +76,39 @@ class Copy(NamedTuple):
         return self.elements * min(self.source.dtype.itemsize, dtype.itemsize)
 
 
+def whole_shapes(groups: Sequence[tuple[Layout, Sequence[int]]]) -> dict[str, Sizes]:
+    """Tensor -> the shape of the whole.  ``groups`` are pairs (arrays, ranks).
+
+    Raises InvalidArgument if ranks differ in the shape or the dtype of a tensor.
+    """
+    found = dict[str, tuple[DType, Sizes, str, int]]()
+    for layout, ranks in groups:
+        for array, (dtype, placement, _) in layout.items():
+            for part in placement.parts:
+                here = dtype, part.whole, array, ranks[0]
+                if (first := found.setdefault(part.tensor, here))[:2] != here[:2]:
+                    expected = "expected one dtype and one shape of the whole tensor on all ranks"
+                    got = " and ".join("{} of shape {} (array {} of rank {})".format(*each) for each in (first, here))
+                    raise InvalidArgument(f"{part.tensor}: {expected}, got {got}")
+    return {tensor: shape for tensor, (_, shape, *_) in found.items()}
+
+
 class Offers:
     """The arrays of the publisher's ranks by the tensors that they hold.
 
-    ``groups`` are pairs (arrays, ranks): replicas, whose arrays are alike, are listed once.
+    ``groups`` are pairs (arrays, ranks): replicas, whose arrays are alike, are listed once.  Raises InvalidArgument if
+    ranks differ in the shape or the dtype of a tensor.
     """
 
     def __init__(self, groups: Sequence[tuple[Layout, Sequence[int]]]) -> None:
         self.groups = groups
         self.ranks = sorted(rank for _, ranks in groups for rank in ranks)
-        self.shapes: dict[str, Sizes] = {}
+        self.shapes = whole_shapes(groups)
         """Tensor -> the shape of the whole."""
         self._held: dict[str, dict[tuple[Sizes, Sizes], list[Holder]]] = {}
         for layout, ranks in groups:
             for array, (dtype, placement, gpu) in layout.items():
                 for part in placement.parts:
-                    if self.shapes.setdefault(part.tensor, part.whole) != part.whole:
-                        expected, got = f"shape {self.shapes[part.tensor]} on all ranks", f"{part.whole}"
-                        raise InvalidArgument(f"{part.tensor}: expected {expected}, got {got} on rank {ranks[0]}")
                     boxes = self._held.setdefault(part.tensor, {})
                     held = boxes.setdefault((part.start, part.size), [])
                     held += [Holder(rank, array, dtype, part, gpu) for rank in ranks]
@@ -103,9 +119,9 @@ class Offers:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> Offers:
-        """Of the layout of each rank.  Ranks that pass the same object count as replicas."""
+        """Of the layout of each rank.  Ranks that pass the same object count as replicas.  Raises InvalidArgument."""
         groups: dict[int, tuple[Layout, list[int]]] = {}
-        for rank, layout in enumerate(layouts):
+        for rank, layout in enumerate(_checked(layouts)):
             groups.setdefault(id(layout), (layout, []))[1].append(rank)
         return cls([*groups.values()])
 
@@ -120,7 +136,8 @@ class Offers:
             closest = "".join(f" (closest: {name})" for name in near)
             raise InvalidArgument(f"{want.tensor}: expected a tensor of the publisher, got none of that name{closest}")
         if whole != want.whole:
-            raise InvalidArgument(f"{want.tensor}: expected the publisher's shape {whole}, got {want.whole}")
+            expected = f"parts of the published tensor, which has shape {whole}"
+            raise InvalidArgument(f"{want.tensor}: expected {expected}, got parts of one of shape {want.whole}")
         missing, found = [(want.start, want.size)], list[Piece]()
         boxes, (low, high) = [*self._held[want.tensor].items()], self._bounds[want.tensor]
         (first,), (end,) = _bounds([(want.start, want.size)])
@@ -153,7 +170,9 @@ class Plan:
     """
 
     def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0, near: Sequence[set[int]] = ()) -> None:
-        self.offers, self.wants, self.first, self._near = offers, wants, first, near
+        if not isinstance(offers, Offers):
+            raise InvalidArgument(f"offers: expected Offers, got {type(offers).__name__}")
+        self.offers, self.wants, self.first, self._near = offers, _checked(wants), first, near
         self.check()
 
     def copies(self, rank: int) -> Iterator[Copy]:
@@ -210,6 +229,26 @@ class Plan:
         more = [f"  ... {len(pairs) - most:,} more pairs"] * (len(pairs) > most)
         rest = [f"  ... {len(copies) - most:,} more copies"] * (len(copies) > most)
         return "\n".join([f"{ranks}: {tensors}, {total}; {each}", *pairs[:most], *more, *rows, *rest])
+
+
+def _checked(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts of ranks, in which each part names its tensor.  Equal objects stay equal.  Raises InvalidArgument."""
+    if not isinstance(layouts, Sequence):
+        raise InvalidArgument(f"layouts: expected a list with the layout of each rank, got {type(layouts).__name__}")
+    found = dict[int, Layout]()
+    for layout in layouts:
+        if id(layout) in found:
+            continue
+        for name, array in check_dict("layout", layout, "kos.transfer.Array").items():
+            if not isinstance(array, Array):
+                raise InvalidArgument(f"{name}: expected a kos.transfer.Array, got {type(array).__name__}")
+            if not isinstance(array.dtype, DType):
+                raise InvalidArgument(f"{name}: expected a dtype of kos.dtypes.DTYPES, got {array.dtype!r}")
+            if not isinstance(array.placement, Placement):
+                raise InvalidArgument(f"{name}: expected a Placement, got {type(array.placement).__name__}")
+        named = {name: array._replace(placement=array.placement.named(name)) for name, array in layout.items()}
+        found[id(layout)] = named
+    return [found[id(layout)] for layout in layouts]
 
 
 def _covers(want: Part, pieces: Sequence[Piece]) -> bool:

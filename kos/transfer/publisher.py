@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from typing import Any, Literal
 
 import numpy as np
 
-from kos.comm.arguments import check_int
+from kos.comm.arguments import check_bool, check_int
 from kos.comm.communicator import Communicator
 from kos.comm.control.listening import bound
 from kos.comm.control.offers import own_address
@@ -31,12 +30,14 @@ from kos.errors import CollectiveMismatch, InvalidArgument, KosError, Rendezvous
 from kos.memory import ipc
 from kos.memory.array import Array
 from kos.transfer import exchange
+from kos.transfer.arguments import check_arrays, check_at_least, check_comm, check_name, check_one_of, check_patience
 from kos.transfer.buffers import Buffers
 from kos.transfer.exchange import GRACE, Address, Stale
 from kos.transfer.gpu import Copiers
 from kos.transfer.held import Held
 from kos.transfer.one_caller import OneCaller
-from kos.transfer.placement import Arrays, box
+from kos.transfer.placement import Arrays, Placement, box
+from kos.transfer.plan import whole_shapes
 
 IDLE_SECONDS = 3600.0
 """A connection is closed if the subscriber sends nothing for this time.  The subscriber then connects again."""
@@ -112,53 +113,45 @@ class Publisher(OneCaller):
         memory: where the copies of arrays on a GPU are: "device", on that GPU, or "host", in pinned host memory.
         patience: how many seconds ``publish`` waits for subscribers that still read the buffer that it uses next.
             This must be less than the timeout of ``comm``, because the other ranks wait for rank 0 meanwhile.
-        checksums: compute a checksum of each array at ``publish`` (about 1 s a GB), for ``update(verify=True)``.
+        checksums: compute a checksum (CRC-32) of each array at ``publish``, on one core, for ``update(verify=True)``.
 
-    Raises InvalidArgument on a rank that has wrong arguments; RendezvousError on a rank that cannot listen (rank 0: at
-    ``address``); OutOfMemory.  The other ranks raise TransferError, which names that rank.  All ranks raise
-    InvalidArgument if none has an array, and CollectiveMismatch for different addresses or options.
+    Raises InvalidArgument on a rank that has wrong arguments; TransferError on a rank that cannot listen (rank 0: at
+    ``address``), or cannot use its secret (``KOS_SECRET``); OutOfMemory.  The other ranks raise TransferError, which
+    names that rank.  All ranks raise InvalidArgument if none has an array, or if they differ in the shape or the dtype
+    of a tensor, and CollectiveMismatch if they differ in ``address``, ``name``, ``buffers`` or ``checksums``.
     """
 
     def __init__(
         self, comm: Communicator | None, arrays: Arrays, address: str = "127.0.0.1:0", *, name: str = "trainer",
         buffers: int = 2, memory: Literal["device", "host"] = "device", patience: float = 1.0, checksums: bool = False,
     ) -> None:  # fmt: skip
+        check_comm(comm)
         self.name, self.rank, self._comm = name, 0 if comm is None else comm.rank, comm
         super().__init__(f"publisher {name}")
-        self._patience, self._checksums, self._serial = patience, checksums, 0
+        self._serial = 0
         self._sums: dict[int, dict[str, int]] = {}
         self._connections, self._board = set[Connection](), Board()
 
         def start() -> list[Any]:
-            limit = math.inf if comm is None else comm.timeout  # the others wait for at most this time
-            if check_int("buffers", buffers) < 1 or not 0 <= patience < limit:
-                expected = f"expected at least 1 and 0, patience below the communicator's timeout ({limit:g})"
-                raise InvalidArgument(f"buffers, patience: {expected}, got {buffers} and {patience}")
-            if memory not in ("device", "host"):
-                raise InvalidArgument(f"memory: expected device or host, got {memory!r}")
-            self._held = Held(arrays, False)
+            check_name("name", name)
+            self._checksums, self._patience = check_bool("checksums", checksums), check_patience(patience, comm)
+            settings = {"name": name, "buffers": check_at_least("buffers", buffers, 1), "checksums": self._checksums}
+            check_one_of("memory", memory, "device", "host")
+            self._held = Held(check_arrays(arrays, Placement), False)
             self._allocate(buffers, memory)
             place, layout = exchange.parse(address), json.dumps(exchange.layout_to_json(self._layout))
-            return [[*place, buffers, checksums], self._listen(*place), layout]
+            return [{"address": address, **settings}, self._listen(*place), layout]
 
         try:
             facts = self._together(start)
-            asked = [each for each, *_ in facts]
-            if wrong := [rank for rank, each in enumerate(asked) if each != asked[0]]:
-                got = f"others on rank {wrong[0]}"
-                raise CollectiveMismatch(f"Publisher: expected {asked[0]} on all ranks, got {got}")
-            if all(layout == "{}" for *_, layout in facts):
-                raise InvalidArgument("arrays: expected at least one on some rank, got none")
+            groups = _agreed([settings for settings, *_ in facts], [layout for *_, layout in facts])
         except BaseException:
             for each in ("_acceptor", "_buffers"):  # this rank may have made them before another one failed
                 if hasattr(self, each):
                     getattr(self, each).close()
             raise
-        ranks, alike = [Address(*where) for _, where, _ in facts], dict[str, list[int]]()
-        for rank, (*_, layout) in enumerate(facts):
-            alike.setdefault(layout, []).append(rank)
-        groups = [[json.loads(layout), ranks] for layout, ranks in alike.items()]
-        self.address = f"{asked[0][0]}:{ranks[0].port}"
+        ranks = [Address(*where) for _, where, _ in facts]
+        self.address = f"{exchange.parse(address)[0]}:{ranks[0].port}"
         """The address for subscribers."""
         self.incarnation = ranks[0].token
         self._catalogue = {"name": name, "buffers": buffers, "ranks": ranks, "groups": groups}
@@ -183,8 +176,9 @@ class Publisher(OneCaller):
         own = host if self.rank == 0 or net.loopback else bound() or own_address(host)
         try:
             listener = net.listen() if self.rank else exchange.listen(host, port)
-        except OSError as error:
-            raise RendezvousError(f"address: rank {self.rank} cannot listen at {host}:{port}: {error}") from error
+        except (OSError, RendezvousError) as error:
+            expected = f"expected rank {self.rank} to listen at {f'{host}:{port}' if self.rank == 0 else 'a free port'}"
+            raise TransferError(f"address: {expected}, got: {error}") from error
         self._acceptor = Acceptor(listener, net.key(exchange.PURPOSE))
         nbytes = sum(each.nbytes for each in self._held.flat.values())
         memories = self._buffers.gpus.values()
@@ -359,3 +353,23 @@ class Publisher(OneCaller):
             with suppress(KosError):
                 self._held.copiers.of(device, time.monotonic() + _CLOSE_SECONDS).wait()
         self._buffers.close()
+
+
+def _agreed(settings: Sequence[dict[str, Any]], layouts: Sequence[str]) -> list[tuple[dict[str, Any], list[int]]]:
+    """Pairs of a layout and the ranks that have it, from the settings and the layouts of all ranks, in JSON.
+
+    Raises CollectiveMismatch if settings differ, and InvalidArgument if layouts do not fit together or are all empty.
+    """
+    for rank, mine in enumerate(settings):
+        for what, value in mine.items():
+            if value != (first := settings[0][what]):
+                expected = f"{what}={first!r} on all ranks, as on rank 0"
+                raise CollectiveMismatch(f"Publisher: expected {expected}, got {value!r} on rank {rank}", ranks=[rank])
+    if set(layouts) == {"{}"}:
+        raise InvalidArgument("arrays: expected at least one on some rank, got none")
+    alike = dict[str, list[int]]()
+    for rank, layout in enumerate(layouts):
+        alike.setdefault(layout, []).append(rank)
+    groups = [(json.loads(layout), ranks) for layout, ranks in alike.items()]
+    whole_shapes([(exchange.layout_from_json(layout), ranks) for layout, ranks in groups])
+    return groups

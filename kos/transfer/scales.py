@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.arguments import check_int
 from kos.comm.gpu.devices import check_float8
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.buffer import as_buffer
+from kos.transfer.arguments import check_at_least, check_name, check_shape
 from kos.transfer.gpu import Copiers
 from kos.transfer.placement import Arrays, Flat, Sizes, current
 from kos.transfer.plan import Array as Described
@@ -39,9 +39,19 @@ class BlockScales:
 
     of: str
     block: tuple[int, int] = (128, 128)
+    """Rows and columns."""
+
+    def __post_init__(self) -> None:
+        check_name("of", self.of)
+        if not isinstance(self.block, tuple | list) or len(self.block) != 2:
+            raise InvalidArgument(f"block of {self.of}: expected (rows, columns), got {self.block!r:.80}")
+        for each in self.block:
+            check_at_least(f"block of {self.of}", each, 1)
 
     def shape(self, matrix: Sizes) -> Sizes:
         """The shape of the scales of a matrix of this shape."""
+        if len(check_shape(self.of, matrix)) != 2:
+            raise InvalidArgument(f"{self.of}: expected the shape of a matrix, such as (4, 4), got {matrix}")
         return tuple(-(-count // each) for count, each in zip(matrix, self.block, strict=True))
 
 
@@ -93,16 +103,18 @@ def quantized(arrays: Arrays, flat: dict[str, Flat], layout: dict[str, Described
     for name, (array, placed) in arrays.items():
         if not isinstance(placed, BlockScales):
             continue
-        if min(check_int("block", each) for each in placed.block) < 1:
-            raise InvalidArgument(f"{name}: expected a block of at least (1, 1), got {placed.block}")
         of = layout.get(placed.of)
-        if of is None or of.dtype.name != "float8_e4m3fn" or len(of.placement.shape) != 2:
-            raise InvalidArgument(f"{name}: expected the scales of a float8_e4m3fn matrix, got those of {placed.of}")
+        if of is None or placed.of in found or of.dtype.name != "float8_e4m3fn" or len(of.placement.shape) != 2:
+            got = "which names no array" if of is None else f"which is {of.dtype} of shape {of.placement.shape}"
+            got = "which has scales already" if placed.of in found else got
+            expected = "expected the scales of a float8_e4m3fn matrix"
+            raise InvalidArgument(f"{name}: {expected}, got those of {placed.of}, {got}")
         shape, matrix, buffer = placed.shape(of.placement.shape), flat[placed.of], as_buffer(current(array), name, True)
         device = matrix.device if isinstance(matrix, Array) else None
         if (buffer.shape, buffer.dtype.name, buffer.device) != (shape, "float32", device):
             got = f"{buffer.dtype} of shape {buffer.shape} on {buffer.place}"
-            raise InvalidArgument(f"{name}: expected float32 of shape {shape} beside {placed.of}, got {got}")
+            expected = f"float32 of shape {shape} on {'the host' if device is None else f'cuda:{device}'}"
+            raise InvalidArgument(f"{name}: expected {expected}, as {placed.of} needs, got {got}")
         if device is not None:
             check_float8(placed.of, of.dtype, device)
         found[placed.of] = Quantized(of.placement.shape, placed.block, matrix, flat[name])

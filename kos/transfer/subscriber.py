@@ -13,16 +13,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from kos.comm.arguments import check_int, check_timeout
+from kos.comm.arguments import check_bool, check_timeout
 from kos.comm.communicator import Communicator
 from kos.comm.control.wire import Connection
 from kos.errors import InvalidArgument, TransferError, TransferTimeout
 from kos.transfer import exchange
+from kos.transfer.arguments import check_arrays, check_at_least, check_comm, check_one_of
 from kos.transfer.exchange import GRACE, Catalogue, Stale
 from kos.transfer.one_caller import OneCaller
-from kos.transfer.placement import Arrays
+from kos.transfer.placement import Arrays, Placement
 from kos.transfer.plan import Plan
 from kos.transfer.reader import Target
+from kos.transfer.scales import BlockScales
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
 _RANK = "subscriber rank"
@@ -79,7 +81,7 @@ class Subscriber(OneCaller):
             version.  Without staging memory, an update makes one copy less, but a failed update leaves the arrays
             undefined until the next one.
 
-    Raises InvalidArgument; OutOfMemory.
+    Raises InvalidArgument; TransferError if the secret (``KOS_SECRET``) cannot be used; OutOfMemory.
     """
 
     def __init__(
@@ -87,14 +89,16 @@ class Subscriber(OneCaller):
         transport: Literal["auto", "shared", "tcp"] = "auto", staged: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(f"subscriber to {address}")
+        check_comm(comm)
         self.address, self._comm = address, comm
         self._rank = 0 if comm is None else comm.rank
-        if arrays is not None and not arrays:
+        if arrays is not None and not check_arrays(arrays, Placement, BlockScales):
             raise InvalidArgument("arrays: expected at least one, got none")
-        if check_int("streams", streams) < 1 or transport not in ("auto", "shared", "tcp"):
-            expected = f"expected at least 1 and auto, shared or tcp, got {streams} and {transport!r}"
-            raise InvalidArgument(f"streams, transport: {expected}")
+        streams, staged = check_at_least("streams", streams, 1), check_bool("staged", staged)
+        check_one_of("transport", transport, "auto", "shared", "tcp")
         self._host, self._port = exchange.parse(address)
+        if not self._port:
+            raise InvalidArgument("address: expected the port of the publisher, from 1 to 65535, got 0")
         self._network = exchange.network(self._host)
         self._target = Target(arrays or {}, self._connect, streams, transport, staged)
         self._lead: Connection | None = None

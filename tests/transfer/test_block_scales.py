@@ -127,12 +127,9 @@ def test_what_is_refused():
         ({"s": (np.zeros((1, 1), np.float32), BlockScales("q"))}, "s: expected the scales of a float8_e4m3fn matrix"),
         ({"q": (np.zeros((4, 6), np.float16), placed), "s": (np.zeros((1, 1), np.float32), BlockScales("q"))},
          "s: expected the scales of a float8_e4m3fn matrix, got those of q"),
-        (right | {"s": (np.zeros((1, 1), np.float64), BlockScales("q"))}, r"of shape \(1, 1\) beside q, got float64"),
-        (right | {"s": (np.zeros((2, 2), np.float32), BlockScales("q", (2, 2)))}, r"float32 of shape \(2, 3\) beside"),
-        (right | {"s": (np.zeros((1, 1), np.float32), BlockScales("q", (0, 128)))}, "a block of at least"),
+        (right | {"s": (np.zeros((1, 1), np.float64), BlockScales("q"))}, r"of shape \(1, 1\) on .* got float64"),
+        (right | {"s": (np.zeros((2, 2), np.float32), BlockScales("q", (2, 2)))}, r"float32 of shape \(2, 3\) on"),
         (right | {n: (np.zeros((1, 1), np.float32), BlockScales("q")) for n in "st"}, "t: expected the scales of"),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=expected):
             Subscriber("127.0.0.1:1", arrays)
-    with pytest.raises(InvalidArgument, match=r"s: expected an array of shape \(array, Placement\)"):
-        Publisher(None, {"s": (np.zeros((1, 1), np.float32), BlockScales("q"))})

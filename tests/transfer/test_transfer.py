@@ -400,12 +400,7 @@ def test_wrong_arguments():
             (lambda: Publisher(None, {"w": (x, Placement.whole((3, 2)))}), r"w: expected an array of shape \(3, 2\)"),
             (lambda: Publisher(None, {"w": (x.T, Placement.whole((3, 2)))}), "w: expected a C-contiguous array"),
             (lambda: Publisher(None, right, "nowhere"), 'address: expected "HOST:PORT", got'),
-            (lambda: Publisher(None, right, "0.0.0.0:0"), "expected the name or address of rank 0's host, got 0.0"),
-            (lambda: Subscriber("[::]:29600", right), "expected the name or address of rank 0's host, got ::"),
-            (lambda: Publisher(None, right, buffers=0), "buffers, patience: expected at least 1"),
-            (lambda: Publisher(None, right, patience=float("inf")), "patience below the communicator's timeout"),
             (lambda: publisher.publish(1.5), "version: expected a whole number"),
-            (lambda: Subscriber(publisher.address, right, transport="rdma"), "at least 1 and auto"),  # type: ignore
             (lambda: Subscriber(publisher.address, right).update(-1), "timeout: expected a positive number"),
         ):
             with pytest.raises(InvalidArgument, match=expected):
@@ -429,7 +424,7 @@ def test_the_error_of_one_rank_is_raised_on_all():
 
     texts = spawn(make, 2)
     assert "Publisher: rank 1: w: expected an array of shape (3, 2)" in texts[0]
-    assert texts[1] == "w: expected an array of shape (3, 2), got (2, 3)"
+    assert texts[1] == "w: expected an array of shape (3, 2), as its placement has, got (2, 3)"
 
 
 def test_another_protocol_is_refused():

@@ -382,7 +382,7 @@ def test_wrong_arguments_are_refused_on_the_rank_that_has_them():
     """And are a TransferError on the others."""
     def make(comm):
         kind = InvalidArgument if comm.rank else TransferError
-        with pytest.raises(kind, match="buffers, patience: expected at least 1"):
+        with pytest.raises(kind, match="buffers: expected a whole number from 1 on, got 0"):
             Publisher(comm, arrays_of(WHOLE), buffers=1 - comm.rank)
 
     spawn(make, 2, timeout=60)

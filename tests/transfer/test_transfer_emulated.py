@@ -182,7 +182,7 @@ def test_memory_is_freed(memory):
 
 def test_other_memory_than_device_or_host_is_refused():
     array = np.zeros(3, np.float32)
-    with pytest.raises(InvalidArgument, match="memory: expected device or host, got 'disk'"):
+    with pytest.raises(InvalidArgument, match="memory: expected 'device' or 'host', got 'disk'"):
         Publisher(None, {"w": (array, Placement.whole((3,)))}, memory="disk")
 
 

@@ -138,7 +138,7 @@ def test_dp2_of_zero_to_tp2_is_planned_to_the_byte():
     ("wanted", "expected"),
     [
         (Placement.whole((4, 4), "v"), r"v: expected a tensor of the publisher, got none of that name \(closest: w\)"),
-        (Placement.whole((4, 5), "w"), r"w: expected the publisher's shape \(4, 4\), got \(4, 5\)"),
+        (Placement.whole((4, 5), "w"), r"w: .* has shape \(4, 4\), got parts of one of shape \(4, 5\)"),
         (Placement.whole((4, 4), "w"), "w: expected every element on a publisher rank, got none for 3:4, 0:4"),
     ],
 )
@@ -174,7 +174,6 @@ def test_a_wrong_plan_is_found():
 def test_wrong_placements():
     for make, expected in (
         (lambda: Placement.cut((4, 4), 0, 3, 2), "expected a slice within shape"),
-        (lambda: Placement.shard((5, 4), 0, 0, 2), "expected equal parts"),
         (lambda: Placement.whole((4,)).flat(2, 5), "expected a slice of 4 elements"),
         (lambda: Placement.joined([]), "in their first axis only, got \\[\\]"),
         (lambda: Placement.joined([Placement.whole((2, 3)), Placement.whole((2, 4))]), "in their first axis only"),

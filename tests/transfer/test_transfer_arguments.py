@@ -1,0 +1,314 @@
+"""Weights from M ranks to N: arguments that are refused, by the text that says what was expected and got."""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument, KosError, TransferError
+from kos.interop.weights import bind
+from kos.testing import spawn
+from kos.transfer import Array, BlockScales, Offers, Part, Placement, Plan, Publisher, Subscriber, placements
+
+Arrays = Mapping[str, tuple[Any, Placement]]
+
+
+def make_on_all(*arrays: Arrays, **options: list[Any]) -> list[str]:
+    """Make a Publisher with a rank for each of ``arrays``; the class and the text of each rank's error."""
+
+    def make(comm):
+        mine = {name: values[comm.rank] for name, values in options.items()}
+        with pytest.raises(KosError) as raised:
+            Publisher(comm, arrays[comm.rank], **mine)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    return spawn(make, len(arrays))
+
+
+def one(shape: tuple[int, ...] = (2, 3), dtype: Any = np.float32, name: str = "w", tensor: str = "") -> Arrays:
+    return {name: (np.zeros(shape, dtype), Placement.whole(shape, tensor))}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "got"),
+    [
+        pytest.param([one(), one(), one((2, 4))], "float32 of shape (2, 3) (array w of rank 0) and "
+                     "float32 of shape (2, 4) (array w of rank 2)", id="shapes"),
+        pytest.param([one(), one(name="v", dtype=np.int32, tensor="w")], "float32 of shape (2, 3) (array w of rank 0) "
+                     "and int32 of shape (2, 3) (array v of rank 1)", id="dtypes"),
+        pytest.param([one(), one((6, 2), name="v") | one((2, 6), name="u", tensor="v")], "float32 of shape (6, 2) "
+                     "(array v of rank 1) and float32 of shape (2, 6) (array u of rank 1)", id="arrays of one rank"),
+    ],
+)  # fmt: skip
+def test_ranks_that_differ_in_a_tensor(arrays, got):
+    """All raise the same error when they make the publisher, and not only their subscribers."""
+    tensor = "v" if "array u" in got else "w"
+    text = f"InvalidArgument: {tensor}: expected one dtype and one shape of the whole tensor on all ranks, got {got}"
+    assert make_on_all(*arrays) == [text] * len(arrays)
+
+
+NOWHERE = "127.0.0.1:1"
+X, WHOLE = one()["w"]
+F32 = DTYPES["float32"]
+
+
+def expect_text(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        make()
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ([(X, WHOLE)], "arrays: expected a dict of name -> (array, Placement), got list"),
+        ({3: (X, WHOLE)}, "arrays: expected non-empty strings as names, got 3"),
+        ({"": (X, WHOLE)}, "arrays: expected non-empty strings as names, got ''"),
+        ({"w": X}, "w: expected a pair (array, Placement), got ndarray"),
+        ({"w": (X,)}, "w: expected a pair (array, Placement), got (ndarray)"),
+        ({"w": (X, (2, 3))}, "w: expected a pair (array, Placement), got (ndarray, tuple)"),
+        ({"w": (WHOLE, X)}, "w: expected a pair (array, Placement), got (Placement, ndarray)"),
+        ({"w": (X, Placement((2, 3), (1,)))}, "w: expected parts of the class Part, got (1,)"),  # type: ignore[arg-type]
+        ({"w": (X, Placement((2, 3), (Part("", (2, 3), (0,), (2, 3), 0, (3, 1)),)))},
+         "w: expected parts within the array and their tensors, got start (0,), size (2, 3) and strides (3, 1)"),
+        ({"w": (X, Placement((2, 3), (Part("", (2, 2), (0, 0), (2, 3), 0, (3, 1)),)))},
+         "w: expected parts within the array and their tensors, got start (0, 0), size (2, 3) and strides"),
+    ],
+)  # fmt: skip
+def test_arrays(arrays, text):
+    expect_text(lambda: Publisher(None, arrays), text)
+    expect_text(lambda: Subscriber(NOWHERE, arrays), text.replace("Placement)", "Placement or BlockScales)", 1))
+
+
+def test_scales_are_of_subscribers_only():
+    text = "w: expected a pair (array, Placement), got (ndarray, BlockScales)"
+    expect_text(lambda: Publisher(None, {"w": (X, BlockScales("q"))}), text)
+
+
+def test_a_communicator():
+    for make in (lambda: Publisher(X, one()), lambda: Subscriber(NOWHERE, one(), comm=X)):  # type: ignore[arg-type]
+        expect_text(make, "comm: expected a communicator or None, got ndarray")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Placement.whole(3), "whole: expected a shape, such as (4, 4), got 3"),
+        (lambda: Placement.whole("23", "w"), "w: expected a shape, such as (4, 4), got '23'"),
+        (lambda: Placement.whole((2.5, 3)), "whole: expected a shape, such as (4, 4), got (2.5, 3)"),
+        (lambda: Placement.whole((-1, 3)), "whole: expected a shape, such as (4, 4), got (-1, 3)"),
+        (lambda: Placement.whole((2, 3), 5), "tensor: expected a string, got 5"),
+        (lambda: Placement.cut((2, 3), 0, 0.5, 1), "cut: start: expected a whole number, got 0.5"),
+        (lambda: Placement.cut((), 0, 0, 1), "cut: expected an axis of shape () from 0 on, got axis 0"),
+        (lambda: Placement.shard((4, 4), 0, "0", 2), "shard: rank: expected a whole number, got '0'"),
+        (lambda: Placement.shard((4, 4), 0, 2, 2), "shard: rank: expected a rank from 0 to 1, got 2"),
+        (lambda: Placement.shard((4, 4), 0, 0, 0), "shard: ranks: expected a whole number from 1 on, got 0"),
+        (lambda: Placement.shard((4, 4), 0, 0, 2, most=0), "shard: most: expected a whole number from 1 on, got 0"),
+        (lambda: Placement.shard((4, 4), 0, 0, 2, most=-1), "shard: most: expected a whole number from 1 on, got -1"),
+        (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected a number of ranks that is a multiple of most"),
+        (lambda: Placement.shard((5, 4), 0, 0, 2), "shard: expected a multiple of 2 elements along axis 0, for equal"),
+        (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),
+        (lambda: Placement.shard((4, 4), -1, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis -1"),
+        (lambda: Placement.whole((4,)).flat(0.5, 2), "flat: start: expected a whole number, got 0.5"),
+        (lambda: Placement.joined([3]), "joined: expected Placements, got [3]"),
+        (lambda: Placement.joined(3), "joined: expected Placements, got 3"),
+        (lambda: BlockScales(3), "of: expected a string, got 3"),
+        (lambda: BlockScales("w", 128), "block of w: expected (rows, columns), got 128"),
+        (lambda: BlockScales("w", (0, 1)), "block of w: expected a whole number from 1 on, got 0"),
+        (lambda: BlockScales("w", (1, 2, 3)), "block of w: expected (rows, columns), got (1, 2, 3)"),
+        (lambda: BlockScales("w").shape((3,)), "w: expected the shape of a matrix, such as (4, 4), got (3,)"),
+    ],
+)
+def test_placements(make, text):
+    expect_text(make, text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ([], "layout: expected a dict of name -> kos.transfer.Array, got list"),
+        ({"w": WHOLE}, "w: expected a kos.transfer.Array, got Placement"),
+        ({"w": (F32, WHOLE)}, "w: expected a kos.transfer.Array, got tuple"),
+        ({"w": Array(np.float32, WHOLE)}, "w: expected a dtype of kos.dtypes.DTYPES, got <class 'numpy.float32'>"),
+        ({"w": Array("float32", WHOLE)}, "w: expected a dtype of kos.dtypes.DTYPES, got 'float32'"),
+        ({"w": Array(F32, (2, 3))}, "w: expected a Placement, got tuple"),
+    ],
+)
+def test_layouts(layout, text):
+    expect_text(lambda: Offers.of([layout]), text)
+    expect_text(lambda: Plan(Offers.of([{"w": Array(F32, WHOLE)}]), [layout]), text)
+
+
+def test_a_plan():
+    right: Any = {"w": Array(F32, WHOLE)}
+    expect_text(lambda: Plan([right], [right]), "offers: expected Offers, got list")  # type: ignore[arg-type]
+    for make in (Offers.of, lambda wants: Plan(Offers.of([right]), wants)):
+        expect_text(lambda make=make: make(right), "layouts: expected a list with the layout of each rank, got dict")
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ("rows = ", "expected a file of rules in TOML, got Invalid value"),
+        ("rowz = 'a'", "expected rules named rows, columns, copied, transposed, padded, fused, got rowz"),
+        ("rows = 3", "rows: expected a regular expression, got 3"),
+        ("rows = '(('", "rows: expected a regular expression in '((', got missing )"),
+        ("padded = 64", "padded: expected a table of regular expression = value, got 64"),
+        ("[padded]\n'x' = '64'", "padded: x: expected a whole number from 1 on, got '64'"),
+        ("[padded]\n'x' = 0", "padded: x: expected a whole number from 1 on, got 0"),
+        ("[padded]\n'((' = 64", "padded: expected a regular expression in '((', got missing )"),
+        ("[fused]\n'x' = 'y'", "fused: x: expected a list of the names of tensors, got 'y'"),
+        ("[fused]\n'x' = []", "fused: x: expected a list of the names of tensors, got []"),
+        ("[fused]\n'(x)' = ['\\2y']", "fused: (x): expected names with groups of the pattern, got invalid group"),
+    ],
+)
+def test_rules(rules, text, tmp_path):
+    """A file with a fault is refused, whatever the parameters are."""
+    path = tmp_path / "mine.toml"
+    path.write_text(rules)
+    expect_text(lambda: placements({}, {}, f"{path}"), f"{path}: {text}")
+
+
+def test_the_name_of_rules(tmp_path):
+    expected = "rules: expected one of huggingface, vllm or the path of a .toml file, got "
+    for rules in (3, "", f"{tmp_path}", "llamacpp"):
+        expect_text(lambda rules=rules: placements({}, {}, rules), f"{expected}{rules!r}")
+    missing = tmp_path / "none.toml"
+    for rules in (missing, f"{missing}"):
+        text = f"{missing}: expected a file of rules in TOML, got [Errno 2]"
+        expect_text(lambda rules=rules: placements({}, {}, rules), text)
+
+
+def test_shapes_of_parameters():
+    for make, text in (
+        (lambda: placements(["w"], {}), "parameters: expected a dict of name -> shape, got list"),
+        (lambda: placements({}, ["w"]), "tensors: expected a dict of name -> shape, got list"),
+        (lambda: placements({"w": X}, {"w": (2, 3)}), "w: expected a shape, such as (4, 4), got array("),
+        (lambda: placements({"w": (2, 3)}, {"w": 3}), "w: expected a shape, such as (4, 4), got 3"),
+        (lambda: placements({3: (2, 3)}, {}), "parameters: expected non-empty strings as names, got 3"),
+    ):
+        expect_text(make, text)
+
+
+def test_a_module():
+    for module in ({"w": X}, None):
+        expect_text(lambda module=module: bind(NOWHERE, module), "module: expected a torch.nn.Module, got ")
+
+
+def test_bind_checks_its_arguments_before_it_waits():
+    """Nobody listens: otherwise this would be a TransferTimeout."""
+    module = SimpleNamespace(named_parameters=dict)
+    expect_text(lambda: bind(NOWHERE, module, rules="llamacpp", timeout=0.1), "rules: expected one of huggingface")
+    expect_text(lambda: bind(NOWHERE, module, rank=2, ranks=2, timeout=0.1), "rank: expected a rank from 0 to 1, got 2")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"buffers": 0}, "buffers: expected a whole number from 1 on, got 0"),
+        ({"buffers": "2"}, "buffers: expected a whole number from 1 on, got '2'"),
+        ({"patience": -1}, "patience: expected a number of seconds from 0 on, got -1"),
+        ({"patience": float("inf")}, "patience: expected a number of seconds from 0 on, got inf"),
+        ({"patience": "1"}, "patience: expected a number of seconds from 0 on, got '1'"),
+        ({"memory": "gpu"}, "memory: expected 'device' or 'host', got 'gpu'"),
+        ({"memory": ["host"]}, "memory: expected 'device' or 'host', got ['host']"),
+        ({"name": 3}, "name: expected a string, got 3"),
+        ({"checksums": "yes"}, "checksums: expected True or False, got 'yes'"),
+        ({"address": "0.0.0.0:0"}, "address: expected the host of the publisher's rank 0, got 0.0.0.0, which"),
+    ],
+)
+def test_settings_of_a_publisher(options, text):
+    expect_text(lambda: Publisher(None, one(), **options), text)
+
+
+def test_patience_is_less_than_the_timeout():
+    def make(comm):
+        text = "patience: expected less than the communicator's timeout of 7 s, got 7"
+        expect_text(lambda: Publisher(comm, one(), patience=7), text)
+
+    spawn(make, 1, timeout=7)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"streams": 0}, "streams: expected a whole number from 1 on, got 0"),
+        ({"transport": "rdma"}, "transport: expected 'auto', 'shared' or 'tcp', got 'rdma'"),
+        ({"staged": "no"}, "staged: expected True or False, got 'no'"),
+        ({"address": "0.0.0.0:29600"}, "address: expected the host of the publisher's rank 0, got 0.0.0.0, which"),
+        ({"address": "[::]:29600"}, "address: expected the host of the publisher's rank 0, got ::, which"),
+        ({"address": "localhost:0"}, "address: expected the port of the publisher, from 1 to 65535, got 0"),
+    ],
+)
+def test_settings_of_a_subscriber(options, text):
+    expect_text(lambda: Subscriber(**{"address": NOWHERE, "arrays": one()} | options), text)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"buffers": [2, 3]}, "buffers=2 on all ranks, as on rank 0, got 3 on rank 1"),
+        ({"name": ["a", "b"]}, "name='a' on all ranks, as on rank 0, got 'b' on rank 1"),
+        ({"checksums": [False, True]}, "checksums=False on all ranks, as on rank 0, got True on rank 1"),
+        ({"address": ["127.0.0.1:0", "127.0.0.2:0"]}, "address='127.0.0.1:0' on all ranks, as on rank 0, got '127.0."),
+    ],
+)
+def test_ranks_that_differ_in_a_setting(options, text):
+    for found in make_on_all(one(), one(), **options):
+        assert found.startswith(f"CollectiveMismatch: Publisher: expected {text}")
+
+
+def test_an_empty_secret(monkeypatch):
+    """It is an error of the transfer: no rank searches for others."""
+    monkeypatch.setenv("KOS_SECRET", "")
+    for make in (lambda: Publisher(None, one()), lambda: Subscriber(NOWHERE, one())):
+        with pytest.raises(TransferError, match="KOS_SECRET: expected a secret, got an empty one"):
+            make()
+    assert {text.partition(":")[0] for text in make_on_all(one(), one())} == {"TransferError"}
+
+
+def test_a_rank_that_does_not_exist():
+    q = "q_proj.weight"
+    for name in (q, "norm.weight"):  # also if no rule splits the parameter
+        for rank, ranks, text in (
+            (2, 2, "rank: expected a rank from 0 to 1, got 2"), (-1, 2, "rank: expected a rank from 0 to 1, got -1"),
+            (0, 0, "ranks: expected a whole number from 1 on, got 0"),
+        ):  # fmt: skip
+            shapes, args = {name: (2, 3)}, (rank, ranks)
+            expect_text(lambda shapes=shapes, args=args: placements(shapes, {}, "vllm", *args), text)
+
+
+def test_a_placement_that_names_no_tensor_means_that_of_the_array():
+    layout: Any = {"w": Array(F32, WHOLE)}
+    plan = Plan(Offers.of([layout, layout]), [layout, layout])
+    assert plan.offers.shapes == {"w": (2, 3)} and plan.traffic() == {(0, 0): 24, (1, 1): 24}
+    assert "w[0:2, 0:3] float32: rank 0 w+0 -> w+0" in plan.describe()
+
+
+def test_a_transposed_parameter():
+    """The text names the rule, and the shape of the tensor."""
+    text = "w: expected shape (4, 3) of w on rank 0 of 1, got (3, 4), its transpose, which needs the rule `transposed`"
+    expect_text(lambda: placements({"w": (3, 4)}, {"w": (4, 3)}), text)
+    offers, turned = Offers.of([{"w": Array(F32, WHOLE)}]), Placement.whole((3, 2)).transposed
+    text = "w: expected parts of the published tensor, which has shape (2, 3), got parts of one of shape (3, 2)"
+    expect_text(lambda: Plan(offers, [{"w": Array(F32, turned)}]), text)
+    text = "w: expected an array of shape (2, 3), as its placement has, got (3, 2)"
+    expect_text(lambda: Publisher(None, {"w": (X.reshape(3, 2), WHOLE)}), text)
+
+
+def test_scales_of_no_matrix():
+    scales, fp8 = np.zeros((1, 1), np.float32), np.zeros((2, 3), "float8_e4m3fn")
+    right: Any = {"q": (fp8, WHOLE)}
+    for arrays, text in (
+        ({"s": (scales, BlockScales("q"))}, "got those of q, which names no array"),
+        ({"q": (X, WHOLE), "s": (scales, BlockScales("q"))}, "got those of q, which is float32 of shape (2, 3)"),
+        (right | {"s": (scales, BlockScales("q")), "t": (scales, BlockScales("q"))}, "got those of q, which has"),
+    ):
+        name = max(arrays)
+        text = f"{name}: expected the scales of a float8_e4m3fn matrix, {text}"
+        expect_text(lambda arrays=arrays: Subscriber(NOWHERE, arrays), text)
+    text = "s: expected float32 of shape (1, 1) on the host, as q needs, got float64 of shape (1, 1) on the host"
+    expect_text(lambda: Subscriber(NOWHERE, right | {"s": (scales.astype(float), BlockScales("q"))}), text)
