@@ -3,7 +3,6 @@
 import atexit
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,8 @@ from kos.errors import TransferError
 from kos.interop.weights import bind
 from kos.transfer import Placement, Subscriber
 
-port, out = int((*sys.argv, 29_600)[1]), Path(tempfile.mkdtemp(prefix="kos-weights-"))
+folder = tempfile.TemporaryDirectory(prefix="kos-weights-", ignore_cleanup_errors=True)
+port, out = int((*sys.argv, 29_600)[1]), Path(folder.name)
 address = f"127.0.0.1:{port}"
 flags = "--device cpu --zero 1 --seq-len 64 --batch-size 8 --steps 100000 --save-every 5 --keep 99 --resume auto"
 
@@ -27,15 +27,8 @@ def start_trainer() -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen(command, env=env | {"RANK": rank}) for rank in "01"]
 
 
-def end() -> None:
-    for rank in trainer:
-        rank.kill()
-        rank.wait()
-    shutil.rmtree(out, ignore_errors=True)
-
-
 trainer = start_trainer()
-atexit.register(end)
+atexit.register(lambda: [(rank.kill(), rank.wait()) for rank in trainer])  # before the folder is removed
 while not (checkpoints := list(out.glob("checkpoints/step-*/config.json"))):  # for the model's shape
     assert trainer[1].poll() is None, "the trainer ended before its first checkpoint"
     time.sleep(0.1)
