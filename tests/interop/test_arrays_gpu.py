@@ -188,8 +188,9 @@ def mpi_world():
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
 def world(request, mpi_world):
     probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
-    if mpi_world.size == 1 or not probe.usable:
-        pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
+    gpus = len(kos.cuda.visible_devices())
+    if not 2 <= mpi_world.size <= gpus or not probe.usable:
+        pytest.skip(f"needs two ranks or more with a GPU each, got {mpi_world.size} and {gpus}: {probe.reason}")
     with kos.init(request.param, timeout=20.0, device=mpi_world.size - 1 - mpi_world.rank) as world:
         yield world
 
