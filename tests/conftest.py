@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections import Counter
 from functools import cache
+from types import CodeType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -23,17 +24,22 @@ heed_sigint()  # for the tests that send it to programs that they start
 
 
 def mentions_torch(item: pytest.Item) -> bool:
-    code = getattr(getattr(item, "function", None), "__code__", None)
-    names = (item.path.name, *((*code.co_names, *code.co_varnames, *code.co_consts) if code else ()))
+    return _mentions_torch(item.path.name, getattr(getattr(item, "function", None), "__code__", None))
+
+
+@cache
+def _mentions_torch(file: str, code: CodeType | None) -> bool:
+    names = (file, *((*code.co_names, *code.co_varnames, *code.co_consts) if code else ()))
     return any("torch" in name for name in names if isinstance(name, str))
 
 
 def mark_costly(items: list[pytest.Item]) -> None:
     """Mark `slow` what the table leaves out; the cases that stay are drawn by their names, the same ones anywhere."""
     seen = Counter[tuple[str, bool]]()
-    for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
+    listed = [item for item in items if item.nodeid.partition("[")[0] in costly()]
+    for item in sorted(listed, key=lambda item: crc32(item.nodeid.encode())):
         name, marks = item.nodeid.partition("[")[0], {mark.name for mark in item.iter_markers()}
-        if name in costly() and not marks & {"slow", "gpu"}:
+        if not marks & {"slow", "gpu"}:
             seen[name, "mpi" in marks] += 1
             if seen[name, "mpi" in marks] > costly()[name]:
                 item.add_marker(pytest.mark.slow)
