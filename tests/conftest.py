@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections import Counter
 from functools import cache
-from types import CodeType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -24,12 +23,8 @@ heed_sigint()  # for the tests that send it to programs that they start
 
 
 def mentions_torch(item: pytest.Item) -> bool:
-    return _mentions_torch(item.path.name, getattr(getattr(item, "function", None), "__code__", None))
-
-
-@cache
-def _mentions_torch(file: str, code: CodeType | None) -> bool:
-    names = (file, *((*code.co_names, *code.co_varnames, *code.co_consts) if code else ()))
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    names = (item.path.name, *((*code.co_names, *code.co_varnames, *code.co_consts) if code else ()))
     return any("torch" in name for name in names if isinstance(name, str))
 
 

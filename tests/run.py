@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -223,15 +222,6 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def to_compile() -> Sequence[list[str]]:
-    """``HALVES``, or nothing if most files of tests are compiled: each worker of a stage then compiles the others."""
-    files = list((ROOT / "tests").rglob("test_*.py"))
-    compiled = {(path.parent.parent, path.name.partition(".")[0]): path for path in (ROOT / "tests").rglob("test_*.pyc")}
-    times = [(file.stat().st_mtime, compiled.get((file.parent, file.stem))) for file in files]
-    current = sum(path is not None and path.stat().st_mtime >= changed for changed, path in times)
-    return () if current > 0.9 * len(files) else HALVES
-
-
 def read_counts(path: Path) -> dict[str, int] | None:
     """The totals of a JUnit report; None where pytest did not live to write it."""
     try:
@@ -259,7 +249,9 @@ def main(everything: bool, arguments: list[str]) -> int:
         }
         # Python compiles the tests here once, and not in each worker of the stage: a fresh clone has none compiled.
         collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
-        halves = [subprocess.Popen([*collect, *half], cwd=ROOT, stdout=subprocess.DEVNULL) for half in to_compile()]
+        files, compiled = (len(list((ROOT / "tests").rglob(name))) for name in ("test_*.py", "test_*-pytest-*.pyc"))
+        parts_to_compile = HALVES if compiled < 0.9 * files else ()
+        halves = [subprocess.Popen([*collect, *half], cwd=ROOT, stdout=subprocess.DEVNULL) for half in parts_to_compile]
         for half in halves:
             half.wait(SERIAL_LIMIT)
     without = cuda.unavailable()

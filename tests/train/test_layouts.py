@@ -34,7 +34,8 @@ NEAR = [
     run(Layout(pp=2, cp=2), 5, slow=True, documents="pack", pp_schedule=V),
     *(run(TWO, 5, tied, tied == (number % 2 == 0), pp_schedule=name)  # the last of 2 chunks a rank has fewer layers
       for number, name in enumerate(SCHEDULES) for tied in (False, True)),
-    run(TWO, 1, slow=True, pp_schedule="1f1b"), run(TWO, 1, True, pp_schedule="1f1b"), run(TWO, 3, True, pp_schedule=V),  # a head
+    run(TWO, 1, slow=True, pp_schedule="1f1b"), run(TWO, 1, True, pp_schedule="1f1b"),
+    run(TWO, 3, True, pp_schedule=V),  # a head
     *(run(Layout(pp=2, tp=2), 4, True, how != "norms", pp_schedule=V, recompute=how)
       for how in ("norms", "none", "block")),
     run(Layout(dp=2, tp=2), 3, True, zero=1), run(Layout(pp=2, dp=2), 3, True, zero=1),

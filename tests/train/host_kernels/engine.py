@@ -159,7 +159,7 @@ def _numpy(name, arguments):
             arrays_of = {name: there(getattr(x, name)) for name in ("qkv", "out", "log_sum_exp", "mask")}
             return replace(x, **arrays_of, kv=x.kv and there(x.kv).T)
         if isinstance(x, Arena):
-            return _scratch()
+            return _mine("scratch", Arena)
         if not isinstance(x, Array):
             return x
         if id(x) not in arrays:  # an output may be an input too
@@ -184,13 +184,6 @@ def _numpy(name, arguments):
                 memory[...] = copy
 
     return run
-
-
-def _scratch():
-    """The rank's memory for the time of an operation."""
-    if not hasattr(_thread, "scratch"):
-        _thread.scratch = Arena()
-    return _thread.scratch
 
 
 def _squares(gradients, chunks, partial):
@@ -446,16 +439,19 @@ class Both(Collective):
 
 def _pending():
     """What this rank has not waited for."""
-    if not hasattr(_thread, "pending"):
-        _thread.pending = set()
-    return _thread.pending
+    return _mine("pending", set)
 
 
 def _freed():
     """What this rank has freed during its capture."""
-    if not hasattr(_thread, "freed"):
-        _thread.freed = []
-    return _thread.freed
+    return _mine("freed", list)
+
+
+def _mine(name, make):
+    """What this rank has under that name, made when it is first needed."""
+    if not hasattr(_thread, name):
+        setattr(_thread, name, make())
+    return getattr(_thread, name)
 
 
 def on_host(array):
