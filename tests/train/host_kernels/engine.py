@@ -150,7 +150,7 @@ class QueuedOps(HostOps):
 def _numpy(name, arguments):
     """The work of an operation: numpy's, on copies of those arrays that do not lie in memory as it wants."""
     arrays = {}
-    layout = "F" if name in COLUMN_MAJOR else "C"
+    columns = name in COLUMN_MAJOR
 
     def there(x):
         if isinstance(x, tuple):
@@ -165,8 +165,8 @@ def _numpy(name, arguments):
         if id(x) not in arrays:  # an output may be an input too
             dtype = np.float32 if x.dtype.name == "bfloat16" else x.dtype.numpy
             memory = on_host(x)
-            alike = memory.dtype == dtype and memory.flags[f"{layout}_CONTIGUOUS"]
-            arrays[id(x)] = x, memory, memory if alike else np.empty(memory.shape, dtype, layout)
+            alike = memory.dtype == dtype and (memory.T if columns else memory).flags.c_contiguous
+            arrays[id(x)] = x, memory, memory if alike else np.empty(memory.shape, dtype, "F" if columns else "C")
         return arrays[id(x)][2]
 
     values = [there(x) for x in arguments]
