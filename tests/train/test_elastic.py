@@ -75,10 +75,10 @@ def short(text, tmp_path_factory):
 def test_every_operation(zero, text, tmp_path, short):
     """A rank ends before each operation after the first validation: in steps, in a validation and in checkpoints.
 
-    Each operation is the last one of rank 0, which writes the files, and of one other rank.
+    Each operation is the last one of rank 0, which writes the files, and with ``zero`` of one other rank.
     """
     for operation in range(32 + zero, 66 + 14 * zero):
-        for rank in (0, 1 + operation % 3):
+        for rank in (0, 1 + operation % 3)[: 1 + zero]:
             out, faults = tmp_path / f"{operation}-{rank}", [Fault("crash", rank, operation)]
             assert train(text, out, faults, zero=zero, steps=3) == short, (operation, rank)
 

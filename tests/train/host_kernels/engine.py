@@ -7,7 +7,9 @@ replay.  What CUDA refuses during a capture is refused here: allocating, freeing
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import math
 import threading
 import time
 import weakref
@@ -126,7 +128,7 @@ class QueuedOps(HostOps):
     def __getattribute__(self, name):
         if name not in OPERATIONS:
             return object.__getattribute__(self, name)
-        return lambda *arguments: on_device(lambda: _numpy(name, arguments))
+        return lambda *arguments: on_device(_numpy(name, arguments))
 
     def launch(self, file, name, grid, block, *arguments, **options):
         launch = super().launch
@@ -146,8 +148,9 @@ class QueuedOps(HostOps):
 
 
 def _numpy(name, arguments):
-    """An operation of numpy's dialect on copies that lie in memory as it wants, and back."""
+    """The work of an operation: numpy's, on copies of those arrays that do not lie in memory as it wants."""
     arrays = {}
+    columns = name in COLUMN_MAJOR
 
     def there(x):
         if isinstance(x, tuple):
@@ -156,22 +159,31 @@ def _numpy(name, arguments):
             arrays_of = {name: there(getattr(x, name)) for name in ("qkv", "out", "log_sum_exp", "mask")}
             return replace(x, **arrays_of, kv=x.kv and there(x.kv).T)
         if isinstance(x, Arena):
-            return Arena()
+            return _mine("scratch", Arena)
         if not isinstance(x, Array):
             return x
         if id(x) not in arrays:  # an output may be an input too
             dtype = np.float32 if x.dtype.name == "bfloat16" else x.dtype.numpy
             memory = on_host(x)
-            arrays[id(x)] = x, memory, np.array(memory, dtype, order="F" if name in COLUMN_MAJOR else "C")
+            alike = memory.dtype == dtype and (memory.T if columns else memory).flags.c_contiguous
+            arrays[id(x)] = x, memory, memory if alike else np.empty(memory.shape, dtype, "F" if columns else "C")
         return arrays[id(x)][2]
 
     values = [there(x) for x in arguments]
     if name == "attention_backward" and len(values) == 5:  # with a gradient of keys and values
         values[-1] = values[-1].T
-    with np.errstate(all="ignore"):  # as in ``reference.step``: a trial of kernels computes on memory as it is
-        getattr(reference, name)(*values)
-        for _, memory, copy in arrays.values():
-            memory[...] = copy
+    copied = [(memory, copy) for _, memory, copy in arrays.values() if memory is not copy]
+    operation = getattr(reference, name)
+
+    def run(held=arguments):
+        with np.errstate(all="ignore"):  # as in ``reference.step``: a trial of kernels computes on memory as it is
+            for memory, copy in copied:
+                copy[...] = memory
+            operation(*values)
+            for memory, copy in copied:
+                memory[...] = copy
+
+    return run
 
 
 def _squares(gradients, chunks, partial):
@@ -427,24 +439,32 @@ class Both(Collective):
 
 def _pending():
     """What this rank has not waited for."""
-    if not hasattr(_thread, "pending"):
-        _thread.pending = set()
-    return _thread.pending
+    return _mine("pending", set)
 
 
 def _freed():
     """What this rank has freed during its capture."""
-    if not hasattr(_thread, "freed"):
-        _thread.freed = []
-    return _thread.freed
+    return _mine("freed", list)
+
+
+def _mine(name, make):
+    """What this rank has under that name, made when it is first needed."""
+    if not hasattr(_thread, name):
+        setattr(_thread, name, make())
+    return getattr(_thread, name)
 
 
 def on_host(array):
     """The memory of an Array of the emulated device as an ndarray."""
     if isinstance(array, Columns):
         return emulator.of_columns(array)
-    memory = (ctypes.c_byte * array.nbytes).from_address(array.pointer)
-    return np.frombuffer(memory, array.dtype.numpy).reshape(array.shape)
+    return _memory(array.pointer, array.shape, array.dtype)
+
+
+@functools.lru_cache(1 << 14)
+def _memory(pointer, shape, dtype):
+    memory = (ctypes.c_byte * (math.prod(shape) * dtype.itemsize)).from_address(pointer)
+    return np.frombuffer(memory, dtype.numpy).reshape(shape)
 
 
 def host_engine(monkeypatch) -> None:
