@@ -52,6 +52,10 @@ SLOW = [
     (Layout(cp=2, tp=2), {"tied": True, "graph": False}),
     (Layout(dp=2, cp=2), {"zero": 1}),
     (Layout(pp=2, cp=2), {"pp_schedule": "zero-bubble-v"}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
+    (Layout(tp=2), {}),
+    (Layout(cp=2, tp=2), {"graph": False}),
+    (Layout(dp=2, tp=2), {"tied": True}),
 ]
 
 
