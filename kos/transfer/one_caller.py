@@ -25,10 +25,10 @@ class OneCaller:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise self._closed_error("a closed one")
+            raise self._closed_error("got a closed one")
 
     def _closed_error(self, got: str) -> TransferError:
-        return TransferError(f"{self._what}: expected an open {type(self).__name__.lower()}, got {got}")
+        return TransferError(f"{self._what}: expected an open {type(self).__name__.lower()}, {got}")
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
@@ -43,7 +43,7 @@ class OneCaller:
             yield
         except Exception as error:
             if self._closed and not was_closed:
-                raise self._closed_error(f"one that another thread closed during {name}") from error
+                raise self._closed_error(f"got one that another thread closed during {name}") from error
             raise
         finally:
             self._in_call.release()
@@ -53,10 +53,12 @@ class OneCaller:
     def _two_calls(self, name: str) -> TransferError:
         first, thread = self._caller
         lines = [program_line(frame) for frame in (sys._current_frames().get(thread), sys._getframe())]
-        who = "two threads call it" if thread != threading.get_ident() else "a signal handler and the program call it"
+        who = "two threads call it at once"
+        if thread == threading.get_ident():
+            who = "a signal handler and the program call it at once"
         calls = f"{first} at {lines[0]} and {name} at {lines[1]}"
         remedy = f"order their calls, or give each thread a {type(self).__name__} of its own"
-        return TransferError(f"{self._what}: {who} at once: {calls}; {remedy}")
+        return TransferError(f"{self._what}: {who}: {calls}; {remedy}")
 
     def close(self) -> None:
         """Close the object, if it is open.  Does nothing in a forked process, in which kos has closed its sockets."""

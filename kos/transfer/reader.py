@@ -225,9 +225,9 @@ class Source:
         if not (got := sum(self._got.values())):
             return exchange.no_answer()
         nbytes = sum(copy.elements * self._sent(copy).itemsize for copy in self.copies)
-        quiet, more = time.monotonic() - self._last, "more were arriving: give update a longer timeout"
-        ending = more if quiet < _QUIET_SECONDS else f"none in the last {quiet:.1f} s"
-        return f"expected {nbytes:,} bytes before the deadline, got {got:,}, and {ending}"
+        quiet, more = time.monotonic() - self._last, "and more were arriving: give update a longer timeout"
+        ending = more if quiet < _QUIET_SECONDS else f"and none in the last {quiet:.1f} s"
+        return f"expected {nbytes:,} bytes before the deadline, got {got:,}, {ending}"
 
     def _copy(self, memory: Buffers, stream: int, copies: Sequence[Copy], copier: Copier | None) -> int:
         """Copy from mapped memory."""
