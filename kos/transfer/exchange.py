@@ -228,7 +228,7 @@ def together(
         if what is None:
             raise
         also = "" if error is None or stale else f"; this rank has also failed: {in_words(error)}"
-        raise _unanswered(comm, who, what(), failure, also) from failure
+        raise _no_answer_error(comm, who, what(), failure, also) from failure
     if error is not None and not stale:
         try:
             raise error
@@ -243,7 +243,7 @@ def together(
     return [each for each, *_ in found]
 
 
-def _unanswered(comm: Any, who: str, what: str, failure: KosError, also: str) -> TransferError:
+def _no_answer_error(comm: Any, who: str, what: str, failure: KosError, also: str) -> TransferError:
     """The error if ranks are late or lost in ``together``.  After a CollectiveError, the communicator has failed."""
     collective = isinstance(failure, CollectiveError)
     ranks = [comm.world_ranks.index(rank) for rank in failure.ranks if rank in comm.world_ranks] if collective else []

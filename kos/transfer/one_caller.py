@@ -37,7 +37,7 @@ class OneCaller:
             remedy = f"make a new {type(self).__name__} in this process"
             raise TransferError(f"{self._what}: this process was forked from the one that made it; {remedy}")
         if not self._in_call.acquire(blocking=False):
-            raise self._two_calls(name)
+            raise self._two_callers_error(name)
         self._caller, was_closed = (name, threading.get_ident()), self._closed
         try:
             yield
@@ -50,7 +50,7 @@ class OneCaller:
             if self._closed:
                 self._free_if_idle()
 
-    def _two_calls(self, name: str) -> TransferError:
+    def _two_callers_error(self, name: str) -> TransferError:
         first, thread = self._caller
         lines = [program_line(frame) for frame in (sys._current_frames().get(thread), sys._getframe())]
         who = "two threads call it at once"

@@ -154,7 +154,7 @@ class Source:
         self.copies = list[Copy]()
         self.connections = dict[int, Connection]()  # by the number of the stream
         self._launches = dict[int, list[Launch]]()  # copies from GPU to GPU, by the index of the buffer
-        self._got, self._last = dict[int, int](), 0.0  # bytes received in this read, by stream; when the last ones came
+        self._received, self._received_at = dict[int, int](), 0.0  # bytes of this read, by stream; time of the last
         self._memory = None if target.transport == "tcp" else self._map(known)
 
     def _map(self, known: Catalogue) -> Buffers | None:
@@ -192,7 +192,7 @@ class Source:
         With checksums (``verify``), everything is read over TCP.
         """
         self._serial, self._deadline, self._verify = serial, deadline, verify
-        self._got.clear()
+        self._received.clear()
         mapped = None if verify else self._memory
         requests = [self.copies] if mapped is not None and self._gpu else self._requests
         names = sorted({copy.source.array for copy in self.copies}) if verify else []
@@ -218,14 +218,14 @@ class Source:
             return self._copy(mapped, stream, copies, copier)
 
     def _count(self, stream: int, nbytes: int) -> None:
-        self._got[stream], self._last = self._got.get(stream, 0) + nbytes, time.monotonic()
+        self._received[stream], self._received_at = self._received.get(stream, 0) + nbytes, time.monotonic()
 
     def _missing(self) -> str:
         """The text of the error at the deadline: how many bytes were expected and received."""
-        if not (got := sum(self._got.values())):
+        if not (got := sum(self._received.values())):
             return exchange.no_answer()
         nbytes = sum(copy.elements * self._sent(copy).itemsize for copy in self.copies)
-        quiet, more = time.monotonic() - self._last, "and more were arriving: give update a longer timeout"
+        quiet, more = time.monotonic() - self._received_at, "and more were arriving: give update a longer timeout"
         ending = more if quiet < _QUIET_SECONDS else f"and none in the last {quiet:.1f} s"
         return f"expected {nbytes:,} bytes before the deadline, got {got:,}, {ending}"
 

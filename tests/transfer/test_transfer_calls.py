@@ -336,11 +336,11 @@ def test_a_timeout_that_is_too_short_for_the_bytes_says_how_many_came(most):
         known.ranks[0] = known.ranks[0]._replace(port=port)
         with pytest.raises(TransferTimeout, match="publisher rank 0 .*, from which w should come") as raised:
             reader.update(2)
-        said = re.search(r"expected ([\d,]+) bytes before the deadline, got ([\d,]+), and ", str(raised.value))
-        assert said and raised.value.ranks == (0,)
-        total, got = (int(each.replace(",", "")) for each in said.groups())
+        counts = re.search(r"expected ([\d,]+) bytes before the deadline, got ([\d,]+), and ", str(raised.value))
+        assert counts and raised.value.ranks == (0,)
+        total, got = (int(each.replace(",", "")) for each in counts.groups())
         assert total == 4 * count and 0 < got < total
-        ending = str(raised.value)[said.end() :]
+        ending = str(raised.value)[counts.end() :]
         assert re.match(r"none in the last [\d.]+ s|more were arriving: give update a longer timeout", ending)
 
 
