@@ -15,6 +15,7 @@ import kos.errors
 from kos.comm.control.env import env_rendezvous
 from kos.errors import KosError
 from kos.testing import Fault, spawn
+from kos.transfer import Subscriber
 from tests.literals import VALUE, literals, texts_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,6 +111,12 @@ def at_a_free_port(rank: str) -> None:
     by_environment(RANK=rank, WORLD_SIZE="2", MASTER_PORT=str(port))()
 
 
+def closed_subscriber() -> None:
+    subscriber = Subscriber("127.0.0.1:1", None)
+    subscriber.close()
+    subscriber.update()
+
+
 def flags(*words: str) -> Callable[[], Any]:
     pytest.importorskip("pydantic")
     from kos.train.config.flags import parse
@@ -203,6 +210,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "RendezvousError: KOS_SECRET: expected a secret, got an empty one": by_environment(
         RANK="0", WORLD_SIZE="2", MASTER_PORT="29500", KOS_SECRET=""
     ),
+    "TransferError: …: expected an open …, got a closed one": closed_subscriber,
     "kos: error: expected a flag that --help lists…, got …": lambda: flags("--stepps", "3")(),
     "kos: error: --…: expected …, got …": lambda: flags("--batch-size", "0")(),
     "kos: error: --config: expected a .toml or .json file, got …": lambda: flags("--config", "x.yaml")(),

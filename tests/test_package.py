@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path = ROOT, limit: float = 120) -> subproces
 
 
 def from_index(*command: str | Path, limit: float = 120) -> None:
-    """Run a command that downloads packages; the test is skipped if pip finds none of them, as without a network."""
+    """Run a command that downloads packages.  Skip the test if pip finds no versions, for example without a network."""
     done = run(*command, limit=limit)
     if "(from versions: none)" in done.stderr:
         pytest.skip(f"needs a package index: {done.stderr.splitlines()[-1]}")

@@ -37,7 +37,7 @@ def bind(
     """
     if not hasattr(module, "named_parameters"):
         raise InvalidArgument(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    placements({}, {}, rules, rank, ranks)  # raises their errors before it waits for the publisher
+    placements({}, {}, rules, rank, ranks)  # checks these arguments before it waits for the publisher
     tensors = read_catalogue(address, timeout).offers.shapes
     names = {name: name for name, _ in module.named_parameters()} | (adapters := _adapters(module))
     if adapters and only_adapters(tensors):

@@ -2,8 +2,8 @@
 
 A ``Publisher`` offers named arrays, each with a ``Placement`` that says which elements of which tensors it holds.  A
 ``Subscriber`` of another job names what it wants in its own placements, and pulls the newest version, which is the one
-that was published last, into its arrays.
-No publisher waits for a subscriber longer than it has agreed to; subscribers come, go, die and return at any time.
+that was published last, into its arrays.  A publisher waits for subscribers at most ``patience`` seconds.  Subscribers
+may start, end, fail and return at any time.
 """
 
 from kos.transfer.names import placements

@@ -44,7 +44,7 @@ PROTOCOL = 1
 PURPOSE = b"kos transfer"
 _PIECE = MAX_MESSAGE // 2  # bytes
 GRACE = 2.0
-"""The longest that a publisher waits before it answers, and the most seconds in which ranks exchange their results."""
+"""Seconds: the longest wait of a publisher before it answers, and of subscriber ranks for the results of the others."""
 
 
 class Stale(Exception):
@@ -109,7 +109,7 @@ def network(host: str) -> Network:
     """
     try:
         return Network(load_secret(os.environ), host, "", is_loopback(host))
-    except RendezvousError as error:  # the class is for ranks that search for each other
+    except RendezvousError as error:  # that class is for ranks that connect to each other
         raise TransferError(f"{error}") from error
 
 
@@ -158,9 +158,9 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
 def receive_into(
     memory: memoryview, connection: Connection, deadline: float, count: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Fill the memory with the bytes that follow an answer; ``count`` gets the size of each piece that has arrived.
+    """Fill the memory with the bytes that follow an answer.
 
-    Raises OSError, TimeoutError.
+    ``count`` is called with the size in bytes of each piece that arrives.  Raises OSError, TimeoutError.
     """
     while memory:
         try:
@@ -211,7 +211,8 @@ def together(
 
     If one rank raises an error, all ranks raise it; Stale is raised only if no rank has another error.  The error names
     that rank on the others, as ``who`` and its number.  They wait for its result until the deadline, or without a
-    deadline for the timeout of ``comm``.  With ``what``, a rank that is late or lost is a TransferError of ``what()``.
+    deadline for the timeout of ``comm``.  With ``what``, they raise
+    a TransferError that begins with ``what()`` if a rank is late or lost.
     """
     result, error = None, None
     try:
@@ -226,8 +227,8 @@ def together(
     except (CollectiveError, TransferError) as failure:
         if what is None:
             raise
-        also = "" if error is None or stale else f"; this rank has failed too: {in_words(error)}"
-        raise _unanswered(comm, who, what(), failure, also) from failure
+        also = "" if error is None or stale else f"; this rank has also failed: {in_words(error)}"
+        raise _no_answer_error(comm, who, what(), failure, also) from failure
     if error is not None and not stale:
         try:
             raise error
@@ -242,14 +243,14 @@ def together(
     return [each for each, *_ in found]
 
 
-def _unanswered(comm: Any, who: str, what: str, failure: KosError, also: str) -> TransferError:
-    """The error of ranks that did not answer ``together``.  A CollectiveError has made the communicator fail."""
+def _no_answer_error(comm: Any, who: str, what: str, failure: KosError, also: str) -> TransferError:
+    """The error if ranks are late or lost in ``together``.  After a CollectiveError, the communicator has failed."""
     collective = isinstance(failure, CollectiveError)
     ranks = [comm.world_ranks.index(rank) for rank in failure.ranks if rank in comm.world_ranks] if collective else []
-    named = f" of {who} {', '.join(map(str, ranks))}" if ranks else ""
-    remedy = "; continue with comm.shrink() and a new Subscriber" if collective else ""
+    named = f" from {who} {', '.join(map(str, ranks))}" if ranks else ""
+    remedy = "; to continue, call comm.shrink() and make a new Subscriber" if collective else ""
     kind = TransferTimeout if isinstance(failure, TimeoutError) else TransferError
-    text = f"{what}: expected an answer of each {who} in time, got none{named} ({in_words(failure)}){also}{remedy}"
+    text = f"{what}: expected an answer from each {who} in time, got none{named} ({in_words(failure)}){also}{remedy}"
     return kind(text, ranks=ranks, cause=failure)
 
 

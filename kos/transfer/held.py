@@ -42,7 +42,7 @@ class Held:
             if writable and isinstance(placement, BlockScales):
                 continue
             if buffer.shape != placement.shape:
-                expected = f"an array of shape {placement.shape}, as its placement has"
+                expected = f"an array of shape {placement.shape}, the shape of its placement"
                 raise InvalidArgument(f"{name}: expected {expected}, got {buffer.shape}")
             placed = placement.named(name)
             placed.check(name)

@@ -2,8 +2,8 @@
 
 A file of rules has patterns of names.  They say which parameters ranks of tensor parallelism split along rows or
 columns, which are stacked from several tensors (``fused``), which are the transpose of a tensor (``transposed``), and
-which have their rows padded to a multiple of a number (``padded``).  ``copied`` are tensors that may have fewer equal
-parts than there are ranks, so that neighbouring ranks hold the same part.
+which have their rows padded to a multiple of a number (``padded``).  Tensors in ``copied`` may be
+split into fewer parts than there are ranks; neighbouring ranks then hold the same part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _check_rules(path: str, rules: Mapping[str, Any]) -> None:
             check_expression(f"{path}: {key}", value)
         elif key not in _TABLES:
             expected = ", ".join((*_EXPRESSIONS, *_TABLES))
-            raise InvalidArgument(f"{path}: expected rules named {expected}, got {key}")
+            raise InvalidArgument(f"{path}: expected one of the keys {expected}, got {key}")
         elif not isinstance(value, dict):
             raise InvalidArgument(f"{path}: {key}: expected a table of regular expression = value, got {value!r}")
         else:
@@ -57,7 +57,7 @@ def _check_rules(path: str, rules: Mapping[str, Any]) -> None:
                 elif not isinstance(found, list) or not found or not all(isinstance(each, str) for each in found):
                     raise InvalidArgument(f"{where}: expected a list of the names of tensors, got {found!r}")
                 else:
-                    with raised_as(InvalidArgument, f"{where}: expected names with groups of the pattern", re.error):
+                    with raised_as(InvalidArgument, f"{where}: expected names with the pattern's groups", re.error):
                         for each in found:
                             expression.sub(each, "")
 
@@ -127,7 +127,7 @@ def _placement(
             part = Placement.whole(whole, source)
         else:
             along = len(whole) - 1 - axis if turned else axis
-            if axis == 0 and whole and _matches(rules, "copied", source):  # the rows that are left for it say how often
+            if axis == 0 and whole and _matches(rules, "copied", source):  # the parts follow from the rank's rows
                 most = max(1, whole[along] // max(1, rows // left))
             part = Placement.shard(whole, along, rank, ranks, source, most)
         part = part.transposed if turned else part
@@ -136,7 +136,7 @@ def _placement(
     made = found[0] if len(found) == 1 else Placement.joined(found)
     if made.shape != shape:
         how = f"{' + '.join(sources)} on rank {rank} of {ranks}"
-        why = ", its transpose, which needs the rule `transposed`" * (shape == made.shape[::-1])
+        why = ", the transpose, which needs the rule `transposed`" * (shape == made.shape[::-1])
         raise InvalidArgument(f"{name}: expected shape {made.shape} of {how}, got {shape}{why}")
     return made
 

@@ -184,7 +184,7 @@ class Placement:
         return self.parts[0]
 
     def check(self, what: str) -> None:
-        """InvalidArgument unless every element of the array belongs to exactly one part, which is within its tensor."""
+        """Raise InvalidArgument unless each element belongs to exactly one part, and each part is within its tensor."""
         seen = np.zeros(self.count, np.uint8)
         for part in self.parts:
             axes = (len(part.start), len(part.size), len(part.strides)) == (len(part.whole),) * 3

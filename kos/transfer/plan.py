@@ -137,7 +137,7 @@ class Offers:
             raise InvalidArgument(f"{want.tensor}: expected a tensor of the publisher, got none of that name{closest}")
         if whole != want.whole:
             expected = f"parts of the published tensor, which has shape {whole}"
-            raise InvalidArgument(f"{want.tensor}: expected {expected}, got parts of one of shape {want.whole}")
+            raise InvalidArgument(f"{want.tensor}: expected {expected}, got parts of a tensor of shape {want.whole}")
         missing, found = [(want.start, want.size)], list[Piece]()
         boxes, (low, high) = [*self._held[want.tensor].items()], self._bounds[want.tensor]
         (first,), (end,) = _bounds([(want.start, want.size)])
@@ -232,7 +232,7 @@ class Plan:
 
 
 def _checked(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts of ranks, in which each part names its tensor.  Equal objects stay equal.  Raises InvalidArgument."""
+    """The layouts, with a tensor named in each part.  Ranks that share a layout still do.  Raises InvalidArgument."""
     if not isinstance(layouts, Sequence):
         raise InvalidArgument(f"layouts: expected a list with the layout of each rank, got {type(layouts).__name__}")
     found = dict[int, Layout]()

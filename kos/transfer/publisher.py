@@ -115,10 +115,10 @@ class Publisher(OneCaller):
             This must be less than the timeout of ``comm``, because the other ranks wait for rank 0 meanwhile.
         checksums: compute a checksum (CRC-32) of each array at ``publish``, on one core, for ``update(verify=True)``.
 
-    Raises InvalidArgument on a rank that has wrong arguments; TransferError on a rank that cannot listen (rank 0: at
-    ``address``), or cannot use its secret (``KOS_SECRET``); OutOfMemory.  The other ranks raise TransferError, which
-    names that rank.  All ranks raise InvalidArgument if none has an array, or if they differ in the shape or the dtype
-    of a tensor, and CollectiveMismatch if they differ in ``address``, ``name``, ``buffers`` or ``checksums``.
+    A rank raises InvalidArgument if its arguments are wrong; TransferError if it cannot listen (rank 0: at
+    ``address``) or cannot use its secret (``KOS_SECRET``); and OutOfMemory.  The other ranks then raise a TransferError
+    that names this rank.  All ranks raise InvalidArgument if none has an array, or if they differ in the shape or the
+    dtype of a tensor, and CollectiveMismatch if they differ in ``address``, ``name``, ``buffers`` or ``checksums``.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Publisher(OneCaller):
         Raises InvalidArgument if the version is not a whole number, or while that stream is captured;
         CollectiveMismatch for different versions; TransferTimeout if a GPU has not made its copies within half of the
         timeout of ``comm`` (120 s without one); TransferError after ``close``, in a forked process, and while another
-        thread publishes; and RankLost or CollectiveTimeout if another rank has ended or is late.
+        thread is in ``publish``; RankLost if another rank has ended, and CollectiveTimeout if one is late.
         """
         with self._calling("publish"):
             return self._publish(version)
@@ -356,9 +356,10 @@ class Publisher(OneCaller):
 
 
 def _agreed(settings: Sequence[dict[str, Any]], layouts: Sequence[str]) -> list[tuple[dict[str, Any], list[int]]]:
-    """Pairs of a layout and the ranks that have it, from the settings and the layouts of all ranks, in JSON.
+    """Check that all ranks agree.  Returns pairs of a layout and the ranks that have it.
 
-    Raises CollectiveMismatch if settings differ, and InvalidArgument if layouts do not fit together or are all empty.
+    ``settings`` and ``layouts`` have an item for each rank; the layouts are in JSON.  Raises CollectiveMismatch if
+    settings differ, and InvalidArgument if ranks differ in a tensor, or all layouts are empty.
     """
     for rank, mine in enumerate(settings):
         for what, value in mine.items():

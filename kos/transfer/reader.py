@@ -36,7 +36,7 @@ from kos.transfer.scales import quantized
 CHUNK = 8 << 20  # bytes of a request
 _MOST_BOXES = 64  # of a request
 _MOST_THREADS = 16
-_QUIET_SECONDS = 0.5  # a connection on which no byte has come for this time has stalled
+_QUIET_SECONDS = 0.5  # a connection that has received no byte for this time has stalled
 
 
 class Target:
@@ -58,7 +58,7 @@ class Target:
         self._into = self.flat | self._staging
         # each thread has copiers of its own
         self._sources, self._workers = dict[tuple[int, int, int | None], Source](), list[Copiers]()
-        self.failed = False  # whether reading a source has failed, or ``interrupt`` was called: all threads end
+        self.failed = False  # set by ``interrupt``, also when a thread fails: all threads then stop reading
 
     def near(self, known: Catalogue) -> list[set[int]]:
         """Two sets of publisher ranks: those that have memory on a GPU of these arrays, and those on this host."""
@@ -115,7 +115,7 @@ class Target:
                 raise
 
     def interrupt(self) -> None:
-        """End the reads of all threads now."""
+        """Make all threads stop reading now."""
         self.failed = True
         for connection in [each for s in list(self._sources.values()) for each in list(s.connections.values())]:
             with suppress(OSError):
@@ -154,7 +154,7 @@ class Source:
         self.copies = list[Copy]()
         self.connections = dict[int, Connection]()  # by the number of the stream
         self._launches = dict[int, list[Launch]]()  # copies from GPU to GPU, by the index of the buffer
-        self._got, self._last = dict[int, int](), 0.0  # the bytes of a read, by the number of the stream; the last time
+        self._received, self._received_at = dict[int, int](), 0.0  # bytes of this read, by stream; time of the last
         self._memory = None if target.transport == "tcp" else self._map(known)
 
     def _map(self, known: Catalogue) -> Buffers | None:
@@ -192,7 +192,7 @@ class Source:
         With checksums (``verify``), everything is read over TCP.
         """
         self._serial, self._deadline, self._verify = serial, deadline, verify
-        self._got.clear()
+        self._received.clear()
         mapped = None if verify else self._memory
         requests = [self.copies] if mapped is not None and self._gpu else self._requests
         names = sorted({copy.source.array for copy in self.copies}) if verify else []
@@ -218,16 +218,16 @@ class Source:
             return self._copy(mapped, stream, copies, copier)
 
     def _count(self, stream: int, nbytes: int) -> None:
-        self._got[stream], self._last = self._got.get(stream, 0) + nbytes, time.monotonic()
+        self._received[stream], self._received_at = self._received.get(stream, 0) + nbytes, time.monotonic()
 
     def _missing(self) -> str:
-        """How many bytes were missing at the deadline."""
-        if not (got := sum(self._got.values())):
+        """The text of the error at the deadline: how many bytes were expected and received."""
+        if not (got := sum(self._received.values())):
             return exchange.no_answer()
         nbytes = sum(copy.elements * self._sent(copy).itemsize for copy in self.copies)
-        quiet, more = time.monotonic() - self._last, "more were arriving: give update a longer timeout"
-        ending = more if quiet < _QUIET_SECONDS else f"none in the last {quiet:.1f} s"
-        return f"expected {nbytes:,} bytes before the deadline, got {got:,}, and {ending}"
+        quiet, more = time.monotonic() - self._received_at, "and more were arriving: give update a longer timeout"
+        ending = more if quiet < _QUIET_SECONDS else f"and none in the last {quiet:.1f} s"
+        return f"expected {nbytes:,} bytes before the deadline, got {got:,}, {ending}"
 
     def _copy(self, memory: Buffers, stream: int, copies: Sequence[Copy], copier: Copier | None) -> int:
         """Copy from mapped memory."""
@@ -242,7 +242,7 @@ class Source:
                 if time.monotonic() > self._deadline:
                     raise TimeoutError
                 if self._target.failed:
-                    raise ConnectionError("another reader has failed")
+                    raise ConnectionError("another thread has ended this read")
                 self._put(copy, self._source(copy, memory), copier)
                 self._count(stream, copy.elements * copy.source.dtype.itemsize)
         nbytes = sum(copy.elements * copy.source.dtype.itemsize for copy in copies)  # computed while the GPU copies
@@ -311,7 +311,7 @@ class Source:
             raise TransferError(f"{names}: expected checksum {expected:08x}, got {got:08x}")
 
     def _sent(self, copy: Copy) -> DType:
-        """The dtype of the bytes that are copied: over TCP ``_dtype``, from mapped memory that of the publisher."""
+        """The dtype of the bytes that are read: over TCP, ``_dtype``; from mapped memory, the publisher's dtype."""
         return self._dtype(copy) if self._memory is None or self._verify else copy.source.dtype
 
     def _dtype(self, copy: Copy) -> DType:
@@ -326,7 +326,7 @@ class Source:
                 held.close()
             held = self.connections[stream] = self._target.connect(self._where.host, self._where.port, self._deadline)
         if self._target.failed:  # perhaps while this one connected
-            raise ConnectionError("another reader has failed")
+            raise ConnectionError("another thread has ended this read")
         return held
 
     def disconnect(self) -> None:

@@ -105,7 +105,7 @@ def quantized(arrays: Arrays, flat: dict[str, Flat], layout: dict[str, Described
             continue
         of = layout.get(placed.of)
         if of is None or placed.of in found or of.dtype.name != "float8_e4m3fn" or len(of.placement.shape) != 2:
-            got = "which names no array" if of is None else f"which is {of.dtype} of shape {of.placement.shape}"
+            got = "but no array has this name" if of is None else f"which is {of.dtype} of shape {of.placement.shape}"
             got = "which has scales already" if placed.of in found else got
             expected = "expected the scales of a float8_e4m3fn matrix"
             raise InvalidArgument(f"{name}: {expected}, got those of {placed.of}, {got}")

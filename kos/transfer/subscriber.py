@@ -72,8 +72,8 @@ class Subscriber(OneCaller):
             of them gets.  A float8_e4m3fn matrix is quantized in blocks if there is an array for its scales
             (``BlockScales``).
         comm: the communicator of several ranks that subscribe together; None: one process.  With a communicator,
-            ``update`` is collective, and all ranks get the same version or none.  All other calls, also this one, are
-            not collective.
+            ``update`` is collective, and all ranks get the same version or none.  All other calls, including this
+            constructor, are not collective.
         streams: TCP connections to each publisher rank.
         transport: "shared" maps the publisher's memory, on the same host; "tcp" does not map it; "auto" maps it where
             possible, and uses TCP otherwise.  GPU memory is not mapped for arrays on the host.
@@ -115,8 +115,8 @@ class Subscriber(OneCaller):
         """Pull the newest version.  Collective if there is a communicator.
 
         Waits at most ``timeout`` seconds in all, until the publisher answers, has a version, and has sent its bytes.
-        With a communicator, the last quarter of this time, at most 2 s, is for the exchange of the ranks' results.  The
-        copy from staging memory to the arrays, which is the last step, may take 2 s longer than ``timeout``.
+        With a communicator, the last quarter of this time, but at most 2 s, is reserved for the exchange of the ranks'
+        results.  The last step, the copy from staging memory to the arrays, may end up to 2 s after ``timeout``.
         If the publisher uses the buffer of the version again, the update begins again with the newest version.
         With ``verify``, the update reads over TCP, and compares checksums of all bytes with those of the publisher.  If
         the publisher was made with ``checksums``, it also compares its arrays with their checksums at ``publish``.
@@ -124,14 +124,17 @@ class Subscriber(OneCaller):
         Raises TransferError if a publisher rank has ended or its bytes are wrong; the error names this rank and the
         tensors that it holds.  Raises TransferTimeout if a publisher rank or a GPU of this process is late.  The arrays
         then hold the previous version, unless ``staged`` is False or the copy from staging memory was late.  A later
-        ``update`` connects again.  Raises InvalidArgument for a wrong timeout, for a tensor that the publisher lacks or
-        has in another shape, and for an array that has other memory than before or whose stream is captured; the other
-        ranks then raise TransferError.  Raises TransferError after ``close``, also of another thread; while another
-        thread is in a call; and in a forked process.
+        ``update`` connects again.
 
-        If a rank of the communicator is late or lost, the others raise TransferTimeout or TransferError, which names
-        it.  Then ``error.cause`` is the failure of the communicator.  To continue, call ``comm.shrink()``, close this
-        Subscriber, and make one on the new communicator.  Without ``error.cause``, the communicator is intact.
+        Raises InvalidArgument for a wrong timeout, for a tensor that the publisher lacks or has in another shape, and
+        for an array whose memory has been replaced or whose stream is being captured.  The other ranks then raise
+        TransferError.  Also raises TransferError after ``close``, if another thread closes this Subscriber meanwhile,
+        if another thread is in a call, and in a forked process.
+
+        If a rank of the communicator is late, the others raise TransferTimeout; if it is lost, TransferError.  The
+        error names this rank, and ``error.cause`` is the failure of the communicator.  To continue, call
+        ``comm.shrink()``, close this Subscriber, and make one on the new communicator.  If ``error.cause`` is None, the
+        communicator is intact.
         """
         with self._calling("update"):
             return self._update(time.monotonic(), check_timeout(timeout), verify)
@@ -157,7 +160,7 @@ class Subscriber(OneCaller):
                 nbytes = self._pull_together(wanted, answer_by, deadline, verify)
                 restarted = before is not None and before.incarnation != wanted.incarnation
                 return Update(wanted.number, True, restarted, time.monotonic() - began, nbytes)
-            why = "each was replaced before it was read whole"
+            why = "each version was replaced before it had been read completely"
 
     def catalogue(self, timeout: float = 30.0) -> Catalogue:
         """What the publisher offers now.
@@ -191,7 +194,7 @@ class Subscriber(OneCaller):
     def plan(self, timeout: float = 30.0) -> Plan:
         """Which bytes this rank reads from which rank of the publisher that runs now.
 
-        Waits and raises as ``catalogue``.  Raises InvalidArgument as ``update``.
+        Waits, and raises errors, as ``catalogue`` does.  Raises InvalidArgument for the same tensors as ``update``.
         """
         with self._calling("plan"):
             return self._plan_for(self._catalogue(time.monotonic() + check_timeout(timeout)))
@@ -204,8 +207,8 @@ class Subscriber(OneCaller):
     def close(self) -> None:
         """Close the connections, and unmap the publisher's memory.  Not collective.
 
-        If another thread is in a call, that call raises TransferError, and its thread unmaps the memory.  In a forked
-        process, ``close`` does nothing.
+        A call that another thread is in raises TransferError, and that thread unmaps the memory.  In a forked process,
+        ``close`` does nothing.
         """
         super().close()
 
@@ -216,7 +219,7 @@ class Subscriber(OneCaller):
                 lead.sock.shutdown(socket.SHUT_RDWR)
 
     def _free(self) -> None:
-        """Close the connections, and unmap the publisher's memory; the next call connects again."""
+        """Close the connections, and unmap the publisher's memory.  While it is open, the next call connects again."""
         self._target.close()
         self._drop_lead()
 
@@ -252,8 +255,7 @@ class Subscriber(OneCaller):
     def _newest(self, deadline: float, why: str) -> Version | None:
         """The newest version; None on ranks other than 0.  Takes a lease, unless the arrays hold this version already.
 
-        ``why`` is the reason why this update has no version yet; it is empty at the beginning.  Raises TransferError,
-        TransferTimeout.
+        ``why`` says why this update has no version yet; it is empty at first.  Raises TransferError, TransferTimeout.
         """
         if self._rank:
             return None
@@ -273,7 +275,7 @@ class Subscriber(OneCaller):
                 break
             if answer["serial"] is not None:
                 return Version(known.incarnation, answer["serial"], answer["version"])
-            why = "it has published nothing yet" + ", or writes its only buffer now" * (known.buffers == 1)
+            why = "it has published nothing yet" + ", or is writing its only buffer now" * (known.buffers == 1)
         raise TransferTimeout(f"{self._name()}: expected a version before the deadline, got none: {why}")
 
     def _release(self) -> None:

@@ -327,7 +327,7 @@ print(comm.rank, "went on", flush=True)
 WITHOUT_SINGLE_COPIES = (
     "--mca", "pml", "ob1", "--mca", "smsc", "^cma,xpmem,knem", "--mca", "btl_vader_single_copy_mechanism", "none",
 )  # fmt: skip
-"""As between processes of a user who may not trace them; for Open MPI 5, and for 4."""
+"""Options for processes that may not read each other's memory, of Open MPI 5 and of Open MPI 4."""
 
 
 @needs_mpirun

@@ -358,7 +358,7 @@ def test_what_listens_there_is_no_publisher():
     """It accepts, and waits for the caller to speak, as a web server does."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(TransferTimeout, match=f"{address}, which never .* accepted the connection, but gave no"):
+        with pytest.raises(TransferTimeout, match=f"{address}, which never .* accepted the connection, but did not"):
             read_catalogue(address, 1)
 
 
@@ -424,7 +424,7 @@ def test_the_error_of_one_rank_is_raised_on_all():
 
     texts = spawn(make, 2)
     assert "Publisher: rank 1: w: expected an array of shape (3, 2)" in texts[0]
-    assert texts[1] == "w: expected an array of shape (3, 2), as its placement has, got (2, 3)"
+    assert texts[1] == "w: expected an array of shape (3, 2), the shape of its placement, got (2, 3)"
 
 
 def test_another_protocol_is_refused():

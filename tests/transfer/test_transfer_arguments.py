@@ -1,4 +1,4 @@
-"""Weights from M ranks to N: arguments that are refused, by the text that says what was expected and got."""
+"""Weights from M ranks to N: wrong arguments are refused with a text that names expected and got."""
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def one(shape: tuple[int, ...] = (2, 3), dtype: Any = np.float32, name: str = "w
     ],
 )  # fmt: skip
 def test_ranks_that_differ_in_a_tensor(arrays, got):
-    """All raise the same error when they make the publisher, and not only their subscribers."""
+    """All ranks raise the same error when the publisher is made.  Their subscribers need not find the mismatch."""
     tensor = "v" if "array u" in got else "w"
     text = f"InvalidArgument: {tensor}: expected one dtype and one shape of the whole tensor on all ranks, got {got}"
     assert make_on_all(*arrays) == [text] * len(arrays)
@@ -153,20 +153,20 @@ def test_a_plan():
     ("rules", "text"),
     [
         ("rows = ", "expected a file of rules in TOML, got Invalid value"),
-        ("rowz = 'a'", "expected rules named rows, columns, copied, transposed, padded, fused, got rowz"),
+        ("rowz = 'a'", "expected one of the keys rows, columns, copied, transposed, padded, fused, got rowz"),
         ("rows = 3", "rows: expected a regular expression, got 3"),
-        ("rows = '(('", "rows: expected a regular expression in '((', got missing )"),
+        ("rows = '(('", "rows: expected '((' to be a regular expression, got missing )"),
         ("padded = 64", "padded: expected a table of regular expression = value, got 64"),
         ("[padded]\n'x' = '64'", "padded: x: expected a whole number from 1 on, got '64'"),
         ("[padded]\n'x' = 0", "padded: x: expected a whole number from 1 on, got 0"),
-        ("[padded]\n'((' = 64", "padded: expected a regular expression in '((', got missing )"),
+        ("[padded]\n'((' = 64", "padded: expected '((' to be a regular expression, got missing )"),
         ("[fused]\n'x' = 'y'", "fused: x: expected a list of the names of tensors, got 'y'"),
         ("[fused]\n'x' = []", "fused: x: expected a list of the names of tensors, got []"),
-        ("[fused]\n'(x)' = ['\\2y']", "fused: (x): expected names with groups of the pattern, got invalid group"),
+        ("[fused]\n'(x)' = ['\\2y']", "fused: (x): expected names with the pattern's groups, got invalid group"),
     ],
 )
 def test_rules(rules, text, tmp_path):
-    """A file with a fault is refused, whatever the parameters are."""
+    """A faulty file is refused even if no parameter matches the faulty rule."""
     path = tmp_path / "mine.toml"
     path.write_text(rules)
     expect_text(lambda: placements({}, {}, f"{path}"), f"{path}: {text}")
@@ -199,7 +199,7 @@ def test_a_module():
 
 
 def test_bind_checks_its_arguments_before_it_waits():
-    """Nobody listens: otherwise this would be a TransferTimeout."""
+    """Nobody listens at the address: if ``bind`` waited first, it would raise TransferTimeout."""
     module = SimpleNamespace(named_parameters=dict)
     expect_text(lambda: bind(NOWHERE, module, rules="llamacpp", timeout=0.1), "rules: expected one of huggingface")
     expect_text(lambda: bind(NOWHERE, module, rank=2, ranks=2, timeout=0.1), "rank: expected a rank from 0 to 1, got 2")
@@ -262,7 +262,7 @@ def test_ranks_that_differ_in_a_setting(options, text):
 
 
 def test_an_empty_secret(monkeypatch):
-    """It is an error of the transfer: no rank searches for others."""
+    """It raises TransferError and not RendezvousError, as no ranks connect to each other here."""
     monkeypatch.setenv("KOS_SECRET", "")
     for make in (lambda: Publisher(None, one()), lambda: Subscriber(NOWHERE, one())):
         with pytest.raises(TransferError, match="KOS_SECRET: expected a secret, got an empty one"):
@@ -272,7 +272,7 @@ def test_an_empty_secret(monkeypatch):
 
 def test_a_rank_that_does_not_exist():
     q = "q_proj.weight"
-    for name in (q, "norm.weight"):  # also if no rule splits the parameter
+    for name in (q, "norm.weight"):  # no rule splits the second one
         for rank, ranks, text in (
             (2, 2, "rank: expected a rank from 0 to 1, got 2"), (-1, 2, "rank: expected a rank from 0 to 1, got -1"),
             (0, 0, "ranks: expected a whole number from 1 on, got 0"),
@@ -290,12 +290,12 @@ def test_a_placement_that_names_no_tensor_means_that_of_the_array():
 
 def test_a_transposed_parameter():
     """The text names the rule, and the shape of the tensor."""
-    text = "w: expected shape (4, 3) of w on rank 0 of 1, got (3, 4), its transpose, which needs the rule `transposed`"
+    text = "w: expected shape (4, 3) of w on rank 0 of 1, got (3, 4), the transpose, which needs the rule `transposed`"
     expect_text(lambda: placements({"w": (3, 4)}, {"w": (4, 3)}), text)
     offers, turned = Offers.of([{"w": Array(F32, WHOLE)}]), Placement.whole((3, 2)).transposed
-    text = "w: expected parts of the published tensor, which has shape (2, 3), got parts of one of shape (3, 2)"
+    text = "w: expected parts of the published tensor, which has shape (2, 3), got parts of a tensor of shape (3, 2)"
     expect_text(lambda: Plan(offers, [{"w": Array(F32, turned)}]), text)
-    text = "w: expected an array of shape (2, 3), as its placement has, got (3, 2)"
+    text = "w: expected an array of shape (2, 3), the shape of its placement, got (3, 2)"
     expect_text(lambda: Publisher(None, {"w": (X.reshape(3, 2), WHOLE)}), text)
 
 
@@ -303,7 +303,7 @@ def test_scales_of_no_matrix():
     scales, fp8 = np.zeros((1, 1), np.float32), np.zeros((2, 3), "float8_e4m3fn")
     right: Any = {"q": (fp8, WHOLE)}
     for arrays, text in (
-        ({"s": (scales, BlockScales("q"))}, "got those of q, which names no array"),
+        ({"s": (scales, BlockScales("q"))}, "got those of q, but no array has this name"),
         ({"q": (X, WHOLE), "s": (scales, BlockScales("q"))}, "got those of q, which is float32 of shape (2, 3)"),
         (right | {"s": (scales, BlockScales("q")), "t": (scales, BlockScales("q"))}, "got those of q, which has"),
     ):

@@ -51,7 +51,7 @@ def in_thread(call: Callable[[], Any], found: "queue.Queue[Any]") -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_late_or_lost_subscriber_rank_is_named_and_the_others_go_on(lost):
-    """The error names it, the publisher and the version; ``cause`` says that the communicator has failed."""
+    """The error names the rank, the publisher and the version.  ``cause`` is the failure of the communicator."""
     with publishing([WHOLE]) as ranks:
         ranks.publish(7)
         late = threading.Event()
@@ -123,7 +123,7 @@ def test_a_closed_subscriber_of_one_rank_is_reported_on_all():
 
 @pytest.mark.parametrize("call", ["update", "catalogue", "plan"])
 def test_a_second_thread_in_a_subscriber_is_refused(call):
-    """And the first one goes on."""
+    """The second thread gets an error, and the first one goes on."""
     with publishing([WHOLE]) as ranks:
         ranks.publish(1)
         arrays, found = arrays_of(WHOLE), list[Any]()
@@ -188,7 +188,7 @@ def files_of_publishers() -> int:
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_a_subscriber_that_another_thread_closes_says_so(transport):
-    """And not that the publisher has failed.  Its memory is unmapped when the update has ended."""
+    """The error does not blame the publisher, whose memory is unmapped when the update has ended."""
     with publishing([WHOLE]) as ranks:
         ranks.publish(1)
         before, reader = files_of_publishers(), Subscriber(ranks.address, arrays_of(WHOLE), transport=transport)
@@ -270,7 +270,7 @@ FORKS = """
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_a_forked_process_is_refused(transport):
-    """And its ``close`` does nothing to those of the process that made them."""
+    """Its ``close`` does not close the Publisher and the Subscriber of its parent."""
     command = [sys.executable, "-c", textwrap.dedent(FORKS), transport]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert not ran.returncode, ran.stderr
@@ -286,7 +286,7 @@ def test_a_forked_process_is_refused(transport):
 
 @contextmanager
 def slow_link(port: int, most: int = 1 << 40) -> Iterator[int]:
-    """The port of a proxy that passes on what listens at ``port``, slowly, and at most so many bytes a connection."""
+    """The port of a slow proxy for ``port``, which passes on at most ``most`` bytes of each connection."""
     ends, held = threading.Event(), list[socket.socket]()
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -324,7 +324,7 @@ def slow_link(port: int, most: int = 1 << 40) -> Iterator[int]:
 
 @pytest.mark.parametrize("most", [1 << 40, 1 << 18])
 def test_a_timeout_that_is_too_short_for_the_bytes_says_how_many_came(most):
-    """Also if the link has stalled."""
+    """With the smaller ``most``, the link stalls before the deadline."""
     count = 16 << 20
     x, placed = np.ones(count, np.float32), Placement.whole((count,))
     with (
@@ -336,11 +336,11 @@ def test_a_timeout_that_is_too_short_for_the_bytes_says_how_many_came(most):
         known.ranks[0] = known.ranks[0]._replace(port=port)
         with pytest.raises(TransferTimeout, match="publisher rank 0 .*, from which w should come") as raised:
             reader.update(2)
-        said = re.search(r"expected ([\d,]+) bytes before the deadline, got ([\d,]+), and ", str(raised.value))
-        assert said and raised.value.ranks == (0,)
-        total, got = (int(each.replace(",", "")) for each in said.groups())
+        counts = re.search(r"expected ([\d,]+) bytes before the deadline, got ([\d,]+), and ", str(raised.value))
+        assert counts and raised.value.ranks == (0,)
+        total, got = (int(each.replace(",", "")) for each in counts.groups())
         assert total == 4 * count and 0 < got < total
-        ending = str(raised.value)[said.end() :]
+        ending = str(raised.value)[counts.end() :]
         assert re.match(r"none in the last [\d.]+ s|more were arriving: give update a longer timeout", ending)
 
 
@@ -354,7 +354,7 @@ def test_a_copy_on_the_host_that_is_too_late_ends():
 
 
 def test_an_update_waits_for_the_first_version_until_its_deadline():
-    """And says that none was published."""
+    """The error says that none was published."""
     with publishing([WHOLE]) as ranks, Subscriber(ranks.address, arrays_of(WHOLE)) as reader:
         began = time.monotonic()
         expected = f"publisher trainer at {ranks.address}: expected a version before the deadline, got none: it has"
@@ -364,7 +364,7 @@ def test_an_update_waits_for_the_first_version_until_its_deadline():
 
 
 def test_the_catalogue_of_a_publisher_that_has_ended_is_an_error_at_once():
-    """As an update; and the plan is that of the publisher which runs now."""
+    """``update`` raises the same error.  After a restart, the plan is that of the new publisher."""
     with publishing([zero(rank, 2) for rank in range(2)]) as ranks:
         ranks.publish(1)
         reader = Subscriber(ranks.address, arrays_of(tensor(0, 2)))
@@ -379,7 +379,7 @@ def test_the_catalogue_of_a_publisher_that_has_ended_is_an_error_at_once():
 
 
 def test_wrong_arguments_are_refused_on_the_rank_that_has_them():
-    """And are a TransferError on the others."""
+    """The other ranks raise TransferError."""
     def make(comm):
         kind = InvalidArgument if comm.rank else TransferError
         with pytest.raises(kind, match="buffers: expected a whole number from 1 on, got 0"):

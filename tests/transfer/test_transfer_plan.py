@@ -138,7 +138,7 @@ def test_dp2_of_zero_to_tp2_is_planned_to_the_byte():
     ("wanted", "expected"),
     [
         (Placement.whole((4, 4), "v"), r"v: expected a tensor of the publisher, got none of that name \(closest: w\)"),
-        (Placement.whole((4, 5), "w"), r"w: .* has shape \(4, 4\), got parts of one of shape \(4, 5\)"),
+        (Placement.whole((4, 5), "w"), r"w: .* has shape \(4, 4\), got parts of a tensor of shape \(4, 5\)"),
         (Placement.whole((4, 4), "w"), "w: expected every element on a publisher rank, got none for 3:4, 0:4"),
     ],
 )

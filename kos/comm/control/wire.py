@@ -407,7 +407,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
             if look is not None:
                 look()
         else:
-            raise TimeoutError("it accepted the connection, but gave no answer in time: is it kos, and not stopped?")
+            raise TimeoutError("it accepted the connection, but did not answer in time: it may be stopped, or not kos")
 
 
 def allow_files(size: int) -> None:

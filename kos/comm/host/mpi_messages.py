@@ -19,7 +19,7 @@ _BYTES = np.dtype(np.uint8)
 DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # an MPI tag holds kos's tag and, above it, a dtype's code
 TAG = (1 << DTYPE_SHIFT) - 1
 LAST_CHECKS = 100  # checks for the last messages of a rank that has ended; together, they take a second or more
-REFUSED_SECONDS = 0.2  # in which a message that does not match is received, so that its sender does not wait
+REFUSED_SECONDS = 0.2  # how long a mismatched message is still received, so that its sender does not wait
 LARGEST = 2**31 - 1  # the largest count; Open MPI 5 has no large counts
 _BLOCK = 1 << 16
 
@@ -37,7 +37,7 @@ class MPIMessage:
         self.wire_tag = self.tag | DTYPE_CODES[array.dtype] << DTYPE_SHIFT
         self.request: Any = None  # while MPI holds the message
         self.complete = self.receives = False
-        self._error: CollectiveMismatch | None = None  # of a message that is received to be dropped
+        self._error: CollectiveMismatch | None = None  # of a mismatched message, which is received and discarded
         self._refused_until = 0.0
         self._checked, self._checks_left = transport.checks, LAST_CHECKS
 
@@ -46,10 +46,10 @@ class MPIMessage:
         self._transport.active.add(self)
 
     def refuse(self, request: Any, error: CollectiveMismatch) -> None:
-        """Raise the error once MPI has received what arrived instead, or after ``REFUSED_SECONDS``.
+        """Receive and discard the message that arrived instead, for at most ``REFUSED_SECONDS``; then ``done`` raises.
 
         Between processes that may not read each other's memory, Open MPI completes a send of more than 4 KiB only while
-        the receiver calls MPI, which its program may not do after the error.
+        the receiver calls MPI.  After the error, the receiver's program may never call it again.
         """
         self._error, self._refused_until = error, time.monotonic() + REFUSED_SECONDS
         self.post(request)
