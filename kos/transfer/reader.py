@@ -77,7 +77,6 @@ class Target:
         try:
             if not self._sources:
                 self._find_sources(plan, known)
-            self.failed = False
             work = [part for each in self._sources.values() for part in each.parts(serial, deadline, verify)]
             nbytes = self._in_threads(work)
             self._held.copiers.wait(deadline)  # before staging memory is copied to the arrays
@@ -89,6 +88,8 @@ class Target:
         except BaseException:
             self.close()
             raise
+        finally:
+            self.failed = False  # not before: it may be set already
 
     def _find_sources(self, plan: Plan, known: Catalogue) -> None:
         for copy in plan.copies(0):

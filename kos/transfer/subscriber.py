@@ -105,6 +105,7 @@ class Subscriber(OneCaller):
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
         self._held: Version | None = None
+        self._incarnation = ""  # of the last version that the arrays held
 
     @property
     def version(self) -> int | None:
@@ -137,7 +138,7 @@ class Subscriber(OneCaller):
             return self._update(time.monotonic(), check_timeout(timeout), verify)
 
     def _update(self, began: float, timeout: float, verify: bool) -> Update:
-        before, deadline, why = self._held, began + timeout, ""
+        deadline, why = began + timeout, ""
         answer_by = deadline if self._comm is None else deadline - min(GRACE, timeout / 4)
 
         def newest() -> list[Any]:
@@ -155,7 +156,8 @@ class Subscriber(OneCaller):
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
             with suppress(Stale):  # rank 0 ends the loop at the deadline, for all ranks
                 nbytes = self._pull_together(wanted, answer_by, deadline, verify)
-                restarted = before is not None and before.incarnation != wanted.incarnation
+                restarted = self._incarnation not in ("", wanted.incarnation)
+                self._incarnation = wanted.incarnation
                 return Update(wanted.number, True, restarted, time.monotonic() - began, nbytes)
             why = "each was replaced before it was read whole"
 
@@ -234,6 +236,7 @@ class Subscriber(OneCaller):
                     self._drop_lead()
                 if self._lead is None:
                     self._lead = self._connect(self._host, self._port, deadline)
+                self._check_open()  # perhaps another thread closed this subscriber while it connected
                 exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
                 answer = exchange.receive(self._lead, deadline)
         except BaseException:  # a late answer to this request must not be read as the answer to the next one
@@ -243,11 +246,7 @@ class Subscriber(OneCaller):
 
     def _connect(self, host: str, port: int, deadline: float) -> Connection:
         """A new connection to a publisher rank."""
-        connection = self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
-        if self._closed:  # meanwhile, by another thread
-            connection.close()
-        self._check_open()
-        return connection
+        return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
 
     def _newest(self, deadline: float, why: str) -> Version | None:
         """The newest version; None on ranks other than 0.  Takes a lease, unless the arrays hold this version already.

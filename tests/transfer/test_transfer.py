@@ -285,6 +285,22 @@ def test_an_unstaged_update_that_fails_says_that_the_arrays_are_undefined():
             expect_version(arrays, 3)
 
 
+def test_a_restart_is_noticed_after_an_update_that_left_the_arrays_undefined():
+    arrays = arrays_of(WHOLE)
+    with publishing([WHOLE], checksums=True) as ranks:
+        subscriber = Subscriber(ranks.address, arrays, staged=False)
+        for version in (1, 3):
+            ranks.publish(version)
+            assert not subscriber.update(30).restarted
+            ranks.publish(version + 1)
+            corrupt(ranks.address, 0, contents(version + 1)["norm"])
+            with pytest.raises(TransferError, match="norm"):
+                subscriber.update(30, verify=True)
+    with publishing([WHOLE], address=ranks.address) as ranks, subscriber:
+        ranks.publish(1)
+        assert subscriber.update(30).restarted and not subscriber.update(30).restarted
+
+
 def test_all_ranks_get_the_same_version_or_none():
     """The error of one subscriber rank is raised on all, and all keep the version from before."""
     with publishing([WHOLE], checksums=True) as ranks:
