@@ -27,7 +27,6 @@ from kos.transfer.reader import Target
 from kos.transfer.scales import BlockScales
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
-_RANK = "subscriber rank"
 _LINGER = 5.0  # seconds that a lease outlives the deadline of the reader
 
 
@@ -182,8 +181,7 @@ class Subscriber(OneCaller):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
                     never = f"{self._name()}, which never answered ({cause})"
-                    expected = "expected an answer before the deadline, got none"
-                    raise TransferTimeout(f"{never}: {expected}") from error
+                    raise TransferTimeout(f"{never}: {exchange.NO_ANSWER}") from error
                 time.sleep(_AGAIN_SECONDS)
         if self._known is None or self._known.incarnation != found.incarnation:
             self._target.close()
@@ -213,14 +211,14 @@ class Subscriber(OneCaller):
 
     def _interrupt(self) -> None:
         self._target.interrupt()
-        if (lead := self._lead) is not None:
-            with suppress(OSError):
-                lead.sock.shutdown(socket.SHUT_RDWR)
+        exchange.shut_down(filter(None, [self._lead]))
 
     def _free(self) -> None:
         """Close the connections, and unmap the publisher's memory; the next call connects again."""
         self._target.close()
-        self._drop_lead()
+        lead, self._lead = self._lead, None
+        if lead is not None:
+            lead.close()
 
     # --- the exchange with rank 0 of the publisher ----------------------------------------------------------
 
@@ -233,7 +231,7 @@ class Subscriber(OneCaller):
         try:
             with exchange.naming(self._name, deadline):
                 if self._lead is not None and self._lead.drain():  # the publisher may have been restarted meanwhile
-                    self._drop_lead()
+                    self._free()
                 if self._lead is None:
                     self._lead = self._connect(self._host, self._port, deadline)
                 self._check_open()  # perhaps another thread closed this subscriber while it connected
@@ -281,18 +279,15 @@ class Subscriber(OneCaller):
             try:
                 exchange.send(self._lead, {"ask": "release"}, "", time.monotonic())
             except OSError:  # to close the connection ends the lease too
-                self._drop_lead()
-
-    def _drop_lead(self) -> None:
-        lead, self._lead = self._lead, None
-        if lead is not None:
-            lead.close()
+                self._free()
 
     # --- several ranks that subscribe together --------------------------------------------------------------
 
     def _together(self, work: Callable[[], Any], deadline: float, version: str = "") -> list[Any]:
         """The results of ``work`` on all ranks."""
-        return exchange.together(self._comm, _RANK, work, deadline, lambda: f"update from {self._name()}{version}")
+        return exchange.together(
+            self._comm, "subscriber rank", work, deadline, lambda: f"update from {self._name()}{version}"
+        )
 
     def _pull_together(self, wanted: Version, answer_by: float, deadline: float, verify: bool) -> int:
         """Read a version, and copy it to the arrays if all ranks have read it.  If one rank is Stale, all raise it.

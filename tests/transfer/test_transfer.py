@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kos.comm.control.wire import MAX_MESSAGE
-from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
+from kos.errors import CollectiveMismatch, InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer.exchange import PROTOCOL, PURPOSE, answered, network, receive
@@ -361,6 +361,18 @@ def test_a_publisher_with_other_ranks_and_other_layouts():
             expect_version(arrays, version)
     assert subscriber is not None
     subscriber.close()
+
+
+def test_a_publish_that_is_refused_leaves_the_last_version_visible():
+    """Also with one buffer, which it has not written."""
+    with publishing([zero(rank, 2) for rank in range(2)], buffers=1) as ranks:
+        assert ranks.publish(1) == [0, 0]
+        errors = ranks.on_all(lambda rank: ranks.publishers[rank].publish(2 + rank))
+        assert [type(each) for each in errors] == [CollectiveMismatch] * 2
+        arrays = arrays_of(WHOLE)
+        with Subscriber(ranks.address, arrays) as subscriber:
+            assert subscriber.update(5).version == 1
+        expect_version(arrays, 1)
 
 
 def test_one_rank_that_publishes_another_version():

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -342,6 +343,20 @@ def test_a_timeout_that_is_too_short_for_the_bytes_says_how_many_came(most):
         assert total == 4 * count and 0 < got < total
         ending = str(raised.value)[said.end() :]
         assert re.match(r"none in the last [\d.]+ s|more were arriving: give update a longer timeout", ending)
+
+
+def test_the_deadline_ends_a_read_for_which_bytes_are_always_there():
+    """The reader converts and transposes them, which is slower than the socket."""
+    placed = Placement.whole((6 << 10, 8 << 10))
+    with Publisher(None, {"w": (np.zeros(placed.shape, ml_dtypes.float8_e4m3fn), placed)}) as publisher:
+        publisher.publish(1)
+        arrays = {"w": (np.zeros(placed.shape[::-1], np.float32), placed.transposed)}
+        with Subscriber(publisher.address, arrays, transport="tcp", streams=1) as reader:
+            reader.update(60)
+            publisher.publish(2)
+            with pytest.raises(TransferTimeout):
+                reader.update(0.02)
+            assert reader.version == 1
 
 
 def test_a_copy_on_the_host_that_is_too_late_ends():
