@@ -127,7 +127,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound(f"Python in {', '.join(LIBRARY)}", 20_010, lines("Python", *LIBRARY)),
         Bound("C in _core", 3_050, lines("C", "_core")),
         Bound("Python in interop", 1_371, lines("Python", "interop")),
-        Bound("Python in transfer", 1_995, lines("Python", "transfer")),
+        Bound("Python in transfer", 1_969, lines("Python", "transfer")),
         Bound("Python in train", 16_241, lines("Python", "train")),
         Bound("Python in tests", 61_900, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_465, lines("CUDA", "comm", "train")),

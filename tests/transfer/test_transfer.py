@@ -371,7 +371,7 @@ def test_a_publish_that_is_refused_leaves_the_last_version_visible():
         assert [type(each) for each in errors] == [CollectiveMismatch] * 2
         arrays = arrays_of(WHOLE)
         with Subscriber(ranks.address, arrays) as subscriber:
-            assert subscriber.update(5).version == 1
+            assert subscriber.update(30).version == 1
         expect_version(arrays, 1)
 
 
