@@ -64,10 +64,15 @@ def check_axis(what: str, axis: Any, shape: tuple[int, ...]) -> int:
     return int(axis)
 
 
+def check_kind(what: str, value: Any, kind: type, expected: str) -> None:
+    """An instance of ``kind``, which ``expected`` describes."""
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{what}: expected {expected}, got {type(value).__name__}")
+
+
 def check_dict(what: str, values: Any, of: str) -> Mapping[str, Any]:
     """A mapping from names to values.  Errors describe the values as ``of``."""
-    if not isinstance(values, Mapping):
-        raise InvalidArgument(f"{what}: expected a dict of name -> {of}, got {type(values).__name__}")
+    check_kind(what, values, Mapping, f"a dict of name -> {of}")
     for name in values:
         if not isinstance(name, str) or not name:
             raise InvalidArgument(f"{what}: expected non-empty strings as names, got {name!r:.80}")

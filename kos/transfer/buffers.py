@@ -141,10 +141,6 @@ class Buffers:
         except OSError:
             return False
 
-    @property
-    def is_closed(self) -> bool:
-        return not self._close_file.alive
-
     def close(self) -> None:
         """Close the file.  The memory is freed or unmapped once no array uses it; no version is in it from now on."""
         if self.gpus and not self._path:

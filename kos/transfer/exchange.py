@@ -13,7 +13,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,23 +25,14 @@ from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, Waiting, drive, is_loopback
 from kos.comm.host.shared.segment import namespaces
 from kos.dtypes import DTYPES
-from kos.errors import (
-    CollectiveError,
-    CudaError,
-    InvalidArgument,
-    KosError,
-    OutOfMemory,
-    RendezvousError,
-    TransferError,
-    TransferTimeout,
-    in_words,
-)
+from kos.errors import CollectiveError, CudaError, InvalidArgument, KosError, TransferError, TransferTimeout, in_words
 from kos.memory.ipc import pretended_host
 from kos.transfer.placement import Placement
 from kos.transfer.plan import Array, Layout, Offers
 
 PROTOCOL = 1
 PURPOSE = b"kos transfer"
+NO_ANSWER = "expected an answer before the deadline, got none"
 _PIECE = MAX_MESSAGE // 2  # bytes
 GRACE = 2.0
 """Seconds: the longest wait of a publisher before it answers, and of subscriber ranks for the results of the others."""
@@ -109,7 +100,7 @@ def network(host: str) -> Network:
     """
     try:
         return Network(load_secret(os.environ), host, "", is_loopback(host))
-    except RendezvousError as error:  # that class is for ranks that connect to each other
+    except KosError as error:  # a RendezvousError: that class is for ranks that connect to each other
         raise TransferError(f"{error}") from error
 
 
@@ -155,9 +146,7 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     return message
 
 
-def receive_into(
-    memory: memoryview, connection: Connection, deadline: float, count: Callable[[int], None] = lambda _: None
-) -> None:
+def receive_into(memory: memoryview, connection: Connection, deadline: float, count: Callable[[int], None]) -> None:
     """Fill the memory with the bytes that follow an answer.
 
     ``count`` is called with the size in bytes of each piece that arrives.  Raises OSError, TimeoutError.
@@ -188,6 +177,13 @@ def answered(message: dict[str, Any], incarnation: str) -> dict[str, Any]:
     if "error" in message:
         raise TransferError(message["error"])
     return message
+
+
+def shut_down(connections: Iterable[Connection]) -> None:
+    """End the waits of the threads that use these connections."""
+    for each in connections:
+        with suppress(OSError):
+            each.sock.shutdown(socket.SHUT_RDWR)
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
@@ -254,13 +250,9 @@ def _no_answer_error(comm: Any, who: str, what: str, failure: KosError, also: st
     return kind(text, ranks=ranks, cause=failure)
 
 
-def no_answer() -> str:
-    return "expected an answer before the deadline, got none"
-
-
 @contextmanager
 def naming(
-    peer: Callable[[], str], deadline: float, ranks: Sequence[int] = (), late: Callable[[], str] = no_answer
+    peer: Callable[[], str], deadline: float, ranks: Sequence[int] = (), late: Callable[[], str] = lambda: NO_ANSWER
 ) -> Iterator[None]:
     """A context that turns errors into a TransferError that names ``peer``, which has ended or is late.
 
@@ -268,7 +260,7 @@ def naming(
     """
     try:
         yield
-    except (CudaError, OutOfMemory, TransferTimeout):
+    except (CudaError, MemoryError, TransferTimeout):
         raise
     except (OSError, ValueError, KosError) as error:
         kind = TransferError

@@ -17,7 +17,7 @@ from typing import Any
 
 from kos.comm.arguments import check_rank
 from kos.errors import InvalidArgument, raised_as
-from kos.transfer.arguments import check_at_least, check_expression, check_shapes
+from kos.transfer.arguments import check_at_least, check_expression, check_kind, check_shapes
 from kos.transfer.placement import Placement
 from kos.transfer.scales import BlockScales
 
@@ -47,9 +47,8 @@ def _check_rules(path: str, rules: Mapping[str, Any]) -> None:
         elif key not in _TABLES:
             expected = ", ".join((*_EXPRESSIONS, *_TABLES))
             raise InvalidArgument(f"{path}: expected one of the keys {expected}, got {key}")
-        elif not isinstance(value, dict):
-            raise InvalidArgument(f"{path}: {key}: expected a table of regular expression = value, got {value!r}")
         else:
+            check_kind(f"{path}: {key}", value, dict, "a table of regular expression = value")
             for pattern, found in value.items():
                 where, expression = f"{path}: {key}: {pattern}", check_expression(f"{path}: {key}", pattern)
                 if key == "padded":

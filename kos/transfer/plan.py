@@ -17,7 +17,7 @@ import numpy as np
 
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, plural
-from kos.transfer.arguments import check_dict
+from kos.transfer.arguments import check_dict, check_kind
 from kos.transfer.placement import Part, Placement, Sizes
 
 
@@ -170,8 +170,7 @@ class Plan:
     """
 
     def __init__(self, offers: Offers, wants: Sequence[Layout], first: int = 0, near: Sequence[set[int]] = ()) -> None:
-        if not isinstance(offers, Offers):
-            raise InvalidArgument(f"offers: expected Offers, got {type(offers).__name__}")
+        check_kind("offers", offers, Offers, "Offers")
         self.offers, self.wants, self.first, self._near = offers, _checked(wants), first, near
         self.check()
 
@@ -233,19 +232,16 @@ class Plan:
 
 def _checked(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts, with a tensor named in each part.  Ranks that share a layout still do.  Raises InvalidArgument."""
-    if not isinstance(layouts, Sequence):
-        raise InvalidArgument(f"layouts: expected a list with the layout of each rank, got {type(layouts).__name__}")
+    check_kind("layouts", layouts, Sequence, "a list with the layout of each rank")
     found = dict[int, Layout]()
     for layout in layouts:
         if id(layout) in found:
             continue
         for name, array in check_dict("layout", layout, "kos.transfer.Array").items():
-            if not isinstance(array, Array):
-                raise InvalidArgument(f"{name}: expected a kos.transfer.Array, got {type(array).__name__}")
+            check_kind(name, array, Array, "a kos.transfer.Array")
+            check_kind(name, array.placement, Placement, "a Placement")
             if not isinstance(array.dtype, DType):
                 raise InvalidArgument(f"{name}: expected a dtype of kos.dtypes.DTYPES, got {array.dtype!r}")
-            if not isinstance(array.placement, Placement):
-                raise InvalidArgument(f"{name}: expected a Placement, got {type(array.placement).__name__}")
         named = {name: array._replace(placement=array.placement.named(name)) for name, array in layout.items()}
         found[id(layout)] = named
     return [found[id(layout)] for layout in layouts]

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +54,8 @@ class Board:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._newest: tuple[int, int] | None = None
+        self.newest: tuple[int, int] | None = None
+        """The serial and the number of the visible version."""
         self._leases: dict[Connection, tuple[int, float]] = {}  # -> serial, deadline
 
     def lease(self, holder: Connection, have: int | None, wait: float, seconds: float) -> tuple[int | None, int]:
@@ -65,12 +65,12 @@ class Board:
         ``wait`` seconds for the first version.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._newest is not None, wait)
-            if self._newest is None:
+            self._changed.wait_for(lambda: self.newest is not None, wait)
+            if self.newest is None:
                 return None, 0
-            if self._newest[0] != have:
-                self._leases[holder] = self._newest[0], time.monotonic() + min(seconds, LONGEST_LEASE)
-            return self._newest
+            if self.newest[0] != have:
+                self._leases[holder] = self.newest[0], time.monotonic() + min(seconds, LONGEST_LEASE)
+            return self.newest
 
     def release(self, holder: Connection) -> None:
         with self._changed:
@@ -84,7 +84,7 @@ class Board:
         """
         limit = time.monotonic() + patience
         with self._changed:
-            self._newest = None if hide else self._newest
+            self.newest = None if hide else self.newest
             while True:
                 now = time.monotonic()
                 readers = [until for of, until in self._leases.values() if of == serial and until > now]
@@ -93,9 +93,9 @@ class Board:
                     return len(readers)
                 self._changed.wait(min(limit, *readers) - now)
 
-    def show(self, serial: int, version: int) -> None:
+    def show(self, newest: tuple[int, int] | None) -> None:
         with self._changed:
-            self._newest = serial, version
+            self.newest = newest
             self._changed.notify_all()
 
 
@@ -206,21 +206,25 @@ class Publisher(OneCaller):
             return self._publish(version)
 
     def _publish(self, version: int) -> int:
-        serial, buffers = self._serial + 1, self._buffers.count
+        serial, buffers, shown = self._serial + 1, self._buffers.count, self._board.newest
 
         def begin() -> list[int]:
             self._check_open()
             self._held.follow()
-            number = check_int("version", version)  # before an old version is hidden; only rank 0 has leases
+            number = check_int("version", version)
             return [number, serial, self._board.reclaim(serial - buffers, self._patience, buffers == 1)]
 
-        first, *others = self._together(begin)
-        if wrong := [rank for rank, each in enumerate(others, 1) if each[:2] != first[:2]]:
-            got = f"{others[wrong[0] - 1][0]} on rank {wrong[0]}"
-            raise CollectiveMismatch(f"publish: expected version {first[0]} on all ranks, got {got}", ranks=wrong[:1])
+        try:
+            first, *others = self._together(begin)
+            if wrong := [rank for rank, each in enumerate(others, 1) if each[:2] != first[:2]]:
+                expected, got = f"version {first[0]} on all ranks", f"{others[wrong[0] - 1][0]} on rank {wrong[0]}"
+                raise CollectiveMismatch(f"publish: expected {expected}, got {got}", ranks=wrong[:1])
+        except BaseException:
+            self._board.show(shown)  # no buffer was written
+            raise
         self._together(lambda: self._write(serial))
         self._serial = serial
-        self._board.show(serial, first[0])
+        self._board.show((serial, first[0]))
         return int(first[2])
 
     def _write(self, serial: int) -> None:
@@ -341,17 +345,12 @@ class Publisher(OneCaller):
         super().close()
 
     def _interrupt(self) -> None:
-        for each in self._connections.copy():
-            with suppress(OSError):
-                each.sock.shutdown(socket.SHUT_RDWR)  # its thread then ends, and closes it
+        exchange.shut_down(self._connections.copy())  # the thread of each then ends, and closes it
         self._thread.join(_CLOSE_SECONDS)  # then its port is free
 
     def _free(self) -> None:
-        if self._buffers.is_closed:
-            return
-        for device in self._held.copiers:
-            with suppress(KosError):
-                self._held.copiers.of(device, time.monotonic() + _CLOSE_SECONDS).wait()
+        with suppress(KosError):
+            self._held.copiers.wait(time.monotonic() + _CLOSE_SECONDS)
         self._buffers.close()
 
 

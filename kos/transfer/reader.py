@@ -7,11 +7,9 @@ from or to a GPU passes through pinned memory.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -77,7 +75,6 @@ class Target:
         try:
             if not self._sources:
                 self._find_sources(plan, known)
-            self.failed = False
             work = [part for each in self._sources.values() for part in each.parts(serial, deadline, verify)]
             nbytes = self._in_threads(work)
             self._held.copiers.wait(deadline)  # before staging memory is copied to the arrays
@@ -89,6 +86,8 @@ class Target:
         except BaseException:
             self.close()
             raise
+        finally:
+            self.failed = False  # not before: it may be set already
 
     def _find_sources(self, plan: Plan, known: Catalogue) -> None:
         for copy in plan.copies(0):
@@ -117,9 +116,7 @@ class Target:
     def interrupt(self) -> None:
         """Make all threads stop reading now."""
         self.failed = True
-        for connection in [each for s in list(self._sources.values()) for each in list(s.connections.values())]:
-            with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        exchange.shut_down(each for source in [*self._sources.values()] for each in [*source.connections.values()])
 
     def commit(self, deadline: float) -> None:
         """Copy or quantize staging memory to the arrays.  Raises TransferTimeout."""
@@ -223,7 +220,7 @@ class Source:
     def _missing(self) -> str:
         """The text of the error at the deadline: how many bytes were expected and received."""
         if not (got := sum(self._received.values())):
-            return exchange.no_answer()
+            return exchange.NO_ANSWER
         nbytes = sum(copy.elements * self._sent(copy).itemsize for copy in self.copies)
         quiet, more = time.monotonic() - self._received_at, "and more were arriving: give update a longer timeout"
         ending = more if quiet < _QUIET_SECONDS else f"and none in the last {quiet:.1f} s"
@@ -239,10 +236,7 @@ class Source:
             copier.copy_all(boxes, self._launches, self._serial % memory.count)
         else:
             for copy in copies:
-                if time.monotonic() > self._deadline:
-                    raise TimeoutError
-                if self._target.failed:
-                    raise ConnectionError("another thread has ended this read")
+                self._check_time()
                 self._put(copy, self._source(copy, memory), copier)
                 self._count(stream, copy.elements * copy.source.dtype.itemsize)
         nbytes = sum(copy.elements * copy.source.dtype.itemsize for copy in copies)  # computed while the GPU copies
@@ -251,6 +245,13 @@ class Source:
         if not memory.holds(self._serial):
             raise Stale
         return nbytes
+
+    def _check_time(self) -> None:
+        """Raise an error after the deadline, and after another reader has failed."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError
+        if self._target.failed:
+            raise ConnectionError("another thread has ended this read")
 
     def _source(self, copy: Copy, memory: Buffers) -> Any:
         """The box of a copy in mapped memory: an ndarray, or a Box on a GPU."""
@@ -285,6 +286,7 @@ class Source:
 
         post(0)
         for index, request in enumerate(requests):
+            self._check_time()  # a socket that always has bytes is never waited for
             found = answer()
             if index + 1 < len(requests):  # send it before the bytes of this request are received
                 post(index + 1)
@@ -325,8 +327,6 @@ class Source:
             if held is not None:
                 held.close()
             held = self.connections[stream] = self._target.connect(self._where.host, self._where.port, self._deadline)
-        if self._target.failed:  # perhaps while this one connected
-            raise ConnectionError("another thread has ended this read")
         return held
 
     def disconnect(self) -> None:

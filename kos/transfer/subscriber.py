@@ -27,7 +27,6 @@ from kos.transfer.reader import Target
 from kos.transfer.scales import BlockScales
 
 _AGAIN_SECONDS = 0.05  # between two tries to reach a publisher that has not come yet
-_RANK = "subscriber rank"
 _LINGER = 5.0  # seconds that a lease outlives the deadline of the reader
 
 
@@ -105,6 +104,7 @@ class Subscriber(OneCaller):
         self._known: Catalogue | None = None
         self._plan: Plan | None = None
         self._held: Version | None = None
+        self._incarnation = ""  # of the last version that the arrays held
 
     @property
     def version(self) -> int | None:
@@ -140,7 +140,7 @@ class Subscriber(OneCaller):
             return self._update(time.monotonic(), check_timeout(timeout), verify)
 
     def _update(self, began: float, timeout: float, verify: bool) -> Update:
-        before, deadline, why = self._held, began + timeout, ""
+        deadline, why = began + timeout, ""
         answer_by = deadline if self._comm is None else deadline - min(GRACE, timeout / 4)
 
         def newest() -> list[Any]:
@@ -158,7 +158,8 @@ class Subscriber(OneCaller):
                 return Update(wanted.number, False, False, time.monotonic() - began, 0)
             with suppress(Stale):  # rank 0 ends the loop at the deadline, for all ranks
                 nbytes = self._pull_together(wanted, answer_by, deadline, verify)
-                restarted = before is not None and before.incarnation != wanted.incarnation
+                restarted = self._incarnation not in ("", wanted.incarnation)
+                self._incarnation = wanted.incarnation
                 return Update(wanted.number, True, restarted, time.monotonic() - began, nbytes)
             why = "each version was replaced before it had been read completely"
 
@@ -183,8 +184,7 @@ class Subscriber(OneCaller):
                     raise
                 if time.monotonic() + _AGAIN_SECONDS > deadline:
                     never = f"{self._name()}, which never answered ({cause})"
-                    expected = "expected an answer before the deadline, got none"
-                    raise TransferTimeout(f"{never}: {expected}") from error
+                    raise TransferTimeout(f"{never}: {exchange.NO_ANSWER}") from error
                 time.sleep(_AGAIN_SECONDS)
         if self._known is None or self._known.incarnation != found.incarnation:
             self._target.close()
@@ -214,14 +214,14 @@ class Subscriber(OneCaller):
 
     def _interrupt(self) -> None:
         self._target.interrupt()
-        if (lead := self._lead) is not None:
-            with suppress(OSError):
-                lead.sock.shutdown(socket.SHUT_RDWR)
+        exchange.shut_down(filter(None, [self._lead]))
 
     def _free(self) -> None:
         """Close the connections, and unmap the publisher's memory.  While it is open, the next call connects again."""
         self._target.close()
-        self._drop_lead()
+        lead, self._lead = self._lead, None
+        if lead is not None:
+            lead.close()
 
     # --- the exchange with rank 0 of the publisher ----------------------------------------------------------
 
@@ -234,9 +234,10 @@ class Subscriber(OneCaller):
         try:
             with exchange.naming(self._name, deadline):
                 if self._lead is not None and self._lead.drain():  # the publisher may have been restarted meanwhile
-                    self._drop_lead()
+                    self._free()
                 if self._lead is None:
                     self._lead = self._connect(self._host, self._port, deadline)
+                self._check_open()  # perhaps another thread closed this subscriber while it connected
                 exchange.send(self._lead, {"ask": what, **more}, incarnation, deadline)
                 answer = exchange.receive(self._lead, deadline)
         except BaseException:  # a late answer to this request must not be read as the answer to the next one
@@ -246,11 +247,7 @@ class Subscriber(OneCaller):
 
     def _connect(self, host: str, port: int, deadline: float) -> Connection:
         """A new connection to a publisher rank."""
-        connection = self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
-        if self._closed:  # meanwhile, by another thread
-            connection.close()
-        self._check_open()
-        return connection
+        return self._network.call(host, port, exchange.PURPOSE, self._rank, 1, deadline)
 
     def _newest(self, deadline: float, why: str) -> Version | None:
         """The newest version; None on ranks other than 0.  Takes a lease, unless the arrays hold this version already.
@@ -284,18 +281,15 @@ class Subscriber(OneCaller):
             try:
                 exchange.send(self._lead, {"ask": "release"}, "", time.monotonic())
             except OSError:  # to close the connection ends the lease too
-                self._drop_lead()
-
-    def _drop_lead(self) -> None:
-        lead, self._lead = self._lead, None
-        if lead is not None:
-            lead.close()
+                self._free()
 
     # --- several ranks that subscribe together --------------------------------------------------------------
 
     def _together(self, work: Callable[[], Any], deadline: float, version: str = "") -> list[Any]:
         """The results of ``work`` on all ranks."""
-        return exchange.together(self._comm, _RANK, work, deadline, lambda: f"update from {self._name()}{version}")
+        return exchange.together(
+            self._comm, "subscriber rank", work, deadline, lambda: f"update from {self._name()}{version}"
+        )
 
     def _pull_together(self, wanted: Version, answer_by: float, deadline: float, verify: bool) -> int:
         """Read a version, and copy it to the arrays if all ranks have read it.  If one rank is Stale, all raise it.

@@ -118,18 +118,3 @@ def test_the_names_of_a_model():
     assert found["l.qkv_proj.weight_scale_inv"] == BlockScales("l.qkv_proj.weight", (128, 128))
     assert found["l.o_proj.weight_scale_inv"] == BlockScales("l.o_proj.weight", (1, 128))
     assert found["l.down_proj.weight_scale_inv"] == Placement.whole((1, 1), "l.down_proj.weight_scale_inv")
-
-
-def test_what_is_refused():
-    placed, x = Placement.whole((4, 6)), np.zeros((4, 6), FP8)
-    right = {"q": (x, placed)}
-    for arrays, expected in (
-        ({"s": (np.zeros((1, 1), np.float32), BlockScales("q"))}, "s: expected the scales of a float8_e4m3fn matrix"),
-        ({"q": (np.zeros((4, 6), np.float16), placed), "s": (np.zeros((1, 1), np.float32), BlockScales("q"))},
-         "s: expected the scales of a float8_e4m3fn matrix, got those of q"),
-        (right | {"s": (np.zeros((1, 1), np.float64), BlockScales("q"))}, r"of shape \(1, 1\) on .* got float64"),
-        (right | {"s": (np.zeros((2, 2), np.float32), BlockScales("q", (2, 2)))}, r"float32 of shape \(2, 3\) on"),
-        (right | {n: (np.zeros((1, 1), np.float32), BlockScales("q")) for n in "st"}, "t: expected the scales of"),
-    ):  # fmt: skip
-        with pytest.raises(InvalidArgument, match=expected):
-            Subscriber("127.0.0.1:1", arrays)

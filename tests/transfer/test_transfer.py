@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kos.comm.control.wire import MAX_MESSAGE
-from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
+from kos.errors import CollectiveMismatch, InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer.exchange import PROTOCOL, PURPOSE, answered, network, receive
@@ -285,6 +285,22 @@ def test_an_unstaged_update_that_fails_says_that_the_arrays_are_undefined():
             expect_version(arrays, 3)
 
 
+def test_a_restart_is_noticed_after_an_update_that_left_the_arrays_undefined():
+    arrays = arrays_of(WHOLE)
+    with publishing([WHOLE], checksums=True) as ranks:
+        subscriber = Subscriber(ranks.address, arrays, staged=False)
+        for version in (1, 3):
+            ranks.publish(version)
+            assert not subscriber.update(30).restarted
+            ranks.publish(version + 1)
+            corrupt(ranks.address, 0, contents(version + 1)["norm"])
+            with pytest.raises(TransferError, match="norm"):
+                subscriber.update(30, verify=True)
+    with publishing([WHOLE], address=ranks.address) as ranks, subscriber:
+        ranks.publish(1)
+        assert subscriber.update(30).restarted and not subscriber.update(30).restarted
+
+
 def test_all_ranks_get_the_same_version_or_none():
     """The error of one subscriber rank is raised on all, and all keep the version from before."""
     with publishing([WHOLE], checksums=True) as ranks:
@@ -345,6 +361,18 @@ def test_a_publisher_with_other_ranks_and_other_layouts():
             expect_version(arrays, version)
     assert subscriber is not None
     subscriber.close()
+
+
+def test_a_publish_that_is_refused_leaves_the_last_version_visible():
+    """Also with one buffer, which it has not written."""
+    with publishing([zero(rank, 2) for rank in range(2)], buffers=1) as ranks:
+        assert ranks.publish(1) == [0, 0]
+        errors = ranks.on_all(lambda rank: ranks.publishers[rank].publish(2 + rank))
+        assert [type(each) for each in errors] == [CollectiveMismatch] * 2
+        arrays = arrays_of(WHOLE)
+        with Subscriber(ranks.address, arrays) as subscriber:
+            assert subscriber.update(30).version == 1
+        expect_version(arrays, 1)
 
 
 def test_one_rank_that_publishes_another_version():

@@ -156,7 +156,7 @@ def test_a_plan():
         ("rowz = 'a'", "expected one of the keys rows, columns, copied, transposed, padded, fused, got rowz"),
         ("rows = 3", "rows: expected a regular expression, got 3"),
         ("rows = '(('", "rows: expected '((' to be a regular expression, got missing )"),
-        ("padded = 64", "padded: expected a table of regular expression = value, got 64"),
+        ("padded = 64", "padded: expected a table of regular expression = value, got int"),
         ("[padded]\n'x' = '64'", "padded: x: expected a whole number from 1 on, got '64'"),
         ("[padded]\n'x' = 0", "padded: x: expected a whole number from 1 on, got 0"),
         ("[padded]\n'((' = 64", "padded: expected '((' to be a regular expression, got missing )"),
@@ -312,3 +312,5 @@ def test_scales_of_no_matrix():
         expect_text(lambda arrays=arrays: Subscriber(NOWHERE, arrays), text)
     text = "s: expected float32 of shape (1, 1) on the host, as q needs, got float64 of shape (1, 1) on the host"
     expect_text(lambda: Subscriber(NOWHERE, right | {"s": (scales.astype(float), BlockScales("q"))}), text)
+    text = "s: expected float32 of shape (1, 2) on the host, as q needs, got float32 of shape (1, 1) on the host"
+    expect_text(lambda: Subscriber(NOWHERE, right | {"s": (scales, BlockScales("q", (2, 2)))}), text)

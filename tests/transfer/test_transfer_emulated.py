@@ -180,12 +180,6 @@ def test_memory_is_freed(memory):
     assert not memory.held
 
 
-def test_other_memory_than_device_or_host_is_refused():
-    array = np.zeros(3, np.float32)
-    with pytest.raises(InvalidArgument, match="memory: expected 'device' or 'host', got 'disk'"):
-        Publisher(None, {"w": (array, Placement.whole((3,)))}, memory="disk")
-
-
 @pytest.mark.parametrize(("source", "target"), [*pairwise([*checks.NAMES, "float16", "float64"])])
 def test_conversions(source, target):
     """From and to each type; all pairs are compared on GPUs."""

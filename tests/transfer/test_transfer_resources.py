@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument, TransferError
-from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer.buffers import Buffers
 from kos.transfer.publisher import Board
@@ -171,14 +170,6 @@ def test_a_descriptor_that_is_another_file_is_not_mapped(what, tmp_path):
         expect_version(arrays, 1)
         os.close(file)
         os.close(pipe)
-
-
-def test_a_publisher_of_ranks_waits_for_readers_less_than_its_ranks_for_each_other():
-    def make(comm):
-        with pytest.raises(InvalidArgument, match="patience: expected less than the communicator's .* 30 s, got 30"):
-            Publisher(comm, arrays_of(WHOLE), patience=30)
-
-    spawn(make, 2, timeout=30)
 
 
 def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch):

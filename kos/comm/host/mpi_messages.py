@@ -19,7 +19,7 @@ _BYTES = np.dtype(np.uint8)
 DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # an MPI tag holds kos's tag and, above it, a dtype's code
 TAG = (1 << DTYPE_SHIFT) - 1
 LAST_CHECKS = 100  # checks for the last messages of a rank that has ended; together, they take a second or more
-REFUSED_SECONDS = 0.2  # how long a mismatched message is still received, so that its sender does not wait
+REFUSED_SECONDS = 1.0  # how long a mismatched message is still received, so that its sender does not wait
 LARGEST = 2**31 - 1  # the largest count; Open MPI 5 has no large counts
 _BLOCK = 1 << 16
 
