@@ -3,6 +3,7 @@
 import atexit
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ def start_trainer() -> list[subprocess.Popen[bytes]]:
 
 trainer = start_trainer()
 atexit.register(lambda: [(rank.kill(), rank.wait()) for rank in trainer])  # before the folder is removed
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what atexit has runs then, too
 while not (checkpoints := list(out.glob("checkpoints/step-*/config.json"))):  # for the model's shape
     assert trainer[1].poll() is None, "the trainer ended before its first checkpoint"
     time.sleep(0.1)

@@ -249,4 +249,7 @@ class Current(NamedTuple):
 
 
 def current(array: Any) -> Any:
-    return array.look_up() if isinstance(array, Current) else array
+    """The array itself.  A Parameter of torch that is trained is detached: torch does not share one with gradients."""
+    if isinstance(array, Current):
+        return array.look_up()
+    return array.detach() if getattr(array, "requires_grad", False) is True else array

@@ -249,10 +249,16 @@ class Publisher(OneCaller):
     # --- the threads that answer subscribers ------------------------------------------------------------
 
     def _accept(self) -> None:
+        refused = 0
         while not self._closed:
             caller = None
             try:
-                if caller := self._acceptor.admit(_ADMIT_SECONDS):
+                caller = self._acceptor.admit(_ADMIT_SECONDS)
+                for who in self._acceptor.rejected[refused:]:
+                    expected = "expected the secret of this publisher (KOS_SECRET), got another"
+                    _log.warning("publisher %s: rank %d refused subscriber %s: %s", self.name, self.rank, who, expected)
+                refused = len(self._acceptor.rejected)
+                if caller:
                     threading.Thread(
                         target=self._serve, args=caller[2:], name="kos-publisher-connection", daemon=True
                     ).start()

@@ -137,13 +137,20 @@ class Subscriber(OneCaller):
         communicator is intact.
         """
         with self._calling("update"):
-            return self._update(time.monotonic(), check_timeout(timeout), verify)
+            return self._update(time.monotonic(), timeout, verify)
 
     def _update(self, began: float, timeout: float, verify: bool) -> Update:
+        wrong = None
+        try:
+            timeout, verify = check_timeout(timeout), check_bool("verify", verify)
+        except InvalidArgument as error:  # raised below, for the other ranks wait for an answer of this one
+            timeout, wrong = 30.0, error
         deadline, why = began + timeout, ""
         answer_by = deadline if self._comm is None else deadline - min(GRACE, timeout / 4)
 
         def newest() -> list[Any]:
+            if wrong is not None:
+                raise wrong
             self._check_open()
             return [self._held, self._newest(answer_by, why)]
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kos.errors import CollectiveTimeout, RankLost, TransferError, TransferTimeout
+from kos.errors import CollectiveTimeout, InvalidArgument, RankLost, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, read_catalogue
 from kos.transfer.held import Held
@@ -117,6 +117,35 @@ def test_a_closed_subscriber_of_one_rank_is_reported_on_all():
                 return raised.value.ranks
 
         assert spawn(subscribe, 2, timeout=60) == [(1,), ()]
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": -1}, {"verify": "yes"}])
+def test_a_wrong_argument_of_update_on_one_rank_leaves_the_communicator_intact(arguments):
+    with publishing([WHOLE]) as ranks:
+        ranks.publish(7)
+
+        def subscribe(comm):
+            arrays = arrays_of(WHOLE)
+            with Subscriber(ranks.address, arrays, comm=comm) as subscriber:
+                kind, more = (InvalidArgument, arguments) if comm.rank == 1 else (TransferError, {})
+                with pytest.raises(kind, match=next(iter(arguments))) as caught:
+                    subscriber.update(**{"timeout": 60} | more)
+                assert comm.rank == 1 or (caught.value.ranks == (1,) and caught.value.cause is None)
+                subscriber.update(60)
+            expect_version(arrays, 7)
+
+        spawn(subscribe, 2, timeout=60)
+
+
+def test_a_publisher_tells_whom_it_refused(monkeypatch, caplog):
+    with publishing([WHOLE]) as ranks:
+        monkeypatch.setenv("KOS_SECRET", "another one")
+        with Subscriber(ranks.address, arrays_of(WHOLE)) as stranger, pytest.raises(TransferError, match="secret"):
+            stranger.update(60)
+        deadline = time.monotonic() + 60
+        while "refused subscriber rank 0 at" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "rank 0 refused subscriber rank 0 at 127.0.0.1: expected the secret of this publisher" in caplog.text
 
 
 # --- threads --------------------------------------------------------------------------------------------
