@@ -30,7 +30,7 @@ METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
     "text_field": "[SOURCE=]NAME", "encoding": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
-    "keep_best": "METRIC", "freeze": "PATTERN",
+    "keep_best": "METRIC", "freeze": "PATTERN", "publish": "HOST:PORT",
 }  # fmt: skip
 
 PATHS = ("data", "val_data", "tokenizer", "init_from")
