@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "build" / "kernels"
 KEPT = KernelCache(FOLDER)  # of those that NVRTC compiles
 # Hidden: else g++ gives static variables of inline functions and templates, __shared__ memory too, one place in the
 # process (STB_GNU_UNIQUE), as large as the first library wants it, and others write behind it.
+PYTHON_HEADERS = (Path(sysconfig.get_path("include")) / "Python.h").exists()
 OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared", "-fvisibility=hidden"]
 if platform.machine() == "x86_64" and "g++" in (COMPILER or ""):
     OPTIONS += ["-mtls-dialect=gnu2"]  # what a thread has of its own is reached without a call

@@ -3,14 +3,19 @@
 On two GPUs it gives what it gives over NCCL.
 """
 
+import shutil
 from importlib.util import find_spec
 
 import pytest
 
 from kos import cuda
+from tests.host_compiler import PYTHON_HEADERS
 from tests.interop.torch_compiled import COMPILERS, PARTS, compare
 
 pytestmark = [pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"), pytest.mark.timeout(560)]
+
+COMPILES = PYTHON_HEADERS and shutil.which("g++") is not None
+INDUCTOR = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="inductor needs g++ and Python.h")]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,7 @@ def cache(tmp_path_factory):
     [
         *((compiler, parts) for compiler in COMPILERS[:2] for parts in (PARTS[:2], PARTS[2:])),
         pytest.param("aot_eager", PARTS[1:], marks=pytest.mark.slow),  # whose part of inductor compiles collectives
-        *(pytest.param("inductor", parts, marks=pytest.mark.slow) for parts in (PARTS[:2], PARTS[2:])),
+        *(pytest.param("inductor", parts, marks=INDUCTOR) for parts in (PARTS[:2], PARTS[2:])),
     ],
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
