@@ -158,7 +158,7 @@ class Source:
         """Map the publisher's memory.  If it cannot be mapped, returns None; raises TransferError with "shared"."""
         try:
             if self._where.place != exchange.place():
-                raise PeerMemoryError("memory of another host, or of other namespaces of processes or of the network")
+                raise PeerMemoryError("it is on another host, or in other namespaces of processes or of the network")
             if self._gpu and self._device is None:
                 got = "GPU memory, which is not mapped for an array on the host"
                 raise PeerMemoryError(f"expected host memory, got {got}")
