@@ -336,7 +336,7 @@ class FailureLog:
             text += f"; {timeouts.unasked(self._ranks(unasked, True), self._names(hub))}"
         calls = [self.status.last_call(rank) for rank in cycle if rank != self.world[self.rank]]
         if cycle and (late.words is None or any(calls)):  # otherwise the words say what is known
-            one_group = all(call and f"{what}".startswith(call.partition(" ")[0] + " ") for call in calls)
+            one_group = all(f"{what}".startswith(call.partition(" ")[0] + " ") for call in calls if call)
             text += f"; {timeouts.cycle(self._ranks(cycle, True), one_group)}"
         for rank in culprits[:SHOWN_CALLS]:
             call = self.status.last_call(rank)

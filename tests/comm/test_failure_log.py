@@ -279,7 +279,6 @@ def test_ranks_that_wait_for_one_another(waits, cycle):
     [
         ("world: send_recv #3 of float32[7], to and from rank 0 with tag 0 at train.py:6", "wait for one another"),
         ("world.0:duplicate: barrier #0 at train.py:9", "wait for one another, in calls of several groups"),
-        ("", "wait for one another, in calls of several groups"),
         ("world:shrunk: barrier #0 at train.py:9", "wait for one another, in calls of several groups"),
     ],
 )
@@ -291,6 +290,14 @@ def test_a_cycle_says_whether_its_calls_are_of_one_group(call, expected, reverse
     status.last_calls[1] = lambda: call
     text = str(FailureLog(range(2), 0, status).overdue(Late([1]), what, 1.0))
     assert f"ranks [0, 1] {expected}" in text.split("; "), text
+
+
+def test_a_cycle_with_a_call_that_is_not_known():
+    """As of a rank of another host.  Nothing is said about groups."""
+    status = _Waits({1: (2,), 2: (0,)}, {})
+    status.last_calls |= {1: lambda: "world: barrier #0 at train.py:9", 2: lambda: ""}
+    text = str(FailureLog(range(3), 0, status).overdue(Late([1]), "world: recv_bytes #0, from rank 1 with tag 0", 1.0))
+    assert "ranks [0, 1, 2] wait for one another" in text.split("; "), text
 
 
 def test_the_failure_of_the_earliest_collective_counts():
