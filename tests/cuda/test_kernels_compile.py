@@ -88,16 +88,20 @@ def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
 
 
 CASES = [
-    ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32"}, [b"add", b"cast", b"swiglu"]),
     (
         "elementwise.cu",
-        {**FP32, "COLUMNS": 2048, "SOURCE": "bfloat16"},
+        {**BF16, "COLUMNS": 2048, "SOURCE": "float32", "TERMS": 8},
+        [b"add", b"add_tree", b"cast", b"swiglu"],
+    ),
+    (
+        "elementwise.cu",
+        {**FP32, "COLUMNS": 2048, "SOURCE": "bfloat16", "TERMS": 1},
         [b"swiglu_backward", b"gelu", b"gelu_backward"],
     ),
-    ("elementwise.cu", {**ODD, "COLUMNS": 29, "SOURCE": "float32"}, [b"swiglu_backward"]),
+    ("elementwise.cu", {**ODD, "COLUMNS": 29, "SOURCE": "float32", "TERMS": 2}, [b"swiglu_backward"]),
     (
         "elementwise.cu",
-        {**BF16, "COLUMNS": 1024, "SOURCE": "float32"},
+        {**BF16, "COLUMNS": 1024, "SOURCE": "float32", "TERMS": 1},
         [b"last_columns", b"add_to_last_columns"],
     ),
     *of_norms(),

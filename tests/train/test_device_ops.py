@@ -7,7 +7,9 @@ import pytest
 
 from kos.memory.arena import Arena
 from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.fixed_order import equal_parts
 from kos.train.ops.norm import Normalize
 from tests.train.ops_cases import DTYPES, UNIT, Side, arena, columns, on_gpu, ops, side, sides, weight_gradients
 
@@ -62,6 +64,8 @@ def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
     d_out, d_out64 = side.put(rng.normal(size=(n, width)))
     whole64 = np.full(table64.shape, np.nan)
     reference.embedding_backward(d_out64, tokens, whole64, False, Arena())
+    whole = side.nan(*table64.shape, dtype="float32")
+    ops.embedding_backward(d_out, side.ints(tokens), whole, False, arena)
     for first, end in pairwise(bounds):
         here, out = (first <= tokens) & (tokens < end), side.nan(n, width)
         ops.embedding(side.ints(tokens), side.put(table64[first:end])[0], out, first)
@@ -71,6 +75,9 @@ def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
             ops.embedding_backward(d_out, side.ints(tokens), d, add, arena, first)
 
         weight_gradients(side, rng, (end - first, width), whole64[first:end], backward, 40)
+        part = side.nan(end - first, width, dtype="float32")
+        backward(part, False)
+        assert np.array_equal(side.get(part), side.get(whole)[first:end]), "the bits of the whole table"
 
 
 @sides("n d f", [
@@ -120,6 +127,62 @@ def test_low_rank(ops, side, rng, arena, n, f, rank):
                                atol=8 * UNIT[side.dtype] * np.abs(expected).max())  # fmt: skip
     got[rows, part] = out64[rows, part]
     assert np.array_equal(got, out64), "all other columns and rows are as they were"
+
+
+@sides("count", [(1,), (2,), (8,), (32,)], [(2,), (8,), (16,)])
+def test_add_tree(ops, side, rng, count):
+    """Neighbours are added first, in float32, and the sum is rounded once to the dtype of the output."""
+    values = rng.normal(size=(count, 13, 24)) * 10.0 ** rng.integers(-3, 4, (count, 1, 1))
+    (terms, _), out = side.put(values, "float32"), side.nan(13, 24)
+    expected = side.get(terms).astype(np.float32)
+    while len(expected) > 1:
+        expected = expected[::2] + expected[1::2]
+    ops.add_tree(terms, out)
+    assert np.array_equal(side.get(out), side.put(expected[0])[1])
+
+
+@sides("rows columns parts", [(64, 768, 4), (33, 40, 8), (257, 50_304, 4)], [(33, 40, 8)])
+def test_sums_of_columns_have_the_bits_of_an_array_of_their_own(ops, side, rng, arena, rows, columns, parts):
+    x, x64 = side.put(rng.normal(size=(rows, columns)))
+    targets = side.ints(rng.integers(0, columns, rows))
+    for part in equal_parts(slice(0, columns), parts):
+        own, found = side.put(x64[:, part])[0], list[np.ndarray]()
+        for each in (ops.columns_of(x, part), own):
+            sums, statistics = side.nan(own.shape[1], dtype="float32"), side.nan(3, rows, dtype="float32")
+            ops.sum_rows(each, sums, False, arena)
+            ops.logit_statistics(each, targets, part.start, statistics, arena)
+            found.append(np.concatenate([side.get(sums), side.get(statistics).reshape(-1)]))
+        assert np.array_equal(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "parts"),
+    [(4096, 768, 2304, 4), (4096, 768, 768, 4), (8192, 2048, 3072, 8), (1024, 2048, 32_768, 8), (8192, 2048, 8192, 2)],
+)
+def test_parts_of_a_product_have_the_bits_of_the_whole(rng, rows, inner, columns, parts):
+    """Of each kind that a layer has, where no part cuts the sum: ``Ops.bits_of_parts``."""
+    ops = CudaOps(0, multiple=256, sequential=True)
+    side, arena = Side(ops, "bfloat16"), ops.make_arena()
+    x, w, d = (side.put(rng.normal(size=shape))[0] for shape in ((rows, inner), (columns, inner), (rows, columns)))
+    of, k_of = (equal_parts(slice(0, size), parts) for size in (columns, inner))
+
+    def same(shape, dtype, whole, part, pieces):
+        outs = [side.nan(*shape, dtype=dtype) for _ in range(2)]
+        whole(outs[0])
+        for each in pieces:
+            part(each, outs[1])
+        assert np.array_equal(*map(side.get, outs))
+
+    pick = ops.columns_of
+    same((rows, columns), "bfloat16", lambda out: ops.linear(x, w, out),
+         lambda f, out: ops.linear(x, w[f], pick(out, f)), of)
+    same((rows, inner), "bfloat16", lambda out: ops.linear_input_gradient(d, w, out),
+         lambda k, out: ops.linear_input_gradient(d, pick(w, k), pick(out, k)), k_of)
+    same((columns, inner), "float32", lambda out: ops.linear_weight_gradient(d, x, out, False, arena),
+         lambda f, out: ops.linear_weight_gradient(pick(d, f), x, out[f], False, arena), of)
+    same((columns, inner), "float32", lambda out: ops.linear_weight_gradient(d, x, out, False, arena),
+         lambda k, out: ops.linear_weight_gradient(d, pick(x, k), pick(out, k), False, arena), k_of)
 
 
 @pytest.mark.gpu

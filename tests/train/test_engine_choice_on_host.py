@@ -26,7 +26,7 @@ __all__ = ["text"]
 @pytest.mark.parametrize(
     ("axis", "expected"),
     [
-        ("tp", "--deterministic: expected --tp 1 on GPUs, where sums over features are not split, got 2"),
+        ("tp", "--deterministic --tp 2: expected a divisor of 1, the largest of 8, 4, 2 and 1 that divides heads, .*"),
         ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 16384"),
     ],
 )

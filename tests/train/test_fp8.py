@@ -319,7 +319,7 @@ def test_other_settings(emulated_runs, text, tmp_path, changes):
 
 
 def test_parts_of_features_are_not_fixed():
-    with pytest.raises(ConfigError, match="--deterministic: expected --tp 1 in fp8, where sums over .* got 2"):
+    with pytest.raises(ConfigError, match="--tp: expected 1 with --deterministic in fp8, where sums over .* got 2"):
         on_cpus.train(Layout(tp=2), CpuDevice, 1, True, **IN_8 | {"seq_len": 32}, deterministic=True)
 
 
@@ -332,7 +332,7 @@ def test_what_is_refused(emulated):
 
     refused(r"--dtype fp8: expected --seq-len 40 / 1 to be a multiple of 16, got 40", Layout(), seq_len=40)
     refused(r"expected --seq-len 32 / 4 to be a multiple of 16, got 8", Layout(tp=2), seq_len=32)
-    refused(r"expected --tp 1 on GPUs.* got 2", Layout(tp=2), deterministic=True)
+    refused(r"--tp: expected 1 with --deterministic in fp8, .* got 2", Layout(tp=2), deterministic=True)
     columns = "the columns of model.layers.0.self_attn.o_proj.weight on a rank of --tp 4 to be .* got 8"
     refused(columns, Layout(tp=4), seq_len=128)
     about = engine_module.device_info(0)

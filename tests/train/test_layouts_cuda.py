@@ -120,6 +120,14 @@ FIXED_ROWS = [
     "--cp 2 --seq-len 32768 --batch-size 2 --zero 1 --recompute block --no-graph",
     "--pp 2 --seq-len 16384 --batch-size 4 --pp-schedule zero-bubble-v", "--dp 2 --batch-size 2",
 ]  # fmt: skip
+IN_PARTS = [
+    "--tp 2 --deterministic-parts 2", "--tp 2 --deterministic-parts 4 --no-graph --recompute norms --batch-size 4",
+    "--tp 2 --deterministic-parts 4 --model-type qwen3 --micro-batch-size 2 --recompute block",
+    "--tp 2 --deterministic-parts 2 --no-tie-word-embeddings --model-type qwen2",
+]  # fmt: skip
+"""With tensor parallelism, whose sums over features are added part by part."""
+FIXED_FOUR += ["--tp 4 --deterministic-parts 4 --micro-batch-size 4", "--dp 2 --tp 2 --zero 1 --deterministic-parts 4"]
+FIXED_FOUR += ["--pp 2 --tp 2 --deterministic-parts 4 --pp-schedule zero-bubble-v"]
 FIXED_FOUR += ["--dp 2 --cp 2 --seq-len 16384 --batch-size 4 --zero 1", "--cp 4 --seq-len 32768 --batch-size 2"]
 OF_LAYOUTS = {"--dp", "--tp", "--pp", "--cp", "--pp-schedule", "--zero", "--recompute"}
 
@@ -139,11 +147,12 @@ def same_bits(train, ranks: int, backend: str, *flags: str, dtype: str = "bfloat
 
 
 BITS = [  # ranks, flags, dtype
-    *((2, flags, "bfloat16") for flags in DP + FIXED + FIXED_MORE + FIXED_ROWS),
+    *((2, flags, "bfloat16") for flags in DP + FIXED + FIXED_MORE + FIXED_ROWS + IN_PARTS),
     *((2, flags, "fp8") for flags in ("--dp 2 --zero 1", "--dp 2 --zero 1 --no-graph")),
 ]
 BITS_ON_PEER = [
     *((2, flags, "float32") for flags in ("--dp 2", "--pp 2 --pp-schedule zero-bubble-v", f"--cp 2 {LONG}")),
+    (2, "--tp 2 --deterministic-parts 4", "float32"),
     *((4, flags, "bfloat16") for flags in FIXED_FOUR),
 ]
 

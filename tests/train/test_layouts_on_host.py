@@ -2,6 +2,7 @@
 
 import pytest
 
+from kos.errors import ConfigError
 from kos.train.ops import Attend, fixed_order
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
@@ -77,6 +78,7 @@ FIXED = [
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
     (Layout(cp=2), {"tied": True, "seq_len": 16}),
+    (Layout(tp=2), {"tied": True, "deterministic_parts": 4}),
 ]
 FIXED_SLOW = [
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
@@ -88,6 +90,11 @@ FIXED_SLOW = [
     *((Layout(pp=2), {"pp_schedule": name, "tied": True}) for name in SCHEDULES if name != "1f1b"),
     (Layout(pp=4), {"pp_schedule": "1f1b", "recompute": "block", "tied": True}),
     (Layout(pp=2, dp=4), {"pp_schedule": "1f1b", "tied": True}),
+    (Layout(tp=4), {"deterministic_parts": 4, "tied": False, "dtype": "bfloat16", "micro_batch_size": 2}),
+    (Layout(tp=2), {"deterministic_parts": 2, "family": "qwen3", "tied": True, "recompute": "norms", "graph": False}),
+    (Layout(dp=2, tp=2), {"deterministic_parts": 8, "tied": True, "zero": 1, "dtype": "bfloat16"}),
+    (Layout(cp=2, tp=2), {"deterministic_parts": 2, "tied": False, "seq_len": 16, "recompute": "block"}),
+    (Layout(pp=2, tp=2), {"deterministic_parts": 4, "tied": True, "pp_schedule": "zero-bubble-v"}),
     *((Layout(pp=2), {"pp_schedule": name, "tied": False, "micro_batch_size": 2}) for name in SCHEDULES),
 ]
 
@@ -98,12 +105,27 @@ def test_deterministic(emulated, layout, changes, monkeypatch):
     check_bits(layout, changes, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("layout", "changes", "expected"),
+    [
+        (Layout(tp=2), {}, "--deterministic --tp 2: expected --deterministic-parts to be a multiple of 2, got 1"),
+        (Layout(tp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "master_weights": "none"},
+         "--master-weights: expected float32 with --deterministic --tp 2, got none"),
+        (Layout(), {"deterministic_parts": 2, "deterministic": False},
+         "--deterministic-parts: expected --deterministic, got 2"),
+    ],
+)  # fmt: skip
+def test_deterministic_settings_that_are_refused(emulated, layout, changes, expected):
+    with pytest.raises(ConfigError, match=expected):
+        train(layout, 1, **{"deterministic": True, **changes})
+
+
 def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch, before_call):
     """On a GPU the bits of a product depend on its shape."""
     monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 2)
     found = set()
 
-    def note(name, arguments):
+    def note(name, arguments, operations):
         if name.startswith(("linear", "attention")) or name == "normalize_backward":
             attend = arguments[0] if isinstance(arguments[0], Attend) else None
             arrays = (attend.qkv, attend.out, attend.kv, *arguments[1:]) if attend else arguments

@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "fit", "long_documents"),
-    *("deterministic", "device", "dtype", "fp8_head", "master_weights", "grad_dtype", "compress"),
+    *("deterministic", "deterministic_parts", "device", "dtype", "fp8_head", "master_weights", "grad_dtype"),
+    "compress",
 )
 """A resumed run gives the same bits as an uninterrupted one only if these settings do not change."""
 

@@ -44,7 +44,7 @@ from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, pl
 from kos.train.layers import Gradients, Placement
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import InFlight, check_fp8, make_stage
+from kos.train.model.model import InFlight, check_fp8, make_stage, split_of
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
@@ -150,7 +150,8 @@ class CudaDevice(Device):
             together(comm, lambda: fp8.check_gpu(device_info(device)))
             together(comm, lambda: check_fp8(config, model, mesh, self.parts))
         sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
-        ops = CudaOps(device, multiple=math.gcd(*sizes.values()) if config.deterministic else None)
+        multiple, split = math.gcd(*sizes.values()) if config.deterministic else None, split_of(config, model, mesh)
+        ops = CudaOps(device, multiple=multiple, sequential=split is not None and split.features > 1)
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, len(self.micro_batches)
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self._reaches = _reaches(replicas)

@@ -131,7 +131,7 @@ class ColumnLinear(Linear):
             ctx.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
             if adapters and not ctx.tp.in_order:
                 adapters.input_gradient(ctx, d_lows, dx_nD, slice(0, len(dx_nD)))
-        term_ND, waits = ctx.tp.empty_rows(dx_nD, ctx.arena), list[Callable[[], None]]()
+        term_ND, waits = ctx.tp.empty_terms(dx_nD, ctx.arena), list[Callable[[], None]]()
         for half in ctx.tp.halves(len(term_ND)) if ctx.tp.size > 1 else ():
             ctx.ops.linear_input_gradient(d_out_NF[half.rows], weight, term_ND[half.rows])
             if adapters and not ctx.tp.in_order:

@@ -161,7 +161,7 @@ class Sublayer:
         yield from self.core(ctx, saved, half, last)
 
     def leave(
-        self, ctx: PassContext, saved: Saved, exchange_ND: Array, out_nD: Array | None, half: Half
+        self, ctx: PassContext, saved: Saved, terms_ND: Array, out_nD: Array | None, half: Half
     ) -> Callable[[], None]:
         """The second product, and begin its sum over ranks. The returned function waits, and adds to the stream.
 
@@ -169,10 +169,10 @@ class Sublayer:
         """
         inner_NF = saved.inner_NF if saved.inner_8 is None else saved.inner_8.of(saved.inner_NF)
         if saved.branch is None:
-            return self.row.forward(ctx, inner_NF, exchange_ND, out_nD, saved.x_nD, half, saved.row_lows)
+            return self.row.forward(ctx, inner_NF, terms_ND, out_nD, saved.x_nD, half, saved.row_lows)
         (branch_nD, statistics), after = saved.branch, self.after
         assert after is not None
-        self.row.forward(ctx, inner_NF, exchange_ND, branch_nD, None, half, saved.row_lows)()
+        self.row.forward(ctx, inner_NF, terms_ND, branch_nD, None, half, saved.row_lows)()
 
         def complete() -> None:
             with ctx.arena.scope():

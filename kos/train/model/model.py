@@ -312,17 +312,18 @@ class Model:
             return
         with self.arena.scope():
             exchange_ND = self.tensor.empty_rows(calls[0].saved.x_nD, self.arena)
+            terms_ND = self.tensor.empty_terms(calls[0].saved.x_nD, self.arena, exchange_ND)
             calls = self._with_scratch(ctx, calls)
             halves = self.tensor.halves(len(calls[0].saved.columns_NW))
-            turns = [self._turns(ctx, calls, exchange_ND, half, half is halves[-1]) for half in halves]
+            turns = [self._turns(ctx, calls, exchange_ND, terms_ND, half, half is halves[-1]) for half in halves]
             next(turns[0])
             for _ in itertools.zip_longest(*turns):
                 pass
 
     def _turns(
-        self, ctx: PassContext, calls: Sequence[Call], exchange_ND: Array, half: Half, last: bool
+        self, ctx: PassContext, calls: Sequence[Call], exchange_ND: Array, terms_ND: Array, half: Half, last: bool
     ) -> Iterator[None]:
-        """Yields at the end of each turn. ``exchange_ND``: memory for gathered rows and for the terms of sums."""
+        """Yields at the end of each turn. Memory: ``exchange_ND`` for gathered rows, ``terms_ND`` for terms of sums."""
         for call in calls:
             sublayer, saved, out_nD = call
             arrived = sublayer.enter(ctx, saved, exchange_ND, half)
@@ -330,7 +331,7 @@ class Model:
             yield from sublayer.compute(ctx, saved, arrived(), half, last)
             if not call.leaves:
                 return
-            complete = sublayer.leave(ctx, saved, exchange_ND, out_nD, half)
+            complete = sublayer.leave(ctx, saved, terms_ND, out_nD, half)
             yield
             complete()
 
@@ -374,22 +375,34 @@ def join_parts(logits: np.ndarray) -> np.ndarray:
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
     """How the sums within a layer are split, in every layout.  None: not split, as in a family with dp alone.
 
-    On GPUs only long sequences are split, and features are not.  ConfigError if a rank would not hold whole subtrees.
+    On GPUs only long sequences are split, and features as --deterministic-parts says.  ConfigError if a rank would not
+    hold whole subtrees, or for a setting whose bits depend on the layout.
     """
+    parts = config.deterministic_parts
     if not config.deterministic or model.axes == ("dp",):
+        if parts is not None:
+            why = "a model that is split over ranks" if config.deterministic else "--deterministic"
+            raise SettingError("--deterministic-parts", why, parts, also=["deterministic_parts", "deterministic"])
         return None
-    tp, cp, sizes = mesh.tp.size, mesh.cp.size, (model.num_attention_heads, model.num_key_value_heads)
-    if config.device == "cpu" and config.dtype != "fp8":
-        split = Split.of((*sizes, model.intermediate_size, model.vocab_size), config.seq_len)
-        split.check(tp, cp, config.seq_len)
-        return split
-    where, least = ("on GPUs", fixed_order.LEAST_CHUNK_ON_GPUS) if config.device != "cpu" else ("in fp8", LEAST_CHUNK)
-    if tp > 1:
-        why = "where sums over features are not split"
-        raise SettingError("--deterministic", f"--tp 1 {where}, {why}", tp, also=["tp"])
-    split = Split.of((1,), config.seq_len, least)
-    split.check(1, cp, config.seq_len, least)
-    return split if split.tokens > 1 else None
+    sizes = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, model.vocab_size
+    on_gpu, tp, cp = config.device != "cpu", mesh.tp.size, mesh.cp.size
+    if config.dtype == "fp8" and max(tp, parts or 1) > 1:
+        option, got = ("--tp", tp) if tp > 1 else ("--deterministic-parts", parts)
+        why = "1 with --deterministic in fp8, where sums over features are not split"
+        raise SettingError(option, why, got, also=["deterministic", "dtype"])
+    most = math.gcd(fixed_order.PARTS, *sizes)
+    for option, got in (("--deterministic-parts", parts or 1), (f"--deterministic --tp {tp}", tp)):
+        if most % got:
+            which = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
+            raise SettingError(option, f"a divisor of {most}, {which}", got, also=["tp"])
+    if on_gpu and tp > 1 and config.master_weights == "none":  # the random bits depend on an element's place
+        why = f"float32 with --deterministic --tp {tp}"
+        raise SettingError("--master-weights", why, "none", also=["deterministic", "tp"])
+    least = fixed_order.LEAST_CHUNK_ON_GPUS if on_gpu else LEAST_CHUNK
+    parts = parts or (1 if on_gpu or config.dtype == "fp8" else most)
+    split = Split.of((parts,), config.seq_len, least)
+    split.check(tp, cp, config.seq_len, least)
+    return None if split == Split() and (on_gpu or config.dtype == "fp8") else split
 
 
 def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> None:

@@ -226,6 +226,9 @@ class Ops(Protocol):
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
 
+    def bits_of_parts(self, dtype: Any) -> bool:
+        """Whether a product has the bits of its parts, computed one by one, if these do not cut its sums."""
+
     def columns_of(self, x: Array, columns: slice) -> Array:
         """A view of some columns of x (N, F), as ``low_rank`` and ``linear_weight_gradient`` take it."""
 

@@ -2,15 +2,17 @@
 
 A sum's bits depend on its order, and a matrix product's also on its shape. So one rank computes what many would:
 
-- *features*: heads, intermediate features and the vocabulary are split in ``Split.features`` equal parts. A product is
-  computed part by part, and a sum over features is a binary tree over the parts. (On CPUs; GPUs do not split them.)
+- *features*: heads, intermediate features and the vocabulary are split in ``Split.features`` equal parts. A sum over
+  features is a binary tree over the parts, in float32 on GPUs. Other products are computed part by part too, unless the
+  parts have the same bits in one product (``Ops.bits_of_parts``).
 - *tokens*: a sequence is split in chunks, and chunks i and last - i are a piece (the zigzag of ``parallel.context``).
   A micro-batch of N tokens is held piece by piece: (pieces, samples, 2, chunk), so that a rank's tokens are a run of
   rows. Everything is computed piece by piece, and a sum over tokens is a tree over the pieces.
 
 A rank of tp or cp holds a power of two of the parts or pieces, one after another: a whole subtree. Ranks exchange the
 sums of their subtrees, and each adds the rest of the tree. The same shapes give the same bits: OpenBLAS's matrix
-products depend neither on alignment nor on strides, as long as there is one thread.
+products depend neither on alignment nor on strides, as long as there is one thread, and ``cublaslt.Matmul`` chooses an
+algorithm for a shape alone.
 Numerical reproducibility by a fixed reduction tree: Villa et al. 2009 (Cray User Group).
 """
 
@@ -50,9 +52,8 @@ class Split(NamedTuple):
     def check(self, tp: int, cp: int, seq_len: int, least: int = LEAST_CHUNK) -> None:
         """ConfigError if a rank would not hold whole subtrees."""
         if self.features % tp:
-            why = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
-            expected = f"a divisor of {self.features}, {why}"
-            raise SettingError(f"--deterministic --tp {tp}", expected, tp, also=["tp"])
+            key, expected = f"--deterministic --tp {tp}", f"--deterministic-parts to be a multiple of {tp}"
+            raise SettingError(key, expected, self.features, also=["tp", "deterministic_parts"])
         if self.tokens % cp:
             length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * least}"
             expected, got = (length, seq_len) if cp in (2, 4, 8) else ("--cp 1, 2, 4 or 8", cp)
@@ -85,9 +86,12 @@ def sum_over_ranks(ops: Any, arena: Arena, axis: Axis, x: Array) -> None:
 
 
 def scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> None:
-    """out = this rank's part (first dimension) of the sum over the ranks of ``axis``, as a binary tree."""
+    """out = this rank's part (first dimension) of the sum over the ranks of ``axis``, as a binary tree.
+
+    The sum is added in the dtype of ``x``, and rounded once to that of ``out``.
+    """
     with arena.scope():
-        terms = arena.take((axis.size, *out.shape), out.dtype)
+        terms = arena.take((axis.size, *out.shape), x.dtype)
         axis.comm.all_to_all(x, terms)
         ops.add_tree(terms, out)
 
@@ -158,13 +162,21 @@ class FixedOrder(LinearOps):
 
     def _linear(self, x: Array, weight: Any, out: Array, residual: Array | None, bias: Array | None) -> None:
         ops, w = self.inner, _array(weight)
-        if not isinstance(weight, Matrix):
+        if self._at_once(weight, 1):
             ops.linear(x, w, out, residual, bias)
         elif weight.dim == 0:
             for f in weight.slices():
-                ops.linear(x, w[f], out[:, f], None, None if bias is None else bias[f])
+                ops.linear(x, w[f], self._columns(out, f), None, None if bias is None else bias[f])
         else:
-            self._sum(weight, out, lambda k, term, more: ops.linear(x[:, k], w[:, k], term, None, more), bias)
+
+            def product(k: slice, term: Array, add: bool, more: Array | None) -> None:
+                x_k, w_k = self._columns(x, k), self._columns(w, k)
+                if add:
+                    ops.low_rank(x_k, w_k, term, True, 1.0, True, self.arena)
+                else:
+                    ops.linear(x_k, w_k, term, None, more)
+
+            self._sum(weight, out, product, bias)
             if residual is not None:
                 ops.add(out, residual, out)
 
@@ -175,32 +187,66 @@ class FixedOrder(LinearOps):
 
     def _input_gradient(self, d_out: Array, weight: Any, dx: Array) -> None:
         ops, w = self.inner, _array(weight)
-        if not isinstance(weight, Matrix):
+        if self._at_once(weight, 0):
             ops.linear_input_gradient(d_out, w, dx)
         elif weight.dim == 0:
-            self._sum(weight, dx, lambda f, term, _: ops.linear_input_gradient(d_out[:, f], w[f], term))
+
+            def product(f: slice, term: Array, add: bool, _: None) -> None:
+                ops.low_rank(self._columns(d_out, f), w[f], term, False, 1.0, add, self.arena)
+
+            self._sum(weight, dx, product)
         else:
             for k in weight.slices():
-                ops.linear_input_gradient(d_out, w[:, k], dx[:, k])
+                ops.linear_input_gradient(d_out, self._columns(w, k), self._columns(dx, k))
 
     def _sum(
-        self, weight: Matrix, out: Array, product: Callable[[slice, Array, Any], None], bias: Array | None = None
+        self, weight: Matrix, out: Array, product: Callable[[slice, Array, bool, Any], None], bias: Array | None = None
     ) -> None:
-        """out = the sum of what ``product(slice, term, bias)`` writes: a tree over parts; in a part, one by one.
+        """out = the sum of what ``product(slice, term, add, bias)`` writes, or adds: a tree over parts; in a part, one
+        by one.
 
-        The first term has the ``bias``, the others None.
+        The first term has the ``bias``, in the dtype of the terms, the others None.
         """
 
-        def of_part(part: int, term: Array) -> None:
+        def of_part(part: int, term: Array, add: bool) -> None:
             first, *others = weight.parts[part]
-            product(first, term, None if part else bias)
+            with self.arena.scope():
+                more = None if part else bias
+                if more is not None and more.dtype != term.dtype:
+                    more = self.arena.take(more.shape, term.dtype)
+                    self.inner.copy(bias, more)
+                product(first, term, add, more)
             for each in others:
-                with self.arena.scope():
-                    more = self.arena.take(term.shape, term.dtype)
-                    product(each, more, None)
-                    self.inner.add(term, more, term)
+                product(each, term, True, None)
 
-        sum_tree(self.inner, self.arena, of_part, out, self.parts)
+        self._sum_parts(of_part, out, len(weight.parts[0]) == 1)
+
+    def _sum_parts(self, leaf: Callable[[int, Array, bool], None], out: Array, pairs: bool, over: Axis = ALONE) -> None:
+        """out = the sum of this rank's parts, and of those of the ranks of ``over``: in float32 on GPUs, rounded once.
+
+        ``leaf(part, term, add)`` writes the term of a part.  With ``pairs`` it adds that of every second part.
+        """
+        wide, pairs = self.inner.statistics_dtype(out.dtype), pairs and self.parts > 1
+        count = self.parts // 2 if pairs else self.parts
+        with self.arena.scope():
+            total = out if out.dtype == wide else self.arena.take(out.shape, wide)
+            terms = [total] if count == 1 else self.arena.take((count, *out.shape), wide)
+            for part in range(self.parts):
+                leaf(part, terms[part * count // self.parts], pairs and part % 2 == 1)
+            if count > 1:
+                self.inner.add_tree(terms, total)
+            sum_over_ranks(self.inner, self.arena, over, total)
+            if total is not out:
+                self.inner.copy(total, out)
+
+    def _at_once(self, weight: Any, dim: int | None = None) -> bool:
+        """Whether a product with ``weight`` is computed at once; ``dim`` is that of its sum, None if it cuts none."""
+        if not isinstance(weight, Matrix):
+            return True
+        return weight.dim != dim and self.inner.bits_of_parts(weight.array.dtype)
+
+    def _columns(self, x: Array, columns: slice) -> Array:
+        return self.inner.columns_of(x, columns)
 
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Any, accumulate: bool, arena: Arena) -> None:
         """``Ops.linear_weight_gradient``; of all ranks of cp."""
@@ -208,14 +254,15 @@ class FixedOrder(LinearOps):
 
         def of_piece(piece: int, out: Array) -> None:
             d_n, x_n = d_out[rows[piece]], x[rows[piece]]
-            if not isinstance(d_weight, Matrix):
+            if not isinstance(d_weight, Matrix) or ops.bits_of_parts(x.dtype):
                 ops.linear_weight_gradient(d_n, x_n, out, accumulate, arena)
                 return
             for each in d_weight.slices():
                 if d_weight.dim == 0:
-                    ops.linear_weight_gradient(d_n[:, each], x_n, out[each], accumulate, arena)
+                    ops.linear_weight_gradient(self._columns(d_n, each), x_n, out[each], accumulate, arena)
                 else:
-                    ops.linear_weight_gradient(d_n, x_n[:, each], out[:, each], accumulate, arena)
+                    x_k, out_k = self._columns(x_n, each), self._columns(out, each)
+                    ops.linear_weight_gradient(d_n, x_k, out_k, accumulate, arena)
 
         self.sum_pieces(of_piece, _array(d_weight))
 
@@ -224,23 +271,28 @@ class FixedOrder(LinearOps):
     ) -> None:
         """``Ops.low_rank``. A sum over features is over those of all ranks of tp, and complete on each of them."""
         w, how = _array(weight), (transposed, factor, accumulate, arena)
-        summed = isinstance(weight, Matrix) and weight.dim == transposed
         for n in self.rows(len(x)):
             x_n, out_n = x[n], out[n]
 
-            def of_part(part: int, term: Array, x_n: Array = x_n) -> None:
+            def of_part(part: int, term: Array, _: bool, x_n: Array = x_n) -> None:
                 (each,) = weight.parts[part]
-                self.inner.low_rank(x_n[:, each], w[:, each] if transposed else w[each], term, *how)
+                of_w = self._columns(w, each) if transposed else w[each]
+                self.inner.low_rank(self._columns(x_n, each), of_w, term, *how)
 
-            if not isinstance(weight, Matrix):
+            if self._at_once(weight, transposed):
                 self.inner.low_rank(x_n, w, out_n, *how)
-            elif summed:
-                sum_tree(self.inner, self.arena, of_part, out_n, self.parts)
+            elif weight.dim == transposed:
+                self._sum_parts(of_part, out_n, False, self.tp)
             else:
                 for each in weight.slices():
-                    self.inner.low_rank(x_n, w[each] if transposed else w[:, each], out_n[:, each], *how)
-        if summed:
-            sum_over_ranks(self.inner, self.arena, self.tp, out)
+                    of_w = w[each] if transposed else self._columns(w, each)
+                    self.inner.low_rank(x_n, of_w, self._columns(out_n, each), *how)
+
+    def fuses_swiglu(self, d_out: Array, weight: Any, gate_up: Array, arena: Arena) -> bool:
+        return self._at_once(weight, 0) and bool(self.inner.fuses_swiglu(d_out, _array(weight), gate_up, arena))
+
+    def linear_swiglu_backward(self, d_out: Array, weight: Any, gate_up: Array, d_gate_up: Array, arena: Arena) -> None:
+        self.inner.linear_swiglu_backward(d_out, _array(weight), gate_up, d_gate_up, arena)
 
     def sum_rows(self, x: Array, out: Any, accumulate: bool, arena: Arena) -> None:
         """``Ops.sum_rows``; of all ranks of cp."""
@@ -251,7 +303,7 @@ class FixedOrder(LinearOps):
                 self.inner.sum_rows(x[rows[piece]], term, accumulate, arena)
                 return
             for f in out.slices():
-                self.inner.sum_rows(x[rows[piece], f], term[f], accumulate, arena)
+                self.inner.sum_rows(self._columns(x[rows[piece]], f), term[f], accumulate, arena)
 
         self.sum_pieces(of_piece, _array(out))
 
@@ -310,7 +362,8 @@ class FixedOrder(LinearOps):
             super().statistics_of_parts(logits, targets, first, out, arena)
             return
         for part, columns in zip(out, equal_parts(slice(0, logits.shape[1]), self.parts), strict=True):
-            self.inner.logit_statistics(logits[:, columns], targets, first + columns.start, part, arena)
+            of_part = self._columns(logits, columns)
+            self.inner.logit_statistics(of_part, targets, first + columns.start, part, arena)
 
 
 def _array(matrix: Any) -> Array:

@@ -149,6 +149,10 @@ def linear_weight_gradient(d_out: Array, x: Array, d_weight: Array, accumulate: 
     multiply(d_out.T, x, d_weight, accumulate, arena)
 
 
+def bits_of_parts(dtype: Any) -> bool:
+    return False
+
+
 def columns_of(x: Array, columns: slice) -> Array:
     return x[:, columns]
 

@@ -87,6 +87,10 @@ class TensorParallel:
         """Memory for the rows of all ranks. None with one rank, which needs no such memory."""
         return None if self.size == 1 else arena.take((self.tokens(len(x_nD)), *x_nD.shape[1:]), x_nD.dtype)
 
+    def empty_terms(self, x_nD: Array, arena: Arena, shared_ND: Array = None) -> Array:
+        """Memory for what ``start_sum`` adds up, for the rows of all ranks: ``shared_ND`` if that serves."""
+        return self.empty_rows(x_nD, arena) if shared_ND is None else shared_ND
+
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
         """Start to reduce-scatter ``halves`` of the rows of ``term_ND`` (None: all): the sums of this rank's rows.
 
@@ -132,6 +136,16 @@ class FixedTensorParallel(TensorParallel):
     def __init__(self, ops: Ops, axis: Axis, first: int, copies: Axis, arena: Arena) -> None:
         super().__init__(ops, axis, first, copies)
         self.arena, self.owns_replicated, self.in_order = arena, True, True
+
+    def halves(self, tokens: int) -> list[Half]:
+        return [Half(slice(0, tokens), slice(0, self.rows(tokens)))]
+
+    def empty_terms(self, x_nD: Array, arena: Arena, shared_ND: Array = None) -> Array:
+        """In float32 on GPUs, so that a sum over ranks is rounded once, as on one rank."""
+        wide = self.ops.statistics_dtype(x_nD.dtype)
+        if self.size == 1 or wide == x_nD.dtype:
+            return super().empty_terms(x_nD, arena, shared_ND)
+        return arena.take((self.tokens(len(x_nD)), *x_nD.shape[1:]), wide)
 
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
         scatter_sum(self.ops, self.arena, self.axis, term_ND, out_nD)

@@ -125,10 +125,15 @@ class QueuedOps(HostOps):
     """The model's operations are numpy's, and what optimizers have in common (fibers are slow); update rules are the
     host's.  All go the way of ``on_device``."""
 
+    def __init__(self, sequential=False):
+        super().__init__()
+        self.sequential = sequential
+
     def __getattribute__(self, name):
         if name not in OPERATIONS:
             return object.__getattribute__(self, name)
-        return lambda *arguments: on_device(_numpy(name, arguments))
+        operations = _InOrder if self.sequential and name in vars(_InOrder) else reference
+        return lambda *arguments: on_device(_numpy(name, arguments, operations))
 
     def launch(self, file, name, grid, block, *arguments, **options):
         launch = super().launch
@@ -147,7 +152,33 @@ class QueuedOps(HostOps):
         on_device(run)
 
 
-def _numpy(name, arguments):
+class _InOrder:
+    """The products of an algorithm that adds the terms of an element one after another, whatever the shape."""
+
+    def linear(x, weight, out, residual=None, bias=None):
+        out[...] = _product(x, weight.T)
+        for more in (bias, residual):
+            if more is not None:
+                out += more
+
+    def linear_input_gradient(d_out, weight, dx):
+        dx[...] = _product(d_out, weight)
+
+    def linear_weight_gradient(d_out, x, d_weight, accumulate, arena):
+        d_weight[...] = _product(d_out.T, x) + (d_weight if accumulate else 0)
+
+    def low_rank(x, weight, out, transposed, factor, accumulate, arena):
+        out[...] = factor * _product(x, weight.T if transposed else weight) + (out if accumulate else 0)
+
+
+def _product(a, b):
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for k in range(a.shape[1]):
+        total += a[:, k, None] * b[k]
+    return total
+
+
+def _numpy(name, arguments, operations=reference):
     """The work of an operation: numpy's, on copies of those arrays that do not lie in memory as it wants."""
     arrays = {}
     columns = name in COLUMN_MAJOR
@@ -173,7 +204,7 @@ def _numpy(name, arguments):
     if name == "attention_backward" and len(values) == 5:  # with a gradient of keys and values
         values[-1] = values[-1].T
     copied = [(memory, copy) for _, memory, copy in arrays.values() if memory is not copy]
-    operation = getattr(reference, name)
+    operation = getattr(operations, name)
 
     def run(held=arguments):
         with np.errstate(all="ignore"):  # as in ``reference.step``: a trial of kernels computes on memory as it is
@@ -511,7 +542,7 @@ def host_engine(monkeypatch) -> None:
         (engine_module, "pool_of"): lambda device: SimpleNamespace(trim=lambda: None),
         (engine_module, "driver"): SimpleNamespace(set_device=lambda device: None),
         (engine_module, "device_info"): lambda device: about,
-        (engine_module, "CudaOps"): lambda device, stream=None, **options: QueuedOps(),
+        (engine_module, "CudaOps"): lambda device, stream=None, **options: QueuedOps(options.get("sequential")),
         (engine_module.cublaslt, "stored_algorithms"): lambda device: SimpleNamespace(
             known=algorithms, keep=algorithms.update
         ),

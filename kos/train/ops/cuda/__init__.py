@@ -30,13 +30,14 @@ from kos.memory.array import Array
 from kos.train.data.batch import Batch
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, CudaLoss, Mask, Scaled, of_function
 from kos.train.ops.cuda import attention, fp8
-from kos.train.ops.cuda.cublaslt import Columns, Matmul
+from kos.train.ops.cuda.cublaslt import Columns, Matmul, row_of
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
 from kos.train.ops.cuda.swiglu import HOPPER, SwigluOps
 from kos.train.ops.norm import Normalize
 
 KERNELS = Path(__file__).parent / "kernels"
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
+TERMS = 8  # that are added in one pass
 INT32 = DTYPES["int32"]
 
 
@@ -44,26 +45,31 @@ class CudaOps(NormOps, SwigluOps):
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products use ``algorithms``, to which callers may add before a shape's first use; ``search`` times those
-    that are then missing, and adds them.  ``multiple`` is that of ``Matmul``.
+    that are then missing, and adds them.  ``multiple`` and ``sequential`` are those of ``Matmul``.
     """
 
     one_scale = False
 
     few_rows = 16
 
+    sequential = False
+
     overlap_rows: int | None = 2048
     """Products of fewer rows leave multiprocessors idle: a thread block computes up to 256 rows and 128 columns."""
 
     def __init__(
         self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False,
-        multiple: int | None = None,
+        multiple: int | None = None, sequential: bool = False,
     ) -> None:  # fmt: skip
         driver.set_device(device)
         self.device = device
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
         self.algorithms = {} if algorithms is None else algorithms
         self.search = search
-        self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
+        self.sequential = sequential
+        self.matmul = Matmul(
+            device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple, sequential=sequential
+        )
         self.multiprocessors = device_info(device).multiprocessors
         self.attention_kernels = attention.fastest_kernels(device)  # from which ``attention.kernel_set`` chooses
         self.swiglu_kernel = device_info(device).arch == HOPPER
@@ -156,13 +162,14 @@ class CudaOps(NormOps, SwigluOps):
 
     def add_tree(self, terms: Array, out: Array) -> None:
         """out = ((t0 + t1) + (t2 + t3)) + …; the number of ``terms`` is a power of two, and they are overwritten."""
-        count = len(terms)
-        while count > 1:
-            count //= 2
-            for i in range(count):
-                self.add(terms[2 * i], terms[2 * i + 1], terms[i] if count > 1 else out)
-        if len(terms) == 1:
-            self.copy(terms[0], out)
+        while len(terms) > TERMS:
+            for i in range(0, len(terms), TERMS):
+                self._add_terms(terms[i : i + TERMS], terms[i // TERMS])
+            terms = terms[: len(terms) // TERMS]
+        self._add_terms(terms, out)
+
+    def _add_terms(self, terms: Array, out: Array) -> None:
+        self._elementwise("add_tree", out, terms, out, out.size, SOURCE=terms.dtype.name, TERMS=len(terms))
 
     def cast(self, source: Array, out: Array) -> None:
         """out = source, of another dtype."""
@@ -178,6 +185,7 @@ class CudaOps(NormOps, SwigluOps):
         """A thread computes the elements of ``of`` in one memory access; accesses divide ``row``, or the whole."""
         width = access_width(row or of.size, of, *(x for x in arguments if isinstance(x, Array)))
         every: dict[str, Any] = {"DTYPE": of.dtype.name, "WIDTH": width, "COLUMNS": width, "SOURCE": "float32"}
+        every["TERMS"] = 1
         if packs := of.size // width:
             self.launch("elementwise.cu", name, -(-packs // BLOCK), BLOCK, *arguments, packs, **every | defines)
 
@@ -219,9 +227,9 @@ class CudaOps(NormOps, SwigluOps):
             counts = arena.take((tiles, DIGITS), INT32)
             buffers = arena.take((2, 2, n), INT32)
             edges = arena.take((runs, 2, columns), FLOAT32)
-            keys, positions, largest = tokens, 0, vocabulary - 1
-            if first is not None:
-                keys, largest = arena.take((n,), INT32), vocabulary
+            keys, positions, begin, largest = tokens, 0, 0, vocabulary - 1
+            if first is not None:  # tokens of other parts keep their places, so that runs are cut as on one rank
+                keys, begin, largest = arena.take((n,), INT32), 1, vocabulary + 1
                 launch("count_from", -(-n // BLOCK), BLOCK, tokens, n, first, vocabulary, keys)
             for turn, shift in enumerate(range(0, max(1, largest.bit_length()), DIGIT_BITS)):
                 keys_out, positions_out = buffers[turn % 2][0], buffers[turn % 2][1]
@@ -229,8 +237,8 @@ class CudaOps(NormOps, SwigluOps):
                 launch("scan", 1, DIGITS, counts, tiles)
                 launch("scatter", tiles, TILE, keys, positions, n, shift, counts, keys_out, positions_out)
                 keys, positions = keys_out, positions_out
-            launch("sum_runs", grid, threads, d_out, keys, positions, n, d_table, vocabulary, edges)
-            launch("join_runs", grid, threads, keys, n, d_table, vocabulary, edges)
+            launch("sum_runs", grid, threads, d_out, keys, positions, n, d_table, begin, vocabulary, edges)
+            launch("join_runs", grid, threads, keys, n, d_table, begin, vocabulary, edges)
 
     # --- linear --------------------------------------------------------------------------------------
 
@@ -255,6 +263,9 @@ class CudaOps(NormOps, SwigluOps):
 
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
+
+    def bits_of_parts(self, dtype: Any) -> bool:
+        return self.sequential and bool(dtype.name == "bfloat16")
 
     def columns_of(self, x: Array, columns: slice) -> Array:
         return Columns(x, columns)
@@ -413,7 +424,7 @@ class CudaOps(NormOps, SwigluOps):
                 self.copy(array, out)
 
     def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
-        self._of_parts("logit_statistics", logits, 0, targets, first, out)
+        self._of_parts("logit_statistics", logits, 0, row_of(logits), targets, first, out)
 
     def cross_entropy_of_parts(
         self, logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array,
@@ -424,7 +435,7 @@ class CudaOps(NormOps, SwigluOps):
 
     def _of_parts(self, name: str, logits: Array, backward: int, *operands: Any) -> None:
         rows, vocabulary = logits.shape
-        width = access_width(vocabulary, logits)
+        width = access_width(math.gcd(vocabulary, row_of(logits)), logits)
         threads = min(512, _power_of_two(-(-vocabulary // width)))
         if rows:
             self._entropy(

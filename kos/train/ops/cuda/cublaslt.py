@@ -59,7 +59,7 @@ class Columns(Array):
     def __init__(self, x: Array, columns: slice) -> None:
         pointer, shape = x.pointer + columns.start * x.dtype.itemsize, (x.shape[0], columns.stop - columns.start)
         super().__init__(pointer, shape, x.dtype, x.device, owner=x.owner, stream=x.stream)
-        self.row, self.start = row_of(x), columns.start
+        self.row, self.start = row_of(x), getattr(x, "start", 0) + columns.start
 
     def __getitem__(self, index: Any) -> Array:
         start, stop, _ = index.indices(self.shape[0])
@@ -79,14 +79,17 @@ class Matmul:
     Operands of three dimensions are several matrices each, of as many products.
 
     ``algorithms`` holds the algorithm of each shape; with ``search`` missing ones are timed and added.  ``multiple``:
-    all operands begin at multiples of this many elements, and the choice of an algorithm depends on no address.
+    all operands begin at multiples of this many elements, and the choice of an algorithm depends on shapes alone: on no
+    address, and not on the rows of which an operand is some columns.  ``sequential``: only algorithms that add up the
+    terms of an element one after another, not in several parts.  In bfloat16, on Hopper, an element then has the same
+    bits whatever the shape of the output (``tests/train/test_device_ops.py``).
     """
 
     def __init__(
         self, device: int, stream: Any, *, algorithms: dict[str, str] | None = None, search: bool = False,
-        multiple: int | None = None,
+        multiple: int | None = None, sequential: bool = False,
     ) -> None:  # fmt: skip
-        self.device, self.multiple = device, multiple
+        self.device, self.multiple, self.sequential = device, multiple, sequential
         self.stream = streams.handle(stream)
         self.algorithms, self.search = {} if algorithms is None else algorithms, search
         self.lt = _library()
@@ -184,6 +187,15 @@ class Matmul:
         self._set_pointers(operation, bias, scales)
         first, second, result = (self._layout(x) for x in (b, a, out))
         plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
+        if self.multiple is not None:
+            first, second, result = (self._layout(x, x.shape[-1]) for x in (b, a, out))
+            apart = plan._replace(layouts=(first, second, result))
+            (algorithm,) = self._candidates(apart, a, b, out if c is None else c, out)
+            if not self._usable(plan, algorithm):
+                raise BackendUnavailable(
+                    f"cuBLASLt's algorithm for {a} {b} -> {out} does not take some of their columns"
+                )
+            return plan._replace(algorithm=algorithm)
         name = " ".join(map(str, key))
         known = _algorithm(self.algorithms.get(name))
         if known is not None:
@@ -197,9 +209,9 @@ class Matmul:
         self.algorithms[name] = best.tobytes().hex()
         return plan._replace(algorithm=best)
 
-    def _layout(self, x: Array) -> int:
+    def _layout(self, x: Array, row: int | None = None) -> int:
         rows, columns = x.shape[-2:]
-        layout = int(self.lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], columns, rows, row_of(x)))
+        layout = int(self.lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], columns, rows, row or row_of(x)))
         if len(x.shape) == 3:
             of = self.lt.MatrixLayoutAttribute
             for attribute, value in (
@@ -214,7 +226,9 @@ class Matmul:
         lt = self.lt
         preference = lt.matmul_preference_create()
         limits: dict[str, Any] = {"MAX_WORKSPACE_BYTES": np.array([WORKSPACE], np.uint64)}
-        if out.dtype.itemsize < 4:  # parts of a sum over K must not be rounded before they are added
+        if self.sequential:
+            limits["REDUCTION_SCHEME_MASK"] = np.array([lt.ReductionScheme.NONE], np.uint32)
+        elif out.dtype.itemsize < 4:  # parts of a sum over K must not be rounded before they are added
             limits["REDUCTION_SCHEME_MASK"] = np.array([lt.ReductionScheme.COMPUTE_TYPE], np.uint32)
         for which, operand in zip("ABCD", (b, a, c, out), strict=True):
             limits[f"MIN_ALIGNMENT_{which}_BYTES"] = np.array([self._alignment(operand)], np.uint32)
@@ -242,9 +256,10 @@ class Matmul:
         at = array.pointer if self.multiple is None else self.multiple * array.dtype.itemsize
         if array.dtype.itemsize == 1:  # an arena's or a store's own, not a part of a layout
             at = 0
-        bits = at | (row_of(array) | getattr(array, "start", 0)) * array.dtype.itemsize | 256
-        if array.pointer % (bits & -bits):
-            raise InvalidArgument(f"matmul: expected an address that is a multiple of {bits & -bits}, got {array}")
+        row = row_of(array) | getattr(array, "start", 0) if self.multiple is None else array.shape[-1]
+        bits = at | row * array.dtype.itemsize | 256
+        if (array.pointer | row_of(array) * array.dtype.itemsize) % (bits & -bits):
+            raise InvalidArgument(f"matmul: expected rows that begin at multiples of {bits & -bits} bytes, got {array}")
         return bits & -bits
 
     def _usable(self, plan: Plan, algorithm: np.ndarray[Any, Any]) -> bool:

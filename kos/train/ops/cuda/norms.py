@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops.cuda.cublaslt import row_of
 from kos.train.ops.norm import Normalize
 
 BLOCK = 256  # threads of an elementwise block
@@ -25,13 +27,14 @@ class NormOps:
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         rows, columns = x.shape
-        width = access_width(columns, x)
+        row = row_of(x)
+        width = access_width(math.gcd(columns, row), x)
         across = -(-columns // (32 * width))
         blocks = max(1, min(-(-rows // 8), 4 * self.multiprocessors // across))
         with arena.scope():
             partial = arena.take((blocks, columns), FLOAT32)
             self.launch(
-                "sums.cu", "sum_rows", (across, blocks), 256, x, partial, rows,
+                "sums.cu", "sum_rows", (across, blocks), 256, x, row, partial, rows,
                 DTYPE=x.dtype.name, WIDTH=width, COLUMNS=columns, GRADIENT="float32", ACCUMULATE=0,
             )  # fmt: skip
             self._add_partials(partial, 0, out, x, accumulate)

@@ -128,12 +128,12 @@ cross_entropy(T* logits, const int* targets, const float* count, float* losses, 
 }
 
 // Of a part of a vocabulary, from `first` on: out (3, rows) = each row's maximum, its sum of exp(x - maximum) and the
-// target's logit, 0 where that is in another part.  A block a row.
+// target's logit, 0 where that is in another part.  Rows of logits are `stride` elements apart.  A block a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-logit_statistics(const T* logits, const int* targets, int first, float* out) {
+logit_statistics(const T* logits, long stride, const int* targets, int first, float* out) {
     __shared__ Sum parts[32];
     const long at = blockIdx.x, rows = gridDim.x;
-    const T* row = logits + at * VOCABULARY;
+    const T* row = logits + at * stride;
     const int target = targets[at] < 0 ? -1 : targets[at] - first;
     const float logit = target >= 0 && target < VOCABULARY ? widen(row[target]) : 0;
     Sum sum = {LOWEST, 0};

@@ -1,7 +1,7 @@
 // add, cast, columns of a row, swiglu, gelu and their backward: one pass, 16-byte accesses, nothing kept.
 //
 // -DDTYPE (activations) -DWIDTH -DCOLUMNS (swiglu's F, columns of a row: a constant so that rows and columns of an index cost
-// no division) -DSOURCE (cast's input).  Grids cover all packs of WIDTH elements; `packs` is their number.
+// no division) -DSOURCE (the input of cast and add_tree) -DTERMS (of add_tree).  Grids cover all packs of WIDTH elements; `packs` is their number.
 #include "swiglu.cuh"
 
 using T = DTYPE;
@@ -19,6 +19,22 @@ extern "C" __global__ void add(const T* a, const T* b, T* out, long packs) {
 #pragma unroll
     for (int j = 0; j < W; ++j) x[j] += y[j];
     store(out + i * W, x);
+}
+
+// out = ((t0 + t1) + (t2 + t3)) + …, rounded once, of TERMS terms that are `stride` elements apart; out may be the first.
+extern "C" __global__ void add_tree(const SOURCE* terms, T* out, long stride, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    float x[TERMS][W];
+#pragma unroll
+    for (int k = 0; k < TERMS; ++k) load(x[k], terms + k * stride + i * W);
+#pragma unroll
+    for (int count = TERMS / 2; count; count /= 2)
+#pragma unroll
+        for (int k = 0; k < count; ++k)
+#pragma unroll
+            for (int j = 0; j < W; ++j) x[k][j] = x[2 * k][j] + x[2 * k + 1][j];
+    store(out + i * W, x[0]);
 }
 
 extern "C" __global__ void cast(const SOURCE* source, T* out, long packs) {

@@ -27,10 +27,11 @@ extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, 
     store(out + item * W, x);
 }
 
-// out (n,) = tokens counted from `first`; those beyond a table that begins there become `vocabulary`.
+// out (n,) = keys of tokens for a table that begins at token `first`: 0 before it, vocabulary + 1 beyond it, and those
+// of its rows from 1 on.
 extern "C" __global__ void count_from(const int* tokens, int n, int first, unsigned vocabulary, int* out) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = min(unsigned(tokens[i] - first), vocabulary);
+    if (i < n) out[i] = tokens[i] < first ? 0 : min(unsigned(tokens[i] - first), vocabulary) + 1;
 }
 
 __device__ __forceinline__ int digit_of(int key, int shift) { return key >> shift & (DIGITS - 1); }
@@ -94,9 +95,9 @@ scatter(const int* keys, const int* positions, int n, int shift, const int* offs
 }
 
 template <class G>
-__device__ __forceinline__ void put(G* d_table, int key, unsigned vocabulary, int column, float (&sum)[W]) {
-    if (unsigned(key) >= vocabulary) return;
-    G* at = d_table + long(key) * D + column;
+__device__ __forceinline__ void put(G* d_table, int row, unsigned vocabulary, int column, float (&sum)[W]) {
+    if (unsigned(row) >= vocabulary) return;
+    G* at = d_table + long(row) * D + column;
     if (ACCUMULATE) {
         float there[W];
         load(there, at);
@@ -107,13 +108,14 @@ __device__ __forceinline__ void put(G* d_table, int key, unsigned vocabulary, in
 }
 
 // Block (x, y): sorted positions [32 x, 32 x + 32), columns from y blockDim.x W.  edges (gridDim.x, 2, D): the
-// sums of a run that comes from the block before (0), and of one that starts here and goes on (1).
+// sums of a run that comes from the block before (0), and of one that starts here and goes on (1).  The keys of the
+// table's rows begin at `begin`.
 extern "C" __global__ void sum_runs(const T* __restrict__ d_out, const int* __restrict__ keys,
                                     const int* __restrict__ positions, int n, GRADIENT* __restrict__ d_table,
-                                    unsigned vocabulary, float* __restrict__ edges) {
+                                    int begin, unsigned vocabulary, float* __restrict__ edges) {
     __shared__ int key[RUN + 2], position[RUN];  // with the keys before and after
     const int first = blockIdx.x * RUN, count = min(RUN, n - first);
-    if (unsigned(keys[first]) >= vocabulary) return;  // nor is any after it in the table
+    if (keys[first] - begin >= int(vocabulary) || keys[first + count - 1] < begin) return;  // none is in the table
     if (threadIdx.x < RUN && threadIdx.x < count) position[threadIdx.x] = positions[first + threadIdx.x];
     for (int i = threadIdx.x; i < count + 2; i += blockDim.x) {
         const int at = first + i - 1;
@@ -144,7 +146,7 @@ extern "C" __global__ void sum_runs(const T* __restrict__ d_out, const int* __re
             else if (goes_on)
                 store(edges + (long(blockIdx.x) * 2 + 1) * D + column, sum);
             else
-                put(d_table, key[i + 1], vocabulary, column, sum);
+                put(d_table, key[i + 1] - begin, vocabulary, column, sum);
             from_before = false;
 #pragma unroll
             for (int j = 0; j < W; ++j) sum[j] = 0;
@@ -153,13 +155,13 @@ extern "C" __global__ void sum_runs(const T* __restrict__ d_out, const int* __re
 }
 
 // A run that starts in block x and goes on: its partial sums, in order.
-extern "C" __global__ void join_runs(const int* __restrict__ keys, int n, GRADIENT* __restrict__ d_table,
+extern "C" __global__ void join_runs(const int* __restrict__ keys, int n, GRADIENT* __restrict__ d_table, int begin,
                                      unsigned vocabulary, const float* __restrict__ edges) {
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
     const int last = (blockIdx.x + 1) * RUN - 1;
     if (last + 1 >= n || keys[last] != keys[last + 1]) return;
     const int key = keys[last], first = blockIdx.x * RUN;
-    if (unsigned(key) >= vocabulary) return;
+    if (unsigned(key - begin) >= vocabulary) return;
     if (first > 0 && keys[first] == key && keys[first - 1] == key) return;  // it started earlier
     int blocks = 0;  // that it goes on through
     for (int found = blockDim.x; found == blockDim.x; blocks += found) {
@@ -177,5 +179,5 @@ extern "C" __global__ void join_runs(const int* __restrict__ keys, int n, GRADIE
 #pragma unroll
         for (int j = 0; j < W; ++j) sum[j] += x[j];
     }
-    put(d_table, key, vocabulary, column, sum);
+    put(d_table, key - begin, vocabulary, column, sum);
 }

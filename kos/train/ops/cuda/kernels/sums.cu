@@ -7,8 +7,10 @@
 using T = DTYPE;
 constexpr int W = WIDTH, D = COLUMNS;
 
-// partial (gridDim.y, D): sums of every gridDim.y-th 8 rows; a block of 32 x 8 threads takes 32 WIDTH columns.
-extern "C" __global__ void sum_rows(const T* __restrict__ x, float* __restrict__ partial, long rows) {
+// partial (gridDim.y, D): sums of every gridDim.y-th 8 rows of x, which are `stride` elements apart.  A block of 32 x 8
+// threads takes 32 WIDTH columns.
+extern "C" __global__ void sum_rows(const T* __restrict__ x, long stride, float* __restrict__ partial,
+                                    long rows) {
     __shared__ float all[8][32 * W];
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32, first = blockIdx.x * 32 * W, at = first + lane * W;
     float sum[W] = {};
@@ -16,7 +18,7 @@ extern "C" __global__ void sum_rows(const T* __restrict__ x, float* __restrict__
 #pragma unroll 4
         for (long row = long(blockIdx.y) * 8 + group; row < rows; row += long(gridDim.y) * 8) {
             float v[W];
-            load(v, x + row * D + at);
+            load(v, x + row * stride + at);
 #pragma unroll
             for (int j = 0; j < W; ++j) sum[j] += v[j];
         }
