@@ -18,11 +18,11 @@ def ops(request, monkeypatch):
     """The operations of a GPU in tests that are marked ``gpu``, and emulated ones in others."""
     if request.node.get_closest_marker("gpu"):
         made = CudaOps(0, search=True)
-        return made if made.swiglu_kernel else pytest.skip("needs a Hopper GPU")
+        return made if made.hopper else pytest.skip("needs a Hopper GPU")
     emulator.host_memory(monkeypatch)
     monkeypatch.setattr(attention, "tensor_map", emulator.HostMap.of)
     made = emulator.HostOps()
-    made.shared_memory, made.swiglu_kernel = 227 << 10, True
+    made.shared_memory, made.hopper = 227 << 10, True
     return made
 
 

@@ -229,6 +229,15 @@ class Ops(Protocol):
     def bits_of_parts(self, dtype: Any) -> bool:
         """Whether a product has the bits of its parts, computed one by one, if these do not cut its sums."""
 
+    def product_of_parts(
+        self, x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]]
+    ) -> bool:
+        """out = x weight, or x weight^T if ``transposed``. Its sums are added as a binary tree over ``parts``.
+
+        A part is slices of the columns of ``x``, of equal sizes in each part. ``out`` may be of
+        ``statistics_dtype``. False: nothing was computed, because the dialect has no such kernel for these arrays.
+        """
+
     def columns_of(self, x: Array, columns: slice) -> Array:
         """A view of some columns of x (N, F), as ``low_rank`` and ``linear_weight_gradient`` take it."""
 

@@ -176,7 +176,8 @@ class FixedOrder(LinearOps):
                 else:
                     ops.linear(x_k, w_k, term, None, more)
 
-            self._sum(weight, out, product, bias)
+            if bias is not None or not ops.product_of_parts(x, w, out, True, weight.parts):
+                self._sum(weight, out, product, bias)
             if residual is not None:
                 ops.add(out, residual, out)
 
@@ -194,7 +195,8 @@ class FixedOrder(LinearOps):
             def product(f: slice, term: Array, add: bool, _: None) -> None:
                 ops.low_rank(self._columns(d_out, f), w[f], term, False, 1.0, add, self.arena)
 
-            self._sum(weight, dx, product)
+            if not ops.product_of_parts(d_out, w, dx, False, weight.parts):
+                self._sum(weight, dx, product)
         else:
             for k in weight.slices():
                 ops.linear_input_gradient(d_out, self._columns(w, k), self._columns(dx, k))

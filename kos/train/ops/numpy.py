@@ -153,6 +153,12 @@ def bits_of_parts(dtype: Any) -> bool:
     return False
 
 
+def product_of_parts(
+    x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]]
+) -> bool:
+    return False
+
+
 def columns_of(x: Array, columns: slice) -> Array:
     return x[:, columns]
 

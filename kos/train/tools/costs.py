@@ -24,7 +24,7 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.norm import Normalize
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables",
-           "columns_of", "fuses_swiglu"}  # fmt: skip
+           "columns_of", "fuses_swiglu", "bits_of_parts", "product_of_parts"}  # fmt: skip
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
 IN_PLACE = {"cross_entropy": 0, "normalize_backward": 4}
 """Which argument an operation reads and writes."""

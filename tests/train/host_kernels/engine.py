@@ -115,7 +115,7 @@ COLUMN_MAJOR = {
     for backward in ("", "_backward")
 }  # fmt: skip
 MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero",
-             "columns_of"}  # fmt: skip
+             "columns_of", "bits_of_parts", "product_of_parts"}  # fmt: skip
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
 OPERATIONS -= {"own_loss"}  # the device's, of the program's arrays or kernel

@@ -96,6 +96,10 @@ static void wgmma(float (&d)[Values], unsigned a, unsigned b, int add) {
     multiply_shared(d, a, b, true, false, add);
 }
 template <int Values>
+static void wgmma_k_major(float (&d)[Values], unsigned a, unsigned b, int add) {
+    multiply_shared(d, a, b, true, true, add);
+}
+template <int Values>
 static void wgmma(float (&d)[Values], const unsigned* a, unsigned b) {
     float rows[2][16];
     memcpy(shown[current], a, 16);

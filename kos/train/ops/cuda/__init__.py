@@ -32,6 +32,7 @@ from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Columns, Matmul, row_of
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
+from kos.train.ops.cuda.parts import PartsOps
 from kos.train.ops.cuda.swiglu import HOPPER, SwigluOps
 from kos.train.ops.norm import Normalize
 
@@ -41,7 +42,7 @@ TERMS = 8  # that are added in one pass
 INT32 = DTYPES["int32"]
 
 
-class CudaOps(NormOps, SwigluOps):
+class CudaOps(NormOps, SwigluOps, PartsOps):
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products use ``algorithms``, to which callers may add before a shape's first use; ``search`` times those
@@ -72,7 +73,7 @@ class CudaOps(NormOps, SwigluOps):
         )
         self.multiprocessors = device_info(device).multiprocessors
         self.attention_kernels = attention.fastest_kernels(device)  # from which ``attention.kernel_set`` chooses
-        self.swiglu_kernel = device_info(device).arch == HOPPER
+        self.hopper = device_info(device).arch == HOPPER
         self.one_scale = device_info(device).compute_capability != fp8.OF_BLOCKS
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes

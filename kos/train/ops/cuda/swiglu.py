@@ -21,8 +21,8 @@ class SwigluOps:
     search = False
     """Whether shapes that ``algorithms`` lacks are measured."""
 
-    swiglu_kernel = False
-    """Whether this GPU has the kernel of ``linear_swiglu_backward``."""
+    hopper = False
+    """Whether this GPU has the tensor cores of the kernels in ``*_hopper.cu``."""
 
     algorithms: dict[str, str]
     multiprocessors: int
@@ -41,7 +41,7 @@ class SwigluOps:
     def fuses_swiglu(self, d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
         operands = d_out, weight, gate_up
         taken = all(type(x) is Array and x.dtype.name == "bfloat16" and x.pointer % 16 == 0 for x in operands)
-        if not (self.swiglu_kernel and taken) or weight.shape[1] % 64 or d_out.shape[1] % 8:
+        if not (self.hopper and taken) or weight.shape[1] % 64 or d_out.shape[1] % 8:
             return False
         name = f"linear_swiglu_backward {d_out.shape} {weight.shape}"
         if name not in self.algorithms and self.search:

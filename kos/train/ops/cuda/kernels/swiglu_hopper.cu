@@ -13,17 +13,16 @@
 // writes these from the stage to memory.  Such a stage becomes free when the next one is written.  The last one of a
 // tile becomes free during the block's next tile.
 //
-// Order of the tiles: GROUP rows of tiles together, column after column, so that blocks that run at the same time share
-// a and b in L2.  Rows must begin at multiples of 16 bytes, and N must be a multiple of 64.
+// Rows must begin at multiples of 16 bytes, and N must be a multiple of 64.
 //
 // The matmul has the design of DeepGEMM (github.com/deepseek-ai/DeepGEMM), of CUTLASS's cooperative kernel, and of the
 // example that github.com/pranjalssh published.
-#include "hopper.cuh"
+#include "matmul_hopper.cuh"
 #include "swiglu.cuh"
 
 constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, GROUP = 16;
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
-constexpr int PANEL_BYTES = 64 * ROW_BYTES, PANELS = (BM + BN) / 64, STAGE_BYTES = PANELS * PANEL_BYTES;
+constexpr int PANELS = (BM + BN) / 64, STAGE_BYTES = PANELS * PANEL_BYTES;
 constexpr int A_BYTES = BM / 64 * PANEL_BYTES, UP = CONSUMERS * PANEL_BYTES;  // where b begins, and where up does
 
 struct Shared {
@@ -33,17 +32,6 @@ struct Shared {
 struct Size {
     int M, N, K;
 };
-
-// Calls what(row, column) for each tile of this block in turn.
-template <typename What>
-__device__ inline void for_each_tile(const Size& size, What what) {
-    const int rows = (size.M + BM - 1) / BM, columns = (size.N + BN - 1) / BN;
-    for (int unit = blockIdx.x; unit < rows * columns; unit += gridDim.x) {
-        const int begin = unit / (GROUP * columns) * GROUP, high = min(GROUP, rows - begin);
-        const int inside = unit - begin * columns;
-        what((begin + inside % high) * BM, inside / high * BN);
-    }
-}
 
 __device__ inline void produce(char* ring_memory, Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
                                const TensorMap& map_gate_up, const Size& size) {
@@ -57,7 +45,7 @@ __device__ inline void produce(char* ring_memory, Shared& shared, const TensorMa
     auto load = [&](char* at, const TensorMap& map, int column, int row) {
         load_box(at, map, &shared.full[ring.stage], column, 0, row, 0);
     };
-    for_each_tile(size, [&](int m, int n) {
+    for_each_tile<BM, BN, GROUP>(size.M, size.N, [&](int m, int n) {
         for (int k = 0; k < size.K; k += BK, ring.next()) {
             char *a = next(PANELS), *b = a + A_BYTES;
             load(a, map_a, k, m);
@@ -111,7 +99,7 @@ __device__ inline void consume(char* ring_memory, Shared& shared, const TensorMa
     };
     Ring<STAGES> ring;
     bool writing = false;  // whether TMA still reads the previous stage
-    for_each_tile(size, [&](int m, int n) {
+    for_each_tile<BM, BN, GROUP>(size.M, size.N, [&](int m, int n) {
         float d[BN / 2];
         for (int k = 0; k < size.K; k += BK, ring.next()) {
             barrier_wait(&shared.full[ring.stage], ring.phase);

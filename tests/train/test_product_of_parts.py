@@ -1,0 +1,88 @@
+"""Matmuls whose sums are added part by part, on a Hopper GPU or on the host, where tensor cores are emulated."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kos.memory.array import Array
+from kos.train.ops.cuda import CudaOps, attention
+from tests.host_compiler import needs_compiler
+from tests.train.host_kernels import emulator
+
+Q, KV = 128, 64  # columns of a part, of members of different sizes
+CASES = [  # rows, columns, sizes of the members of a part, parts, transposed, dtype of the output
+    (128, 128, (64,), 1, True, "bfloat16"), (200, 136, (128,), 2, True, "float32"), (72, 264, (64,), 4, True, "bfloat16"),
+    (136, 200, (Q, KV, KV), 2, False, "bfloat16"), (130, 128, (64, 64), 4, False, "float32"),
+    (64, 72, (64,), 8, False, "bfloat16"), (128, 136, (64,), 8, True, "float32"),
+]  # fmt: skip
+LARGE = [(5000, 2048, (256,), 8, True, "bfloat16"), (4096, 2048, (Q, KV, KV), 8, False, "float32"),
+         (4096, 2048, (Q, KV, KV), 4, False, "bfloat16"), (8192, 768, (512, 512), 2, False, "bfloat16"),
+         (8192, 2048, (1024,), 1, False, "float32")]  # fmt: skip
+
+
+@pytest.fixture
+def ops(request, monkeypatch):
+    """The operations of a GPU in tests that are marked ``gpu``, and emulated ones in others."""
+    if request.node.get_closest_marker("gpu"):
+        made = CudaOps(0, multiple=64, sequential=True)
+        if not made.hopper:
+            pytest.skip("needs a Hopper GPU")
+    else:
+        emulator.host_memory(monkeypatch)
+        monkeypatch.setattr(attention, "tensor_map", emulator.HostMap.of)
+        made = emulator.HostOps()
+        made.hopper, made.sequential, made.shared_memory = True, True, 227 << 10
+    made.multiprocessors = 3  # so that small outputs are taken, and a block has several tiles
+    return made
+
+
+def operands(rng, ops, case):
+    rows, columns, sizes, parts, transposed, dtype = case
+    inner = sum(sizes) * parts
+    x, weight = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((rows, inner), (inner, columns)))
+    starts = np.cumsum([0, *(size * parts for size in sizes)])
+    spans = [[slice(at + i * size, at + (i + 1) * size) for at, size in zip(starts, sizes, strict=False)]
+             for i in range(parts)]  # fmt: skip
+    given = [Array.from_numpy(np.ascontiguousarray(each), 0, stream=ops.stream)
+             for each in (x, weight.T if transposed else weight)]  # fmt: skip
+    out = np.full((rows + 1, columns), np.nan, np.float32).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return x.astype(np.float64), weight.astype(np.float64), spans, given, Array.from_numpy(out, 0, stream=ops.stream)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*(pytest.param(case, marks=needs_compiler) for case in CASES),
+     *(pytest.param(case, marks=pytest.mark.gpu) for case in CASES + LARGE)],
+    ids=str,
+)  # fmt: skip
+def test_it_is_the_product_and_half_of_the_parts_has_the_bits_of_a_subtree(rng, ops, case):
+    x64, weight64, parts, (x, weight), out = operands(rng, ops, case)
+    rows, transposed, narrow = case[0], case[4], case[5] == "bfloat16"
+    if -(-rows // 128) * -(-case[1] // 128) < 3:
+        ops.multiprocessors = 1
+    assert ops.product_of_parts(x, weight, out[:rows], transposed, parts)
+    got = np.asarray(ops.to_host(out)).astype(np.float64)
+    assert np.isnan(got[rows]).all(), "nothing is written behind the output"
+    error = np.linalg.norm(got[:rows] - x64 @ weight64) / np.linalg.norm(x64 @ weight64)
+    assert error < (2.0**-8 if narrow else 1e-6)
+    if len(parts) == 1:
+        return
+    half = len(parts) // 2
+    sums = []
+    for some in (parts[:half], parts[half:]):
+        term = ops.zeros((rows, case[1]), "float32")
+        assert ops.product_of_parts(x, weight, term, transposed, some)
+        sums.append(np.asarray(ops.to_host(term)))
+    whole = (sums[0] + sums[1]).astype(ml_dtypes.bfloat16 if narrow else np.float32)
+    assert np.array_equal(whole.astype(np.float64), got[:rows])
+
+
+@pytest.mark.parametrize("ops", [pytest.param(None, marks=needs_compiler)], indirect=True)
+def test_what_the_kernel_does_not_take_is_left_to_others(rng, ops):
+    for case in ((128, 128, (96,), 2, True, "bfloat16"), (128, 12, (64,), 2, True, "bfloat16"),
+                 (128, 128, (64, 64, 64, 64), 2, False, "bfloat16")):  # fmt: skip
+        _, _, parts, (x, weight), out = operands(rng, ops, case)
+        assert not ops.product_of_parts(x, weight, out[:128], case[4], parts), case
+    _, _, parts, (x, weight), out = operands(rng, ops, CASES[0])
+    ops.multiprocessors = 2
+    assert not ops.product_of_parts(x, weight, out[:128], True, parts), "fewer tiles than multiprocessors"
