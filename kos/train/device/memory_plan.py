@@ -301,12 +301,15 @@ class DryCudaOps(CudaOps):
     def __init__(self, ops: Any) -> None:
         self.device, self.stream, self.attention_kernels = ops.device, ops.stream, ops.attention_kernels
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
-        self.one_scale = ops.one_scale
+        self.one_scale, self.hopper, self.sequential = ops.one_scale, ops.hopper, ops.sequential
 
     def _nothing(self, *operands: Any, **options: Any) -> None:
         pass
 
     matmul = launch = copy = zero = _nothing  # type: ignore[assignment]
+
+    def fuses_swiglu(self, d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
+        return False  # what is not fused takes more memory
 
     def to_host(self, array: Array) -> np.ndarray:
         return np.zeros(array.shape, array.dtype.numpy)

@@ -230,7 +230,7 @@ class Ops(Protocol):
         """Whether a product has the bits of its parts, computed one by one, if these do not cut its sums."""
 
     def product_of_parts(
-        self, x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]]
+        self, x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]], arena: Arena
     ) -> bool:
         """out = x weight, or x weight^T if ``transposed``. Its sums are added as a binary tree over ``parts``.
 

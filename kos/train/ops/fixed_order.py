@@ -176,7 +176,7 @@ class FixedOrder(LinearOps):
                 else:
                     ops.linear(x_k, w_k, term, None, more)
 
-            if bias is not None or not ops.product_of_parts(x, w, out, True, weight.parts):
+            if bias is not None or not ops.product_of_parts(x, w, out, True, weight.parts, self.arena):
                 self._sum(weight, out, product, bias)
             if residual is not None:
                 ops.add(out, residual, out)
@@ -195,7 +195,7 @@ class FixedOrder(LinearOps):
             def product(f: slice, term: Array, add: bool, _: None) -> None:
                 ops.low_rank(self._columns(d_out, f), w[f], term, False, 1.0, add, self.arena)
 
-            if not ops.product_of_parts(d_out, w, dx, False, weight.parts):
+            if not ops.product_of_parts(d_out, w, dx, False, weight.parts, self.arena):
                 self._sum(weight, dx, product)
         else:
             for k in weight.slices():

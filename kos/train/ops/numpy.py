@@ -154,7 +154,7 @@ def bits_of_parts(dtype: Any) -> bool:
 
 
 def product_of_parts(
-    x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]]
+    x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]], arena: Arena
 ) -> bool:
     return False
 

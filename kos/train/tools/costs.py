@@ -143,6 +143,8 @@ class Gpu(NamedTuple):
     multiprocessors: int = 132  # these of a Hopper, for ``DryCudaOps``
     shared_memory: int = 227 << 10
     one_scale: bool = False
+    hopper: bool = True
+    sequential: bool = False
     device: int = 0
     stream: Any = None
 

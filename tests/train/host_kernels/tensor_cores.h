@@ -96,9 +96,7 @@ static void wgmma(float (&d)[Values], unsigned a, unsigned b, int add) {
     multiply_shared(d, a, b, true, false, add);
 }
 template <int Values>
-static void wgmma_k_major(float (&d)[Values], unsigned a, unsigned b, int add) {
-    multiply_shared(d, a, b, true, true, add);
-}
+static void wgmma_b_crossed(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, true, false, true); }
 template <int Values>
 static void wgmma(float (&d)[Values], const unsigned* a, unsigned b) {
     float rows[2][16];

@@ -161,16 +161,13 @@ FROM_REGISTERS(32, 64, D32, "%32, %33, %34, %35", "%36", EACH16(ADDED, 0), EACH1
 FROM_REGISTERS(40, 80, D40, "%40, %41, %42, %43", "%44", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH8(ADDED, 32))
 FROM_REGISTERS(48, 96, D48, "%48, %49, %50, %51", "%52", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32))
 FROM_REGISTERS(64, 128, D64, "%64, %65, %66, %67", "%68", EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48))
-// A and B from shared memory, A K-major, and B K-major or MN-major.  Adds to d if `add`, else overwrites it.
-#define ADD_IF(NAME, TRANSPOSED)                                                                                      \
-    __device__ inline void NAME(float (&d)[64], u32 a, u32 b, int add) {                                              \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n.reg .b64 a, b; mov.b64 a, {%64, " UPPER                 \
-                     "}; mov.b64 b, {%65, " UPPER "};\n" WGMMA(128) "{" D64 "}, a, b, p, 1, 1, 0, " TRANSPOSED ";}"   \
-                     : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48)                      \
-                     : "r"(a), "r"(b), "r"(add));                                                                     \
-    }
-ADD_IF(wgmma_k_major, "0")
-ADD_IF(wgmma, "1")
+// A and B from shared memory, A K-major and B MN-major; adds.
+__device__ inline void wgmma_b_crossed(float (&d)[64], u32 a, u32 b) {
+    asm volatile("{.reg .b64 a, b; mov.b64 a, {%64, " UPPER "}; mov.b64 b, {%65, " UPPER "};\n" WGMMA(128) "{" D64
+                 "}, a, b, 1, 1, 1, 0, 1;}"
+                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48)
+                 : "r"(a), "r"(b));
+}
 #define D128 \
     D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \

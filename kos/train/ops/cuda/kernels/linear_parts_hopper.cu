@@ -5,6 +5,9 @@
 // ((p0 + p1) + (p2 + p3)) + ..., and the result is rounded once to OUT.  So a rank that has half of the parts computes a
 // subtree, and its sum has the bits that the same parts have on one rank.
 //
+// If an output has fewer tiles than the GPU has multiprocessors, the sum of each of APART parts is computed by itself, to
+// out (APART, M, N) in float32; `add_tree` adds them.  PARTS is 1 then.
+//
 // A part has the same share of each member, one after another: of member i, the columns of a from start[i] + part
 // length[i] on, length[i] of them.  Each length must be a multiple of 64.  Members that do not exist have length 0.
 //
@@ -12,7 +15,7 @@
 // warpgroups multiply them, each for 64 rows of a tile of 128 x 128.  A tile of this size leaves registers for the sums
 // that wait for others: one for each level of the tree.  With 4 or 8 parts, that of the highest level waits in shared memory.
 //
-// -DPARTS (1, 2, 4 or 8) -DSTAGES -DB_ROWS -DOUT (float32 or bfloat16)
+// -DPARTS (1, 2, 4 or 8) -DAPART -DSTAGES -DB_ROWS -DOUT (float32 or bfloat16)
 #include "matmul_hopper.cuh"
 #include "vectors.cuh"
 
@@ -30,10 +33,17 @@ struct Members {
     __device__ int steps() const { return (length[0] + length[1] + length[2]) / BK; }  // of a part
 };
 
+// Calls what(part, row, column) for each tile of this block: the first of its parts, and where it lies.
+template <typename What>
+__device__ inline void for_each_output(int M, int N, What what) {
+    const int rows = (M + BM - 1) / BM * BM;
+    for_each_tile<BM, BN, GROUP>(APART * rows, N, [&](int m, int n) { what(m / rows, m % rows, n); });
+}
+
 __device__ inline void produce(char* ring_memory, Shared& shared, const TensorMap& map_a, const TensorMap& map_b, int M,
                                int N, const Members& members) {
     Ring<STAGES> ring;
-    for_each_tile<BM, BN, GROUP>(M, N, [&](int m, int n) {
+    for_each_output(M, N, [&](int first, int m, int n) {
         auto load = [&](int k) {
             char *a = ring_memory + ring.stage * STAGE_BYTES, *b = a + B;
             u64* full = &shared.full[ring.stage];
@@ -49,7 +59,7 @@ __device__ inline void produce(char* ring_memory, Shared& shared, const TensorMa
             }
             ring.next();
         };
-        for (int part = 0; part < PARTS; ++part)
+        for (int part = first; part < first + PARTS; ++part)
 #pragma unroll
             for (int i = 0; i < MEMBERS; ++i)
                 for (int k = 0; k < members.length[i]; k += BK) load(members.start[i] + part * members.length[i] + k);
@@ -70,17 +80,18 @@ struct Consumer {
 
     // d = the sum of the next part.
     __device__ void multiply(float (&d)[64]) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) d[i] = 0;  // says that the registers are free: otherwise the compiler needs more
         for (int step = 0; step < steps; ++step, ring.next()) {
             barrier_wait(&shared.full[ring.stage], ring.phase);
             const u32 a = a0 + ring.stage * (STAGE_BYTES >> 4), b = b0 + ring.stage * (STAGE_BYTES >> 4);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < BK / 16; ++i) {
-                const int add = i > 0 || step > 0;
                 if (B_ROWS)
-                    wgmma_k_major(d, a + i * (32 >> 4), b + i * (32 >> 4), add);
+                    wgmma(d, a + i * (32 >> 4), b + i * (32 >> 4));
                 else
-                    wgmma(d, a + i * (32 >> 4), b + i * (16 * ROW_BYTES >> 4), add);
+                    wgmma_b_crossed(d, a + i * (32 >> 4), b + i * (16 * ROW_BYTES >> 4));
             }
             wgmma_commit();
             if (step > 0) {
@@ -174,13 +185,13 @@ linear_parts(const __grid_constant__ TensorMap map_a, const __grid_constant__ Te
     registers_up<232>();
     Consumer consumer = {shared, operand(ring_memory + group * PANEL_BYTES),
                          operand(ring_memory + B, B_ROWS ? 16 : PANEL_BYTES), members.steps(), waiting + threadIdx.x};
-    for_each_tile<BM, BN, GROUP>(M, N, [&](int m, int n) {
+    for_each_output(M, N, [&](int part, int m, int n) {
         float d[64];
         consumer.add_parts<PARTS>(d);
         if constexpr (sizeof(OUT) == 2)
             write(d, out_memory + group * (BN / 64) * PANEL_BYTES, map_out, m + group * 64, n);
         else
-            write(d, (float*)out, M, N, m + group * 64, n);
+            write(d, (float*)out + long(part) * M * N, M, N, m + group * 64, n);
     });
     if (sizeof(OUT) == 2 && threadIdx.x % 128 == 0) store_wait();
 }
