@@ -250,9 +250,14 @@ ASKED = [("sm_90a", 8, *case) for case in COMM_CASES] + [("sm_90a", 2, *case) fo
 ASKED += [(arch, 8, *case) for arch in ("sm_80", "sm_100") for case in FIRST if case[0] != "quantize_blocks.cu"]
 ASKED += [(arch, 8, "quantize_blocks.cu", {}, [b"quantize_blocks"]) for arch in ("sm_89", "sm_100")]  # sm_80 has no fp8
 IN_8_BITS = [b"largest", b"quantize"]
+IN_PARTS = [
+    {"PARTS": parts, "APART": apart, "STAGES": stages, "B_ROWS": parts % 3 % 2, "OUT": out}
+    for parts, apart, stages, out in ((1, 8, 7, "float32"), (2, 1, 6, "bfloat16"), (8, 1, 4, "bfloat16"))
+]
 EVERY = [
     *((OF_COMM / file, arch, {**macros, "RANKS": ranks}, names) for arch, ranks, file, macros, names in ASKED),
     *((KERNELS / file, arch, macros, names) for arch in ARCHITECTURES for file, macros, names in CASES),
+    *((KERNELS / "linear_parts_hopper.cu", "sm_90a", macros, [b"linear_parts"]) for macros in IN_PARTS),
     *((KERNELS / "fp8.cu", arch, macros, IN_8_BITS) for arch in ("sm_89", "sm_90a", "sm_100") for macros in EIGHT_BITS),
     *((ATTENTION / f"attention_{file}.cu", arch, macros(dtype, d, causal, masked) | tiles_of(file, d), names)
       for arch in ARCHITECTURES for file, dtype, d, names in PORTABLE
