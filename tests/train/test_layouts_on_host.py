@@ -148,7 +148,9 @@ PLANNED = [
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
 ]  # fmt: skip
 PLANNED_SLOW = [
-    (Layout(dp=2), {"deterministic": True}), (Layout(), {}), (Layout(tp=2), {}), (Layout(cp=2), {"compress": "int8"}),
+    (Layout(dp=2), {"deterministic": True}), (Layout(), {}), (Layout(tp=2), {}),
+    *((layout, {"deterministic": True, "deterministic_parts": 4}) for layout in (Layout(tp=2), Layout())),
+    (Layout(cp=2), {"compress": "int8"}),
     (Layout(pp=2), {"tied": True, "deterministic": True}), (Layout(cp=2), {"deterministic": True}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms"}),
     (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}),

@@ -78,6 +78,15 @@ def test_layouts_on_an_emulated_gpu(layout, changes):
         assert min(moved) > 0
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_on_an_emulated_gpu(dtype):
+    how = {"lora": 4, "dtype": dtype, "deterministic": True, "deterministic_parts": 2}
+    (alone,) = layouts_on_host.train(Layout(), 2, **how)
+    for got in layouts_on_host.train(Layout(tp=2), 2, **how):
+        assert got["rows"].tobytes() == alone["rows"].tobytes()
+
+
 @pytest.mark.parametrize("targets", [(), ("q_proj",), ("o_proj", "down_proj"), ("gate_proj",)], ids=str)
 def test_products_in_8_bits(targets):
     """Adapters read inputs and gradients in 16 bits, whichever others are in 8 bits, saved or computed again."""

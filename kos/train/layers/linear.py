@@ -161,7 +161,9 @@ class RowLinear(Linear):
             adapters.forward(ctx, x_NF[rows], lows, rows)
         if ctx.tp.size == 1:
             ctx.ops.linear(x_NF, weight, out_nD, residual_nD, bias)
-            if adapters:
+            if adapters and ctx.tp.in_order:
+                ctx.tp.add_own(out_nD, partial(adapters.add, ctx, lows), ctx.arena)
+            elif adapters:
                 adapters.add(ctx, lows, out_nD, rows)
             return lambda: None
         first, later = ctx.tp.axis.rank == 0, ctx.tp.splits_rows  # whether the residual is added after the sum
