@@ -161,7 +161,7 @@ def test_what_is_chosen_depends_on_no_address(library):
 
     assert limits(1 << 20) != limits((1 << 20) + 64)
     assert limits(1 << 20, multiple=32) == limits((1 << 20) + 64, multiple=32)
-    with pytest.raises(InvalidArgument, match="matmul: expected an address that is a multiple of 64, got"):
+    with pytest.raises(InvalidArgument, match="matmul: expected rows that begin at multiples of 64 bytes, got"):
         limits((1 << 20) + 32, multiple=32)
 
 
