@@ -798,7 +798,7 @@ class Operations:
         """
         self._check_envelopes("send_bytes")
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
+            raise InvalidArgument(f"data: expected bytes, a bytearray or a memoryview, got {type(data).__name__}")
         contiguous = data if not isinstance(data, memoryview) or data.c_contiguous else bytes(data)
         x = np.frombuffer(contiguous, np.uint8)
         return Operations.send(self, x, dst, tag, async_op=async_op, timeout=timeout)

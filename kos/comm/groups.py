@@ -355,7 +355,7 @@ class Groups(Operations):
         self._refuse_batch(name)
         sends = operation != "broadcast" or self.rank == root
         if sends and not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
+            raise InvalidArgument(f"data: expected bytes, a bytearray or a memoryview, got {type(data).__name__}")
         refused, data = not sends and data is not None, bytes(data) if sends else b""
         purpose, parts = name if root is None else f"{name} with root {root}{self._suffix}", list[bytes]()
         if self.backend.carries_host:

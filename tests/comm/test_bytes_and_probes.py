@@ -137,8 +137,8 @@ def test_a_timeout_names_those_that_sent_nothing(comm, /, name, source, meet, ki
 def test_wrong_arguments_raise_before_anything_is_sent(comm, /):
     other = (comm.rank + 1) % comm.size
     wrong = {
-        "data: expected bytes, got str": lambda: comm.send_bytes("text", other),
-        "data: expected bytes, got ndarray": lambda: comm.send_bytes(np.zeros(3), other),
+        "data: expected bytes, a bytearray or a memoryview, got str": lambda: comm.send_bytes("text", other),
+        "data: expected bytes, a bytearray or a memoryview, got ndarray": lambda: comm.send_bytes(np.zeros(3), other),
         f"dst: expected a rank from 0 to {comm.size - 1}": lambda: comm.send_bytes(b"", comm.size),
         "dst: expected another rank": lambda: comm.send_bytes(b"", comm.rank),
         "tag: expected a number from 0": lambda: comm.recv_bytes(other, 1 << 20),

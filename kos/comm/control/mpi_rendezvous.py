@@ -29,6 +29,7 @@ from kos.memory.ipc import pretended_host
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 NAMING_SECONDS = 1.0  # of waiting for the name of a rank that MPI reports as lost
+FEW = 8  # ranks of a group whose names an error lists
 
 
 class MPIRanks:
@@ -111,7 +112,7 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
                 time.sleep(0.001)
             raise RankLost(f"rendezvous: {why}") from error
         others = [each for each in range(size) if each != rank]
-        named = failures.names(others, False) if size == 2 else f"all other {size - 1} ranks"
+        named = failures.names(others, False) if size <= FEW else f"all other {size - 1} ranks"
         waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)
         raise failures.overdue(Late(others, waited), f"rendezvous: {what}", None, RendezvousError)
 
