@@ -15,9 +15,9 @@ import pytest
 
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda import CudaOps, attention
 from tests.host_compiler import needs_compiler
-from tests.train.host_kernels.emulator import HostOps, host_memory
+from tests.train.host_kernels.emulator import HostMap, HostOps, host_memory
 
 DTYPES = ["float32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # half a unit in the last place, relative
@@ -49,6 +49,27 @@ def case(device: str, dtype: str, *shape: object, slow: bool = False) -> Any:
     words = device, dtype, *(getattr(each, "__name__", str(each)) for each in shape)
     marks = [pytest.mark.gpu if device == "gpu" else needs_compiler, *[pytest.mark.slow] * slow]
     return pytest.param((device, dtype), *shape, id="-".join(words), marks=marks)
+
+
+def on_hopper(name: str, cases: Shapes, large: Shapes) -> pytest.MarkDecorator:
+    """Run a test of a kernel in ``*_hopper.cu`` on a GPU with all cases, and emulated without the ``large`` ones."""
+    emulated = [pytest.param(case, marks=needs_compiler) for case in cases]
+    of_gpu = [pytest.param(case, marks=pytest.mark.gpu) for case in (*cases, *large)]
+    return pytest.mark.parametrize(name, [*emulated, *of_gpu], ids=str)
+
+
+def hopper_ops(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sequential: bool = False, **options: Any
+) -> CudaOps:
+    """The operations of a Hopper GPU, made with ``options``, in tests that are marked ``gpu``; emulated in others."""
+    if request.node.get_closest_marker("gpu"):
+        made = CudaOps(0, sequential=sequential, **options)
+        return made if made.hopper else pytest.skip("needs a Hopper GPU")
+    host_memory(monkeypatch)
+    monkeypatch.setattr(attention, "tensor_map", HostMap.of)
+    emulated = HostOps()
+    emulated.hopper, emulated.sequential, emulated.shared_memory = True, sequential, 227 << 10
+    return emulated
 
 
 @pytest.fixture

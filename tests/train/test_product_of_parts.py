@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kos.dtypes import DTYPES
 from kos.memory.array import Array
-from kos.train.ops.cuda import CudaOps, attention
 from tests.host_compiler import needs_compiler
-from tests.train.host_kernels import emulator
+from tests.train.ops_cases import hopper_ops, on_hopper
 
 Q, KV = 128, 64  # columns of a part, of members of different sizes
 CASES = [  # rows, columns, sizes of the members of a part, parts, transposed, dtype of the output
@@ -23,16 +23,7 @@ LARGE = [(5000, 2048, (256,), 8, True, "bfloat16"), (4096, 2048, (Q, KV, KV), 8,
 
 @pytest.fixture
 def ops(request, monkeypatch):
-    """The operations of a GPU in tests that are marked ``gpu``, and emulated ones in others."""
-    if request.node.get_closest_marker("gpu"):
-        made = CudaOps(0, multiple=64, sequential=True)
-        if not made.hopper:
-            pytest.skip("needs a Hopper GPU")
-    else:
-        emulator.host_memory(monkeypatch)
-        monkeypatch.setattr(attention, "tensor_map", emulator.HostMap.of)
-        made = emulator.HostOps()
-        made.hopper, made.sequential, made.shared_memory = True, True, 227 << 10
+    made = hopper_ops(request, monkeypatch, sequential=True, multiple=64)
     made.multiprocessors = 2  # blocks have several tiles, and outputs of one tile are computed part by part
     return made
 
@@ -50,12 +41,7 @@ def operands(rng, ops, case):
     return x.astype(np.float64), weight.astype(np.float64), spans, given, Array.from_numpy(out, 0, stream=ops.stream)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(case, marks=needs_compiler) for case in CASES),
-     *(pytest.param(case, marks=pytest.mark.gpu) for case in CASES + LARGE)],
-    ids=str,
-)  # fmt: skip
+@on_hopper("case", CASES, LARGE)
 def test_it_is_the_product_and_half_of_the_parts_has_the_bits_of_a_subtree(rng, ops, case):
     x64, weight64, parts, (x, weight), out = operands(rng, ops, case)
     rows, transposed, narrow = case[0], case[4], case[5] == "bfloat16"
@@ -77,9 +63,16 @@ def test_it_is_the_product_and_half_of_the_parts_has_the_bits_of_a_subtree(rng, 
     assert np.array_equal(whole.astype(np.float64), got[:rows])
 
 
-@pytest.mark.parametrize("ops", [pytest.param(None, marks=needs_compiler)], indirect=True)
+@needs_compiler
 def test_what_the_kernel_does_not_take_is_left_to_others(rng, ops):
     for case in ((128, 128, (96,), 2, True, "bfloat16"), (128, 12, (64,), 2, True, "bfloat16"),
                  (128, 128, (64, 64, 64, 64), 2, False, "bfloat16")):  # fmt: skip
         _, _, parts, (x, weight), out = operands(rng, ops, case)
         assert not ops.product_of_parts(x, weight, out[:128], case[4], parts, ops.make_arena()), case
+
+
+def test_only_hopper_is_trusted_to_have_the_bits_of_parts(ops):
+    """Other GPUs' algorithms may add up the terms of an element in several warps."""
+    assert ops.bits_of_parts(DTYPES["bfloat16"]) and not ops.bits_of_parts(DTYPES["float32"])
+    ops.hopper = False
+    assert not ops.bits_of_parts(DTYPES["bfloat16"])

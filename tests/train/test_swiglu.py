@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from kos.memory.array import Array
-from kos.train.ops.cuda import CudaOps, attention, swiglu
+from kos.train.ops.cuda import CudaOps, swiglu
 from tests.host_compiler import needs_compiler
-from tests.train.host_kernels import emulator
+from tests.train.ops_cases import hopper_ops, on_hopper
 
 SHAPES = [(128, 256, 64), (200, 320, 136), (64, 64, 8), (300, 192, 200)]  # tokens, features, columns of d_out
 LARGE = [(5000, 1536, 328), (4096, 4096, 2048)]
@@ -15,15 +15,7 @@ LARGE = [(5000, 1536, 328), (4096, 4096, 2048)]
 
 @pytest.fixture
 def ops(request, monkeypatch):
-    """The operations of a GPU in tests that are marked ``gpu``, and emulated ones in others."""
-    if request.node.get_closest_marker("gpu"):
-        made = CudaOps(0, search=True)
-        return made if made.hopper else pytest.skip("needs a Hopper GPU")
-    emulator.host_memory(monkeypatch)
-    monkeypatch.setattr(attention, "tensor_map", emulator.HostMap.of)
-    made = emulator.HostOps()
-    made.shared_memory, made.hopper = 227 << 10, True
-    return made
+    return hopper_ops(request, monkeypatch, search=True)
 
 
 def operands(rng, ops, n, f, d):
@@ -34,12 +26,7 @@ def operands(rng, ops, n, f, d):
     return given, d_inner
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [*(pytest.param(shape, marks=needs_compiler) for shape in SHAPES),
-     *(pytest.param(shape, marks=pytest.mark.gpu) for shape in SHAPES + LARGE)],
-    ids=str,
-)  # fmt: skip
+@on_hopper("shape", SHAPES, LARGE)
 def test_it_has_the_bits_of_two_operations(rng, ops, shape):
     (d_out, weight, gate_up), d_inner = operands(rng, ops, *shape)
     n, columns = gate_up.shape

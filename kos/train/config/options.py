@@ -213,16 +213,11 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Send gradients to other ranks as fp8, int8 or int4, with error feedback, or without compression (none). On
     several hosts, ranks first add gradients exactly within each host, and compress only what leaves a host."""
     deterministic: bool = option(False)
-    """Give the same bits for any number of ranks, in any layout. Steps take longer. On GPUs, --tp also needs
-    --deterministic-parts."""
-    deterministic_parts: int | None = option(
-        None,
-        "on CPUs the largest of 8, 4, 2 and 1 that divides heads, intermediate size and vocabulary, on GPUs 1",
-        ge=1,
-        le=8,
-    )
-    """With --deterministic, split features into N parts, and add sums over features part by part: a power of two, which
-    --tp divides. Runs with the same N have the same bits. On GPUs, steps take longer with a larger N."""
+    """Give the same bits for any number of ranks, in any layout. Steps take longer. On GPUs, --tp needs
+    --deterministic-parts too."""
+    deterministic_parts: int | None = option(None, "on GPUs 1, on CPUs the most that the model allows", ge=1, le=8)
+    """With --deterministic, add each sum over features in N parts: 1, 2, 4 or 8, a multiple of --tp. Runs with the same
+    N have the same bits. On GPUs, steps take longer with a larger N."""
     seed: int = option(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and samples."""
 

@@ -29,7 +29,7 @@ from kos.train.layers.cache import Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.ops import Array, fixed_order
-from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split
+from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
 from kos.train.optim import by_axes
@@ -381,8 +381,8 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
     parts = config.deterministic_parts
     if not config.deterministic or model.axes == ("dp",):
         if parts is not None:
-            why = "a model that is split over ranks" if config.deterministic else "--deterministic"
-            raise SettingError("--deterministic-parts", why, parts, also=["deterministic_parts", "deterministic"])
+            why = "none for a family with dp alone" if config.deterministic else "--deterministic"
+            raise SettingError("--deterministic-parts", why, parts, also=["deterministic"])
         return None
     sizes = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, model.vocab_size
     on_gpu, tp, cp = config.device != "cpu", mesh.tp.size, mesh.cp.size
@@ -390,7 +390,7 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
         option, got = ("--tp", tp) if tp > 1 else ("--deterministic-parts", parts)
         why = "1 with --deterministic in fp8, where sums over features are not split"
         raise SettingError(option, why, got, also=["deterministic", "dtype"])
-    most = math.gcd(fixed_order.PARTS, *sizes)
+    most = most_parts(sizes)
     for option, got in (("--deterministic-parts", parts or 1), (f"--deterministic --tp {tp}", tp)):
         if most % got:
             which = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
@@ -400,7 +400,7 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
         raise SettingError("--master-weights", why, "none", also=["deterministic", "tp"])
     least = fixed_order.LEAST_CHUNK_ON_GPUS if on_gpu else LEAST_CHUNK
     parts = parts or (1 if on_gpu or config.dtype == "fp8" else most)
-    split = Split.of((parts,), config.seq_len, least)
+    split = Split.of(parts, config.seq_len, least)
     split.check(tp, cp, config.seq_len, least)
     return None if split == Split() and (on_gpu or config.dtype == "fp8") else split
 

@@ -227,7 +227,8 @@ class Ops(Protocol):
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
 
     def bits_of_parts(self, dtype: Any) -> bool:
-        """Whether a product has the bits of its parts, computed one by one, if these do not cut its sums."""
+        """Whether a product of arrays of ``dtype`` has the bits of its parts, computed one by one, if these do not cut
+        its sums."""
 
     def product_of_parts(
         self, x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]], arena: Arena

@@ -44,10 +44,10 @@ class Split(NamedTuple):
     tokens: int = 1
 
     @classmethod
-    def of(cls, sizes: Sequence[int], seq_len: int, least: int = LEAST_CHUNK) -> Split:
-        """For a model whose ``sizes`` tensor parallelism divides; depends on no layout."""
+    def of(cls, features: int, seq_len: int, least: int = LEAST_CHUNK) -> Split:
+        """With so many parts of features; depends on no layout."""
         pieces = (n for n in (8, 4, 2) if seq_len % (2 * n) == 0 and seq_len // (2 * n) >= least)
-        return cls(math.gcd(PARTS, *sizes), next(pieces, 1))
+        return cls(features, next(pieces, 1))
 
     def check(self, tp: int, cp: int, seq_len: int, least: int = LEAST_CHUNK) -> None:
         """ConfigError if a rank would not hold whole subtrees."""
@@ -58,6 +58,11 @@ class Split(NamedTuple):
             length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * least}"
             expected, got = (length, seq_len) if cp in (2, 4, 8) else ("--cp 1, 2, 4 or 8", cp)
             raise SettingError(f"--deterministic --cp {cp}", expected, got, also=["cp", "seq_len"])
+
+
+def most_parts(sizes: Sequence[int]) -> int:
+    """The most parts of features of a model whose ``sizes`` tensor parallelism divides: 8, 4, 2 or 1."""
+    return math.gcd(PARTS, *sizes)
 
 
 Leaf = Callable[[int, Array], None]
@@ -291,9 +296,11 @@ class FixedOrder(LinearOps):
                     self.inner.low_rank(x_n, of_w, self._columns(out_n, each), *how)
 
     def fuses_swiglu(self, d_out: Array, weight: Any, gate_up: Array, arena: Arena) -> bool:
+        """``Ops.fuses_swiglu``."""
         return self._at_once(weight, 0) and bool(self.inner.fuses_swiglu(d_out, _array(weight), gate_up, arena))
 
     def linear_swiglu_backward(self, d_out: Array, weight: Any, gate_up: Array, d_gate_up: Array, arena: Arena) -> None:
+        """``Ops.linear_swiglu_backward``."""
         self.inner.linear_swiglu_backward(d_out, _array(weight), gate_up, d_gate_up, arena)
 
     def sum_rows(self, x: Array, out: Any, accumulate: bool, arena: Arena) -> None:

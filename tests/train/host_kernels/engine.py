@@ -135,6 +135,9 @@ class QueuedOps(HostOps):
         operations = _InOrder if self.sequential and name in vars(_InOrder) else reference
         return lambda *arguments: on_device(_numpy(name, arguments, operations))
 
+    def bits_of_parts(self, dtype):
+        return self.sequential and dtype.name == "bfloat16"  # by ``_InOrder``
+
     def launch(self, file, name, grid, block, *arguments, **options):
         launch = super().launch
         if file == "optimizer.cu":

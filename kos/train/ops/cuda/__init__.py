@@ -54,6 +54,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
     few_rows = 16
 
     sequential = False
+    """Whether products add up the terms of an element one after another."""
 
     overlap_rows: int | None = 2048
     """Products of fewer rows leave multiprocessors idle: a thread block computes up to 256 rows and 128 columns."""
@@ -266,7 +267,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
 
     def bits_of_parts(self, dtype: Any) -> bool:
-        return self.sequential and bool(dtype.name == "bfloat16")
+        return self.sequential and self.hopper and bool(dtype.name == "bfloat16")
 
     def columns_of(self, x: Array, columns: slice) -> Array:
         return Columns(x, columns)

@@ -190,7 +190,7 @@ class Matmul:
         if self.multiple is not None:
             first, second, result = (self._layout(x, x.shape[-1]) for x in (b, a, out))
             apart = plan._replace(layouts=(first, second, result))
-            (algorithm,) = self._candidates(apart, a, b, out if c is None else c, out)
+            algorithm = self._candidates(apart, a, b, out if c is None else c, out)[0]
             if not self._usable(plan, algorithm):
                 raise BackendUnavailable(
                     f"cuBLASLt's algorithm for {a} {b} -> {out} does not take some of their columns"

@@ -1,7 +1,8 @@
 // add, cast, columns of a row, swiglu, gelu and their backward: one pass, 16-byte accesses, nothing kept.
 //
 // -DDTYPE (activations) -DWIDTH -DCOLUMNS (swiglu's F, columns of a row: a constant so that rows and columns of an index cost
-// no division) -DSOURCE (the input of cast and add_tree) -DTERMS (of add_tree).  Grids cover all packs of WIDTH elements; `packs` is their number.
+// no division) -DSOURCE (the input of cast and add_tree) -DTERMS (of add_tree).  Grids cover all packs of WIDTH
+// elements; `packs` is their number.
 #include "swiglu.cuh"
 
 using T = DTYPE;

@@ -13,7 +13,8 @@
 //
 // The kernel has the design of swiglu_hopper.cu: a producer warp loads tiles by TMA into a ring of STAGES, and two
 // warpgroups multiply them, each for 64 rows of a tile of 128 x 128.  A tile of this size leaves registers for the sums
-// that wait for others: one for each level of the tree.  With 4 or 8 parts, that of the highest level waits in shared memory.
+// that wait for others: one for each level of the tree.  With 4 or 8 parts, that of the highest level waits in shared
+// memory.
 //
 // -DPARTS (1, 2, 4 or 8) -DAPART -DSTAGES -DB_ROWS -DOUT (float32 or bfloat16)
 #include "matmul_hopper.cuh"
@@ -87,12 +88,11 @@ struct Consumer {
             const u32 a = a0 + ring.stage * (STAGE_BYTES >> 4), b = b0 + ring.stage * (STAGE_BYTES >> 4);
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < BK / 16; ++i) {
+            for (int i = 0; i < BK / 16; ++i)
                 if (B_ROWS)
                     wgmma(d, a + i * (32 >> 4), b + i * (32 >> 4));
                 else
                     wgmma_b_crossed(d, a + i * (32 >> 4), b + i * (16 * ROW_BYTES >> 4));
-            }
             wgmma_commit();
             if (step > 0) {
                 wgmma_wait<1>();
@@ -110,17 +110,18 @@ struct Consumer {
         if constexpr (COUNT == 1) {
             multiply(d);
         } else {
+            constexpr bool IN_MEMORY = COUNT == PARTS && WAITING_BYTES;
             add_parts<COUNT / 2>(d);
             float left[64];
 #pragma unroll
             for (int i = 0; i < 64; ++i)
-                if (COUNT == PARTS && PARTS >= 4)
+                if (IN_MEMORY)
                     waiting[i * 128 * CONSUMERS] = d[i];
                 else
                     left[i] = d[i];
             add_parts<COUNT / 2>(d);
 #pragma unroll
-            for (int i = 0; i < 64; ++i) d[i] = (COUNT == PARTS && PARTS >= 4 ? waiting[i * 128 * CONSUMERS] : left[i]) + d[i];
+            for (int i = 0; i < 64; ++i) d[i] = (IN_MEMORY ? waiting[i * 128 * CONSUMERS] : left[i]) + d[i];
         }
     }
 };
@@ -145,9 +146,11 @@ __device__ inline void write(const float (&d)[64], char* memory, const TensorMap
         store_commit();
     }
 }
+
 struct __align__(8) Pair {
     float x, y;
 };
+// Writes 64 rows of a tile from registers.
 __device__ inline void write(const float (&d)[64], float* out, int M, int N, int m, int n) {
     const int lane = threadIdx.x % 32, row = m + threadIdx.x / 32 % 4 * 16 + lane / 4, column = n + lane % 4 * 2;
 #pragma unroll
