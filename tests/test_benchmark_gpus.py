@@ -43,7 +43,8 @@ from tests.comm.shared_ranks import needs_core
 from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES
 from tests.train.host_kernels import emulator
-from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device
+from tests.train.host_kernels.communicator import DeviceComm
+from tests.train.host_kernels.engine import host_engine, on_device
 
 ROOT = Path(__file__).resolve().parents[1]
 

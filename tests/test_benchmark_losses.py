@@ -23,7 +23,8 @@ from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from tests.host_compiler import needs_compiler
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-from tests.train.host_kernels.engine import DeviceComm, host_engine
+from tests.train.host_kernels.communicator import DeviceComm
+from tests.train.host_kernels.engine import host_engine
 from tests.train.refusal import refused
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,8 @@ from kos.errors import ConfigError
 from kos.testing import spawn
 from tests.comm.tcp_ranks import free_port
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-from tests.train.host_kernels.engine import DeviceComm, host_engine
+from tests.train.host_kernels.communicator import DeviceComm
+from tests.train.host_kernels.engine import host_engine
 
 # Not imported here: every worker that collects this file would pay for it.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch to compare with")

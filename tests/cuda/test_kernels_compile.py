@@ -87,12 +87,9 @@ def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
             yield file, dict(defines), [*names]
 
 
+ELEMENTWISE = [b"add", b"add_tree", b"cast", b"swiglu"]
 CASES = [
-    (
-        "elementwise.cu",
-        {**BF16, "COLUMNS": 2048, "SOURCE": "float32", "TERMS": 8},
-        [b"add", b"add_tree", b"cast", b"swiglu"],
-    ),
+    ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32", "TERMS": 8}, ELEMENTWISE),
     (
         "elementwise.cu",
         {**FP32, "COLUMNS": 2048, "SOURCE": "bfloat16", "TERMS": 1},

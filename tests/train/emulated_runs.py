@@ -11,7 +11,8 @@ from kos.train import run as loop
 from kos.train.config.options import TrainConfig
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
-from tests.train.host_kernels.engine import DeviceComm, host_engine
+from tests.train.host_kernels.communicator import DeviceComm
+from tests.train.host_kernels.engine import host_engine
 
 SMALL: dict[str, Any] = {
     "steps": 4,

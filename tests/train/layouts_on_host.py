@@ -26,7 +26,8 @@ from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.optim import cuda as cuda_optimizer
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
-from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
+from tests.train.host_kernels.communicator import DeviceComm
+from tests.train.host_kernels.engine import host_engine, on_host
 from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end, settings
 from tests.train.models import InMemory
 

@@ -18,7 +18,7 @@ from kos.train.ops.cuda import cublaslt
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel.mesh import Layout
 from tests.train.emulated_runs import SMALL, text, train
-from tests.train.host_kernels.engine import DeviceComm
+from tests.train.host_kernels.communicator import DeviceComm
 
 __all__ = ["text"]
 

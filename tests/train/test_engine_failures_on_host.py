@@ -15,7 +15,8 @@ from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train.emulated_runs import column, text, train
-from tests.train.host_kernels.engine import DeviceComm, Event, QueuedOps, on_device, on_host
+from tests.train.host_kernels.communicator import DeviceComm
+from tests.train.host_kernels.engine import Event, QueuedOps, on_device, on_host
 
 __all__ = ["text"]
 

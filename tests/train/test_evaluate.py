@@ -19,7 +19,7 @@ from kos.train.data.tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceT
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.evaluation_cases import FORMS, questions, write_llmc, write_model, write_questions
-from tests.train.host_kernels.engine import DeviceComm
+from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.runs import _train
 from tests.train.test_loss_masks import write_lines
 from tests.train.tokenizer_files import byte_level_bpe

@@ -21,7 +21,8 @@ from tests.train.fits import (
     cross_entropy,
     on_ranks,
 )  # fmt: skip
-from tests.train.host_kernels.engine import DeviceComm, on_host
+from tests.train.host_kernels.communicator import DeviceComm
+from tests.train.host_kernels.engine import on_host
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[:5], ids=NAMES[:5])

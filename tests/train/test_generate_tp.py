@@ -26,8 +26,8 @@ from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train import generate_cases as cases
 from tests.train.evaluation_cases import write_model
 from tests.train.generation import CASES, GREEDY, PROMPTS, decoder, random_weights, tokens_of
+from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.emulator import HostOps, host_memory
-from tests.train.host_kernels.engine import DeviceComm
 
 EVEN = {"vocab_size": 44, "intermediate_size": 28, "max_position_embeddings": 24}
 SPLIT = {name: dataclasses.replace(config, **EVEN) for name, config in CASES.items() if "tp" in config.axes}

@@ -105,19 +105,16 @@ def test_deterministic(emulated, layout, changes, monkeypatch):
     check_bits(layout, changes, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes", "expected"),
-    [
+def test_deterministic_settings_that_are_refused(emulated):
+    for layout, changes, expected in (
         (Layout(tp=2), {}, "--deterministic --tp 2: expected --deterministic-parts to be a multiple of 2, got 1"),
         (Layout(tp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "master_weights": "none"},
          "--master-weights: expected float32 with --deterministic --tp 2, got none"),
         (Layout(), {"deterministic_parts": 2, "deterministic": False},
          "--deterministic-parts: expected --deterministic, got 2"),
-    ],
-)  # fmt: skip
-def test_deterministic_settings_that_are_refused(emulated, layout, changes, expected):
-    with pytest.raises(ConfigError, match=expected):
-        train(layout, 1, **{"deterministic": True, **changes})
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=expected):
+            train(layout, 1, **{"deterministic": True, **changes})
 
 
 def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch, before_call):

@@ -13,8 +13,7 @@ import pytest
 
 from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
-from kos.train.data import prepared
-from kos.train.data import tokenizers as kos_tokenizers
+from kos.train.data import pieces, prepared
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from tests.train.corpora import token_bytes
@@ -177,7 +176,7 @@ def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, monkeypatch):
     ones = [id for id, count in zip(tokens, counted, strict=True) if count]
     assert data_text(folder, ones).replace(" ", "") == "fouryes"
     whole = tokens
-    monkeypatch.setattr(kos_tokenizers, "PIECE", 29)  # cut between other tokens, parts in several pieces
+    monkeypatch.setattr(pieces, "PIECE", 29)  # cut between other tokens, parts in several pieces
     tokens, counted, _ = read(path, "--tokenizer", str(folder))
     assert data_text(folder, tokens).replace(" ", "") == data_text(folder, whole).replace(" ", "")
     ones = [id for id, count in zip(tokens, counted, strict=True) if count]

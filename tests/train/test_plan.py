@@ -23,7 +23,7 @@ from kos.train.tools import plan as planning
 from kos.train.tools.costs import gpu_rates
 from kos.train.tools.plan import make_job, parse_plan, predict
 from tests.train.dry_runs import SHAPE, SLOW, D, V
-from tests.train.host_kernels.engine import DeviceComm
+from tests.train.host_kernels.communicator import DeviceComm
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEMORY_PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "layouts.md").read_text()

@@ -12,7 +12,7 @@ import pytest
 from kos.errors import DataError
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
-from kos.train.data import loading, prepared, tokenizers
+from kos.train.data import loading, pieces, prepared, tokenizers
 from kos.train.data.batches import Dataset, load_data
 from kos.train.run import Trainer
 from tests.train.corpora import token_bytes
@@ -174,8 +174,8 @@ def test_progress_is_shown(folder):
 
 def test_portions_are_whole_pieces(monkeypatch):
     """So that a tokenizer cuts each as it would have cut the whole."""
-    monkeypatch.setattr(tokenizers, "PIECE", 37)
-    monkeypatch.setattr(tokenizers, "PORTION", 99)
+    monkeypatch.setattr(pieces, "PIECE", 37)
+    monkeypatch.setattr(pieces, "PORTION", 99)
     documents = [TEXT, "", "short", TEXT[:80]]
     found = [*tokenizers.ByteTokenizer().encode_documents(documents, True)]
     assert len(found) > 20 and all(part.characters < 99 + 37 for part in found)

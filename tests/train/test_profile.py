@@ -19,8 +19,9 @@ from kos.train.tools.costs import TimedOps, cost
 from kos.train.tools.profile import Marks, Profiler, Span
 from tests.train.emulated_runs import SMALL
 from tests.train.host_kernels import emulator
+from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.emulator import HostOps
-from tests.train.host_kernels.engine import DeviceComm, captured, on_device
+from tests.train.host_kernels.engine import captured, on_device
 from tests.train.runs import run
 
 LINEAR = ("linear", "linear_input_gradient", "linear_weight_gradient")

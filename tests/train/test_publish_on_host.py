@@ -15,7 +15,7 @@ from kos.train.export import export
 from kos.transfer import Publisher
 from tests.comm.tcp_ranks import free_port
 from tests.train.emulated_runs import SMALL, text
-from tests.train.host_kernels.engine import DeviceComm
+from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.ops import needs_compiler
 from tests.train.test_publish import Server, saved
 from tests.transfer.emulated_gpu import emulated_gpu

@@ -17,7 +17,7 @@ from kos.train.__main__ import main
 from kos.train.config.effects import without_effect
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.data import tokenized, tokenizers
+from kos.train.data import pieces, tokenized
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import make_tokenizer
 from kos.train.run import Trainer
@@ -64,7 +64,7 @@ def small_shards(portion: int = 100) -> Iterator[None]:
     """Shards of 300 tokens or a little more, of portions of so many characters."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenized, "SHARD_TOKENS", 300)
-        patch.setattr(tokenizers, "PORTION", portion)
+        patch.setattr(pieces, "PORTION", portion)
         yield
 
 

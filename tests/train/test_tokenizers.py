@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kos.errors import CheckpointError, ConfigError, DataError
 from kos.train import checkpoint
-from kos.train.data import tokenizers as kos_tokenizers
+from kos.train.data import pieces
 from kos.train.data.batches import load_data
 from kos.train.data.chat import read_chat_template
 from kos.train.data.tokenizers import (
@@ -111,11 +111,11 @@ def test_long_text_is_encoded_in_pieces(huggingface_file, monkeypatch):
     tokenizer = make_tokenizer(str(huggingface_file))
     text = "def f(x):\nreturn the the\n" * 40
     whole = tokenizer.encode(text).tolist()
-    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
+    monkeypatch.setattr(pieces, "PIECE", 37)
     assert tokenizer.encode(text).tolist() == whole
     assert sum(part.pieces for part in tokenizer.encode_documents([text], True)) > 20
-    pieces = [tokenizer.encode("x" * count).tolist()[1:] for count in (37, 37, 26)]
-    assert tokenizer.encode("x" * 100).tolist()[1:] == [token for piece in pieces for token in piece]
+    apart = [tokenizer.encode("x" * count).tolist()[1:] for count in (37, 37, 26)]
+    assert tokenizer.encode("x" * 100).tolist()[1:] == [token for piece in apart for token in piece]
 
 
 ADDED = {
@@ -150,8 +150,8 @@ def test_tokens_that_a_tokenizer_adds(tmp_path, huggingface_file, template, befo
     assert len(inner) > 9 and tokenizer.encode(text).tolist() == [*before, *inner, *after]
     assert tokenizer.encode_prompt(text) == [*before, *inner], "a prompt goes on"
     assert tokenizer.encode_prompt("") == [0]
-    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
-    monkeypatch.setattr(kos_tokenizers, "PORTION", 99)
+    monkeypatch.setattr(pieces, "PIECE", 37)
+    monkeypatch.setattr(pieces, "PORTION", 99)
     assert tokenizer.encode(text).tolist() == [*before, *inner, *after]
     parts = [*tokenizer.encode_documents([text, "", text], split_special_tokens=True)]
     assert sum(part.characters for part in parts) == 2 * len(text) and len(parts) > 1
@@ -228,7 +228,7 @@ def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, monkeyp
             expected = theirs(example, split_special_tokens=split)["input_ids"]
             assert np.concatenate(found).tolist() == [*expected, theirs.eos_token_id], example
     whole = ours.encode(TEXT).tolist()
-    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
+    monkeypatch.setattr(pieces, "PIECE", 37)
     assert ours.encode(TEXT).tolist() == whole
     chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
     template = read_chat_template(str(qwen_folder))

@@ -314,3 +314,33 @@ def test_scales_of_no_matrix():
     expect_text(lambda: Subscriber(NOWHERE, right | {"s": (scales.astype(float), BlockScales("q"))}), text)
     text = "s: expected float32 of shape (1, 2) on the host, as q needs, got float32 of shape (1, 1) on the host"
     expect_text(lambda: Subscriber(NOWHERE, right | {"s": (scales, BlockScales("q", (2, 2)))}), text)
+
+
+def test_wrong_arguments():
+    right, frozen = {"w": (X, WHOLE)}, np.zeros(3, np.float32)
+    frozen.flags.writeable = False
+    with Publisher(None, right) as publisher:
+        for make, expected in (
+            (lambda: Publisher(None, {}), "arrays: expected at least one on some rank"),
+            (lambda: Subscriber(publisher.address, {}), "arrays: expected at least one"),
+            (lambda: Publisher(None, {"w": (X.T, Placement.whole((3, 2)))}), "w: expected a C-contiguous array"),
+            (lambda: Publisher(None, right, "nowhere"), 'address: expected "HOST:PORT", got'),
+            (lambda: publisher.publish(1.5), "version: expected a whole number"),
+            (lambda: Subscriber(publisher.address, right).update(-1), "timeout: expected a positive number"),
+            (lambda: Subscriber(publisher.address, {"w": (frozen, Placement.whole((3,)))}), "w: expected a writable"),
+        ):
+            with pytest.raises(InvalidArgument, match=expected):
+                make()
+        publisher.publish(1)
+        with (
+            Subscriber(publisher.address, {"v": (X, WHOLE)}) as subscriber,
+            pytest.raises(InvalidArgument, match="v: expected a tensor of the publisher"),
+        ):
+            subscriber.update(5)
+
+
+def test_the_error_of_one_rank_is_raised_on_all():
+    texts = make_on_all({"w": (X, WHOLE)}, {"w": (X, Placement.whole((3, 2)))})
+    text = "w: expected an array of shape (3, 2), the shape of its placement, got (2, 3)"
+    assert "Publisher: rank 1: w: expected an array of shape (3, 2)" in texts[0]
+    assert texts[1] == f"InvalidArgument: {text}"

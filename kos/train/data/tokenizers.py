@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import reprlib
 from abc import ABC, abstractmethod
@@ -16,28 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
-from kos.train.data.documents import Document, Text
+from kos.train.data.documents import Text
+from kos.train.data.pieces import Documents, Parts, Piece, cut, portions
 from kos.train.data.tokenizer_classes import by_class
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 _SOURCES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 """Files of which transformers makes a ``tokenizer.json``."""
 
-_Documents = Iterable[str | Document | Text]
-_Parts = list[tuple[str, bool]]  # of a text, and whether the loss counts each
-
-PIECE = 1 << 20
-"""Characters that a Hugging Face tokenizer is given at once: longer text is split, at a line's end."""
-
-PORTION = PIECE * len(os.sched_getaffinity(0))
-"""Characters that it encodes at once, on all cores: each needs some 50 bytes."""
 
 
 class Encoded(NamedTuple):
@@ -93,7 +85,7 @@ class Tokenizer(ABC):
         return [*self.prefix], [*self.suffix, *ends]
 
     def encode_documents(
-        self, documents: _Documents, split_special_tokens: bool, masked: bool = False, skip: int = 0
+        self, documents: Documents, split_special_tokens: bool, masked: bool = False, skip: int = 0
     ) -> Iterator[Encoded]:
         """The tokens of documents, with ``document_affixes``, in parts, without those of the first ``skip`` pieces.
 
@@ -102,12 +94,12 @@ class Tokenizer(ABC):
         """
         dtype = self.dtype_of(masked)
 
-        def encode(portion: list[_Piece]) -> tuple[list[list[NDArray[Any]]], Counter[str]]:
+        def encode(portion: list[Piece]) -> tuple[list[list[NDArray[Any]]], Counter[str]]:
             splits = split_special_tokens and not portion[0].rendered
             texts = ("".join(text for text, _ in piece.parts) for piece in portion)
             return self._encode([piece.parts for piece in portion], splits), self.spelled_out(texts if splits else ())
 
-        for portion, (encodings, spelled_out) in _ahead(encode, _portions(documents, skip)):
+        for portion, (encodings, spelled_out) in _ahead(encode, portions(documents, skip)):
             affixes = ([], []) if portion[0].rendered else self.document_affixes
             (before, after), pieces = (np.array(ids, dtype) for ids in affixes), list[NDArray[Any]]()
             for encoded, piece in zip(encodings, portion, strict=True):
@@ -122,7 +114,7 @@ class Tokenizer(ABC):
             size = sum(len(text) for piece in portion for text, _ in piece.parts)
             yield Encoded(np.concatenate(pieces), begins, size, len(portion), spelled_out)
 
-    def _encode(self, texts: Sequence[_Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+    def _encode(self, texts: Sequence[Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
         """The tokens of each of ``texts``, in the parts of which it consists, without those that ``encode`` adds."""
         return [[self.encode(part) for part, _ in parts] for parts in texts]
 
@@ -323,11 +315,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return Counter(match[0] for text in texts for match in self._special.finditer(text))
 
     def encode(self, text: str) -> NDArray[Any]:
-        pieces = self._encode([[(piece, True)] for piece in _cut([text])], split_special_tokens=False)
+        pieces = self._encode([[(piece, True)] for piece in cut([text])], split_special_tokens=False)
         prefix, suffix = (np.array(ids, self.dtype) for ids in (self.prefix, self.suffix))
         return np.concatenate([prefix, *itertools.chain(*pieces), suffix])
 
-    def _encode(self, texts: Sequence[_Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+    def _encode(self, texts: Sequence[Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
         """Each text as a whole: some tokenizers add a space to whatever they are given. A token of two parts is in the
         one that counts, as in transformers; if both do, or none, in the second."""
         self._tokenizer.encode_special_tokens = split_special_tokens
@@ -364,64 +356,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-class _Piece(NamedTuple):
-    """A piece of a document: its share of the document's parts, and whether it is its first and its last."""
-
-    parts: _Parts
-    first: bool
-    last: bool
-    rendered: bool
-
-
-def _cut(texts: Iterable[str]) -> Iterator[str]:
-    """One text, which comes in parts of any length, in pieces of up to PIECE characters.
-
-    They end with lines, if possible where no space is on either side: pre-tokenizers combine several spaces.
-    """
-    up_to = rf".{{0,{PIECE - 1}}}"
-    piece = re.compile(rf"(?s){up_to}(?:(?<=\S)\n(?=\S)|\Z)|{up_to}\n|.{{{PIECE}}}")
-    rest = ""
-    for text in texts:
-        rest, at = rest + text, 0
-        while len(rest) - at > PIECE and (match := piece.match(rest, at)):  # what follows does not change it
-            yield match[0]
-            at = match.end()
-        rest = rest[at:]
-    yield from (match[0] for match in piece.finditer(rest) if match[0])
-
-
-def _pieces(documents: _Documents) -> Iterator[_Piece]:
-    """The pieces of documents, of each at least one."""
-    for document in documents:
-        parts = document.parts if isinstance(document, Document) else ()
-        bounds = [0, *itertools.accumulate(len(text) for text, _ in parts)]
-        texts = _cut(document if isinstance(document, Text) else [str(document)])
-        start, text = 0, cast(str | None, next(texts, ""))
-        while text is not None:
-            following, stop = next(texts, None), start + len(text)
-            within = [
-                (text[max(0, begin - start) : max(0, end - start)], counted)
-                for begin, end, (_, counted) in zip(bounds, bounds[1:], parts, strict=False)
-                if begin <= stop and start <= end
-            ]
-            rendered = isinstance(document, Document) and document.rendered
-            yield _Piece(within or [(text, True)], start == 0, following is None, rendered)
-            text, start = following, stop
-
-
-def _portions(documents: _Documents, skip: int) -> Iterator[list[_Piece]]:
-    """Pieces that are encoded at once: either all of chats, or none."""
-    portion, size = list[_Piece](), 0
-    for piece in itertools.islice(_pieces(documents), skip, None):
-        if portion and (size >= PORTION or piece.rendered != portion[0].rendered):
-            yield portion
-            portion, size = [], 0
-        portion.append(piece)
-        size += sum(len(text) for text, _ in piece.parts)
-    if portion:
-        yield portion
-
-
 def _ahead(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Each item with its result.  A thread computes that of the next item while the caller uses this one."""
     with ThreadPoolExecutor(1) as pool:
@@ -445,7 +379,7 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
         raise DataError(f"tokenizer {values['kind']}: expected its saved values, got {error}") from None
 
 
-def make_tokenizer(spec: str, *, text: _Documents = ()) -> Tokenizer:
+def make_tokenizer(spec: str, *, text: Documents = ()) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
 
     In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is not a tokenizer.json.  CheckpointError:

@@ -396,8 +396,7 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
             which = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
             raise SettingError(option, f"a divisor of {most}, {which}", got, also=["tp"])
     if on_gpu and tp > 1 and config.master_weights == "none":  # the random bits depend on an element's place
-        why = f"float32 with --deterministic --tp {tp}"
-        raise SettingError("--master-weights", why, "none", also=["deterministic", "tp"])
+        raise SettingError("--master-weights", f"float32 with --deterministic --tp {tp}", "none", also=["tp"])
     least = fixed_order.LEAST_CHUNK_ON_GPUS if on_gpu else LEAST_CHUNK
     parts = parts or (1 if on_gpu or config.dtype == "fp8" else most)
     split = Split.of(parts, config.seq_len, least)

@@ -32,10 +32,9 @@ class PartsOps:
         """``Ops.product_of_parts`` on Hopper, of sizes of parts that are multiples of 64."""
         (m, n), count = out.shape, len(parts)
         sizes = [each.stop - each.start for each in parts[0]]
-        arrays = x, weight, out
         if not (self.hopper and self.sequential and len(sizes) <= MEMBERS and count in (1, 2, 4, 8)):
             return False
-        if any(type(each) is not Array or each.pointer % 16 or each.shape[1] % 8 for each in arrays):
+        if any(type(each) is not Array or each.pointer % 16 or each.shape[1] % 8 for each in (x, weight, out)):
             return False
         if any(each % 64 for each in sizes) or {x.dtype.name, weight.dtype.name} != {"bfloat16"}:
             return False
