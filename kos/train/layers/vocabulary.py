@@ -184,13 +184,14 @@ class Head:
             losses_N, count = self._loss_arrays(ctx, targets_N, x_nD.dtype, count)
             statistics_n = self.norm.statistics(ctx, x_nD, arena)
             normed_ND = self.normed(ctx, x_nD, statistics_n)
-            d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
-            d_normed_ND = d_normed_nD if ctx.tp.size == 1 else ctx.tp.empty_terms(x_nD, arena)
+            alone = ctx.tp.size == 1
+            d_normed_nD = d_normed_ND = arena.take(x_nD.shape, x_nD.dtype) if alone else ctx.tp.empty_terms(x_nD, arena)
             self._gradients(ctx, normed_ND, targets_N, count, losses_N, d_normed_ND)
             if not (self.tied and with_embedding) or LOOKUPS in of:
                 final(self.name)
             ctx.ops.zero(dx_nD)
-            if ctx.tp.size > 1:
+            if not alone:
+                d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
                 ctx.tp.start_sum(d_normed_ND, d_normed_nD)()
             self.norm.backward(ctx, d_normed_nD, x_nD, statistics_n, dx_nD)
             ctx.cp.mean_loss(losses_N, count, loss, arena)

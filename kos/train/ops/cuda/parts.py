@@ -39,8 +39,7 @@ class PartsOps:
         if any(each % 64 for each in sizes) or {x.dtype.name, weight.dtype.name} != {"bfloat16"}:
             return False
         tiles = -(-m // TILE) * -(-n // TILE)
-        spans = [(each.start, size) for each, size in zip(parts[0], sizes, strict=True)]
-        spans += [(0, 0)] * (MEMBERS - len(spans))
+        spans = [(each.start, size) for each, size in zip(parts[0], sizes, strict=True)] + [(0, 0)] * MEMBERS
 
         def launch(terms: Array, at_once: int, apart: int) -> None:
             narrow = terms.dtype.name == "bfloat16"
@@ -49,7 +48,7 @@ class PartsOps:
             maps = [Tokens(each, 1, len(each)) for each in (x, weight, terms if narrow else x)]
             self.launch(
                 "linear_parts_hopper.cu", "linear_parts", min(apart * tiles, self.multiprocessors), THREADS, *maps,
-                terms, m, n, *chain(*spans), shared=fixed + stages * STAGE,
+                terms, m, n, *chain(*spans[:MEMBERS]), shared=fixed + stages * STAGE,
                 PARTS=at_once, APART=apart, STAGES=stages, B_ROWS=int(transposed), OUT=terms.dtype.name,
             )  # fmt: skip
 
