@@ -42,7 +42,7 @@ RUN: dict[str, Any] = {
 def emulated(monkeypatch):
     host_engine(monkeypatch)
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
-    monkeypatch.setattr(CudaOps, "overlap_rows", 4)  # a micro-batch of 8 tokens has two halves
+    monkeypatch.setattr(CudaOps, "overlap_rows", 1)  # a micro-batch of 8 tokens has two halves, or two turns
 
 
 def layers_of(layout: Layout) -> int:

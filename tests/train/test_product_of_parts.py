@@ -73,3 +73,38 @@ def test_only_hopper_is_trusted_to_have_the_bits_of_parts(ops):
     assert ops.bits_of_parts(DTYPES["bfloat16"]) and not ops.bits_of_parts(DTYPES["float32"])
     ops.hopper = False
     assert not ops.bits_of_parts(DTYPES["bfloat16"])
+
+
+def weight_gradient(ops, d_out, x, before, accumulate, outputs):
+    """In parts: added to ``before``, or in its place."""
+    d_out, x, out = (Array.from_numpy(np.ascontiguousarray(each), 0, stream=ops.stream) for each in (d_out, x, before))
+    ops.linear_weight_gradient(d_out, x, out, accumulate, ops.make_arena(), outputs)
+    return np.asarray(ops.to_host(out)).copy()
+
+
+@on_hopper("case", [(16_384, 16, 8, False), (32_768, 8, 24, True)],
+           [(32_768, 768, 768, False), (65_536, 768, 256, True)])
+def test_a_weight_gradient_over_many_tokens_is_a_sum_over_parts_of_them(request, rng, ops, case):
+    tokens, rows, columns, accumulate = case
+    assert ops.parts_of_tokens(tokens, DTYPES["bfloat16"], rows * columns) == tokens // 8192
+    d_out, x = (rng.standard_normal((tokens, size)).astype(ml_dtypes.bfloat16) for size in (rows, columns))
+    before = rng.standard_normal((rows, columns)).astype(np.float32)
+    if not accumulate:
+        before[...] = np.nan
+    expected = d_out.astype(np.float64).T @ x.astype(np.float64) + (before if accumulate else 0)
+    whole = weight_gradient(ops, d_out, x, before, accumulate, rows * columns)
+    assert np.linalg.norm(whole - expected) < 1e-5 * np.linalg.norm(expected)
+    if request.node.get_closest_marker("gpu"):  # where a product has the bits of its parts
+        half = slice(rows // 2), slice(columns // 2)
+        of_rows = weight_gradient(ops, d_out[:, half[0]], x, before[half[0]], accumulate, rows * columns)
+        of_columns = weight_gradient(ops, d_out, x[:, half[1]], before[:, half[1]], accumulate, rows * columns)
+        assert np.array_equal(of_rows, whole[half[0]]) and np.array_equal(of_columns, whole[:, half[1]])
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "dtype"), [(8192, 128, "bfloat16"), (16_384, 1 << 24, "bfloat16"), (16_384, 128, "float32")]
+)
+def test_a_weight_gradient_that_is_fast_as_one_sum_stays_one(ops, tokens, outputs, dtype):
+    """Of few tokens, or of many outputs on all ranks; or no Hopper matmul in bfloat16 computes it."""
+    assert ops.parts_of_tokens(tokens, DTYPES[dtype], outputs) == 1

@@ -306,7 +306,7 @@ class DryCudaOps(CudaOps):
     def _nothing(self, *operands: Any, **options: Any) -> None:
         pass
 
-    matmul = launch = copy = zero = _nothing  # type: ignore[assignment]
+    matmul = launch = copy = zero = _nothing
 
     def fuses_swiglu(self, d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
         return False  # what is not fused takes more memory

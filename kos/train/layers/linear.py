@@ -124,22 +124,31 @@ class ColumnLinear(Linear):
     ) -> Callable[[], object]:
         """Begin to compute ``dx_nD``, whose sum over ranks overlaps the second half of the product.
 
-        ``d_lows`` are those of ``adapters``. The returned function waits. Until then scratch memory is in use.
+        ``d_lows`` are those of ``adapters``. The returned function completes ``dx_nD``. Until then scratch memory is in
+        use.
         """
         weight, adapters = self._weight(ctx), self.adapters
         if ctx.tp.size == 1:
             ctx.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
             if adapters and not ctx.tp.in_order:
                 adapters.input_gradient(ctx, d_lows, dx_nD, slice(0, len(dx_nD)))
-        term_ND, waits = ctx.tp.empty_terms(dx_nD, ctx.arena), list[Callable[[], None]]()
-        for half in ctx.tp.halves(len(term_ND)) if ctx.tp.size > 1 else ():
-            ctx.ops.linear_input_gradient(d_out_NF[half.rows], weight, term_ND[half.rows])
+        term_ND, waits = ctx.tp.empty_terms(dx_nD, ctx.arena), list[Callable[[], object]]()
+
+        def product(rows: slice, of_rows: Array) -> None:
+            ctx.ops.linear_input_gradient(d_out_NF[rows], weight, of_rows)
             if adapters and not ctx.tp.in_order:
-                adapters.input_gradient(ctx, d_lows, term_ND[half.rows], half.rows)
-            waits.append(ctx.tp.start_sum(term_ND, dx_nD, [half]))
-        if adapters and ctx.tp.in_order:  # of several members the sum is added
-            ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lows), ctx.arena)
-        return lambda: [wait() for wait in waits]
+                adapters.input_gradient(ctx, d_lows, of_rows, rows)
+
+        for half in ctx.tp.halves(len(term_ND)) if ctx.tp.size > 1 else ():
+            waits.append(ctx.tp.start_sum_of(product, term_ND, dx_nD, half, ctx.arena))
+
+        def complete() -> None:
+            for wait in waits:
+                wait()
+            if adapters and ctx.tp.in_order:  # of several members the sum is added
+                ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lows), ctx.arena)
+
+        return complete
 
 
 class RowLinear(Linear):
@@ -168,10 +177,13 @@ class RowLinear(Linear):
             return lambda: None
         first, later = ctx.tp.axis.rank == 0, ctx.tp.splits_rows  # whether the residual is added after the sum
         added = residual_nD if first and not later else None
-        ctx.ops.linear(x_NF[rows], weight, term_ND[rows], added, bias if first else None)
-        if adapters and not ctx.tp.in_order:
-            adapters.add(ctx, lows, term_ND[rows], rows)
-        wait = ctx.tp.start_sum(term_ND, out_nD, [half])
+
+        def product(rows: slice, of_rows: Array) -> None:
+            ctx.ops.linear(x_NF[rows], weight, of_rows, added, bias if first else None)
+            if adapters and not ctx.tp.in_order:
+                adapters.add(ctx, lows, of_rows, rows)
+
+        wait = ctx.tp.start_sum_of(product, term_ND, out_nD, half)
 
         def complete() -> None:
             wait()

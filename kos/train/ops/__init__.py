@@ -1,15 +1,13 @@
 """The vocabulary that the model is written in.
 
-A *dialect* is a module (or object) with these functions: ``kos.train.ops.numpy`` is the first.  Every
-operation writes into arrays that it is given.  It takes scratch memory from the given arena, and frees it
-before it returns.  Its backward is written by hand beside it.
+A *dialect* is a module (or object) with these functions: ``kos.train.ops.numpy`` is the first.  Every operation writes
+into arrays that it is given.  It takes scratch memory from the given arena, and frees it before it returns.  Its
+backward is written by hand beside it.
 
-Shapes: N tokens of a micro-batch (B samples of T), D hidden, F features out of a linear, V vocabulary,
-H query heads, K key/value heads, d head size, W = (H + 2K) d.  Linears are (out, in) as in Hugging Face.
-Arrays are C-contiguous, except those of ``empty_columns``: their memory order is the dialect's own.
-
-``accumulate`` adds to a weight's gradient instead of writing it.  Nothing reads an output before it is
-written, so outputs may start as NaN.
+Shapes: N tokens of a micro-batch (B samples of T), D hidden, F features out of a linear, V vocabulary, H query heads, K
+key/value heads, d head size, W = (H + 2K) d.  Linears are (out, in) as in Hugging Face.  Arrays are C-contiguous,
+except those of ``empty_columns``: their memory order is the dialect's own.  ``accumulate`` adds to a weight's gradient
+instead of writing it.  Nothing reads an output before it is written, so outputs may start as NaN.
 """
 
 from __future__ import annotations
@@ -223,8 +221,11 @@ class Ops(Protocol):
     def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
         """dx (N, D) = d_out (N, F) weight, from which the backward continues."""
 
-    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
-        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
+    def linear_weight_gradient(
+        self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena, outputs: int | None = None
+    ) -> None:
+        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer.  With ``outputs``, the size of
+        d_weight of all ranks of tp, a long sum may be split: in parts that are the same in every layout."""
 
     def bits_of_parts(self, dtype: Any) -> bool:
         """Whether a product of arrays of ``dtype`` has the bits of its parts, computed one by one, if these do not cut

@@ -90,15 +90,27 @@ def sum_over_ranks(ops: Any, arena: Arena, axis: Axis, x: Array) -> None:
             ops.add_tree(terms, x)
 
 
-def scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> None:
+def start_scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> Callable[[], Array]:
     """out = this rank's part (first dimension) of the sum over the ranks of ``axis``, as a binary tree.
 
-    The sum is added in the dtype of ``x``, and rounded once to that of ``out``.
+    The sum is added in the dtype of ``x``, and rounded once to that of ``out``. The returned function waits, adds, and
+    returns ``out``. Until then, memory of ``arena`` is in use.
     """
-    with arena.scope():
-        terms = arena.take((axis.size, *out.shape), x.dtype)
-        axis.comm.all_to_all(x, terms)
+    terms = arena.take((axis.size, *out.shape), x.dtype)
+    work = axis.comm.all_to_all(x, terms, async_op=True)
+
+    def wait() -> Array:
+        work.wait()
         ops.add_tree(terms, out)
+        return out
+
+    return wait
+
+
+def scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> None:
+    """``start_scatter_sum`` that waits at once."""
+    with arena.scope():
+        start_scatter_sum(ops, arena, axis, x, out)()
 
 
 class Matrix(NamedTuple):
@@ -262,7 +274,8 @@ class FixedOrder(LinearOps):
         def of_piece(piece: int, out: Array) -> None:
             d_n, x_n = d_out[rows[piece]], x[rows[piece]]
             if not isinstance(d_weight, Matrix) or ops.bits_of_parts(x.dtype):
-                ops.linear_weight_gradient(d_n, x_n, out, accumulate, arena)
+                outputs = out.size * (self.tp.size if isinstance(d_weight, Matrix) else 1)
+                ops.linear_weight_gradient(d_n, x_n, out, accumulate, arena, outputs)
                 return
             for each in d_weight.slices():
                 if d_weight.dim == 0:

@@ -233,7 +233,9 @@ class Fp8Ops(Wrapper):
             self._look(GRADIENT, weight, d)
             self.inner.scaled_product(d.rows, weight.columns, dx, None, None, self.arena)
 
-    def linear_weight_gradient(self, d_out: Any, x: Any, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+    def linear_weight_gradient(
+        self, d_out: Any, x: Any, d_weight: Array, accumulate: bool, arena: Arena, outputs: int | None = None
+    ) -> None:
         """``Ops.linear_weight_gradient``."""
         with arena.scope():
             d, x_8 = self.quantized(d_out, GRADIENT, None, arena), self.quantized(x, INPUT, None, arena)

@@ -145,7 +145,9 @@ def linear_input_gradient(d_out: Array, weight: Array, dx: Array) -> None:
     np.matmul(d_out, weight, out=dx)
 
 
-def linear_weight_gradient(d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+def linear_weight_gradient(
+    d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena, outputs: int | None = None
+) -> None:
     multiply(d_out.T, x, d_weight, accumulate, arena)
 
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 from kos.comm.work import Work
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
-from kos.train.ops.fixed_order import scatter_sum
+from kos.train.ops.fixed_order import equal_parts, scatter_sum, start_scatter_sum
 from kos.train.parallel.mesh import ALONE, Axis
 
 
@@ -33,6 +33,10 @@ class Half(NamedTuple):
 
     rows: slice
     own: slice
+
+
+Product = Callable[[slice, Array], None]
+"""Writes the terms of some of the N rows to an array of as many rows."""
 
 
 class TensorParallel:
@@ -100,6 +104,17 @@ class TensorParallel:
         halves = self.halves(len(term_ND)) if halves is None else halves
         return _waiting([scatter(term_ND[half.rows], out_nD[half.own], async_op=True) for half in halves], out_nD)
 
+    def start_sum_of(
+        self, product: Product, term_ND: Array, out_nD: Array, half: Half, arena: Arena | None = None
+    ) -> Callable[[], Array]:
+        """Compute the terms of ``half`` in ``term_ND`` by ``product``, and start their sum, as ``start_sum`` does.
+
+        ``arena``: scratch memory that the caller keeps until the returned function has waited. Without it, a sum that
+        needs such memory is complete when this returns.
+        """
+        product(half.rows, term_ND[half.rows])
+        return self.start_sum(term_ND, out_nD, [half])
+
     def gather_logits(self, logits_Nv: Array, arena: Arena) -> Array:
         """The logits of some rows as parts of the vocabulary, (parts, N, v): here only this rank's part."""
         return logits_Nv.reshape(1, *logits_Nv.shape)
@@ -131,11 +146,16 @@ class TensorParallel:
 
 
 class FixedTensorParallel(TensorParallel):
-    """``TensorParallel`` whose sums over ranks are binary trees. ``arena`` is scratch memory. Nothing overlaps."""
+    """``TensorParallel`` whose sums over ranks are binary trees. ``arena`` is scratch memory.
 
-    def __init__(self, ops: Ops, axis: Axis, first: int, copies: Axis, arena: Arena) -> None:
+    A rank has one run of rows, because that is a subtree of the sums over rows. So there are no halves. Instead, a
+    product can have two *turns*, each of half of the rows of every rank: the collective of the first overlaps the
+    product of the second. ``pieces`` are those of the rows, which are multiplied apart.
+    """
+
+    def __init__(self, ops: Ops, axis: Axis, first: int, copies: Axis, arena: Arena, pieces: int) -> None:
         super().__init__(ops, axis, first, copies)
-        self.arena, self.owns_replicated, self.in_order = arena, True, True
+        self.arena, self.pieces, self.owns_replicated, self.in_order = arena, pieces, True, True
 
     def halves(self, tokens: int) -> list[Half]:
         return [Half(slice(0, tokens), slice(0, self.rows(tokens)))]
@@ -150,6 +170,41 @@ class FixedTensorParallel(TensorParallel):
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
         scatter_sum(self.ops, self.arena, self.axis, term_ND, out_nD)
         return lambda: out_nD
+
+    def start_sum_of(
+        self, product: Product, term_ND: Array, out_nD: Array, half: Half, arena: Arena | None = None
+    ) -> Callable[[], Array]:
+        if arena is None:
+            with self.arena.scope():
+                self.start_sum_of(product, term_ND, out_nD, half, self.arena)()
+            return lambda: out_nD
+        waits, rows = list[Callable[[], Array]](), len(out_nD)
+        for own in self._turns(rows, out_nD.dtype):
+            terms_ND, of_rank = term_ND[own.start * self.size : own.stop * self.size], own.stop - own.start
+            if of_rank == rows:
+                product(half.rows, terms_ND)
+            else:
+                for rank in range(self.size):
+                    of_all = slice(rank * rows + own.start, rank * rows + own.stop)
+                    product(of_all, terms_ND[rank * of_rank : (rank + 1) * of_rank])
+            waits.append(start_scatter_sum(self.ops, arena, self.axis, terms_ND, out_nD[own]))
+
+        def wait() -> Array:
+            for each in waits:
+                each()
+            return out_nD
+
+        return wait
+
+    def _turns(self, rows: int, dtype: Any) -> list[slice]:
+        """A rank's rows of each turn.
+
+        There is one turn if nothing overlaps, if a row's bits could depend on the number of rows, or if products would
+        be too small.
+        """
+        least = self.ops.overlap_rows
+        apart = least and self.ops.bits_of_parts(dtype) and rows >= 2 * least * self.pieces
+        return equal_parts(slice(0, rows), 2 if apart and rows % (2 * self.pieces) == 0 else 1)
 
 
 class PlainTensorParallel(TensorParallel):

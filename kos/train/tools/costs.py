@@ -24,7 +24,7 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.norm import Normalize
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables",
-           "columns_of", "fuses_swiglu", "bits_of_parts", "product_of_parts"}  # fmt: skip
+           "columns_of", "fuses_swiglu", "bits_of_parts"}  # fmt: skip
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch", "update"}
 IN_PLACE = {"cross_entropy": 0, "normalize_backward": 4}
 """Which argument an operation reads and writes."""
@@ -79,6 +79,8 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
     elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
+    elif name == "product_of_parts":
+        flops = 2.0 * arrays[0].size * arrays[2].shape[1]
     elif name == "low_rank":
         nbytes += int(arguments[2].nbytes) if arguments[5] else 0
         flops = 2.0 * arrays[0].size * arrays[2].shape[1]

@@ -144,7 +144,8 @@ class Profiler:
         if not self.began or (self.graph and not self.marks.captured()):
             return function()
         begin, result = self.marks.mark(), function()
-        self.spans.append(Span(label, lane, begin, self.marks.mark(), nbytes, flops))
+        if result is not False:  # False: this dialect leaves the operation to others
+            self.spans.append(Span(label, lane, begin, self.marks.mark(), nbytes, flops))
         return result
 
     def run(self, device: Any, first: int, count: int) -> tuple[list[float], list[Span]]:

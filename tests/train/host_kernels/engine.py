@@ -172,7 +172,7 @@ class _InOrder:
     def linear_input_gradient(d_out, weight, dx):
         dx[...] = _product(d_out, weight)
 
-    def linear_weight_gradient(d_out, x, d_weight, accumulate, arena):
+    def linear_weight_gradient(d_out, x, d_weight, accumulate, arena, outputs=None):
         d_weight[...] = _product(d_out.T, x) + (d_weight if accumulate else 0)
 
     def low_rank(x, weight, out, transposed, factor, accumulate, arena):

@@ -263,9 +263,6 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
     def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
         self.matmul(d_out, weight, dx)
 
-    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
-        self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
-
     def bits_of_parts(self, dtype: Any) -> bool:
         return self.sequential and self.hopper and bool(dtype.name == "bfloat16")
 
