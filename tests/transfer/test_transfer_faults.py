@@ -3,7 +3,7 @@
 import pytest
 
 from kos import cuda
-from tests.transfer.faults import KINDS, campaign
+from tests.transfer.faults import KINDS, run
 
 TWICE = 2 * len(KINDS)
 ON_GPUS = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -16,4 +16,4 @@ MANY = [pytest.mark.slow, pytest.mark.timeout(1200)]
 )  # fmt: skip
 def test_random_faults(faults, seed, gpus):
     """Each kind twice or more; ``python -m tests.transfer.faults --gpus 2 --faults 50`` runs others."""
-    assert campaign(faults, seed, gpus=len(cuda.visible_devices()) if gpus else 0) == []
+    assert run(faults, seed, gpus=len(cuda.visible_devices()) if gpus else 0) == 0
