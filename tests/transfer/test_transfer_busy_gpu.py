@@ -19,6 +19,7 @@ from kos.transfer.reader import Target
 from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
+from tests.transfer.emulated_gpu import EmulatedMemory
 from tests.transfer.gpu_process import OtherPublisher
 from tests.transfer.publishing import expect_version
 
@@ -45,19 +46,16 @@ def both(source: Array, into: Array, **options: Any) -> Iterator[tuple[Publisher
 
 
 class Queues:
-    """The streams of a driver: kernels that are queued while ``late`` run by ``run``, as on a busy GPU."""
+    """The streams of a GPU: kernels that are queued while ``late`` run by ``run``, as on a busy one."""
 
-    def __init__(self, cu: Any) -> None:
-        self.late, self.pending = False, dict[int, list[Callable[[], object]]]()
-        launch = cu.cuLaunchKernelEx
-        cu.cuLaunchKernelEx = lambda config, *rest: self.queue(int(config.hStream), partial(launch, config, *rest))
-        cu.cuStreamQuery = self.query
+    def __init__(self, memory: EmulatedMemory) -> None:
+        self.late, self.pending = False, dict[int, list[Callable[[], None]]]()
+        memory.queue, memory.cu.cuStreamQuery = self.queue, self.query
 
-    def queue(self, stream: int, work: Callable[[], object]) -> tuple[int]:
+    def queue(self, stream: int, work: Callable[[], None]) -> None:
         self.pending.setdefault(stream, []).append(work)
         if not self.late:
             self.run()
-        return (0,)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -78,7 +76,7 @@ class Queues:
 
 @pytest.fixture
 def queues(memory):
-    return Queues(memory.cu)
+    return Queues(memory)
 
 
 @pytest.fixture
@@ -306,13 +304,12 @@ def test_publish_waits_for_its_gpus_until_a_deadline(ranks, hung, clock):
 
 def test_checksums_may_take_longer_than_the_copies(memory, clock, monkeypatch):
     """A stream is not idle at the first look; the GPU is as fast as ever."""
-    new, launched, cu = set[int](), list[Any](), memory.cu
-    launch, crc = cu.cuLaunchKernelEx, exchange.checksum
+    new, launched, crc = set[int](), list[int](), exchange.checksum
 
-    def launch_noted(config, *rest):
-        new.add(int(config.hStream))
-        launched.append(config)
-        return launch(config, *rest)
+    def queue(stream, work):
+        new.add(stream)
+        launched.append(stream)
+        work()
 
     def query(stream):
         busy = stream in new
@@ -327,7 +324,7 @@ def test_checksums_may_take_longer_than_the_copies(memory, clock, monkeypatch):
         arrays = {f"w{i}": (of(i), WHOLE) for i in range(6)}
         with Publisher(comm, arrays, patience=0.1, checksums=True) as publisher:
             clock.start()
-            cu.cuStreamQuery, cu.cuLaunchKernelEx = query, launch_noted
+            memory.cu.cuStreamQuery, memory.queue = query, queue
             monkeypatch.setattr(exchange, "checksum", slow)
             publisher.publish(1)
             clock.stop()
