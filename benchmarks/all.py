@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.plots.results import RESULTS, ROOT
@@ -49,14 +50,14 @@ def machine() -> str:
     return (found[0] if found else name.split()[-1]).lower()
 
 
-def commit_of() -> str | None:
-    """KOS_COMMIT, or the clone's, "-dirty" where it differs from it in other files than those that this writes."""
+def commit_of(clone: Path = ROOT) -> str | None:
+    """KOS_COMMIT, or that of ``clone``, "-dirty" where it differs in other files than those that this writes."""
     if named := os.environ.get("KOS_COMMIT"):
         return named
     written = [":!benchmarks/results", ":!docs", ":!README.md"]
     status = ("status", "--porcelain", "--untracked-files=no", "--", ".", *written)
     head, changes = (
-        subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+        subprocess.run(["git", "-C", str(clone), *words], capture_output=True, text=True)
         for words in (("rev-parse", "--short=8", "HEAD"), status)
     )
     return None if head.returncode else head.stdout.strip() + "-dirty" * bool(changes.stdout)
@@ -144,7 +145,7 @@ def run(wanted: Programme, options: argparse.Namespace) -> bool:
     return complete
 
 
-def main() -> int:
+def main(words: list[str] | None = None, measured: Callable[..., Programme] = programme) -> int:
     parser = argparse.ArgumentParser(
         program("benchmarks.all"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,14 +156,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="DIR", help="where the files of subjects go")
     parser.add_argument("--parts", type=Path, default=ROOT / "build" / "figures", metavar="DIR")
     parser.add_argument("--list", action="store_true", help="measure nothing")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.gpus < 0:
         parser.error(f"--gpus: expected 0 or more, got {options.gpus}")
     try:
         gpu = machine() if options.gpus and not options.list else "GPU"
     except KosError as error:
         parser.error(f"--gpus {options.gpus}: {error}")
-    wanted = programme(options.gpus, gpu, options.nccl)
+    wanted = measured(options.gpus, gpu, options.nccl)
     wanted = {name: pieces for name, pieces in wanted.items() if not options.only or name.startswith((*options.only,))}
     if not wanted:
         parser.error(f"--only: expected the beginning of a subject, got {' '.join(options.only)}")

@@ -44,6 +44,8 @@ PRODUCTS = ("forward", "input gradient", "weight gradient")
 DRAWN = 1_000_003  # numbers; not a divisor of rows, or these were each other's copies
 Figures = dict[str, float | None]
 """By kind; None: cuBLASLt does not have it."""
+Timer = Callable[[Callable[[], Any], Any], float]
+"""Milliseconds of what a function queues on a stream."""
 
 
 def layers_of(preset: str) -> dict[str, tuple[int, int]]:
@@ -66,9 +68,11 @@ def product_sizes(out: int, columns: int, tokens: int) -> dict[str, tuple[int, i
 class Bench:
     """The operations, and how they are timed."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.ops = CudaOps(0, search=True)
+    def __init__(
+        self, options: argparse.Namespace, make_ops: Callable[..., Any] = CudaOps, timer: Timer = streams.milliseconds
+    ) -> None:
+        self.options, self._timer = options, timer
+        self.ops = make_ops(0, search=True)
         self.arena = self.ops.make_arena()
         self.fp8 = Fp8Ops(self.ops, self.arena, alone=True)
         self.rng, self.reasons = np.random.default_rng(0), dict[str, str]()
@@ -94,7 +98,7 @@ class Bench:
     def milliseconds(self, run: Callable[[], Any], at_least: float, once: float) -> float:
         """Of one of as many runs as take ``at_least`` milliseconds, if one takes ``once``."""
         times = max(1, math.ceil(at_least / once))
-        return streams.milliseconds(lambda: [run() for _ in range(times)], self.ops.stream) / times
+        return self._timer(lambda: [run() for _ in range(times)], self.ops.stream) / times
 
     def turns(self, runs: dict[str, Callable[[], Any]]) -> Figures:
         """The milliseconds of each."""
@@ -103,7 +107,7 @@ class Bench:
         for kind, run in runs.items():
             try:
                 run()  # the search, too
-                once[kind] = max(1e-3, streams.milliseconds(run, self.ops.stream))
+                once[kind] = max(1e-3, self._timer(run, self.ops.stream))
                 found[kind] = []
             except KosError as error:
                 self.reasons.setdefault(kind, str(error))
@@ -208,7 +212,20 @@ def show(row: dict[str, Any]) -> str:
     return f"{row['table']:<10}{row['name']:<32}{'  '.join(figures)}"
 
 
-def main() -> int:
+def measure(bench: Bench, header: dict[str, Any]) -> None:
+    """Print all tables, and write them to ``--json`` after each row: what is there counts."""
+    options, rows = bench.options, []
+    for row in bench.rows():
+        rows.append(row)
+        print(show(row), flush=True)
+        if options.json:
+            settings = {"preset": options.preset, "tokens": options.tokens, "reasons": bench.reasons}
+            replace_file(options.json, report.to_json({**header, **settings, "rows": rows}).encode())
+    for kind, reason in bench.reasons.items():
+        print(f"{kind} left out: {reason}")
+
+
+def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         program("benchmarks.fp8"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -218,25 +235,20 @@ def main() -> int:
     parser.add_argument("--settle", type=float, default=60.0, help="milliseconds before those that count [60]")
     parser.add_argument("--measure", type=float, default=60.0, help="milliseconds that count [60]")
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = read_arguments()
     if why := cuda.unavailable():
         raise SystemExit(f"kos: error: benchmarks.fp8: expected a GPU, got none: {why}")
     try:
         if options.json:
             check_writable(options.json)
-        bench, rows = Bench(options), []
-        for row in bench.rows():
-            rows.append(row)
-            print(show(row), flush=True)
-            if options.json:  # after each: what is there counts
-                header = report.provenance("benchmarks.fp8", 0, 1)
-                settings = {"preset": options.preset, "tokens": options.tokens, "reasons": bench.reasons}
-                replace_file(options.json, report.to_json({**header, **settings, "rows": rows}).encode())
+        measure(Bench(options), report.provenance("benchmarks.fp8", 0, 1))
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
         return 1
-    for kind, reason in bench.reasons.items():
-        print(f"{kind} left out: {reason}")
     return 0
 
 

@@ -21,11 +21,14 @@ from kos.train.tools.profile import Marks
 
 
 class Stamps:
-    """Timestamps around the passes of the last step of ``device``. Construct it before the device's first step."""
+    """Timestamps around the passes of the last step of ``device``. Construct it before the device's first step.
 
-    def __init__(self, device: Any) -> None:
+    ``make_clock`` gets the device's stream, or None on a CPU.
+    """
+
+    def __init__(self, device: Any, make_clock: Callable[[Any], Any] = Marks) -> None:
         self.device, self.actions, step = device, device.pipeline.actions, device.step
-        self._clock, self._marks = Marks(device.ops.stream if hasattr(device, "ops") else None), list[Any]()
+        self._clock, self._marks = make_clock(device.ops.stream if hasattr(device, "ops") else None), list[Any]()
         stamped = self._stamped(step.run)
 
         def run() -> None:

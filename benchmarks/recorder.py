@@ -35,11 +35,11 @@ from kos.files import check_writable
 from kos.memory import as_buffer
 from kos.testing import spawn
 
-CALLS, RUNS = 2_000, 300
+CALLS = 2_000
 
 
-def best(call: Callable[[], object]) -> float:
-    return min(timeit.repeat(call, number=CALLS, repeat=RUNS)) / CALLS * 1e9
+def best(call: Callable[[], object], runs: int) -> float:
+    return min(timeit.repeat(call, number=CALLS, repeat=runs)) / CALLS * 1e9
 
 
 def example(group: Group) -> Work[Any]:
@@ -70,6 +70,7 @@ def main() -> None:
         program("benchmarks.recorder"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and their provenance")
+    parser.add_argument("--runs", type=int, default=300, help="runs of each call, of which the best counts [300]")
     args = parser.parse_args()
     if args.json:
         try:
@@ -90,8 +91,9 @@ def main() -> None:
         if record is not None:
             record[COMPLETED] = time_ns()
 
-    nothing = best(empty)
-    launch, over = best(lambda: record_start(comm, work)) - nothing, best(complete) - nothing
+    nothing = best(empty, args.runs)
+    launch = best(lambda: record_start(comm, work), args.runs) - nothing
+    over = best(complete, args.runs) - nothing
     print(f"recorder: launch {launch:.0f} ns + completion {over:.0f} ns = {launch + over:.0f} ns a call")
     rows.append({"what": "recorder", "launch_ns": launch, "completion_ns": over})
     for ranks in (2, 4, 8):
@@ -106,7 +108,7 @@ def main() -> None:
             work.sequence = (work.sequence + 1) % RING
             calls.publish(work)()
 
-        sums, others = best(all_reduce) - nothing, best(other) - nothing
+        sums, others = (best(call, args.runs) - nothing for call in (all_reduce, other))
         print(f"comparison of calls, {ranks} ranks: all_reduce {sums:.0f}, other collectives {others:.0f} ns a call")
         rows.append({"what": "comparison of calls", "ranks": ranks, "all_reduce_ns": sums, "others_ns": others})
     if args.json:

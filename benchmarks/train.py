@@ -35,7 +35,7 @@ from benchmarks import idle
 from kos.bench import report
 from kos.comm.control.identity import launched_rank
 from kos.commands import program
-from kos.cuda import unavailable
+from kos.cuda import device_info, unavailable
 from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
 from kos.train.config.flags import parse
@@ -91,17 +91,19 @@ def random_tokens(config: TrainConfig, model: LlamaConfig) -> Dataset:
 class KosTraining:
     """The device of ``python -m kos.train``, driven as its loop drives it."""
 
-    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, threads: int) -> None:
-        import kos
+    def __init__(self, comm: Any, config: TrainConfig, model: LlamaConfig, data: Dataset, threads: int) -> None:
+        from kos.memory.pool import pool_of
         from kos.train.device.choose import make_device
         from kos.train.machine import limit_threads
         from kos.train.parallel.mesh import Mesh
 
-        self.comm = comm = kos.init(config.backend, timeout=config.timeout)
+        self.comm = comm
         limit_threads(comm, threads)
         layout = layout_of(config, comm.size)
         self.device = make_device(config, model, data, Mesh(comm, layout))
-        self.peak_before = self._pool.reset_peak() if self._pool else 0
+        ops = getattr(self.device, "ops", None)
+        self.pool = None if ops is None else pool_of(ops.device)
+        self.peak_before = self.pool.reset_peak() if self.pool else 0
         self.device.draw_weights()
         axes = [f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1]
         schedule = [config.pp_schedule] * (layout.pp > 1)
@@ -124,14 +126,7 @@ class KosTraining:
         The search for matrix products comes before that memory is allocated, and takes as much for activations.
         """
         device: Any = self.device
-        return max(self.peak_before, self._pool.statistics().peak + device.reachable_bytes) if self._pool else None
-
-    @property
-    def _pool(self) -> Any:
-        from kos.memory.pool import pool_of
-
-        ops = getattr(self.device, "ops", None)
-        return None if ops is None else pool_of(ops.device)
+        return max(self.peak_before, self.pool.statistics().peak + device.reachable_bytes) if self.pool else None
 
 
 def work(options: argparse.Namespace, config: TrainConfig) -> None:
@@ -144,7 +139,10 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     training: Any
     stamps = None
     if options.worker in ("kos", "fp8"):
-        training = KosTraining(config, model, random_tokens(config, model), options.threads)
+        import kos
+
+        comm = kos.init(config.backend, timeout=config.timeout)
+        training = KosTraining(comm, config, model, random_tokens(config, model), options.threads)
         stamps = idle.Stamps(training.device) if options.idle else None
     elif options.compare == "picotron":
         from benchmarks.picotron_llama import PicotronTraining
@@ -188,7 +186,9 @@ def stop(number: int, frame: Any) -> NoReturn:
 
 
 class Group:
-    """The ranks of one implementation."""
+    """The ranks of one implementation, each a process of ``program``."""
+
+    program = (sys.executable, "-m", "benchmarks.train")
 
     def __init__(self, name: str, options: argparse.Namespace, arguments: list[str], logs: Path) -> None:
         self.name, self.limit, self.log = name, options.limit, logs / name
@@ -201,7 +201,7 @@ class Group:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         environment |= {f"{library}_NUM_THREADS": str(options.threads) for library in ("OMP", "OPENBLAS", "MKL")}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LAUNCHED": str(time.time())}
-        command = [sys.executable, "-m", "benchmarks.train", *arguments, "--worker", name]
+        command = [*self.program, *arguments, "--worker", name]
         self.processes = []
         for rank in range(options.ranks):
             told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
@@ -256,11 +256,12 @@ Keep = Callable[[list[Group], dict[str, str]], object]
 
 
 def measure(
-    options: argparse.Namespace, arguments: list[str], logs: Path, keep: Keep = lambda groups, skipped: None
-) -> tuple[list[Group], dict[str, str]]:
+    options: argparse.Namespace, arguments: list[str], logs: Path, keep: Keep = lambda groups, skipped: None,
+    make_group: Callable[..., Any] = Group,
+) -> tuple[list[Group], dict[str, str]]:  # fmt: skip
     """Measure kos and every variant of torch: those that succeeded, and why others failed; ``keep`` gets each."""
     variants = options.torch.split(",") if options.compare else []
-    kos = Group("kos", options, arguments, logs)
+    kos = make_group("kos", options, arguments, logs)
     groups, skipped, enough = [kos], {}, options.repeats
     try:
         kos.warm_up()
@@ -269,7 +270,7 @@ def measure(
                 kos.measure()
             kos.end()
         for number, variant in enumerate(variants):
-            torch = Group(variant, options, arguments, logs)
+            torch = make_group(variant, options, arguments, logs)
             try:
                 torch.warm_up()
                 for turn in range(number * options.repeats, (number + 1) * options.repeats):
@@ -310,16 +311,18 @@ def first_step_only(options: argparse.Namespace, dtype: str) -> bool:
     return options.compare == "picotron" and dtype.startswith("bfloat16")
 
 
-def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainConfig) -> list[dict[str, Any]]:
+def make_rows(
+    groups: list[Group], options: argparse.Namespace, config: TrainConfig, gpu: str = ""
+) -> list[dict[str, Any]]:
+    """The row of each group.  ``gpu``: the name of the GPU, by which its peak is known."""
     layout = layout_of(config, options.ranks)
     config = config.for_world(layout.dp, options.device)
     model = model_of(config)
     peak = None
     if options.device == "cuda" and config.dtype == "bfloat16":
-        from kos.cuda import device_info
         from kos.train.machine import peak_flops
 
-        peak = peak_flops(device_info(0).name)
+        peak = peak_flops(gpu)
     flops, rows = model.flops_per_token(config.seq_len), []
     variant = config.dtype + "-grads" * (config.grad_dtype == "bfloat16") + "-deterministic" * config.deterministic
     steps = min(len(group.losses) for group in groups)
@@ -487,15 +490,24 @@ def run(arguments: list[str]) -> int:
     header = report.provenance("benchmarks.train", 0 if options.device == "cuda" else None, options.ranks)
     before = read_before(options.json, header) if options.json else {}
 
+    gpu = device_info(0).name if options.device == "cuda" else ""
+
     def keep(groups: list[Group], skipped: dict[str, str]) -> None:
         if options.json:
-            write(options.json, header, before, make_rows(groups, options, config), skipped)
+            write(options.json, header, before, make_rows(groups, options, config, gpu), skipped)
 
     signal.signal(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory() as logs:
         settled = ["--ranks", str(options.ranks), "--device", options.device]
         groups, skipped = measure(options, [*arguments, *settled], Path(logs), keep)
-    rows = make_rows(groups, options, config)
+    return conclude(groups, skipped, options, config, gpu)
+
+
+def conclude(
+    groups: list[Group], skipped: dict[str, str], options: argparse.Namespace, config: TrainConfig, gpu: str = ""
+) -> int:
+    """Print the rows; the exit code, which is 1 where losses differ."""
+    rows = make_rows(groups, options, config, gpu)
     print_rows(rows, skipped)
     if options.json:
         print_scaling(rows, options.json)

@@ -37,7 +37,6 @@ from kos.commands import program
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND, RANKS = [sys.executable, "-m"], "benchmarks.transfer_ranks"
 STEP_SECONDS, STEP_ROUNDS = 0.6, 8
-UNCHANGED = 200  # updates without a newer version
 
 
 class Pattern(NamedTuple):
@@ -57,9 +56,13 @@ ZERO = Pattern("zero", [0, 1], "tp", [2, 3])
 
 
 class Processes:
-    """The processes of a part of the benchmark.  They are killed at its deadline, or at its end."""
+    """The processes of a part of the benchmark.  They are killed at its deadline, or at its end.
 
-    def __init__(self, seconds: float) -> None:
+    ``command`` starts a process; the module and its arguments follow.
+    """
+
+    def __init__(self, seconds: float, command: Sequence[str]) -> None:
+        self._command = command
         self._started, self._limit = list[subprocess.Popen[str]](), threading.Timer(seconds, self._kill)
         self._limit.daemon = True
         self._limit.start()
@@ -72,8 +75,8 @@ class Processes:
                "WORLD_SIZE": str(len(specs))}  # fmt: skip
         pipe = subprocess.PIPE
         found = [
-            subprocess.Popen([*COMMAND, module, json.dumps({**spec, "rank": rank, "ranks": len(specs)})], cwd=ROOT,
-                             env={**env, "RANK": str(rank)}, stdin=pipe, stdout=pipe, text=True)
+            subprocess.Popen([*self._command, module, json.dumps({**spec, "rank": rank, "ranks": len(specs)})],
+                             cwd=ROOT, env={**env, "RANK": str(rank)}, stdin=pipe, stdout=pipe, text=True)
             for rank, spec in enumerate(specs)
         ]  # fmt: skip
         self._started += found
@@ -123,9 +126,14 @@ class Ranks:
 
 
 class Size(NamedTuple):
+    """What is measured, and how its processes are started."""
+
     model: str
     layers: int
     rounds: int
+    unchanged: int = 200
+    """Updates without a newer version."""
+    command: Sequence[str] = COMMAND
 
 
 def start(processes: Processes, size: Size, pattern: Pattern, memory: str) -> tuple[Ranks, Ranks, int]:
@@ -144,7 +152,7 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """The rates of updates and of the limit, in GB/s.  ``cases`` says whether updates are staged."""
     taken: dict[str, list[float]] = {"publish": []}
-    with Processes(seconds) as processes:
+    with Processes(seconds, size.command) as processes:
         publishers, subscribers, nbytes = start(processes, size, pattern, memory)
         found: dict[str, Any] = {"pattern": pattern._asdict(), "memory": memory, "bytes of a subscriber": nbytes}
         version = 0
@@ -161,7 +169,7 @@ def measure(
                     taken["publish"].append(published)
                     updates.append(updated)
                     limits.append(limit)
-            found[f"{name}, unchanged, ms"] = round(1e3 * max(subscribers.ask("unchanged", UNCHANGED)), 3)
+            found[f"{name}, unchanged, ms"] = round(1e3 * max(subscribers.ask("unchanged", size.unchanged)), 3)
     medians = {name: statistics.median(each) for name, each in taken.items() if each and min(each)}
     found["ms"] = {name: round(1e3 * each, 3) for name, each in medians.items()}
     found["GB/s"] = {name: round(nbytes / 1e9 / each, 1) for name, each in medians.items() if name != "publish"}
@@ -173,7 +181,7 @@ def measure(
 def steps(size: Size, pattern: Pattern, seconds: float) -> dict[str, Any]:
     """The times of training steps of a publisher, alone and while a subscriber reads; others do not count."""
     alone, beside = list[float](), list[float]()
-    with Processes(seconds) as processes:
+    with Processes(seconds, size.command) as processes:
         publishers, subscribers, nbytes = start(processes, size, pattern, "device")
         subscribers.ask("open", "shared", False)
         warm = publishers.ask("steps", 2.0)[0]
@@ -200,7 +208,7 @@ def steps(size: Size, pattern: Pattern, seconds: float) -> dict[str, Any]:
 def nccl(size: Size, trainers: int, ranks: int, seconds: float) -> dict[str, Any]:
     """GB/s of torch's NCCL for the same weights (``benchmarks.transfer_nccl``); the first ranks are the trainers."""
     spec = {"model": size.model, "layers": size.layers, "rounds": size.rounds, "trainers": trainers}
-    with Processes(seconds) as processes:
+    with Processes(seconds, size.command) as processes:
         found = processes.start("benchmarks.transfer_nccl", [spec] * ranks).answers()
     nbytes, slowest = found[0]["bytes"], {
         way: max(each["seconds"][way] for each in found[trainers:]) for way in found[0]["seconds"]
@@ -241,7 +249,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def main() -> int:
+def main(words: list[str] | None = None, command: Sequence[str] = COMMAND) -> int:
     parser = argparse.ArgumentParser(prog=program("benchmarks.transfer_gpu"), description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--layers", type=int, default=32)
@@ -251,11 +259,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90.0, help="the longest that a part may take")
     parser.add_argument("--minutes", type=float, default=6.0, help="the longest that all parts may take")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     gpus, ends = len(cuda.visible_devices()) if args.gpus is None else args.gpus, time.monotonic() + 60 * args.minutes
     device = 0 if cuda.visible_devices() else None
     found: dict[str, Any] = {**provenance("benchmarks.transfer_gpu", device, gpus), "rows": []}
-    for name, part in parts(Size(args.model, args.layers, args.rounds), gpus).items():
+    for name, part in parts(Size(args.model, args.layers, args.rounds, command=command), gpus).items():
         if not name.startswith(tuple(args.only)):
             continue
         began = time.monotonic()

@@ -60,10 +60,10 @@ def download(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", *how, "--dest", str(folder)], check=True)
 
 
-def lines(folder: Path) -> Iterator[bytes]:
+def lines(folder: Path, wheels: dict[str, str] = WHEELS) -> Iterator[bytes]:
     """The corpus, of the wheels in a folder. DataError: a wheel is missing, or another one."""
     seen = set[bytes]()
-    for name, digest in WHEELS.items():
+    for name, digest in wheels.items():
         path = folder / name
         got = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "none"
         if got != digest:
@@ -81,12 +81,12 @@ def lines(folder: Path) -> Iterator[bytes]:
                     yield json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n"
 
 
-def pack(folder: Path, out: Path) -> tuple[int, int, str]:
+def pack(folder: Path, out: Path, wheels: dict[str, str] = WHEELS) -> tuple[int, int, str]:
     """Write the corpus: the number of its documents, the bytes of their texts, and the SHA-256 of its lines."""
     count, size, digest = 0, 0, hashlib.sha256()
     out.parent.mkdir(parents=True, exist_ok=True)
     with lzma.open(out, "wb", preset=6) as file:
-        for line in lines(folder):
+        for line in lines(folder, wheels):
             file.write(line)
             digest.update(line)
             count, size = count + 1, size + len(json.loads(line)["text"].encode())
@@ -108,7 +108,7 @@ def unpack(path: Path) -> Path:
     return out
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, wheels: dict[str, str] = WHEELS, expected: str = SHA256) -> None:
     parser = argparse.ArgumentParser(
         program("benchmarks.wheel_corpus"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,10 +118,10 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         if arguments.wheels is None:
             download(Path(temporary))
-        count, size, digest = pack(arguments.wheels or Path(temporary), arguments.out)
+        count, size, digest = pack(arguments.wheels or Path(temporary), arguments.out, wheels)
     print(f"{arguments.out}: {count:,} documents, {size:,} bytes of text, SHA-256 {digest}")
-    if digest != SHA256:
-        raise SystemExit(f"expected a corpus of SHA-256 {SHA256}, got {digest}")
+    if digest != expected:
+        raise SystemExit(f"expected a corpus of SHA-256 {expected}, got {digest}")
 
 
 if __name__ == "__main__":

@@ -267,9 +267,12 @@ def _in_kos(frame: traceback.FrameSummary) -> bool:
     return Path(frame.filename).is_relative_to(_PACKAGE)
 
 
-def install(extras: str) -> str:
-    """The command that installs these extras of kos, which is on no package index; no extras: a clone of kos."""
-    clone, wanted = _PACKAGE.parent, f"[{extras}]" if extras else ""
+def install(extras: str, package: Path = _PACKAGE) -> str:
+    """The command that installs these extras of kos, which is on no package index; no extras: a clone of kos.
+
+    ``package``: the folder of the running kos.
+    """
+    clone, wanted = package.parent, f"[{extras}]" if extras else ""
     if (clone / "pyproject.toml").exists():
         return pip_install("-e", f"{near(clone)}{wanted}")
     if extras and any(clone.glob("kos-*.dist-info")):  # pip takes the extras of the installed wheel, from no index

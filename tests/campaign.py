@@ -1,4 +1,4 @@
-"""What the fault campaigns share: the processes of a trial, the reports of ranks, the loop over trials, the summary."""
+"""What the fault campaigns share: processes and reports of ranks, calls with known results, the loop over trials."""
 
 import argparse
 import json
@@ -12,7 +12,11 @@ from typing import Any
 
 import numpy as np
 
+import kos
 from kos.errors import KosError
+from kos.memory import Array
+from kos.testing.conformance import model
+from tests.comm.model import ramps
 from tests.forked import PATHS
 
 START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
@@ -38,6 +42,25 @@ def write(path: Path, report: dict[str, Any]) -> None:
 def described(error: BaseException, step: str) -> dict[str, Any]:
     """A rank's report of an error that was raised in this step."""
     return {"kind": type(error).__name__, "text": str(error), "ranks": list(getattr(error, "ranks", ())), "step": step}
+
+
+def on_device(comm: kos.Communicator, value: np.ndarray) -> Any:
+    """``value`` where the communicator takes it."""
+    return value if comm.device is None else Array.from_numpy(value, comm.device)
+
+
+def call(comm: kos.Communicator, step: model.Step, start: int = 0, **options: Any) -> tuple[Any, Any]:
+    """Make a call on ``ramps``: what it returned, and what it gives this rank (None: nothing)."""
+    xs = ramps(step, comm.size, start)
+    out = on_device(comm, np.empty_like(xs[0])) if step.name == "send_recv" else None
+    expected = model.result(step, xs, comm.rank)  # before the call, which may write to its input
+    return model.call(comm, step, on_device(comm, xs[comm.rank]), out, **options), expected
+
+
+def is_right(got: Any, expected: Any) -> bool:
+    """Whether a call gave what it should."""
+    found = got.numpy() if isinstance(got, Array) else got
+    return expected is None or np.array_equal(found.reshape(-1), expected)
 
 
 def until(holds: Callable[[], bool], seconds: float) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Generator
 from functools import cache
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -53,9 +54,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not mentions_torch(item))  # first: one worker takes them all, and imports it
 
 
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # thousands of tests and what they import: a collection that a test asks for passes them over
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Thousands of tests and what they import: no garbage is collected among them, now and when a test asks for it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup() -> None:

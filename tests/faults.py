@@ -48,12 +48,9 @@ import kos
 from kos import cuda
 from kos.cuda import driver
 from kos.errors import KosError, install
-from kos.memory.array import Array
-from kos.testing.conformance import model
 from kos.testing.conformance.model import Step
 from tests import campaign, grow_faults
-from tests.campaign import HUNG, MARGIN, RIGHT, START_SECONDS, described, environment, write
-from tests.comm.model import ramps
+from tests.campaign import HUNG, MARGIN, RIGHT, START_SECONDS, environment
 from tests.comm.tcp_ranks import free_port
 from tests.forked import Forked, fork_server, remove_session
 from tests.launcher import MPIRUN, open_mpi
@@ -159,7 +156,7 @@ class Rank:
     def warm_up(self) -> None:
         """Connect: what a first call takes is none of the time that a failure may take."""
         world = self.groups[0]
-        world.all_reduce(self.array(np.ones(1000, np.float32)))
+        world.all_reduce(campaign.on_device(world, np.ones(1000, np.float32)))
         world.synchronize()
         world.barrier()
 
@@ -182,10 +179,6 @@ class Rank:
             if self.device is None or final or index % 2 or name in ("split", "duplicate", "close"):
                 self.check()
 
-    def array(self, value: Any) -> Any:
-        """``value`` where the backend wants it."""
-        return value if self.device is None else Array.from_numpy(value, self.device)
-
     def expect(self, comm: kos.Communicator, got: Any, expected: Any) -> None:
         """Compared by the next ``check``: calls on a GPU return before they have run."""
         self.unchecked.append((comm, got, expected, self.step))
@@ -194,25 +187,19 @@ class Rank:
         for comm, got, expected, step in self.unchecked:
             if self.device is not None:
                 comm.synchronize()  # raises what failed: the results of a call that did are undefined
-                got = got.numpy()
-            if not np.array_equal(got.reshape(-1), np.asarray(expected).reshape(-1)):
+            if not campaign.is_right(got, expected):
                 raise AssertionError(f"wrong result of {step}")
         self.unchecked.clear()
 
     def collective(self, name: str, group: int, count: int, root: int, algorithm: str) -> None:
         comm = self.groups[group]
-        n, r = comm.size, comm.rank
+        n = comm.size
         named = ("all_reduce", "all_gather") if self.device is None else ("all_reduce",)  # of peer, on a GPU
         options: Any = {"algorithm": algorithm} if name in named and self.trial.backend != "nccl" else {}
         if name == "bytes":
-            assert comm.all_gather_bytes(b"x" * r) == [b"x" * each for each in range(n)], self.step
+            assert comm.all_gather_bytes(b"x" * comm.rank) == [b"x" * each for each in range(n)], self.step
             return
-        step = Step(name, count, root=root)
-        xs = ramps(step, n)
-        expected = model.result(step, xs, r)
-        got = model.call(comm, step, self.array(xs[r]), None, **options)
-        if expected is not None:
-            self.expect(comm, got, expected)
+        self.expect(comm, *campaign.call(comm, Step(name, count, root=root), **options))
 
     def split(self, group: int, colors: list[int | None], keys: list[int], numbers: dict[int, int]) -> None:
         comm = self.groups[group]
@@ -231,29 +218,25 @@ class Rank:
     def message(self, group: int, a: int, b: int, count: int) -> None:
         comm, ramp = self.groups[group], np.arange(count, dtype=np.float32)
         if comm.rank == a:
-            comm.send(self.array(ramp), b, self.tag)
+            comm.send(campaign.on_device(comm, ramp), b, self.tag)
         elif comm.rank == b:
-            x = self.array(np.zeros(count, np.float32))
+            x = campaign.on_device(comm, np.zeros(count, np.float32))
             comm.recv(x, a, self.tag)
             self.expect(comm, x, ramp)
 
     def ring(self, group: int, count: int) -> None:
-        comm, ramp = self.groups[group], np.arange(count, dtype=np.float32)
-        if comm.size == 1:
-            return
-        left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        x = self.array(np.zeros(count, np.float32))
-        comm.send_recv(self.array(ramp + comm.rank), x, right, left)
-        self.expect(comm, x, ramp + left)
+        comm = self.groups[group]
+        if comm.size > 1:
+            self.expect(comm, *campaign.call(comm, Step("send_recv", count)))
 
     def both(self, group: int, other: int, count: int) -> None:
         """Two collectives in flight, of one communicator or of two."""
-        ramp, works = np.arange(count, dtype=np.float32) % 64, []
+        works = []
         for comm in (self.groups.get(group), self.groups.get(other)):
             if comm is not None:
-                works.append((comm, comm.all_reduce(self.array(ramp + comm.rank), async_op=True)))
-        for comm, work in works:
-            self.expect(comm, work.wait(), comm.size * ramp + comm.size * (comm.size - 1) / 2)
+                works.append((comm, *campaign.call(comm, Step("all_reduce", count), async_op=True)))
+        for comm, work, expected in works:
+            self.expect(comm, work.wait(), expected)
 
 
 def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name: str, hosts: int = 0) -> int:
@@ -279,17 +262,17 @@ def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name:
                 part.run()
                 code = 0
             except (KosError, AssertionError) as error:
-                report |= described(error, part.step)
-                write(folder / f"{rank}.json", report)
+                report |= campaign.described(error, part.step)
+                campaign.write(folder / f"{rank}.json", report)
                 raise
     except KosError as error:
-        report = report or described(error, "close")
+        report = report or campaign.described(error, "close")
     except AssertionError:
         pass
     if rank < 0:
         print(f"a rank did not start: {report['text']}", flush=True)  # to the log of the trial
         return code
-    write(folder / f"{rank}.json", report)
+    campaign.write(folder / f"{rank}.json", report)
     return code
 
 

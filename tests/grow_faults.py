@@ -33,11 +33,9 @@ import numpy as np
 import kos
 from kos import _core
 from kos.errors import KosError
-from kos.memory import Array
-from kos.testing.conformance import model
 from kos.testing.conformance.model import Step
-from tests.campaign import HUNG, RIGHT, START_SECONDS, Arguments, campaign, environment, until, write
-from tests.comm.model import ramps
+from tests import campaign
+from tests.campaign import HUNG, RIGHT, START_SECONDS, Arguments, environment, until
 from tests.comm.tcp_ranks import free_port
 from tests.forked import Forked, fork_server
 
@@ -99,7 +97,7 @@ def run_rank(seed: int, timeout: float, backend: str, folder_name: str, joins: b
         report |= {"out": str(error)}
     except (KosError, AssertionError) as error:
         report |= {"error": f"{type(error).__name__}: {error}"}
-    write(folder / f"end-{os.getpid()}.json", report)
+    campaign.write(folder / f"end-{os.getpid()}.json", report)
     return code
 
 
@@ -115,7 +113,7 @@ def _play(trial: Trial, comm: kos.Communicator, folder: Path) -> list[int]:
                 shared = _core.native is not None and len(comm.node) > 1
                 assert comm.device is not None or comm.backend.shares_memory == shared, "ranks of a host share memory"
                 number, fresh = int(_table(comm, number).max()), False
-                write(folder / f"at-{os.getpid()}.json", {"members": members, "round": number})
+                campaign.write(folder / f"at-{os.getpid()}.json", {"members": members, "round": number})
             table = _table(comm, number, (folder / "end").exists(), comm.newcomers())
             assert (table[:, 0] == number).all(), f"rounds differ: {table[:, 0]}"
             if table[:, 1].any():
@@ -156,31 +154,22 @@ def _check_out(comm: kos.Communicator, error: KosError) -> None:
 
 def _round(comm: kos.Communicator, rng: Any, number: int) -> None:
     """A random collective, with its result compared."""
-    n, r, count = comm.size, comm.rank, int(rng.choice([1, 7, 1000, 50_000]))
+    count = int(rng.choice([1, 7, 1000, 50_000]))
     calls = {
         "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "split": "all_reduce",
-        "ring": "send_recv" if n > 1 else "barrier", "async": "all_reduce", "barrier": "barrier",
+        "ring": "send_recv" if comm.size > 1 else "barrier", "async": "all_reduce", "barrier": "barrier",
     }  # fmt: skip
     name = str(rng.choice([*calls]))
-    step = Step(calls[name], count, root=number % n)
-    xs = ramps(step, n, number % 8)
-    mine: Any = xs[r] if comm.device is None else Array.from_numpy(xs[r], comm.device)
-    got: Any = None
-    expected = model.result(step, xs, r)
+    step = Step(calls[name], count, root=number % comm.size)
     if name == "split":
-        with comm.group(range(n)) as part:
-            got = model.call(part, step, mine, None)
+        with comm.group(range(comm.size)) as part:
+            got, expected = campaign.call(part, step, number % 8)
             part.synchronize()
-    elif name == "async":
-        got = model.call(comm, step, mine, None, async_op=True).wait()
     else:
-        out: Any = None
-        if step.name == "send_recv":
-            out = np.empty_like(xs[r]) if comm.device is None else Array.zeros(count, "float32", comm.device)
-        got = model.call(comm, step, mine, out)
+        got, expected = campaign.call(comm, step, number % 8, **{"async_op": True} if name == "async" else {})
+        got = got.wait() if name == "async" else got
     comm.synchronize()
-    found = got.numpy() if isinstance(got, Array) else got
-    assert expected is None or np.array_equal(found.reshape(-1), expected), f"wrong result of {name} in round {number}"
+    assert campaign.is_right(got, expected), f"wrong result of {name} in round {number}"
 
 
 # The trial.
@@ -370,4 +359,4 @@ def main(arguments: Sequence[str]) -> int:
     trials = [Trial.of(options.seed + index, timeout, backend) for index in range(options.trials)]
     events = Counter(kind for trial in trials for kind, _ in trial.events)
     head = {"backend": backend, "seed": options.seed, "timeout": timeout, "events": dict(sorted(events.items()))}
-    return int(campaign(head, trials, run_trial, jobs=options.jobs, out=options.out) > 0)
+    return int(campaign.campaign(head, trials, run_trial, jobs=options.jobs, out=options.out) > 0)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import all as command
-from benchmarks import programme as pieces
 from benchmarks import train
 from benchmarks.programme import Piece, programme
 from kos.bench import options
@@ -42,10 +41,8 @@ def begin(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KOS_COMMIT", "abc")
 
     def run(wanted, *flags):
-        monkeypatch.setattr(command, "programme", lambda *_: wanted)
         paths = ["--json", str(tmp_path / "out"), "--parts", str(tmp_path / "parts")]
-        monkeypatch.setattr(sys, "argv", ["all", "--gpus", "0", *paths, *flags])
-        return command.main(), capsys.readouterr().out
+        return command.main(["--gpus", "0", *paths, *flags], lambda *_: wanted), capsys.readouterr().out
 
     return run
 
@@ -77,14 +74,13 @@ def test_what_this_writes_is_no_other_commit(tmp_path, monkeypatch):
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *words], check=True)
     monkeypatch.delenv("KOS_COMMIT", raising=False)
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    commit = command.commit_of()
+    commit = command.commit_of(tmp_path)
     assert commit is not None and len(commit) == 8
     for name in ("README.md", "benchmarks/results/a.json", "docs/a.md"):
         (tmp_path / name).write_text("after")
-    assert command.commit_of() == commit
+    assert command.commit_of(tmp_path) == commit
     (tmp_path / "kos" / "a.py").write_text("after")
-    assert command.commit_of() == f"{commit}-dirty"
+    assert command.commit_of(tmp_path) == f"{commit}-dirty"
 
 
 def test_what_fails_is_measured_again(begin, tmp_path):
@@ -130,12 +126,11 @@ finally:
     open({str(cleaned)!r}, "w")
 """
     text = f"""
-import sys
 from benchmarks import all as command
 from benchmarks.programme import Piece
-command.programme = lambda *_: {{"calls": [Piece({shlex.join(["python", "-c", program])!r}, 1)]}}
-sys.argv = ["all", "--gpus", "0", "--json", {str(tmp_path)!r}, "--parts", {str(tmp_path)!r}]
-raise SystemExit(command.main())
+wanted = {{"calls": [Piece({shlex.join(["python", "-c", program])!r}, 1)]}}
+words = ["--gpus", "0", "--json", {str(tmp_path)!r}, "--parts", {str(tmp_path)!r}]
+raise SystemExit(command.main(words, lambda *_: wanted))
 """
     process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=start)
     wait_for(lambda: begun.exists() and begun.read_text() != "", "the piece")
@@ -152,11 +147,9 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_subjects_by_name(program, monkeypatch):
+def test_subjects_by_name(begin):
     wanted = {"calls": [Piece("x", 40)], "others": [Piece("y", 50), Piece("z", 5)]}
-    monkeypatch.setattr(pieces, "programme", lambda *_: wanted)
-    listed = program("benchmarks.all", "--gpus 0 --only oth --list")
-    assert (listed.code, listed.out) == (0, "others: 55 s\n  y\n  z\n")
+    assert begin(wanted, "--only", "oth", "--list") == (0, "others: 55 s\n  y\n  z\n")
 
 
 def test_parts_measured_apart_are_refused():

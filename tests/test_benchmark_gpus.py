@@ -4,11 +4,9 @@ import itertools
 import json
 import shlex
 import shutil
-import sys
-import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +15,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-import kos
 from benchmarks import fp8, gpu_calls, idle, train
-from kos.bench import report
 from kos.bench.cases import Case, Data
 from kos.bench.implementations import Ours
 from kos.bench.limits import DeviceLimits
@@ -30,15 +26,15 @@ from kos.comm import Communicator, watchdog
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.cuda import driver, kernels
+from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
 from kos.memory.array import Array
 from kos.testing import spawn
-from kos.train.config import PRESETS
 from kos.train.ops.cuda.cublaslt import scale_mode
+from kos.train.tools.profile import Marks
 from tests.comm.fake_gpu import at
-from tests.comm.fake_nccl import FakeRanks, Group, communicator, no_gpu
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, communicator, no_gpu
 from tests.comm.shared_ranks import needs_core
 from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES
@@ -67,6 +63,28 @@ class StandIn:
             at(*counter, 1, np.dtype("u8"))[0] += np.count_nonzero(at(array, count, words) != expected)
 
 
+class HostTimer(DeviceTimer):
+    """Its graphs are lists of calls, whose kernels take 5 SMs."""
+
+    def capture(self, calls: Any) -> Any:
+        return (lambda: [call() for call in calls]), 5
+
+
+@contextmanager
+def half_a_millisecond(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> Iterator[FakeNCCL]:
+    """An emulated GPU on which every interval takes 0.5 ms, and whose graphs are empty; ``load`` gives its kernels."""
+    with no_gpu(monkeypatch) as fake:
+        monkeypatch.setattr("kos.cuda.load_kernel", load)
+        cu = fake.cu
+        cu.cuEventElapsedTime = lambda begun, ended: (0, 0.5)
+        cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+        cu.CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
+        cu.cuStreamEndCapture = cu.cuGraphInstantiate = lambda *_: (0, object())
+        for name in ("StreamBeginCapture", "GraphDestroy", "GraphExecDestroy", "GraphLaunch", "EventSynchronize"):
+            setattr(cu, f"cu{name}", lambda *_: (0,))
+        yield fake
+
+
 @pytest.mark.parametrize(("op", "in_place"), [*PLACES, ("routing", False)])
 def test_rows_on_emulated_gpus(op, in_place, monkeypatch):
     """Slots, checks, timers, calls of kos and of raw NCCL; the GPU and NCCL are emulated on the host."""
@@ -76,8 +94,7 @@ def test_rows_on_emulated_gpus(op, in_place, monkeypatch):
 
     def run(control):
         stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
-        job, memory, timer = Job(control), DeviceMemory(0, stream), DeviceTimer(Job(control), stream)
-        monkeypatch.setattr(timer, "capture", lambda calls: (lambda: [call() for call in calls], 5))
+        job, memory, timer = Job(control), DeviceMemory(0, stream), HostTimer(Job(control), stream)
         comm = communicator(ThreadRendezvous(threads, control.rank, 20.0), group)
         implementations = [Ours(comm, "kos-nccl"), Ours(comm, "kos-nccl", call="persistent")]
         implementations.append(RawNCCL(control, 0, stream))
@@ -98,10 +115,8 @@ def test_rows_on_emulated_gpus(op, in_place, monkeypatch):
         implementations[0].close()
         return found
 
-    with no_gpu(monkeypatch):
+    with half_a_millisecond(monkeypatch, lambda path, name, device: StandIn(name)):
         threads = ThreadGroup(ranks)
-        monkeypatch.setattr("kos.cuda.load_kernel", lambda path, name, device: StandIn(name))
-        monkeypatch.setattr(driver.cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
         rows, other = spawn(run, ranks)
     *rows, untouched = rows
     kinds = {"all_reduce": 3, "scan": 1, "exscan": 1}.get(op, 2)
@@ -128,16 +143,10 @@ def test_device_limits_on_emulated_gpus(monkeypatch):
         kernel.bind.side_effect = bind
         return kernel
 
-    with no_gpu(monkeypatch):
-        cu = driver.cu
+    with half_a_millisecond(monkeypatch, load) as fake:
         slab = SimpleNamespace(pointer=4096, pointers=(4096, 8192))
         monkeypatch.setattr("kos.memory.symmetric.SymmetricMemory", lambda *arguments: nullcontext(slab))
-        monkeypatch.setattr("kos.cuda.load_kernel", load)
-        graph = SimpleNamespace(replay=lambda stream: None)
-        monkeypatch.setattr("kos.cuda.capture", lambda stream, keep: nullcontext(graph))
-        monkeypatch.setattr(cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
-        monkeypatch.setattr(cu, "cuEventSynchronize", lambda event: (0,), raising=False)
-        monkeypatch.setattr(cu, "cuMemcpyAsync", lambda to, of, n, stream: bytes_copied.append(n) or (0,))
+        fake.cu.cuMemcpyAsync = lambda to, of, n, stream: bytes_copied.append(n) or (0,)
         figures = spawn(run, 2)
     assert figures[0] == figures[1]
     assert figures[0]["launch_us"] == 5 and figures[0]["flag_round_trip_us"] == 0.5
@@ -174,21 +183,14 @@ class Ops(emulator.HostOps):
 @needs_compiler
 def test_all_tables(monkeypatch, tmp_path, capsys):
     emulator.host_memory(monkeypatch)
-    made = []
-    monkeypatch.setattr(fp8, "CudaOps", lambda *given, **options: made.append(Ops(*given, **options)) or made[-1])
-    monkeypatch.setattr(fp8.cuda, "unavailable", lambda: None)
-    monkeypatch.setattr(report, "provenance", lambda *about: {"command": "python -m benchmarks.fp8"})
-    monkeypatch.setattr(fp8, "streams", SimpleNamespace(milliseconds=lambda run, stream: (run(), 1.0)[1]))
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
-    monkeypatch.setitem(PRESETS, "baby", SimpleNamespace(values={"model": shape}))
     path = tmp_path / "fp8.json"
-    settings = ["--preset", "baby", "--tokens", "128", "--repeats", "1", "--settle", "1", "--measure", "1"]
-    monkeypatch.setattr(sys, "argv", ["fp8", *settings, "--json", str(path)])
-    assert fp8.main() == 0
+    words = f"--preset tiny --tokens 128 --repeats 1 --settle 1 --measure 1 --json {path}"
+    bench = fp8.Bench(fp8.read_arguments(words.split()), Ops, lambda run, stream: (run(), 1.0)[1])
+    fp8.measure(bench, {"command": "python -m benchmarks.fp8"})
     result = json.loads(path.read_text())
     tables = [row["table"] for row in result["rows"]]
-    assert [tables.count(name) for name in ("products", "casts", "layers")] == [12, 9, 5]
-    assert made[0].modes == {0, 3, 4, 5} and set(result["reasons"]) == {"1x128 1x128"}
+    assert [tables.count(name) for name in ("products", "casts", "layers")] == [12, 12, 5]
+    assert bench.ops.modes == {0, 3, 4, 5} and set(result["reasons"]) == {"1x128 1x128"}
     first, last = result["rows"][0], result["rows"][-1]
     assert (first["name"], first["shape"]) == ("qkv forward", [128, 256, 128])
     assert first["bf16"] == pytest.approx(2e-9 * 128 * 256 * 128) and first["1x128 1x128"] is None
@@ -224,7 +226,6 @@ def test_four_variants_of_the_same_call(monkeypatch, name, each, by_core):
 
     with no_gpu(monkeypatch) as fake:
         monkeypatch.setattr(watchdog, "add", lambda backend: None)  # a tick makes Python order the next call
-        monkeypatch.setattr(driver, "synchronize", lambda device: None)
         if not by_core:
             monkeypatch.setattr(NCCLBackend, "launches", lambda *_: None)
         FakeRanks(2).run(body)
@@ -243,7 +244,7 @@ def test_four_variants_of_the_same_call(monkeypatch, name, each, by_core):
 
 
 def test_a_machine_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(BackendUnavailable, match="needs a C compiler"):
         gpu_calls.build()
 
@@ -264,21 +265,18 @@ FLAGS = shlex.split("""
 """)
 
 
-def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any], None], *flags: str) -> dict[str, Any]:
+def facts(device: str, prepare: Callable[[Any], None], *flags: str, clock: Any = Marks) -> dict[str, Any]:
     """The results of the third step of two ranks.  ``prepare`` gets each device before it records timestamps."""
     options, config = train.read_arguments([*FLAGS, *flags])
     assert options.idle
     config = config.for_world(1, device)
 
-    own = threading.local()
-    monkeypatch.setattr(kos, "init", lambda *_, **__: own.comm)
-
     def run(comm: Communicator) -> dict[str, Any]:
-        own.comm = DeviceComm(comm) if device == "cuda" else comm
+        comm = DeviceComm(comm) if device == "cuda" else comm
         model = train.model_of(config)
-        training = train.KosTraining(config, model, train.random_tokens(config, model), 1)
+        training = train.KosTraining(comm, config, model, train.random_tokens(config, model), 1)
         prepare(training.device)
-        stamps = idle.Stamps(training.device)
+        stamps = idle.Stamps(training.device, clock)
         training.run(0, 3)
         found = stamps.facts()
         training.device.close()
@@ -289,7 +287,7 @@ def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any],
     return first
 
 
-def test_a_rank_waits_for_a_slow_one(monkeypatch, capsys):
+def test_a_rank_waits_for_a_slow_one(capsys):
     def slow_down(device):
         act = device.step.act
 
@@ -299,7 +297,7 @@ def test_a_rank_waits_for_a_slow_one(monkeypatch, capsys):
 
         device.step.act = slow if device.mesh.pp.rank == 1 else act
 
-    found = facts(monkeypatch, "cpu", slow_down)
+    found = facts("cpu", slow_down)
     quick, slow = found["ranks"]
     assert set(slow["passes_ms"]) == {"F0", "B0"} and min(slow["passes_ms"].values()) >= 20
     assert slow["computes_ms"] >= 8 * 20 and slow["idle"] < 0.3
@@ -325,8 +323,7 @@ def test_stamps_are_in_the_graph(monkeypatch):
         def microseconds(self, begin, end):
             return 1e3 * (end.tick - begin.tick)
 
-    monkeypatch.setattr(idle, "Marks", Ticks)
-    found = facts(monkeypatch, "cuda", lambda device: None, "--pp-schedule", "zero-bubble-v")
+    found = facts("cuda", lambda device: None, "--pp-schedule", "zero-bubble-v", clock=Ticks)
     for rank in found["ranks"]:
         assert rank["passes_ms"] == dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 1.0)
         spans = 3 * 2 * 4 + 2  # and norm and update

@@ -150,7 +150,7 @@ def test_losses_on_an_emulated_gpu(corpus, monkeypatch):
         np.testing.assert_allclose(gpu, cpu, rtol=2e-5)
 
 
-def test_a_corpus_of_wheels(tmp_path, monkeypatch, capsys):
+def test_a_corpus_of_wheels(tmp_path, capsys):
     """Each source once, none that is short or no text; in an order of their text alone."""
     (wheels := tmp_path / "wheels").mkdir()
     sources = {"one-1.whl": {"b.py": "é" * 300, "a.py": "a" * 300, "c.txt": "c" * 300}, "two-2.whl": {
@@ -162,11 +162,9 @@ def test_a_corpus_of_wheels(tmp_path, monkeypatch, capsys):
     known = {name: hashlib.sha256((wheels / name).read_bytes()).hexdigest() for name in sources}
     lines = [json.dumps({"text": text * 300}, ensure_ascii=False).encode() + b"\n" for text in "aéz"]
     digest = hashlib.sha256(b"".join(lines)).hexdigest()
-    monkeypatch.setattr(wheel_corpus, "WHEELS", known)
-    monkeypatch.setattr(wheel_corpus, "SHA256", digest)
     out = tmp_path / "made" / "corpus.jsonl.xz"
     words = ["--out", str(out), "--wheels", str(wheels)]
-    wheel_corpus.main(words)
+    wheel_corpus.main(words, known, digest)
     assert f"3 documents, 1,200 bytes of text, SHA-256 {digest}" in capsys.readouterr().out
     assert lzma.decompress(out.read_bytes()) == b"".join(lines)
     ordered = sorted(lines, key=lambda line: hashlib.sha256(line).digest())
@@ -176,7 +174,7 @@ def test_a_corpus_of_wheels(tmp_path, monkeypatch, capsys):
     with zipfile.ZipFile(wheels / "two-2.whl", "a") as wheel:
         wheel.writestr("more.py", "more")
     with refused(DataError, f"--wheels {wheels}: expected two-2.whl of SHA-256 {known['two-2.whl']}, got "):
-        wheel_corpus.main(words)
+        wheel_corpus.main(words, known, digest)
     del known["two-2.whl"]
     with pytest.raises(SystemExit, match=f"expected a corpus of SHA-256 {digest}, got "):
-        wheel_corpus.main(words)
+        wheel_corpus.main(words, known, digest)

@@ -2,12 +2,11 @@
 
 import json
 import re
-import sys
 
 import pytest
 
 from benchmarks.plots import __main__ as command
-from benchmarks.plots import measured, results, tables, tables_hosts, tables_slower
+from benchmarks.plots import measured, results, tables, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots.pictures import PICTURES
 from benchmarks.plots.results import RESULTS, ROOT, us
@@ -106,7 +105,7 @@ def test_sizes_and_times():
     assert " ".join(map(us, (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2))) == "3.24 10.0 24.9 100 362 5,353"
 
 
-def test_sizes_at_which_kos_is_slower(monkeypatch):
+def test_sizes_at_which_kos_is_slower():
     """On hosts: by more than two measurements of Open MPI differ, with the reason of each kind of call."""
     assert summary([("scan", 1 << 20, 1.5), ("scan", 8, 1.1)]) == ["scan", "8 B to 1 MB", "1.10 to 1.50"]
     values = {"same array": 1.0, "arrays in rotation": 1.0, "persistent": 0.6, "noise": 1.0}
@@ -118,9 +117,8 @@ def test_sizes_at_which_kos_is_slower(monkeypatch):
         ("broadcast", 16 << 20, {**values, "same array": 1.05, "noise": 1.04}),
         ("exscan", 16 << 20, {**values, "same array": 1.4, "persistent": 1.4}),
     ]
-    monkeypatch.setattr(tables_hosts, "recorded", lambda ranks: cells)
-    monkeypatch.setattr(measured, "HOST_RANKS", (2,))
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables_slower.hosts().splitlines()[2:]]
+    lines = tables_slower.hosts({2: cells}).splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     reasons = [REASONS[name] for name in ("counts", "copies", "slots")]
     assert [row[:4] for row in rows] == [
         ["2", "reduce", "8 B", "1.30"], ["2", "gather_v", "1 KB", "2.00"], ["2", "broadcast", "16 MB", "1.05"],
@@ -132,8 +130,7 @@ def test_sizes_at_which_kos_is_slower(monkeypatch):
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
     """An empty folder in place of benchmarks/results."""
-    for module in (results, measured):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
     for cached in (results.load, results.result_files):
         cached.cache_clear()
     yield tmp_path
@@ -159,32 +156,21 @@ def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded):
         results.newest("torch", 4)
 
 
-def test_the_command_checks_and_writes(tmp_path, monkeypatch, capsys):
-    page = tmp_path / "docs" / "benchmarks" / "page.md"
-    page.parent.mkdir(parents=True)
-    page.write_text("<!-- table torch-steps -->\n<!-- end -->\n")
-    for module in (command, tables):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-        monkeypatch.setattr(module, "PAGES", [page], raising=False)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path / "benchmarks" / "results")
-    monkeypatch.setattr(sys, "argv", ["plots", "--check"])
-    assert command.main() == 1 and "page.md: tables differ" in capsys.readouterr().out
-    page.write_text(tables.renewed(page.read_text(), page))
-    assert command.main() == 0 and "ms per step" in page.read_text()
-
-
-def test_sms_of_graphs(monkeypatch):
+def test_sms_of_graphs(recorded):
     """A column more, if the rows have it: what kos and NCCL take of a GPU at the largest size."""
-    sms = {}
+    row = {"op": "broadcast", "mode": "graph", "in_place": False, "bytes": 2048, "algorithm": "auto"}
+    kos = {**row, "backend": "auto", "call": "function", "time_us": 2.0, "sms": 16}
+    nccl, window = ({**row, "backend": name, "time_us": 4.0, "sms": 24} for name in ("nccl", "nccl-window"))
+    about = {"hardware": "2 x NVIDIA H200", "date": "2026-11-20"}
+    (recorded / "collectives-h200-2.json").write_text(json.dumps({**about, "rows": [kos, nccl, window]}))
+    head, _, line = collectives.every_operation(2, "graph", (1024, 2048)).splitlines()
+    assert head.endswith("| SMs at 2 KB, kos/NCCL |") and line.endswith("| 16/24 |")
+    assert "SMs" not in collectives.every_operation(2, "eager", (1024, 2048))
 
-    def select(file, **wanted):
-        found = [{key: row[key] for key in row if key != "sms"} for row in results.select(file, **wanted)]
-        return [row | ({"sms": sms[row["backend"]]} if row["backend"] in sms else {}) for row in found]
 
-    monkeypatch.setattr(measured, "select", select)
-    assert "SMs" not in collectives.every_operation(2, "graph", collectives.GRAPH_SIZES)
-    sms |= {"auto": 16, "nccl": 24, "nccl-window": 24}
-    head, _, *rows = collectives.every_operation(2, "graph", collectives.GRAPH_SIZES).splitlines()
-    assert head.endswith("| SMs at 256 MB, kos/NCCL |")
-    ends = {row.split(" | ")[0].strip("| "): row.rsplit("| ", 1)[1] for row in rows}
-    assert ends["all_reduce"] == "16/24 |", ends
+def test_the_command_checks_and_writes(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table torch-steps -->\n<!-- end -->\n")
+    assert command.main(["--check"], [page]) == 1 and "page.md: tables differ" in capsys.readouterr().out
+    page.write_text(tables.renewed(page.read_text(), page))
+    assert command.main(["--check"], [page]) == 0 and "ms per step" in page.read_text()

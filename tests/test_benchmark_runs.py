@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-import timeit
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
@@ -126,26 +125,35 @@ def test_beside_open_mpi(ranks, words, backends, tmp_path):
         assert "# time of kos / Open MPI" in done.stdout and "# geometric mean of all but all_reduce" in done.stdout
 
 
-def test_the_benchmark_needs_no_packages_of_the_trainer():
+@pytest.mark.parametrize("core", ["0", "1"])
+def test_the_benchmark_needs_no_packages_of_the_trainer_and_no_compiled_core(core):
+    """If the core is away, it says so."""
     code = f"""import sys
 for name in ("pydantic", "rich", "safetensors", "threadpoolctl", "torch", "matplotlib"):
     sys.modules[name] = None
 from kos.bench.__main__ import main
 sys.exit(main("--sizes 64 {FEW}".split()))"""
-    done = run_program(sys.executable, "-c", code, env=OUTSIDE, cwd=ROOT)
+    done = run_program(sys.executable, "-c", code, env={**OUTSIDE, "KOS_CORE": core}, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    away = core == "0" or importlib.util.find_spec("kos._core.native") is None
+    assert ("; ranks of one host share no memory" in done.stdout) == away
 
 
-def test_wrong_elements_give_a_nonzero_exit_code(program, monkeypatch):
-    monkeypatch.setattr(implementations, "Ours", Lazy)
-    assert program("kos.bench", f"--sizes 64 {FEW}").code == 1
+class Nothing(Ours):
+    """It has no operation."""
+
+    def bind(self, case: Any, send: Any, recv: Any) -> None:
+        pass
 
 
-@pytest.mark.parametrize("reason", [None, "the compiled core is off: KOS_CORE=0"])
-def test_it_says_that_the_compiled_core_is_away(reason, program, monkeypatch):
-    monkeypatch.setattr("kos._core.unavailable", reason)
+UNMEASURED = "kos: error: nothing was measured: expected a backend that has one of these operations, got none\n"
+
+
+@pytest.mark.parametrize(("kind", "code", "said"), [(Lazy, 1, ""), (Nothing, 2, UNMEASURED)])
+def test_wrong_elements_and_no_operation_give_a_nonzero_exit_code(kind, code, said, program, monkeypatch):
+    monkeypatch.setattr(implementations, "Ours", kind)
     done = program("kos.bench", f"--sizes 64 {FEW}")
-    assert done.code == 0 and ("; ranks of one host share no memory" in done.out) == (reason is not None)
+    assert (done.code, done.err) == (code, said)
 
 
 @pytest.mark.parametrize(("warmup", "untimed"), [(0, 0), (1, 1), (9, 3)])
@@ -249,13 +257,6 @@ def test_what_is_refused(module, words, code, said, program, tmp_path, monkeypat
     assert "usage: " in shown or (shown.startswith("kos: error: ") and shown.count("\n") == 1)
 
 
-def test_an_operation_that_no_backend_has_is_refused(program, monkeypatch):
-    monkeypatch.setattr(Ours, "bind", lambda *_: None)
-    done = program("kos.bench", "--sizes 64")
-    said = "nothing was measured: expected a backend that has one of these operations, got none"
-    assert (done.code, done.err) == (2, f"kos: error: {said}\n")
-
-
 @needs_mpirun
 @pytest.mark.parametrize(
     "typed",
@@ -290,9 +291,8 @@ def test_why_a_backend_cannot_be_measured(backends, gpu, no_gpu, reasons):
 
 
 @needs_core
-def test_the_costs_of_the_recorder(program, monkeypatch, tmp_path):
-    monkeypatch.setattr("timeit.repeat", lambda call, number, repeat: [timeit.timeit(call, number=number)])
-    result = program("benchmarks.recorder", "--json {json}").result
+def test_the_costs_of_the_recorder(program, tmp_path):
+    result = program("benchmarks.recorder", "--runs 1 --json {json}").result
     assert result.keys() >= {"hardware", "versions", "date", "commit"} and str(tmp_path) not in str(result)
     assert [row.get("ranks") for row in result["rows"]] == [None, 2, 4, 8]
 

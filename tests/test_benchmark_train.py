@@ -5,16 +5,15 @@ import itertools
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import kos
 from benchmarks import train
 from kos.errors import ConfigError
 from kos.testing import spawn
@@ -117,7 +116,7 @@ def test_context_parallelism_of_torch_gives_the_losses_of_one_rank(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=2e-6) and losses[0][2] < losses[0][0]
 
 
-def test_what_fails_loses_its_row_only(tmp_path, monkeypatch):
+def test_what_fails_loses_its_row_only(tmp_path):
     options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager,eager-whole"])
     kos = train.Group("kos", options, ["--preset", "nonsense"], tmp_path)
     with pytest.raises(ConfigError, match="^--preset: expected one of .* got 'nonsense'$"):
@@ -144,39 +143,40 @@ def test_what_fails_loses_its_row_only(tmp_path, monkeypatch):
             if self.name == fails:
                 raise failure
 
-    monkeypatch.setattr(train, "Group", Stub)
-    groups, skipped = train.measure(options, [], tmp_path)
+    measure = partial(train.measure, options, [], tmp_path, make_group=Stub)
+    groups, skipped = measure()
     assert [group.name for group in groups] == ["kos", "eager-whole"] and skipped == {"eager": "out of memory"}
     assert calls == ["eager end", "kos measure", "eager-whole measure", "eager-whole end", "kos end"]
     calls.clear()
     options.apart = True
-    train.measure(options, [], tmp_path)
+    measure()
     assert calls == ["kos measure", "kos end", "eager end", "eager-whole measure", "eager-whole end", "kos end"]
     failure = train.Stopped("stopped")
-    groups, skipped = train.measure(options, [], tmp_path)
+    groups, skipped = measure()
     assert [group.name for group in groups] == ["kos"] and skipped == {"eager": "stopped"}
     for apart, repeats, fails in itertools.product((False, True), (1, 2, 3, 5), ("", "eager", "eager-whole")):
         options.apart, options.repeats, failure = apart, repeats, train.Lost("out of memory")
         calls.clear()
-        groups, _ = train.measure(options, [], tmp_path)
+        groups, _ = measure()
         assert [len(group.seconds) for group in groups] == [repeats] * (3 - bool(fails)), "not as often as one another"
         measured = [call for call in calls if call.endswith("measure")]
         if not apart and not fails and repeats > 1:
             assert "kos measure" in measured[2 * repeats - 1 :], "not spread over the variants"
     options.apart, options.repeats, fails, kos_fails_at, kept = False, 2, "", 2, []
-    train.measure(options, [], tmp_path, lambda groups, skipped: kept.append(([g.name for g in groups], {**skipped})))
+    measure(keep=lambda groups, skipped: kept.append(([g.name for g in groups], {**skipped})))
     assert kept == [(["kos", "eager"], {}), (["kos", "eager"], {"kos": "rank 5 ended"})], "what came through is kept"
     kos_fails_at = 1
     with pytest.raises(train.Lost, match="rank 5 ended"):
-        train.measure(options, [], tmp_path)
+        measure()
 
 
-def test_an_answer_that_comes_with_other_words_is_heard(tmp_path, monkeypatch):
+def test_an_answer_that_comes_with_other_words_is_heard(tmp_path):
     """In one piece: what a library says on the way to the first step, and the step."""
-    options, _ = train.read_arguments(SMALL)
-    code, start = "print('words\\n{\"losses\": [1]}', flush=True); input()", subprocess.Popen
-    monkeypatch.setattr(train.subprocess, "Popen", lambda _, **more: start([sys.executable, "-c", code], **more))
-    group = train.Group("kos", options, [], tmp_path)
+
+    class Group(train.Group):
+        program = (sys.executable, "-c", "print('words\\n{\"losses\": [1]}', flush=True); input()")
+
+    group = Group("kos", train.read_arguments(SMALL)[0], [], tmp_path)
     try:
         group.warm_up()
         assert group.losses == [1]
@@ -221,12 +221,6 @@ def group(name: str, losses: list[float]) -> Any:
     return SimpleNamespace(name=name, losses=losses, seconds=[0.25, 0.5, 1.0], facts=facts)
 
 
-@pytest.fixture
-def unknown_gpu(monkeypatch):
-    monkeypatch.setattr(train, "unavailable", lambda: "")
-    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
-
-
 NAN, BOTH = float("nan"), "--ranks 2 --compare"
 PICOTRON_FLAGS = f"{BOTH} picotron --picotron clone --device cuda --dtype"
 
@@ -242,18 +236,17 @@ PICOTRON_FLAGS = f"{BOTH} picotron --picotron clone --device cuda --dtype"
         (f"{PICOTRON_FLAGS} float32", [5.01, 4.0], 0), (f"{PICOTRON_FLAGS} float32", [5.0, 4.1], 1),
     ],
 )  # fmt: skip
-def test_losses_that_differ_are_an_exit_code(flags, losses, code, unknown_gpu, monkeypatch, capsys):
+def test_losses_that_differ_are_an_exit_code(flags, losses, code, capsys):
     """Of picotron in bfloat16 those of the first step; later ones must be finite. Those of kos are 5 and 4."""
     groups = [group("kos", [5.0, 4.0]), *[group("flash", losses)] * bool(losses)]  # none: nothing of it came through
-    monkeypatch.setattr(train.report, "provenance", lambda *_: {})
-    monkeypatch.setattr(train, "measure", lambda *_: (groups, {} if losses else {"eager": "why"}))
-    assert train.main([*SMALL, *flags.split()]) == code
+    skipped = {} if losses else {"eager": "why"}
+    assert train.conclude(groups, skipped, *train.read_arguments([*SMALL, *flags.split()])) == code
     shown = capsys.readouterr().out
     assert "kos is x" in shown and "4 x 24 tokens a rank, 2 ranks\n" in shown
     assert ("compared at the first step only" in shown) == ("picotron clone --device cuda --dtype bfloat16" in flags)
 
 
-def test_rows_of_groups(unknown_gpu, capsys):
+def test_rows_of_groups(capsys):
     arguments = train.read_arguments([*SMALL, "--ranks", "2", "--compare", "torch"])
     groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", [5.0, 4.2])]
     rows = train.make_rows(groups, *arguments)
@@ -276,10 +269,10 @@ def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch):
             host_engine(monkeypatch)
 
         def run(comm, device=device):
-            monkeypatch.setattr(kos, "init", lambda *_, **__: DeviceComm(comm) if device == "cuda" else comm)
+            comm = DeviceComm(comm) if device == "cuda" else comm
             mine = config.for_world(1, device)
             model = train.model_of(mine)
-            training = train.KosTraining(mine, model, train.random_tokens(mine, model), 1)
+            training = train.KosTraining(comm, mine, model, train.random_tokens(mine, model), 1)
             parts = [training.run(0, 1), training.run(1, 3), training.run(4, 2)]
             assert all(len(seconds) == len(values) and min(seconds) > 0 for seconds, values in parts)
             return [loss for _, values in parts for loss in values]
@@ -302,16 +295,15 @@ def test_torchao_takes_the_weights_of_the_model():
         assert type(model.head).__name__ == "Linear" and type(model.blocks[0].down).__name__ == "Float8Linear"
 
 
-def test_memory_that_ranks_reach_into_counts_too(monkeypatch):
-    pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
-    monkeypatch.setattr("kos.memory.pool.pool_of", lambda device: pool)
+def test_memory_that_ranks_reach_into_counts_too():
     training = object.__new__(train.KosTraining)
+    training.pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
     training.peak_before = 90
-    training.device = SimpleNamespace(ops=SimpleNamespace(device=0), reachable_bytes=20)
+    training.device = SimpleNamespace(reachable_bytes=20)
     assert training.peak_memory() == 120
     training.peak_before = 130  # of the search for algorithms, whose memory the step uses again
     assert training.peak_memory() == 130
-    training.device = SimpleNamespace()
+    training.pool = None  # on CPUs
     assert training.peak_memory() is None
 
 

@@ -6,18 +6,20 @@ import socket
 import subprocess
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from kos import _core
+from kos.cuda import driver
 from kos.cuda.devices import DeviceInfo
 from kos.doctor import checks, ranks
 from kos.doctor.__main__ import Doctor
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.doctor.report import Report
 from kos.errors import install
+from tests.comm.fake_nccl import no_gpu
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
@@ -160,77 +162,73 @@ def test_a_check_that_fails_or_hangs_is_a_finding():
     forever.set()
 
 
-def test_missing_packages(monkeypatch):
-    extras = {"jinja2": "chat", "pyarrow": "parquet", "backports.zstd": "zstd"}
-    if sys.version_info >= (3, 14):
-        del extras["backports.zstd"]
-    monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py", *extras) else "1.0")
-    for kernel_driver, remedy in ((None, ""), ("NVRM version: 580", install("cuda"))):  # without a GPU none wants it
-        monkeypatch.setattr(checks, "_kernel_driver", lambda kernel_driver=kernel_driver: kernel_driver)
-        found = {check.name: check for check in checks.packages()}
-        assert found["packages (core)"].verdict == OK
-        assert found["packages (train)"] == Check("packages (train)", NO, "not installed: rich", install("train"))
-        assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py", remedy)
-        for name, extra in extras.items():
-            title = f"packages ({extra})"
-            assert found[title] == Check(title, NO, f"not installed: {name}", install(extra))
+@pytest.mark.parametrize(
+    ("extra", "missing", "kernel_driver", "remedy"),
+    [
+        ("train", ["rich"], True, install("train")),
+        ("cuda", ["nccl4py"], True, install("cuda")),
+        ("cuda", ["nccl4py", "cuda-core"], False, ""),  # without a GPU none wants it
+        ("chat", ["jinja2"], False, install("chat")),
+        ("parquet", ["pyarrow"], False, install("parquet")),
+        pytest.param(
+            "zstd", ["backports.zstd"], False, install("zstd"),
+            marks=pytest.mark.skipif(sys.version_info >= (3, 14), reason="the standard library has it"),
+        ),
+    ],
+)  # fmt: skip
+def test_missing_packages(extra, missing, kernel_driver, remedy):
+    versions = {name: None if name in missing else "1.0" for name in checks.EXTRAS[extra]}
+    title, names = f"packages ({extra})", [name for name in versions if name in missing]
+    found = checks.installed(extra, versions, kernel_driver)
+    assert len(names) == len(missing) and found == Check(title, NO, f"not installed: {', '.join(names)}", remedy)
+    rest = checks.installed(extra, dict.fromkeys(versions, "1.0"), kernel_driver)
+    assert rest == Check(title, OK, ", ".join(f"{name} 1.0" for name in versions))
+
+
+def test_packages_and_cuda_of_this_machine(monkeypatch, tmp_path):
+    """The checks above are of the packages, the reason and the kernel that are here."""
+    (tmp_path / "version").write_text("NVRM version: 580")
+    for path in (tmp_path / "version", tmp_path / "none"):
+        monkeypatch.setattr(checks, "KERNEL_DRIVER", path)
+        there, (core, *others) = path.exists(), checks.packages()
+        assert (core.name, core.verdict) == ("packages (core)", OK)
+        for found, (extra, names) in zip(others, [*checks.EXTRAS.items()][1:], strict=True):
+            assert found == checks.installed(extra, {name: version_of(name) for name in names}, there)
+        if reason := driver.unavailable():
+            assert [*checks.cuda_driver()] == [checks.no_cuda(reason, there)]
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @pytest.mark.parametrize(
-    ("said", "beside", "verdict", "found"),
+    ("reason", "kernel_driver", "remedy"),
     [
-        ("mpirun (Open MPI) 5.0.11", "mpirun", OK, "{mpirun}"),
-        ("HYDRA build details:", "mpirun", NO, "{mpirun}, which is of MPICH"),
-        ("", "mpirun", OK, "{mpirun}, which is of an unknown MPI, or does not run"),
-        ("", "no", NO, "no mpirun"),
+        ("no CUDA driver (libcuda.so.1) on this machine", False, ""),
+        ("no CUDA driver (libcuda.so.1) on this machine", True, "--gpus all"),
+        ("the CUDA packages are not installed: pip install …", True, ""),
+        ("the CUDA driver found no usable GPU (CUDA_VISIBLE_DEVICES='')", True, "nvidia-smi -L"),
+        ("no GPU is visible (CUDA_VISIBLE_DEVICES='')", False, "nvidia-smi -L"),
     ],
 )
-def test_mpirun_of_another_mpi(monkeypatch, tmp_path, said, beside, verdict, found):
-    def run(command, **_):
-        library = '["Open MPI v5", ["/lib/libmpi.so.40"]]'
-        return SimpleNamespace(returncode=0, stdout=said.encode() if "--version" in command else library)
-
-    (tmp_path / beside).touch()
-    monkeypatch.setattr(checks.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(checks.subprocess, "run", run)
-    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
-    monkeypatch.setattr(checks, "_version", lambda name: "4")
-    (check,) = checks.mpi()
-    everything = "Open MPI v5 (/lib/libmpi.so.40), mpi4py 4, " + found.format(mpirun=tmp_path / "mpirun")
-    assert (check.verdict, check.found) == (verdict, everything)
-    assert bool(check.remedy) == (verdict == NO)
-
-
-@pytest.mark.parametrize(
-    ("reason", "kernel", "visible", "remedy"),
-    [
-        ("no CUDA driver (libcuda.so.1) on this machine", "", None, ""),
-        ("no CUDA driver (libcuda.so.1) on this machine", "NVRM version: 580", None, "--gpus all"),
-        ("the CUDA packages are not installed: pip install …", "NVRM version: 580", None, ""),
-        ("the CUDA packages are not installed: pip install …", "NVRM version: 580", "0", ""),
-        ("no CUDA driver (libcuda.so.1) on this machine", "", "0", ""),
-        ("no CUDA driver (libcuda.so.1) on this machine", "NVRM version: 580", "0", "--gpus all"),
-        ("the CUDA driver found no usable GPU (CUDA_VISIBLE_DEVICES='')", "NVRM version: 580", "", "nvidia-smi -L"),
-    ],
-)
-def test_no_cuda(monkeypatch, reason, kernel, visible, remedy):
-    monkeypatch.setattr(checks.driver, "unavailable", lambda: reason)
-    monkeypatch.setattr(checks, "_kernel_driver", lambda: kernel)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    (check,) = checks.cuda_driver()
-    assert (check.verdict, check.found) == (NO, reason)
+def test_no_cuda(reason, kernel_driver, remedy):
+    check = checks.no_cuda(reason, kernel_driver)
+    assert (check.name, check.verdict, check.found) == ("CUDA", NO, reason)
     assert remedy in check.remedy and bool(check.remedy) == bool(remedy)
 
 
 @pytest.mark.parametrize(("capability", "noted"), [((9, 0), False), ((8, 0), True), ((10, 0), True), ((12, 0), True)])
-def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(monkeypatch, capability, noted):
+def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(capability, noted):
     gpus = [DeviceInfo(i, "a GPU", f"{i}", capability, 80 << 30, 108, f"{i}", 0, False) for i in range(2)]
-    monkeypatch.setattr(checks.cuda, "visible_devices", lambda: gpus)
-    monkeypatch.setattr(checks.devices, "nvlinks", lambda index: 4)
-    found = list(checks.gpus())
+    found = [checks.gpu(info, nvlinks=4) for info in gpus]
     assert [check.name for check in found] == ["GPU 0", "GPU 1"] and {check.verdict for check in found} == {OK}
+    about = f"{'.'.join(map(str, capability))}, 80 GiB, 108 SMs, 0, NUMA node 0, 4 NVLinks"
+    assert found[0].found == f"a GPU, compute capability {about}"
+    assert checks.gpu(gpus[0], nvlinks=None).found.endswith("unknown NVLinks")
     report = Report()
     report.add([found])
     line = "-> kos has run on Hopper (compute capability 9.0) only; tests compile its kernels for other GPUs"
@@ -239,11 +237,10 @@ def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(monkeypatch, capabili
 
 
 def test_versions_of_the_driver_and_of_nccl_need_no_visible_gpu(monkeypatch):
-    monkeypatch.setattr(checks.driver, "unavailable", lambda: "no GPU is visible (CUDA_VISIBLE_DEVICES='')")
-    monkeypatch.setattr(checks, "call", lambda function: 13000)
-    monkeypatch.setattr(checks, "cu", SimpleNamespace(cuDriverGetVersion=None))
-    monkeypatch.setattr(checks.nccl_binding, "version", lambda: "2.28.9")
-    assert checks.facts()["CUDA driver"] == 13000 and checks.facts()["NCCL"] == "2.28.9"
+    with no_gpu(monkeypatch) as fake:
+        fake.cu.cuDriverGetVersion = lambda: (0, 13000)
+        facts = checks.facts()
+    assert (facts["CUDA driver"], facts["NCCL"]) == (13000, "2.28.9")
 
 
 def _facts(**changes: object) -> dict[str, object]:
@@ -306,11 +303,16 @@ def test_a_switch_of_the_compiled_core_is_0_or_1():
     assert done.stderr.endswith("InvalidArgument: KOS_CORE: expected 0 or 1 in the environment, got 'off'\n")
 
 
-@pytest.mark.parametrize(("off", "how"), [("0", "unset KOS_CORE"), (None, "install kos again beside a C compiler")])
-def test_the_remedy_without_the_compiled_core(monkeypatch, off, how):
-    monkeypatch.setattr(_core, "unavailable", "it is away")
-    monkeypatch.delenv("KOS_CORE", raising=False)
-    if off is not None:
-        monkeypatch.setenv("KOS_CORE", off)
-    (check,) = checks.compiled_core()
-    assert (check.verdict, check.found) == (NO, "it is away") and check.remedy.endswith(how)
+@pytest.mark.parametrize(
+    ("switch", "how"), [("0", "unset KOS_CORE"), ("1", "install kos again beside a C compiler")], ids=["off", "missing"]
+)
+def test_the_remedy_without_the_compiled_core(switch, how):
+    code = """import sys
+sys.modules["kos._core.native"] = None  # cannot be imported
+from kos import _core
+from kos.doctor import checks
+(check,) = checks.compiled_core()
+assert (check.verdict, check.found) == (checks.NO, _core.unavailable) and _core.unavailable, check
+print(check.remedy)"""
+    done = run_program(sys.executable, "-c", code, env={**OUTSIDE, "KOS_CORE": switch})
+    assert done.stdout == f"ranks of one host share no memory: {how}\n", done.stderr

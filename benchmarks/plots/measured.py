@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks.plots.results import RESULTS, Row, gpus, load, newest, one, result_files, select
+from benchmarks.plots.results import RESULTS, Row, exists, gpus, load, newest, one, result_files, select
 
 GPU_LINES = {
     "kos, symmetric buffers": {"backend": "auto", "algorithm": "window", "call": "function"},
@@ -56,7 +56,7 @@ def on(ranks: int) -> str:
 def other_nccl(ranks: int) -> str | None:
     """The file of another NCCL on the GPUs of the file of collectives, if that was measured."""
     name = newest("collectives", ranks).replace("collectives", "other-nccl")
-    return name if (RESULTS / f"{name}.json").exists() else None
+    return name if exists(name) else None
 
 
 def torch_file() -> str:

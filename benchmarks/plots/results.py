@@ -35,6 +35,11 @@ def result_files(subject: str, ranks: int) -> list[str]:
     return sorted(found, key=lambda name: str(load(name)["date"]), reverse=True)
 
 
+def exists(name: str) -> bool:
+    """Whether there is a file of results of this name."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def newest(subject: str, ranks: int) -> str:
     """The newest of ``result_files``."""
     return result_files(subject, ranks)[0]

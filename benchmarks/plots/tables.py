@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -145,4 +146,4 @@ def renewed(text: str, page: Path) -> str:
 
 def to_results(page: Path) -> str:
     """The folder of results as a link of this page names it."""
-    return "../" * len(page.relative_to(ROOT).parts[1:]) + str(RESULTS.relative_to(ROOT)) + "/"
+    return os.path.relpath(RESULTS, page.parent) + "/"

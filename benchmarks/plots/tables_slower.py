@@ -69,11 +69,16 @@ def kind(op: str, nbytes: int) -> str:
     return "slots" if op in REDUCE else "copies"
 
 
-def hosts() -> str:
-    """Calls back to back that take longer than Open MPI's, by more than two measurements of Open MPI differ."""
+def hosts(recorded: dict[int, tables_hosts.Ratios] | None = None) -> str:
+    """Calls back to back that take longer than Open MPI's, by more than two measurements of Open MPI differ.
+
+    ``recorded``: the calls by the number of ranks, default those of the files.
+    """
+    if recorded is None:
+        recorded = {ranks: tables_hosts.recorded(ranks) for ranks in measured.HOST_RANKS}
     found: dict[tuple[int, str], list[tuple[str, int, float]]] = {}
-    for ranks in measured.HOST_RANKS:
-        for op, nbytes, values in tables_hosts.recorded(ranks):
+    for ranks, calls in recorded.items():
+        for op, nbytes, values in calls:
             noise = values["noise"] or 1.0
             slowest = max(values[column] or 0.0 for column in ("same array", "arrays in rotation"))
             if slowest >= max(FROM, noise, 1 / noise):

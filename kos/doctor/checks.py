@@ -25,7 +25,6 @@ from kos.comm.control.identity import under_mpirun
 from kos.comm.gpu import nccl_binding
 from kos.comm.waits import call_with_timeout
 from kos.cuda import compile_kernels, devices, driver
-from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache
 from kos.errors import in_words, install
 from kos.memory.ipc import Origin, pretended_host
@@ -35,12 +34,13 @@ OK, NO, BAD = "ok", "no", "bad"
 
 CHECK_SECONDS = 30.0
 SMALL_SHM = 1 << 30
+KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 _HOPPER = 9  # the major compute capability of the GPUs on which kos has run
 _NEVER_RUN = (
     "kos has run on Hopper (compute capability 9.0) only; tests compile its kernels for other GPUs: "
     "mpirun -n N kos bench --collective all compares every element here"
 )
-_EXTRAS = {
+EXTRAS = {
     "": ("numpy", "ml_dtypes", "mpi4py"),
     "train": ("pydantic", "rich", "safetensors", "threadpoolctl"),
     "tokenizers": ("tokenizers",),
@@ -50,6 +50,7 @@ _EXTRAS = {
     "cuda": ("cuda-core", "cuda-bindings", "cuda-pathfinder", "nccl4py", "nvmath-python"),
     "plot": ("matplotlib",),
 }
+"""The packages of each extra that the doctor looks for."""
 TRAINER = "packages (train)"
 """The check without which ranks communicate and cannot train."""
 _LIBRARIES = ("nvrtc", "cudart", "nccl", "cublasLt")
@@ -97,7 +98,7 @@ def facts() -> dict[str, object]:
         "kos": kos.__version__,
         "numpy": _version("numpy"),
         "NCCL": _or_none(nccl_binding.version),
-        "CUDA driver": _or_none(lambda: call(cu.cuDriverGetVersion)),  # that needs no GPU
+        "CUDA driver": _or_none(lambda: driver.call(driver.cu.cuDriverGetVersion)),  # that needs no GPU
         "gpus": [device.uuid for device in cuda.visible_devices()],
     }
 
@@ -108,15 +109,17 @@ def python() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    for extra, names in _EXTRAS.items():
-        versions = {name: _version(name) for name in names}
-        missing = [name for name, version in versions.items() if version is None]
-        title = f"packages ({extra or 'core'})"
-        if missing:
-            remedy = install(extra) if extra != "cuda" or _kernel_driver() else ""
-            yield Check(title, NO if extra else BAD, f"not installed: {', '.join(missing)}", remedy)
-        else:
-            yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
+    for extra, names in EXTRAS.items():
+        yield installed(extra, {name: _version(name) for name in names}, bool(_kernel_driver()))
+
+
+def installed(extra: str, versions: dict[str, str | None], kernel_driver: bool) -> Check:
+    """The packages of an extra.  ``kernel_driver``: whether the kernel has NVIDIA's driver."""
+    missing, title = [name for name, version in versions.items() if version is None], f"packages ({extra or 'core'})"
+    if missing:
+        remedy = install(extra) if extra != "cuda" or kernel_driver else ""
+        return Check(title, NO if extra else BAD, f"not installed: {', '.join(missing)}", remedy)
+    return Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def mpi() -> Iterator[Check]:
@@ -164,20 +167,23 @@ def shared_memory() -> Iterator[Check]:
 def cuda_driver() -> Iterator[Check]:
     reason, visible = driver.unavailable(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if reason is not None:
-        remedy = ""
-        if "CUDA_VISIBLE_DEVICES" in reason:
-            remedy = "CUDA_VISIBLE_DEVICES must name GPUs that nvidia-smi -L lists; unset, all are visible"
-        elif "not installed" not in reason and _kernel_driver():
-            remedy = "the kernel has NVIDIA's driver: start the container with --gpus all"
-        yield Check("CUDA", NO, reason, remedy)
+        yield no_cuda(reason, bool(_kernel_driver()))
         return
     from cuda.core import system
 
-    version, bindings = int(call(cu.cuDriverGetVersion)), _version("cuda-bindings")
+    version, bindings = int(driver.call(driver.cu.cuDriverGetVersion)), _version("cuda-bindings")
     kernel = _or_none(lambda: ".".join(map(str, system.get_kernel_mode_driver_version()))) or "unknown to NVML"
     found = f"driver {kernel}, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {bindings}"
     found += "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
     yield Check("CUDA", OK, found)
+
+
+def no_cuda(reason: str, kernel_driver: bool) -> Check:
+    """The finding where CUDA cannot be used.  ``kernel_driver``: whether the kernel has NVIDIA's driver."""
+    remedy = "the kernel has NVIDIA's driver: start the container with --gpus all" if kernel_driver else ""
+    if "CUDA_VISIBLE_DEVICES" in reason:
+        remedy = "CUDA_VISIBLE_DEVICES must name GPUs that nvidia-smi -L lists; unset, all are visible"
+    return Check("CUDA", NO, reason, "" if "not installed" in reason else remedy)
 
 
 def cuda_libraries() -> Iterator[Check]:
@@ -206,14 +212,17 @@ def nvrtc() -> Iterator[Check]:
 
 
 def gpus() -> Iterator[Check]:
-    for info in cuda.visible_devices():
-        major, minor = info.compute_capability
-        found = (
-            f"{info.name}{' (MIG)' if info.mig else ''}, compute capability {major}.{minor}, "
-            f"{info.memory / 2**30:.0f} GiB, {info.multiprocessors} SMs, {info.pci_address}, "
-            f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks"
-        )
-        yield Check(f"GPU {info.index}", OK, found, "" if major == _HOPPER else _NEVER_RUN)
+    return (gpu(info, devices.nvlinks(info.index)) for info in cuda.visible_devices())
+
+
+def gpu(info: devices.DeviceInfo, nvlinks: int | None) -> Check:
+    major, minor = info.compute_capability
+    found = (
+        f"{info.name}{' (MIG)' if info.mig else ''}, compute capability {major}.{minor}, "
+        f"{info.memory / 2**30:.0f} GiB, {info.multiprocessors} SMs, {info.pci_address}, "
+        f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(nvlinks)} NVLinks"
+    )
+    return Check(f"GPU {info.index}", OK, found, "" if major == _HOPPER else _NEVER_RUN)
 
 
 def _version(package: str) -> str | None:
@@ -225,7 +234,7 @@ def _version(package: str) -> str | None:
 
 def _kernel_driver() -> str:
     """The version of NVIDIA's kernel module; "" where there is none, and so no GPU."""
-    return devices.read(Path("/proc/driver/nvidia/version"))
+    return devices.read(KERNEL_DRIVER)
 
 
 def _or_none(function: Callable[[], object]) -> object:

@@ -89,11 +89,12 @@ def test_calls_of_ray_on_arrays_of(name):
     spawn(body, 3)
 
 
-class Store(dict[bytes, bytes]):
-    """What ``ray.experimental.internal_kv`` offers."""
+class Ray(dict[bytes, bytes]):
+    """A stand-in for Ray: its key-value store, and the collective backends that were registered."""
 
     def __init__(self) -> None:
         self.read = threading.Event()
+        self.registered: dict[str, Any] = {}
 
     def _internal_kv_put(self, key: bytes, value: bytes, overwrite: bool = False) -> None:
         assert overwrite or key not in self
@@ -108,17 +109,29 @@ class Store(dict[bytes, bytes]):
     def _internal_kv_del(self, key: bytes) -> None:
         del self[key]
 
+    def register_collective_backend(self, name: str, group: Any) -> None:
+        if name.upper() in self.registered:
+            raise ValueError("already registered")
+        self.registered[name.upper()] = group
+
+    def modules(self) -> dict[str, Any]:
+        """Ray's own modules, as far as kos uses them."""
+        base = type("BaseGroup", (), {"__init__": lambda self, size, rank, name: None})
+        return {
+            "ray": self, "ray.util": self, "ray.experimental": SimpleNamespace(internal_kv=self),
+            "ray.util.collective": self, "ray.util.collective.backend_registry": self,
+            "ray.util.collective.collective": SimpleNamespace(get_address_and_port=lambda: ("127.0.0.1", free_port())),
+            "ray.util.collective.collective_group": self,
+            "ray.util.collective.collective_group.base_collective_group": SimpleNamespace(BaseGroup=base),
+        }  # fmt: skip
+
 
 @pytest.fixture
 def store(monkeypatch):
-    """Ray's own modules, as far as ``rendezvous`` uses them."""
-    store = Store()
-    collective = SimpleNamespace(get_address_and_port=lambda: ("127.0.0.1", free_port()))
-    for name in ("ray", "ray.util", "ray.util.collective"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "ray.util.collective.collective", collective)
-    monkeypatch.setitem(sys.modules, "ray.experimental", SimpleNamespace(internal_kv=store))
-    return store
+    ray = Ray()
+    for name, module in ray.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return ray
 
 
 def test_ranks_meet_by_rays_store(store):
@@ -147,29 +160,21 @@ def test_a_rank_that_does_not_come_is_named(store):
         rendezvous("a", 1, 2, 0.1)
 
 
-def test_a_later_registration_replaces_the_terms(store, monkeypatch):
+def test_a_later_registration_replaces_the_terms(store):
     """A hook that Ray finds by its name has registered kos with the defaults."""
-    registered, made = dict[str, Any](), list[Any]()
-
-    def register_collective_backend(name, group):
-        if name.upper() in registered:
-            raise ValueError("already registered")
-        registered[name.upper()] = group
-
-    base = SimpleNamespace(BaseGroup=type("BaseGroup", (), {"__init__": lambda self, size, rank, name: None}))
-    registry = SimpleNamespace(register_collective_backend=register_collective_backend)
-    monkeypatch.setitem(sys.modules, "ray.util.collective.backend_registry", registry)
-    monkeypatch.setitem(sys.modules, "ray.util.collective.collective_group", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "ray.util.collective.collective_group.base_collective_group", base)
-    monkeypatch.setattr(kos, "init", lambda backend, timeout, **_: made.append((backend, timeout)))
     register("of a test")
     with pytest.raises(InvalidArgument, match="timeout: expected a positive number of seconds, got -1"):
         register("of a test", timeout=-1)
-    registered["OF A TEST"](1, 0, "a")
+    made = [store.registered["OF A TEST"](1, 0, "a")]
     register("of a Test", "tcp", timeout=600)
-    registered["OF A TEST"](1, 0, "b")
-    assert made == [("auto", 120.0), ("tcp", 600.0)]
-    registered["KNOWN"] = object()
+    made.append(store.registered["OF A TEST"](1, 0, "b"))
+    assert [(group.comm.backend_name, group.comm.timeout) for group in made] == [("tcp", 120.0), ("tcp", 600.0)]
+    for group in made:
+        group.destroy_group()
+    register("of a test", "no-such")
+    with pytest.raises(InvalidArgument, match="backend: expected auto or one of .*, got 'no-such'"):
+        store.registered["OF A TEST"](1, 0, "c")
+    store.registered["KNOWN"] = object()
     with pytest.raises(ValueError, match="already registered"):
         register("known")
 

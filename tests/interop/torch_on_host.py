@@ -20,12 +20,15 @@ from kos.comm.control.store import store_rendezvous
 from tests.comm.fake_nccl import WAIT, Group, communicator
 
 DEVICE = torch.device("cuda", 0)
+_OF_TORCH = torch.cuda
 SIDE = 7000
 """The handle of the first stream that is made; 0 is the default stream."""
 
 
 class CUDA:
     """A stand-in for ``torch.cuda``: the current stream, and every use of streams and events, in order.
+
+    What it does not have is that of torch.
 
     ``log`` has ("record" or "wait", handle of a stream, number of an event), and ("use", handle) for each
     ``Tensor.record_stream``, and ("future", handle of the current stream) for each Future that was completed.
@@ -96,6 +99,18 @@ class CUDA:
         finally:
             self.current = former
 
+    def current_stream(self, device: Any = None) -> Any:
+        return self.current
+
+    def current_device(self) -> int:
+        return self.device
+
+    def get_device_capability(self, device: Any) -> tuple[int, int]:
+        return 9, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_OF_TORCH, name)
+
     def set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
         self.current, self.device = self.streams[stream_id], device_index
 
@@ -104,11 +119,7 @@ class CUDA:
 def tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CUDA]:
     """All tensors say that they are in the memory of GPU 0."""
     cuda = CUDA()
-    for name in ("Stream", "Event", "stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.current)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: cuda.device)
+    monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch.futures, "Future", cuda.Future)
     for name, function in (
         ("_cuda_getCurrentRawStream", lambda device: cuda.current.cuda_stream),
@@ -118,11 +129,12 @@ def tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CUDA]:
         ("Future", cuda.Future),
     ):
         monkeypatch.setattr(torch._C, name, function, raising=False)
-    tensor: Any = torch.Tensor
-    monkeypatch.setattr(tensor, "is_cuda", True)
-    monkeypatch.setattr(tensor, "device", DEVICE)
-    monkeypatch.setattr(tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(tensor, "record_stream", lambda self, stream: cuda.log.append(("use", stream.cuda_stream)))
+    of_tensors = {
+        "is_cuda": True, "device": DEVICE, "get_device": lambda self: 0,
+        "record_stream": lambda self, stream: cuda.log.append(("use", stream.cuda_stream)),
+    }  # fmt: skip
+    for name, value in of_tensors.items():
+        monkeypatch.setattr(torch.Tensor, name, value)
     yield cuda
 
 

@@ -11,7 +11,7 @@ import mmap
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +24,21 @@ import pytest
 from kos.cuda import driver, streams
 from kos.memory import array, ipc
 from kos.transfer import buffers, gpu, reader, scales
+from tests.comm.fake_driver import Config
 from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import no_gpu
 from tests.comm.host_kernel import HostKernel
 
 
 class EmulatedMemory:
-    """What cuMemAlloc and cuIpcOpenMemHandle give.  ``cu`` are the functions of the driver."""
+    """What cuMemAlloc and cuIpcOpenMemHandle give.  ``cu`` are the functions of the driver.
+
+    ``queue`` gets the handle of a stream and the work of each kernel that is launched on it, and runs the work.
+    """
 
     def __init__(self, cu: Any) -> None:
         self.cu = cu
+        self.queue: Callable[[int, Callable[[], None]], None] = lambda stream, work: work()
         self.held: dict[int, tuple[int, Any, int]] = {}  # address -> file, mapping, size
         self.opened = 0
         self.pooled = WeakValueDictionary[int, Memory]()  # of the usual arrays, by address
@@ -75,6 +80,26 @@ class EmulatedMemory:
         return 0, self._map(os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR), int(nbytes))
 
 
+class Kernel(HostKernel):
+    """A kernel whose parameters are copied when it is launched: it may run later."""
+
+    def __init__(self, memory: EmulatedMemory, path: Path, name: str, device: int, **defines: Any) -> None:
+        super().__init__(path, name, device, **defines)
+        self._memory = memory
+
+    def run(self, config: Config, parameters: int) -> None:
+        words = ctypes.c_uint64 * self._parameters
+        values = words(*(ctypes.c_uint64.from_address(at).value for at in words.from_address(parameters)))
+        places = words(*(ctypes.addressof(values) + 8 * index for index in range(self._parameters)))
+        given, run = Config.from_buffer_copy(config), super().run
+
+        def work() -> None:
+            assert len(values) == len(places)  # which are alive
+            run(given, ctypes.addressof(places))
+
+        self._memory.queue(int(config.hStream), work)
+
+
 def _handle() -> Any:
     held = ctypes.create_string_buffer(64)
     return SimpleNamespace(getPtr=lambda: ctypes.addressof(held))
@@ -88,7 +113,7 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
     def load(path: Path, name: str, device: int, **defines: Any) -> HostKernel:
         key = path, name, tuple(defines.items())
         if key not in kernels:
-            kernels[key] = HostKernel(path, name, device, **defines)
+            kernels[key] = Kernel(memory, path, name, device, **defines)
         return kernels[key]
 
     def fill(pointer: int, value: int, nbytes: int) -> tuple[int]:

@@ -16,9 +16,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ import kos
 from kos.errors import KosError
 from kos.memory import Array
 from kos.transfer import Placement, Publisher, Subscriber
+from tests.campaign import HUNG, MARGIN, RIGHT, START_SECONDS, campaign, environment, until
 from tests.comm.tcp_ranks import free_port
-from tests.forked import PATHS, Forked, fork_server
+from tests.forked import Forked, fork_server
 from tests.transfer.publishing import set_version, torn
 
 SHAPES = {"a.weight": (256, 1024), "b.weight": (6, 6), "norm": (7,), "scale": ()}
@@ -37,10 +38,7 @@ KINDS = (
     "publisher rank killed", "publisher rank stopped", "publisher restarted", "publisher with other ranks",
     "subscriber killed", "subscriber stopped", "subscriber joins", "wrong secret",
 )  # fmt: skip
-START_SECONDS, UPDATE_SECONDS, COMM_SECONDS, RECOVER_SECONDS = 30.0, 3.0, 5.0, 60.0
-MARGIN = 10.0  # seconds that a call may take longer on a busy machine; one that hangs does not end at all
-SECRET = "of the tests"
-CUDA = "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME"
+UPDATE_SECONDS, COMM_SECONDS, RECOVER_SECONDS = 3.0, 5.0, 60.0
 
 
 def write(path: Path, **facts: Any) -> None:
@@ -138,11 +136,21 @@ class Process:
             os.kill(self.pid, number)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """One of the faults of a campaign."""
+
+    kind: str
+    number: int
+    seed: int
+
+
 class World:
     """A publisher and its subscribers."""
 
     def __init__(self, folder: Path, seed: int, gpus: int) -> None:
         self.folder, self.random, self.count, self.gpus = folder, random.Random(seed), 0, gpus
+        self.hung = False
         self.address, self.publisher, self.subscribers = f"127.0.0.1:{free_port()}", list[Process](), list[Process]()
         self.start_publisher(2)
         for _ in range(2):
@@ -151,11 +159,9 @@ class World:
     def start(self, call: str, arguments: list[Any], **env: str) -> Process:
         self.count += 1
         path = self.folder / f"{self.count}.jsonl"
-        base = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", *CUDA)}
-        base |= {"PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": SECRET, **env}
         arguments = [arguments[0], str(path), *arguments[1:], self.count % self.gpus if self.gpus else None]
-        started = fork_server().start(f"tests.transfer.faults:{call}", arguments, base, self.folder / "log")
-        return Process(started, path)
+        log, whole = self.folder / "log", environment(**env)
+        return Process(fork_server().start(f"tests.transfer.faults:{call}", arguments, whole, log), path)
 
     def start_publisher(self, ranks: int) -> None:
         port, first = str(free_port()), max([0, *(each.newest for each in self.publisher)]) + 1
@@ -173,13 +179,9 @@ class World:
         for each in (*self.publisher, *self.subscribers):
             each.read()
 
-    def wait(self, what: str, until: Callable[[], bool]) -> None:
-        limit = time.monotonic() + RECOVER_SECONDS
-        while not until():
-            if time.monotonic() > limit:
-                raise AssertionError(f"hung: no end of the wait until {what}\n{self.story()}")
-            time.sleep(0.01)
-            self.read()
+    def wait(self, what: str, holds: Callable[[], bool]) -> None:
+        if not until(lambda: self.read() or holds(), RECOVER_SECONDS):
+            raise AssertionError(f"hung: no end of the wait until {what}\n{self.story()}")
 
     def all_go_on(self) -> None:
         """Every rank publishes, and every subscriber gets versions that are newer than now."""
@@ -187,13 +189,6 @@ class World:
         now = max(each.newest for each in (*self.publisher, *self.subscribers))
         self.wait("all ranks publish", lambda: all(each.newest > now for each in self.publisher))
         self.wait("all subscribers have new versions", lambda: all(each.newest > now for each in self.subscribers))
-
-    def end_publisher(self, number: int) -> None:
-        for each in self.publisher:
-            each.signal(number)
-        for each in self.publisher:
-            each.started.wait(RECOVER_SECONDS)
-        self.read()
 
     def story(self) -> str:
         log = self.folder / "log"
@@ -207,6 +202,14 @@ class World:
             each.started.wait(RECOVER_SECONDS)
 
     # --- faults -----------------------------------------------------------------------------------------
+
+    def run(self, fault: Fault) -> tuple[str, str]:
+        """The verdict of a fault, and the story.  After one that hangs, the others are not tried."""
+        try:
+            wrong = ["one before it has hung"] if self.hung else self.fault(fault.kind)
+        except AssertionError as error:
+            self.hung, wrong = True, [str(error)]
+        return HUNG if self.hung else "wrong" if wrong else RIGHT, "\n".join(wrong)
 
     def fault(self, kind: str) -> list[str]:
         """Cause a fault, and wait until all goes on; what was wrong."""
@@ -252,17 +255,18 @@ class World:
         yield from self.survivors(victim)
         self.start_publisher(self.random.randint(1, 3))
 
-    def publisher_restarted(self) -> Iterator[str]:
-        ranks = len(self.publisher)
-        self.end_publisher(signal.SIGTERM)
-        yield from (f"a restart fails: {each.errors}" for each in self.publisher if each.errors)
+    def publisher_restarted(self, ranks: int = 0) -> Iterator[str]:
+        ranks = ranks or len(self.publisher)
+        for each in self.publisher:
+            each.signal(signal.SIGTERM)
+        for each in self.publisher:
+            each.started.wait(RECOVER_SECONDS)
+        self.read()
+        yield from (f"an end fails: {each.errors}" for each in self.publisher if each.errors)
         self.start_publisher(ranks)
 
     def publisher_with_other_ranks(self) -> Iterator[str]:
-        ranks = self.random.choice([n for n in (1, 2, 3) if n != len(self.publisher)])
-        self.end_publisher(signal.SIGTERM)
-        yield from (f"an end fails: {each.errors}" for each in self.publisher if each.errors)
-        self.start_publisher(ranks)
+        return self.publisher_restarted(self.random.choice([n for n in (1, 2, 3) if n != len(self.publisher)]))
 
     def subscriber_killed(self) -> Iterator[str]:
         victim = self.subscribers.pop(self.random.randrange(len(self.subscribers)))
@@ -307,30 +311,18 @@ class World:
         yield from self.publisher_unharmed()
 
 
-def campaign(faults: int, seed: int, out: Path | None = None, gpus: int = 0) -> list[str]:
-    """Run the faults, each kind about equally often; what was wrong."""
-    began, wrong, counts = time.monotonic(), list[str](), Counter[str]()
-    choose = random.Random(seed)
+def run(faults: int, seed: int, out: Path | None = None, gpus: int = 0) -> int:
+    """Run the faults, each kind about equally often; the number of wrong ones."""
     kinds = [KINDS[index % len(KINDS)] for index in range(faults)]
-    choose.shuffle(kinds)
+    random.Random(seed).shuffle(kinds)
     with tempfile.TemporaryDirectory(prefix="kos-transfer-") as name:
         world = World(Path(name), seed, gpus)
         try:
             world.all_go_on()
-            for index, kind in enumerate(kinds):
-                found = world.fault(kind)
-                counts[kind] += 1
-                wrong += [f"fault {index} ({kind}, seed {seed}): {each}" for each in found]
-                if out is not None:
-                    out.write_text(json.dumps({
-                        "seed": seed, "of": faults, "faults": index + 1, "by kind": dict(counts), "wrong": wrong,
-                        "seconds": round(time.monotonic() - began, 1),
-                    }, indent=1) + "\n")  # fmt: skip
-        except AssertionError as error:
-            wrong.append(f"after {sum(counts.values())} faults (seed {seed}): {error}")
+            found = [Fault(kind, number, seed) for number, kind in enumerate(kinds)]
+            return campaign({"seed": seed, "gpus": gpus}, found, world.run, out=out)
         finally:
             world.close()
-    return wrong
 
 
 def main() -> int:
@@ -340,11 +332,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    began = time.monotonic()
-    wrong = campaign(args.faults, args.seed, args.out, args.gpus)
-    print("\n".join(wrong))
-    print(f"{args.faults} faults, {len(wrong)} wrong, {time.monotonic() - began:.0f} s")
-    return bool(wrong)
+    return int(run(args.faults, args.seed, args.out, args.gpus) > 0)
 
 
 if __name__ == "__main__":

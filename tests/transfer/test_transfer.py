@@ -11,6 +11,7 @@ import pytest
 from kos.errors import CollectiveMismatch, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange
+from kos.transfer.exchange import GRACE
 from tests.transfer.layouts import FUSED, WHOLE, last_alone, one_array, stages, tensor, zero, zero_of_tensor
 from tests.transfer.publishing import (
     SHAPES,
@@ -125,8 +126,11 @@ def test_no_version_yet_and_no_publisher_yet():
         arrays = arrays_of(WHOLE)
         with Subscriber(ranks.address, arrays) as subscriber:
             subscriber.catalogue(30)
-            with pytest.raises(TransferTimeout, match=f"publisher trainer at {ranks.address}: expected a version"):
-                subscriber.update(1.9)  # the answer has half a second to come, also on a busy machine
+            began = time.monotonic()
+            expected = f"publisher trainer at {ranks.address}: expected a version before the deadline, got none: it has"
+            with pytest.raises(TransferTimeout, match=f"{expected} published nothing yet"):
+                subscriber.update(GRACE + 0.9)  # which asks twice: the publisher answers after ``GRACE`` seconds
+            assert time.monotonic() - began > GRACE + 0.8
             assert subscriber.version is None
             timer = threading.Timer(0.2, lambda: ranks.publish(7))
             timer.start()

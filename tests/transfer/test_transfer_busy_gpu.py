@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -15,11 +15,11 @@ from kos.errors import CudaError, InvalidArgument, TransferError, TransferTimeou
 from kos.memory import Array
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange
-from kos.transfer.gpu import Copier, Launch
 from kos.transfer.reader import Target
 from tests.comm.fake_gpu import captures
 from tests.train.host_kernels.ops import needs_compiler
 from tests.transfer import gpu_checks as checks
+from tests.transfer.emulated_gpu import EmulatedMemory
 from tests.transfer.gpu_process import OtherPublisher
 from tests.transfer.publishing import expect_version
 
@@ -46,14 +46,14 @@ def both(source: Array, into: Array, **options: Any) -> Iterator[tuple[Publisher
 
 
 class Queues:
-    """The streams of copiers: what is queued while ``late`` has run after ``run``, as on a busy GPU."""
+    """The streams of a GPU: kernels that are queued while ``late`` run by ``run``, as on a busy one."""
 
-    def __init__(self) -> None:
-        self.late, self.pending = False, dict[int, list[Launch]]()
-        self._queue = Copier.queue
+    def __init__(self, memory: EmulatedMemory) -> None:
+        self.late, self.pending = False, dict[int, list[Callable[[], None]]]()
+        memory.queue, memory.cu.cuStreamQuery = self.queue, self.query
 
-    def queue(self, copier: Copier, copies: Sequence[Launch]) -> None:
-        self._queue(copier, [lambda stream: self.pending.setdefault(stream, []).extend(copies)])
+    def queue(self, stream: int, work: Callable[[], None]) -> None:
+        self.pending.setdefault(stream, []).append(work)
         if not self.late:
             self.run()
 
@@ -68,18 +68,15 @@ class Queues:
         return (NOT_READY * bool(self.pending.get(stream)),)
 
     def run(self) -> None:
-        for stream, copies in self.pending.items():
-            for each in copies:
-                each(stream)
+        for queued in self.pending.values():
+            for work in queued:
+                work()
         self.pending.clear()
 
 
 @pytest.fixture
-def queues(memory, monkeypatch):
-    found = Queues()
-    monkeypatch.setattr(Copier, "queue", lambda copier, copies: found.queue(copier, copies))
-    memory.cu.cuStreamQuery = found.query
-    return found
+def queues(memory):
+    return Queues(memory)
 
 
 @pytest.fixture
@@ -131,18 +128,18 @@ def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged, queues)
         assert (into.numpy() == 2).all()
 
 
-def test_without_staging_memory_an_update_writes_after_the_work_that_was_queued_before(hung, monkeypatch):
-    into, follow = of(0), Copier.follow
+def test_without_staging_memory_an_update_writes_after_the_work_that_was_queued_before(hung, memory):
+    into, ordered = of(0), memory.cu.cuStreamWaitEvent
 
-    def behind(copier, stream):
-        follow(copier, stream)
+    def behind(*arguments):
         hung.add(threading.get_ident())
+        return ordered(*arguments)
 
     with both(of(1), into, staged=False) as (_, subscriber):
-        with monkeypatch.context() as patch:
-            patch.setattr(Copier, "follow", behind)
-            with pytest.raises(TransferTimeout, match=LATE):
-                subscriber.update(0.3)
+        memory.cu.cuStreamWaitEvent = behind
+        with pytest.raises(TransferTimeout, match=LATE):
+            subscriber.update(0.3)
+        memory.cu.cuStreamWaitEvent = ordered
         hung.clear()
         assert (into.numpy() == 0).all()
         assert subscriber.update(30).version == 1 and (into.numpy() == 1).all()
@@ -197,13 +194,10 @@ def test_a_rank_whose_copy_from_staging_memory_fails_gets_the_version_again(monk
     assert found[0] == found[1] == [(1, True, False), (1, False, False), [1.0] * 4]
 
 
-def test_an_error_of_the_driver_names_no_publisher(monkeypatch):
-    def fail(copier, copies):
-        raise CudaError("cuMemcpyAsync failed")
-
+def test_an_error_of_the_driver_names_no_publisher(memory):
     with both(of(1), of(0)) as (_, s):
-        monkeypatch.setattr(Copier, "queue", fail)
-        with pytest.raises(CudaError, match="^cuMemcpyAsync failed$"):
+        memory.cu.cuLaunchKernelEx = lambda *_: (700,)
+        with pytest.raises(CudaError, match="^launch of copy_runs: cuLaunchKernelEx failed: status 700"):
             s.update(30)
 
 
@@ -253,22 +247,6 @@ def test_a_rank_of_a_publisher_whose_gpu_hangs_is_named_by_all(hung):
     assert all(LATE in each for each in found.values()) and found[1].startswith("Publisher: rank 0: ")
 
 
-def test_a_publisher_waits_for_its_gpus_less_than_its_ranks_for_each_other(clock, monkeypatch):
-    """Half of the communicator's timeout, from the first copy on."""
-
-    def run(comm):
-        with Publisher(comm, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
-            publisher.publish(1)
-            deadlines = list[float]()
-            monkeypatch.setattr(Copier, "wait", lambda copier: deadlines.append(copier.deadline))
-            clock.start()
-            publisher.publish(2)
-            clock.stop()
-            assert deadlines == [comm.timeout / 2]
-
-    spawn(run, 1, timeout=60)
-
-
 def test_all_ranks_of_a_subscriber_unmap_a_killed_publisher(memory):
     with start() as publisher:
         publisher.publish(1)
@@ -301,24 +279,37 @@ def test_a_refused_publish_hides_no_version():
     assert (into == 0).all()
 
 
-def test_publish_has_a_deadline_without_a_communicator(hung, clock):
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_publish_waits_for_its_gpus_until_a_deadline(ranks, hung, clock):
+    """With a communicator, half of its timeout: a rank waits for its GPUs less than the ranks for each other."""
+
     def sleep(_):
-        clock.now += 50.0
+        clock.now += 0.5
         assert clock.now < 1000
 
-    clock.sleep = sleep
-    with Publisher(None, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
-        clock.start()
-        hung.add(threading.get_ident())
-        with pytest.raises(TransferTimeout, match=LATE):
+    def run(comm):
+        with Publisher(comm if ranks else None, {"w": (of(1), WHOLE)}, patience=0.1) as publisher:
             publisher.publish(1)
-        clock.stop()
-        hung.clear()
+            clock.sleep = sleep
+            clock.start()
+            hung.add(threading.get_ident())
+            with pytest.raises(TransferTimeout, match=LATE):
+                publisher.publish(2)
+            clock.stop()
+            hung.clear()
+            assert clock.now == pytest.approx(comm.timeout / 2 if ranks else 120.0, abs=1)
+
+    spawn(run, 1, timeout=60)
 
 
 def test_checksums_may_take_longer_than_the_copies(memory, clock, monkeypatch):
     """A stream is not idle at the first look; the GPU is as fast as ever."""
-    new, queue, crc = set[int](), Copier.queue, exchange.checksum
+    new, launched, crc = set[int](), list[int](), exchange.checksum
+
+    def queue(stream, work):
+        new.add(stream)
+        launched.append(stream)
+        work()
 
     def query(stream):
         busy = stream in new
@@ -333,13 +324,11 @@ def test_checksums_may_take_longer_than_the_copies(memory, clock, monkeypatch):
         arrays = {f"w{i}": (of(i), WHOLE) for i in range(6)}
         with Publisher(comm, arrays, patience=0.1, checksums=True) as publisher:
             clock.start()
-            memory.cu.cuStreamQuery = query
+            memory.cu.cuStreamQuery, memory.queue = query, queue
             monkeypatch.setattr(exchange, "checksum", slow)
-            monkeypatch.setattr(
-                Copier, "queue", lambda copier, copies: queue(copier, [*copies, lambda stream: new.add(stream)])
-            )
             publisher.publish(1)
             clock.stop()
+            assert launched, "no look at a busy stream"
 
     spawn(run, 1, timeout=60)
     assert clock.now == 180

@@ -397,16 +397,6 @@ def test_a_copy_on_the_host_that_is_too_late_ends():
     assert (array == 1).all()
 
 
-def test_an_update_waits_for_the_first_version_until_its_deadline():
-    """The error says that none was published."""
-    with publishing([WHOLE]) as ranks, Subscriber(ranks.address, arrays_of(WHOLE)) as reader:
-        began = time.monotonic()
-        expected = f"publisher trainer at {ranks.address}: expected a version before the deadline, got none: it has"
-        with pytest.raises(TransferTimeout, match=f"{expected} published nothing yet"):
-            reader.update(4)
-        assert time.monotonic() - began > 3.8
-
-
 def test_the_catalogue_of_a_publisher_that_has_ended_is_an_error_at_once():
     """``update`` raises the same error.  After a restart, the plan is that of the new publisher."""
     with publishing([zero(rank, 2) for rank in range(2)]) as ranks:
