@@ -370,6 +370,9 @@ def test_calls_with_different_routes_are_a_mismatch(comm, log, /):
     assert [comm.backend.prepare(o).values["backend"] for o in operations] == ["nccl", "peer"]
 
 
+ON_GPU_0 = {"device": 0, "place_on_machine": 0, "on_machine": []}
+
+
 @pytest.mark.parametrize(
     ("routes", "broken", "taken", "why"),
     [
@@ -389,7 +392,7 @@ def test_peer_takes_part_where_it_was_measured(monkeypatch, routes, broken, take
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, **kinds})
     tuned(monkeypatch, routes)
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    ranks = SimpleNamespace(size=2, local_size=2)
+    ranks = SimpleNamespace(size=2, local_size=2, **ON_GPU_0)
     assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken
     assert probes["peer"] == Probe(not broken, why)
 
@@ -402,7 +405,8 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
     phases = type("Phases", (Made,), {})
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
     monkeypatch.setattr(making, "HierarchicalBackend", phases)
-    probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
+    probes = {"mock": Probe(True, ""), "nccl": Probe(True, "")}
+    ranks = SimpleNamespace(size=4, local_size=local_size, **ON_GPU_0)
     made = making._for_gpus(ranks, probes, None, ExitStack())
     assert [*map(type, made)] == [Made, phases][: 1 + (local_size < 4)]
 

@@ -15,7 +15,7 @@ from kos.cuda.kernels import Address, Kernel
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_gpu import Stream
+from tests.fake_cuda import Stream
 
 
 def described(

@@ -12,10 +12,11 @@ import pytest
 from kos.comm.failures import EndedEarly
 from kos.cuda import driver
 from kos.errors import CollectiveTimeout, CudaError
-from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_gpu import captures
 from tests.comm.gpu_eager import by, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, needs_compiler, pytest.mark.usefixtures("no_looks")]

@@ -25,12 +25,12 @@ from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
-from tests.comm.fake_gpu import Stream
 from tests.comm.fake_nccl import WAIT, Comm, FakeRanks, Group
 from tests.comm.fake_peer import ThreadRanks
 from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]

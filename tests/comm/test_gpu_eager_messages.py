@@ -15,10 +15,11 @@ from kos.comm.gpu import memory as gpu_memory
 from kos.errors import KosError
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, call, contributions, lengths, result
-from tests.comm.fake_gpu import Memory, Stream, at, captures
+from tests.comm.fake_gpu import Memory, at, captures
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks
 from tests.comm.gpu_eager import by, hits, on_gpu
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 COUNTS = (1, 3, 2)

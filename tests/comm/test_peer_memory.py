@@ -18,7 +18,7 @@ from kos.cuda import driver, streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import launching_alone
 from tests.comm.fake_peer import Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
@@ -30,6 +30,7 @@ from tests.comm.test_peer import test_windows_are_freed_once_no_rank_uses_them  
 from tests.comm.test_peer_logic import SIZE, copy_directly, no_gpu, pytestmark, ranks
 from tests.comm.test_streams import Device
 from tests.comm.test_streams import Stream as OwnedStream
+from tests.fake_cuda import Stream
 
 __all__ = ["no_gpu", "pytestmark", "ranks"]
 
