@@ -6,7 +6,6 @@ The code of kos runs unchanged on them: it finds GPUs, makes contexts current an
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ import pytest
 from kos.cuda import devices, driver
 
 CONTEXT = 7
-"""The handle of the context of GPU 0, which is always current; GPU 1 has the next one."""
+"""The handle of the context of every GPU, which is always current."""
+CREATED = range(99, 199)
+"""The handles of the streams that kos creates, in this order."""
 
 _CACHED = driver.unavailable, driver.primary_context, devices.visible_devices, devices.nvlinks
 
@@ -33,6 +34,30 @@ class GPU:
     compute_capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 132
     nvlinks: int | None = None
+
+
+class Contexts:
+    """The stack of a thread's current contexts, one for each GPU.  ``queries`` counts how often it was read."""
+
+    def __init__(self) -> None:
+        self.stack, self.queries = [0], 0  # the indices of GPUs
+
+    def install(self, functions: Any) -> None:
+        """Make a driver's functions keep this stack."""
+        functions.cuDevicePrimaryCtxRetain = lambda device: (0, CONTEXT + device)
+        functions.cuCtxGetCurrent, functions.cuCtxPushCurrent = self._current, self._push
+        functions.cuCtxPopCurrent = self._pop
+
+    def _current(self) -> tuple[int, int]:
+        self.queries += 1
+        return 0, CONTEXT + self.stack[-1]
+
+    def _push(self, context: int) -> tuple[int]:
+        self.stack.append(context - CONTEXT)
+        return (0,)
+
+    def _pop(self) -> tuple[int, int]:
+        return 0, CONTEXT + self.stack.pop()
 
 
 class Stream:
@@ -57,7 +82,7 @@ class _Core(ModuleType):
         self.__spec__ = ModuleSpec("cuda.core", None)
         self.system = SimpleNamespace(NvmlError=NVMLError)
         self.StreamOptions, self.Stream = SimpleNamespace, Stream
-        handles = itertools.count(99)
+        handles = iter(CREATED)
 
         class Device:
             def __init__(self, index: int) -> None:
@@ -92,7 +117,7 @@ def _machine(gpus: tuple[GPU, ...]) -> dict[str, Any]:
         "cuDeviceGetCount": lambda: (0, len(gpus)), "cuDeviceGet": lambda index: (0, index),
         "cuDeviceGetPCIBusId": lambda length, index: (0, b"0000:%02x:00.0\0" % index),
         "cuDeviceTotalMem": lambda index: (0, 1 << 30),
-        "cuDevicePrimaryCtxRetain": lambda device: (0, CONTEXT + device), "cuCtxGetCurrent": lambda: (0, CONTEXT),
+        "cuDevicePrimaryCtxRetain": lambda device: (0, CONTEXT), "cuCtxGetCurrent": lambda: (0, CONTEXT),
         "CUresult": SimpleNamespace(CUDA_SUCCESS=0),
     }  # fmt: skip
 

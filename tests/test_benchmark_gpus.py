@@ -30,7 +30,7 @@ from kos.comm import Communicator, watchdog
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.cuda import driver, kernels
+from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
 from kos.memory.array import Array
@@ -98,10 +98,10 @@ def test_rows_on_emulated_gpus(op, in_place, monkeypatch):
         implementations[0].close()
         return found
 
-    with no_gpu(monkeypatch):
+    with no_gpu(monkeypatch) as fake:
         threads = ThreadGroup(ranks)
         monkeypatch.setattr("kos.cuda.load_kernel", lambda path, name, device: StandIn(name))
-        monkeypatch.setattr(driver.cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
+        fake.cu.cuEventElapsedTime = lambda begun, ended: (0, 0.5)
         rows, other = spawn(run, ranks)
     *rows, untouched = rows
     kinds = {"all_reduce": 3, "scan": 1, "exscan": 1}.get(op, 2)
@@ -128,16 +128,16 @@ def test_device_limits_on_emulated_gpus(monkeypatch):
         kernel.bind.side_effect = bind
         return kernel
 
-    with no_gpu(monkeypatch):
-        cu = driver.cu
+    with no_gpu(monkeypatch) as fake:
+        cu = fake.cu
         slab = SimpleNamespace(pointer=4096, pointers=(4096, 8192))
         monkeypatch.setattr("kos.memory.symmetric.SymmetricMemory", lambda *arguments: nullcontext(slab))
         monkeypatch.setattr("kos.cuda.load_kernel", load)
         graph = SimpleNamespace(replay=lambda stream: None)
         monkeypatch.setattr("kos.cuda.capture", lambda stream, keep: nullcontext(graph))
-        monkeypatch.setattr(cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
-        monkeypatch.setattr(cu, "cuEventSynchronize", lambda event: (0,), raising=False)
-        monkeypatch.setattr(cu, "cuMemcpyAsync", lambda to, of, n, stream: bytes_copied.append(n) or (0,))
+        cu.cuEventElapsedTime = lambda begun, ended: (0, 0.5)
+        cu.cuEventSynchronize = lambda event: (0,)
+        cu.cuMemcpyAsync = lambda to, of, n, stream: bytes_copied.append(n) or (0,)
         figures = spawn(run, 2)
     assert figures[0] == figures[1]
     assert figures[0]["launch_us"] == 5 and figures[0]["flag_round_trip_us"] == 0.5
@@ -224,7 +224,6 @@ def test_four_variants_of_the_same_call(monkeypatch, name, each, by_core):
 
     with no_gpu(monkeypatch) as fake:
         monkeypatch.setattr(watchdog, "add", lambda backend: None)  # a tick makes Python order the next call
-        monkeypatch.setattr(driver, "synchronize", lambda device: None)
         if not by_core:
             monkeypatch.setattr(NCCLBackend, "launches", lambda *_: None)
         FakeRanks(2).run(body)

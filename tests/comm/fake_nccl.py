@@ -312,13 +312,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[GPU, ...] = (GPU(),)) ->
     monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "memories", {})
-    try:
-        with installed(monkeypatch, fake.cu, gpus, fake.driver.library):
+    with installed(monkeypatch, fake.cu, gpus, fake.driver.library):
+        try:
             yield fake
-    finally:  # what is left open must not be looked at without the stand-ins, nor freed by the collector
-        watchdog._end()
-        if windows.memories:
-            gc.collect()
+        finally:  # what is left open must not be looked at without the stand-ins, nor freed by the collector
+            watchdog._end()
+            if windows.memories:
+                gc.collect()
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class HostMemory:
 def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 7) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
     gpu = GPU(compute_capability=(8, 9), multiprocessors=ranks * multiprocessors)
-    with no_gpu(monkeypatch, (gpu,)) as fake:
+    with no_gpu(monkeypatch, (gpu, gpu)) as fake:
         monkeypatch.setattr(record, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
         monkeypatch.setattr(engine, "load_kernel", HostKernel)
         monkeypatch.setattr(engine, "is_loaded", lambda *arguments, **defines: True)

@@ -23,26 +23,13 @@ from kos.memory.array import Array
 from kos.memory.dlpack import CUDA, export_capsule
 from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import WAIT, Comm, Group, no_gpu, of_nccl
-from tests.fake_cuda import CONTEXT, GPU
+from tests.fake_cuda import GPU, Contexts
 
 DEVICE = 1  # of the communicator; the thread's own is 0
 
 
-class Contexts:
-    """The driver's stack of current contexts, as GPUs."""
-
-    def __init__(self) -> None:
-        self.stack = [0]
-
-    def current(self) -> tuple[int, int]:
-        return 0, CONTEXT + self.stack[-1]
-
-    def push(self, context: int) -> tuple[int]:
-        self.stack.append(context - CONTEXT)
-        return (0,)
-
-    def pop(self) -> tuple[int, int]:
-        return 0, CONTEXT + self.stack.pop()
+class ChecksDevice(Contexts):
+    """The legacy stream and events may be used only where the communicator's device is current."""
 
     def check(self, *arguments: Any) -> None:
         assert not {0, streams.LEGACY} & set(arguments) or self.stack[-1] == DEVICE, "the legacy stream of another GPU"
@@ -58,7 +45,7 @@ class Contexts:
 
 @pytest.fixture
 def comm(monkeypatch):
-    contexts = Contexts()
+    contexts = ChecksDevice()
     Immutable.contexts = contexts
     with no_gpu(monkeypatch, (GPU(), GPU())) as fake:
         cu, fake.driver.device = fake.cu, DEVICE
@@ -67,7 +54,7 @@ def comm(monkeypatch):
             place = {"cuEventRecord": 1}.get(name, 0)
             setattr(cu, name, lambda *given, call=call, place=place: contexts.check(given[place]) or call(*given))
         cu.cuEventCreate = contexts.make_event
-        cu.cuCtxGetCurrent, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent = contexts.current, contexts.push, contexts.pop
+        contexts.install(cu)
         rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
         comm = kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), device=DEVICE), rendezvous, {}, WAIT)
         yield comm
@@ -93,7 +80,7 @@ class Immutable(Other):
     """An array of a library that does not name its stream; kos holds it by an event until the GPU has read it."""
 
     __module__ = "jax"
-    contexts: Contexts
+    contexts: ChecksDevice
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CUDA, DEVICE
