@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from kos.cuda import devices, driver
+from kos.cuda import devices, driver, kernels
 
 CONTEXT = 7
 """The handle of the context of every GPU, which is always current."""
 CREATED = range(99, 199)
 """The handles of the streams that kos creates, in this order."""
 
-_CACHED = driver.unavailable, driver.primary_context, devices.visible_devices, devices.nvlinks
+_CACHED = (
+    driver.unavailable, driver.primary_context, devices.visible_devices, devices.nvlinks, kernels.nvrtc_version,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,19 @@ class NVMLError(Exception):
     """What NVML raises where it does not report NVLinks."""
 
 
-class _Core(ModuleType):
-    """The package ``cuda.core`` of a machine with these GPUs."""
+class Core(ModuleType):
+    """The package ``cuda.core`` of a machine with these GPUs.  What it compiles is nothing, which it also loads."""
 
     def __init__(self, gpus: tuple[GPU, ...]) -> None:
         super().__init__("cuda.core")
         self.__spec__ = ModuleSpec("cuda.core", None)
         self.system = SimpleNamespace(NvmlError=NVMLError)
         self.StreamOptions, self.Stream = SimpleNamespace, Stream
+        self.LaunchConfig = self.launch = None
+        self.ProgramOptions = lambda **options: SimpleNamespace(as_bytes=lambda backend: [])
+        self.Program = lambda *_: SimpleNamespace(compile=lambda target: SimpleNamespace(code=b"no code"))
+        self.ObjectCode = SimpleNamespace(from_cubin=lambda cubin: self)
+        self.get_kernel = lambda name: SimpleNamespace(handle=1)
         handles = iter(CREATED)
 
         class Device:
@@ -125,11 +132,11 @@ def _machine(gpus: tuple[GPU, ...]) -> dict[str, Any]:
 @contextlib.contextmanager
 def installed(
     monkeypatch: pytest.MonkeyPatch, functions: Any, gpus: tuple[GPU, ...] = (GPU(),), library: Any = None
-) -> Iterator[None]:
+) -> Iterator[Core]:
     """In this block, kos finds a driver with these functions and GPUs, and the packages of CUDA 13.
 
     ``functions`` are what ``cuda.bindings.driver`` has.  A test may add some, or replace them, at any time.
-    ``library`` has those that kos calls without the bindings.
+    ``library`` has those that kos calls without the bindings.  Gives ``cuda.core``, whose parts it may replace too.
     """
     usual = _machine(gpus)
 
@@ -145,11 +152,13 @@ def installed(
 
     with monkeypatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        patch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(__version__="13.0.0", driver=Bindings()))
-        patch.setitem(sys.modules, "cuda.core", _Core(gpus))
+        nvrtc = SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))
+        bindings = SimpleNamespace(__version__="13.0.0", driver=Bindings(), nvrtc=nvrtc)
+        patch.setitem(sys.modules, "cuda.bindings", bindings)
+        patch.setitem(sys.modules, "cuda.core", core := Core(gpus))
         patch.setattr(driver, "library", lambda: library)
         forget()
         try:
-            yield
+            yield core
         finally:
             forget()
