@@ -124,6 +124,7 @@ class Status(int):
     """A CUresult."""
 
     CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_NOT_READY = 0, 2, 600
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
     @property
     def name(self) -> str:
