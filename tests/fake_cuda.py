@@ -124,7 +124,8 @@ def _machine(gpus: tuple[GPU, ...]) -> dict[str, Any]:
         "cuDeviceGetCount": lambda: (0, len(gpus)), "cuDeviceGet": lambda index: (0, index),
         "cuDeviceGetPCIBusId": lambda length, index: (0, b"0000:%02x:00.0\0" % index),
         "cuDeviceTotalMem": lambda index: (0, 1 << 30),
-        "cuDevicePrimaryCtxRetain": lambda device: (0, CONTEXT), "cuCtxGetCurrent": lambda: (0, CONTEXT),
+        "cuDevicePrimaryCtxRetain": lambda device: (0, CONTEXT), "cuCtxSetCurrent": lambda context: (0,),
+        "cuCtxGetCurrent": lambda: (0, CONTEXT),
         "CUresult": SimpleNamespace(CUDA_SUCCESS=0),
     }  # fmt: skip
 

@@ -29,11 +29,13 @@ from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, Pee
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
+from tests import fake_cuda
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import Comm, Group
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core, skip_without_core
-from tests.comm.test_tuning import GPU, LINK, changed, measure_quickly, tuned
+from tests.comm.test_tuning import GPU, changed, measure_quickly, tuned
+from tests.fake_cuda import installed
 
 pytestmark = pytest.mark.usefixtures("fake")
 SIZE = 2
@@ -429,7 +431,7 @@ def test_explain_describes_the_routes():
         assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True, False) == way
 
 
-def test_tuning_measures_every_operation(monkeypatch, tmp_path):
+def test_tuning_measures_every_operation(monkeypatch, fake):
     """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
     launched = []
 
@@ -442,8 +444,6 @@ def test_tuning_measures_every_operation(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tune, "PeerBackend", Measured)
     measure_quickly(monkeypatch)
-    monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)
-    monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
     groups = {name: Group(SIZE) for name in KINDS}
 
     def rank(rendezvous):
@@ -455,7 +455,8 @@ def test_tuning_measures_every_operation(monkeypatch, tmp_path):
         tuner = tune.Tuner(peer, nccl, 4096)
         return tuner.table(lambda text: None), tuner.measured
 
-    (table, measured), (other, _) = on_threads(SIZE, rank)
+    with installed(monkeypatch, fake.cu, (fake_cuda.GPU(GPU, nvlinks=18),)):
+        (table, measured), (other, _) = on_threads(SIZE, rank)
     assert table == other  # the slowest rank's time, on all of them
     assert {name.split()[0] for name in table.routes} == {"all_reduce", *tune.OTHERS}
     assert {row["bytes"] for row in measured if row["route"].startswith("all_reduce")} == {1024, 2048, 4096}
