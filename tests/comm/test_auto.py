@@ -34,7 +34,7 @@ from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import Comm, Group
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core, skip_without_core
-from tests.comm.test_tuning import GPU, changed, measure_quickly, tuned
+from tests.comm.test_tuning import GPU, LINK, changed, measure_quickly, tuned
 from tests.fake_cuda import installed
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -431,7 +431,7 @@ def test_explain_describes_the_routes():
         assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True, False) == way
 
 
-def test_tuning_measures_every_operation(monkeypatch, fake):
+def test_tuning_measures_every_operation(monkeypatch, tmp_path, fake):
     """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
     launched = []
 

@@ -218,7 +218,8 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]
 
 def test_ranks_take_rank_0s_table(places, monkeypatch, caplog):
     """And only rank 0 reads files, so that a damaged one is told of once a job."""
-    places[0].write_text("{")
+    for name in ("h200", "b200"):
+        places[0].with_name(f"nvidia-{name}-4.json").write_text("{")
     places[1].write_text(json.dumps(TABLE))
     tables = of_ranks(monkeypatch, [0, 1, 2, 3])
     assert all(table.to_json() == parse(TABLE, "").to_json() for table in tables)
