@@ -56,6 +56,7 @@ class FakeDriver:
     def __init__(self, capturing: Callable[[], bool]) -> None:
         self.launches, self.current, self.capturing = 0, CONTEXT, capturing
         self.device = 0  # of all memory
+        self.bindings: Any = None  # the functions that Python calls
         self.instead: dict[str, Callable[..., int]] = {}
         self._functions = {
             "cuLaunchKernelEx": _LAUNCH(self._launch),

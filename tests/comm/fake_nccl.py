@@ -30,6 +30,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu import nccl_binding, routes, shared, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer import record
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Engine
@@ -126,7 +127,7 @@ class FakeNCCL:
         self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
         self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
         self.virtual: set[int] = set()  # addresses of memory of cuMemCreate, which NCCL registers in a capture
-        self.cu = driver_functions(self.virtual)
+        self.cu = self.driver.bindings = driver_functions(self.virtual)
 
     def get_version(self) -> int:
         return 22809
@@ -307,6 +308,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[GPU, ...] = (GPU(),)) ->
     """Everything that would reach for the driver, a GPU or libnccl finds a stand-in."""
     fake = FakeNCCL()
     monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
+    for module in (shared, record):
+        monkeypatch.setattr(module, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
     monkeypatch.setattr(contract, "load_kernel", load_kernel)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))

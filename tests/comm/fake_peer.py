@@ -20,7 +20,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.peer import backend as peer
-from kos.comm.gpu.peer import engine, record
+from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.work import Engine
@@ -65,7 +65,6 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
     """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
     gpu = GPU(compute_capability=(8, 9), multiprocessors=ranks * multiprocessors)
     with no_gpu(monkeypatch, (gpu, gpu)) as fake:
-        monkeypatch.setattr(record, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
         monkeypatch.setattr(engine, "load_kernel", HostKernel)
         monkeypatch.setattr(engine, "is_loaded", lambda *arguments, **defines: True)
         monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)

@@ -19,6 +19,7 @@ import kos
 from kos import ReduceOp
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer import record
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
@@ -133,7 +134,7 @@ def test_an_early_end_of_a_kernel_is_seen(rendezvous, /, peers):
     comm, x = fake_peer.communicator(rendezvous), on_gpu([1.0])
     known(comm, x)
     comm.rendezvous.barrier()
-    comm.backend.routes[0]._engine.record.words[fake_peer.record.FAILED] = 1
+    comm.backend.routes[0]._engine.record.words[record.FAILED] = 1
     with pytest.raises(CollectiveError), by(comm, 0):
         comm.all_reduce(x)
     comm.abort()

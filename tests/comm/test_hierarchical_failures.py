@@ -11,7 +11,6 @@ import pytest
 import kos
 from kos.comm import watchdog
 from kos.comm.gpu import shared
-from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.routes import PHASES, nothing
 from kos.comm.host.host_backend import HostBackend
@@ -19,6 +18,7 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm import fake_nccl
+from tests.comm.fake_gpu import Status
 from tests.comm.fake_nccl import Group
 from tests.comm.ranks import on_each_rank, on_hosts
 from tests.comm.shared_ranks import needs_core
@@ -171,10 +171,10 @@ def test_survivors_work_in_phases_if_hosts_are_alike(rendezvous, /, no_gpu, dead
 @needs_core
 @pytest.mark.parametrize("differs", ["count", "operation"])
 @pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
-def test_calls_that_differ_are_named_on_all(kernels, monkeypatch, differs, hosts):
+def test_calls_that_differ_are_named_on_all(kernels, no_gpu, monkeypatch, differs, hosts):
     """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
     monkeypatch.setattr(HierarchicalBackend, "resolve", lambda route, o: (nothing, PHASES, True))
-    monkeypatch.setattr(GPUBackend, "is_idle", lambda backend, *_: False)
+    no_gpu.cu.cuStreamQuery = lambda stream: (Status.CUDA_ERROR_NOT_READY,)
 
     def body(comm):
         other = comm.rank > 1 if hosts == "between hosts" else comm.rank == 3
