@@ -24,7 +24,6 @@ import kos
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
@@ -163,8 +162,8 @@ def on_gpus(*names: str) -> dict[str, Path_]:
         with kos.Communicator(backend, rendezvous, {}, WAIT) as comm:
             results.append(of_all_reduce(comm))
 
-    with pytest.MonkeyPatch.context() as patch, no_gpus(patch, 2):
-        patch.setattr(engine, "load_kernel", NoKernel)
+    with pytest.MonkeyPatch.context() as patch, no_gpus(patch, 2) as fake:
+        fake.load_kernel = NoKernel
         on_threads(2, rank, WAIT, group.barrier.abort)
     return _of_ranks(results)
 

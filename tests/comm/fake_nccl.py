@@ -30,7 +30,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu import nccl_binding, routes, shared, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.gpu.peer import record
+from kos.comm.gpu.peer import engine, record
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Engine
@@ -111,7 +111,7 @@ class NCCLError(Exception):
 
 
 class FakeNCCL:
-    """The functions of ``nccl.bindings.nccl`` that kos calls, and of the driver, ``cu``.
+    """The functions of ``nccl.bindings.nccl`` that kos calls, and of the driver, ``cu``; and what loads kernels.
 
     Each test has its own: it may assign others to them.
     """
@@ -123,6 +123,7 @@ class FakeNCCL:
         self._local = threading.local()
         self._joined: dict[bytes, Group] = {}
         self._memory: dict[int, Memory] = {}
+        self.load_kernel: Callable[..., Any] = load_kernel
         self.groups = 0
         self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
         self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
@@ -310,7 +311,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[GPU, ...] = (GPU(),)) ->
     monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
     for module in (shared, record):
         monkeypatch.setattr(module, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
-    monkeypatch.setattr(contract, "load_kernel", load_kernel)
+    for module in (contract, engine):
+        monkeypatch.setattr(module, "load_kernel", lambda *about, **defines: fake.load_kernel(*about, **defines))
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())

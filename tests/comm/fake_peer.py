@@ -20,7 +20,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.peer import backend as peer
-from kos.comm.gpu.peer import engine
+from kos.comm.gpu.peer import engine, exchange
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.work import Engine
@@ -28,7 +28,6 @@ from kos.errors import RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import WAIT, FakeNCCL, no_gpu
 from tests.comm.gpu_ranks import OnGPU
-from tests.comm.host_kernel import HostKernel
 from tests.fake_cuda import GPU
 
 HANG = 240.0  # seconds, less than pytest gives a test; each wait of a rank, and of a kernel, has a limit of its own
@@ -65,10 +64,9 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
     """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
     gpu = GPU(compute_capability=(8, 9), multiprocessors=ranks * multiprocessors)
     with no_gpu(monkeypatch, (gpu, gpu)) as fake:
-        monkeypatch.setattr(engine, "load_kernel", HostKernel)
-        monkeypatch.setattr(engine, "is_loaded", lambda *arguments, **defines: True)
-        monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
-        monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
+        for module in (engine, peer):
+            monkeypatch.setattr(module, "SymmetricMemory", HostMemory)
+        monkeypatch.setattr(exchange, "PACKET_THREADS", 64)  # as many as a stand-in's block has
         monkeypatch.setattr(peer, "_concurrent", ConcurrentKernelsOfThreads())
         yield fake
 

@@ -230,26 +230,27 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monk
     contexts, copies, group_of_one = Contexts(), list[Any](), [False]
     contexts.install(no_gpu.cu)
     contexts.stack[0] = no_gpu.driver.current = 1  # the communicator's is 0
-    bind, copy = HostKernel.bind, no_gpu.cu.cuMemcpyDtoDAsync
+    copy = no_gpu.cu.cuMemcpyDtoDAsync
 
     def current():
         return contexts.stack[-1] == 0
 
-    def bound(*arguments, **options):
-        run = bind(*arguments, **options)
+    class Checked(HostKernel):
+        def bind(self, *arguments, **options):
+            run = super().bind(*arguments, **options)
 
-        def launch(stream, *arrays):
-            assert streams.handle(stream) > streams.PER_THREAD or current(), "a default stream of another device"
-            run(stream, *arrays)
+            def launch(stream, *arrays):
+                assert streams.handle(stream) > streams.PER_THREAD or current(), "a default stream of another device"
+                run(stream, *arrays)
 
-        return launch
+            return launch
 
     def copied(*arguments):
         assert current() or (group_of_one[0] and arguments[-1] > streams.PER_THREAD), "a copy without a device"
         copies.append(arguments)
         return copy(*arguments)
 
-    monkeypatch.setattr(HostKernel, "bind", bound)
+    no_gpu.load_kernel = Checked
     no_gpu.cu.cuMemcpyDtoDAsync = copied
     copy_directly(monkeypatch)
 

@@ -20,7 +20,6 @@ import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.order import Order, Streams
-from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
@@ -149,7 +148,7 @@ def run(request, monkeypatch):
             pytest.skip("needs a C++ compiler")
         with fake_peer.no_gpus(monkeypatch, 1) as fake:
             device.install(fake.cu)
-            monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
+            fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
             comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
         return
@@ -360,7 +359,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch):
     device.launched = lambda stream, party: launched.append(stream)
     with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132) as fake:
         device.install(fake.cu)
-        monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
+        fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
         comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
         many = [Stream(device, 1000 + k) for k in range(5)]
         device.busy.update(each.handle for each in many)
