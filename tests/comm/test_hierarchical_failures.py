@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm import watchdog
 from kos.comm.gpu import shared
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.routes import PHASES, nothing
@@ -77,7 +76,7 @@ class Messages(queue.Queue[Any]):
 
 
 @pytest.fixture
-def kernels(no_gpu, monkeypatch):
+def kernels(no_gpu, frequent_looks, monkeypatch):
     """Kernels of NCCL and the watchdog as in a job, and kernels of ``peer`` that are compiled."""
     HostRanks((2, 2)).run(lambda gpu: [getattr(gpu.comm, name)(filled(gpu, 1000)) for name in CARRIED[:4]])
     abort = no_gpu.comm_abort
@@ -89,7 +88,6 @@ def kernels(no_gpu, monkeypatch):
 
     no_gpu.comm_abort = aborting
     monkeypatch.setattr(fake_nccl, "Group", Kernels)
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_REPORT_SECONDS", 15.0)  # an emulated kernel looks at its deadline seldom
     on_hosts(monkeypatch, (2, 2))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
-from kos.comm import timeouts, tuning, watchdog
+from kos.comm import timeouts, tuning
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import shared as gpu_shared
@@ -159,9 +159,9 @@ def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous, /)
         comm.abort()
 
 
-def test_a_message_that_the_watchdog_ends_is_named(ranks, monkeypatch):
+@pytest.mark.usefixtures("frequent_looks")
+def test_a_message_that_the_watchdog_ends_is_named(ranks):
     """The collective before it has ended well."""
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
 
     def body(rendezvous):
         comm = communicator(rendezvous, 20.0)
@@ -419,9 +419,9 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous, /):
 
 
 @needs_core
-def test_whom_a_kernel_waits_for_is_shown(ranks, monkeypatch):
+@pytest.mark.usefixtures("frequent_looks")
+def test_whom_a_kernel_waits_for_is_shown(ranks):
     """While the program is elsewhere: here in the launch, which on a GPU would return."""
-    monkeypatch.setattr(watchdog, "TICK", 0.05)
     shown = threading.Event()
 
     def body(rendezvous):
