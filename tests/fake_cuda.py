@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -39,10 +40,10 @@ class GPU:
 
 
 class Contexts:
-    """The stack of a thread's current contexts, one for each GPU.  ``queries`` counts how often it was read."""
+    """The stack of current contexts, one for each GPU.  ``queries`` counts how often it was read."""
 
-    def __init__(self) -> None:
-        self.stack, self.queries = [0], 0  # the indices of GPUs
+    def __init__(self, current: int = 0) -> None:
+        self.stack, self.queries = [current], 0  # the indices of GPUs
 
     def install(self, functions: Any) -> None:
         """Make a driver's functions keep this stack."""
@@ -60,6 +61,10 @@ class Contexts:
 
     def _pop(self) -> tuple[int, int]:
         return 0, CONTEXT + self.stack.pop()
+
+
+class ThreadContexts(Contexts, threading.local):
+    """A stack for each thread."""
 
 
 class Stream:

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import os
 import signal
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn
 from tests.comm.fake_gpu import Status
-from tests.fake_cuda import CONTEXT, GPU, Contexts, installed
+from tests.fake_cuda import CONTEXT, GPU, ThreadContexts, installed
 
 
 class Machine:
@@ -99,10 +98,6 @@ class Machine:
 
     def cuCtxSynchronize(self) -> tuple[int]:
         return (0,)
-
-
-class ThreadContexts(Contexts, threading.local):
-    """A stack for each thread."""
 
 
 @pytest.fixture
