@@ -101,8 +101,8 @@ class ThreadRanks:
 
     pool = ThreadPoolExecutor(4)
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, fake: FakeNCCL | None = None) -> None:
+        self.size, self.fake = size, fake
 
     def run(self, fn: Callable[[Any], Any], timeout: float = 20.0) -> list[Any]:
         return self.run_bare(lambda rendezvous: self._with_communicator(fn, rendezvous, timeout), timeout)

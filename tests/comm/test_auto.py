@@ -15,7 +15,7 @@ import kos
 from kos.comm import making
 from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
-from kos.comm.gpu import works
+from kos.comm.gpu import routes, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
