@@ -156,6 +156,12 @@ def peers(monkeypatch):
 
 
 @pytest.fixture
+def frequent_looks(monkeypatch):
+    """The watchdog looks a hundred times a second."""
+    monkeypatch.setattr("kos.comm.watchdog.TICK", 0.01)
+
+
+@pytest.fixture
 def no_looks(monkeypatch):
     """The watchdog, after whose looks Python marks a call of NCCL, looks at nothing."""
     monkeypatch.setattr("kos.comm.watchdog.TICK", 1000.0)

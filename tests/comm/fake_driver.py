@@ -5,16 +5,17 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+from tests.fake_cuda import CONTEXT
 
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
 _GET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int))
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)
+_POINTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_uint64)
 _NCCL = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 8)
-CONTEXT = 7
-"""The handle of the context, which is always current."""
-
 _numbers = itertools.count(1)
 numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Objects that C knows by a number: kernels, and communicators of NCCL."""
@@ -54,16 +55,17 @@ class FakeDriver:
 
     def __init__(self, capturing: Callable[[], bool]) -> None:
         self.launches, self.current, self.capturing = 0, CONTEXT, capturing
+        self.device = 0  # of all memory
+        self.bindings: Any = None  # the functions that Python calls
         self.instead: dict[str, Callable[..., int]] = {}
         self._functions = {
             "cuLaunchKernelEx": _LAUNCH(self._launch),
             "cuMemcpyDtoDAsync_v2": _COPY(self._copy),
             "cuCtxGetCurrent": _GET(self._get_current),
             "cuStreamIsCapturing": _ASK(self._is_capturing),
+            "cuPointerGetAttribute": _POINTER(self._get_attribute),
         }
-
-    def address(self, name: str) -> int:
-        return ctypes.cast(self._functions[name], ctypes.c_void_p).value or 0
+        self.library = SimpleNamespace(**self._functions)
 
     def _launch(self, *arguments: int) -> int:
         self.launches += 1
@@ -84,11 +86,15 @@ class FakeDriver:
         captured[0] = self.capturing()
         return 0
 
+    def _get_attribute(self, device: Any, attribute: int, pointer: int) -> int:
+        device[0] = self.device
+        return 0
+
     def nccl(self, operation: str, function: Callable[..., None]) -> int:
         """The address of a function of NCCL that does what the binding's ``function`` does."""
         if operation not in self._functions:
             self._functions[operation] = _NCCL(functools.partial(self._call, operation, function))
-        return self.address(operation)
+        return ctypes.cast(self._functions[operation], ctypes.c_void_p).value or 0
 
     def _call(self, operation: str, function: Callable[..., None], *words: int) -> int:
         self.launches += 1

@@ -124,6 +124,7 @@ class Status(int):
     """A CUresult."""
 
     CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_NOT_READY = 0, 2, 600
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
     @property
     def name(self) -> str:
@@ -144,10 +145,21 @@ def driver_functions(virtual: set[int]) -> SimpleNamespace:
     def nothing(*arguments: Any) -> tuple[int]:
         return (0,)
 
+    allocated = dict[int, Memory]()
+
+    def allocate(nbytes: int) -> tuple[int, int]:
+        memory = Memory(nbytes)
+        allocated[memory.pointer] = memory
+        return 0, memory.pointer
+
+    def free(address: int) -> tuple[int]:
+        del allocated[address]
+        return (0,)
+
     return SimpleNamespace(
         cuMemcpyAsync=copy, cuMemcpyDtoDAsync=copy, cuMemsetD8Async=fill, cuStreamSynchronize=nothing,
         cuCtxSynchronize=nothing, cuEventRecord=nothing, cuEventQuery=nothing, cuEventDestroy=nothing,
-        cuStreamWaitEvent=nothing, cuStreamQuery=nothing,
+        cuStreamWaitEvent=nothing, cuStreamQuery=nothing, cuMemAlloc=allocate, cuMemFree=free,
         cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),),
         cuStreamIsCapturing=lambda stream: (0, int(is_capturing())),
         cuStreamGetCaptureInfo=lambda stream: (0, 1, _capturing.graph.number, _capturing.graph, [], [], 0),
@@ -162,6 +174,7 @@ def driver_functions(virtual: set[int]) -> SimpleNamespace:
         cuMemRetainAllocationHandle=lambda address: (int(address not in virtual), None),
         cuMemRelease=lambda handle: (0,),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+        CUpointer_attribute=SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9),
     )  # fmt: skip
 
 
@@ -169,13 +182,3 @@ def load_kernel(path: Path, name: str, index: int, **defines: Any) -> Any:
     """A stand-in for the kernel, or the kernel itself, compiled for the host."""
     assert path.exists()
     return FakeKernel(name, **defines) if path.name == "reduce_ordered.cu" else HostKernel(path, name, index, **defines)
-
-
-class Stream:
-    """A stream that belongs to the caller."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle

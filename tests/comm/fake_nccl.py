@@ -22,24 +22,25 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import contract, making, watchdog
+from kos.comm import contract, watchdog
 from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import devices, memory, nccl, nccl_binding, nccl_staging, routes, shared, works
+from kos.comm.gpu import nccl_binding, routes, shared, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer import engine, record
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Engine
-from kos.cuda import driver, graphs, kernels, streams
 from kos.memory import array, windows
 from kos.testing.conformance.model import in_rank_order
 from tests.comm import fake_driver
 from tests.comm.fake_gpu import Memory, at, driver_functions, is_capturing, load_kernel
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.ranks import on_threads
+from tests.fake_cuda import GPU, installed
 
 WAIT = 20.0  # seconds
 DTYPE_OF = {code: dtype for dtype, code in nccl_binding.CODE_OF.items()}
@@ -110,7 +111,7 @@ class NCCLError(Exception):
 
 
 class FakeNCCL:
-    """The functions of ``nccl.bindings.nccl`` that kos calls, and of the driver, ``cu``.
+    """The functions of ``nccl.bindings.nccl`` that kos calls, and of the driver, ``cu``; and what loads kernels.
 
     Each test has its own: it may assign others to them.
     """
@@ -122,11 +123,12 @@ class FakeNCCL:
         self._local = threading.local()
         self._joined: dict[bytes, Group] = {}
         self._memory: dict[int, Memory] = {}
+        self.load_kernel: Callable[..., Any] = load_kernel
         self.groups = 0
         self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
         self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
         self.virtual: set[int] = set()  # addresses of memory of cuMemCreate, which NCCL registers in a capture
-        self.cu = driver_functions(self.virtual)
+        self.cu = self.driver.bindings = driver_functions(self.virtual)
 
     def get_version(self) -> int:
         return 22809
@@ -303,35 +305,25 @@ class FakeNCCL:
 
 
 @contextlib.contextmanager
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[GPU, ...] = (GPU(),)) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver, a GPU or libnccl finds a stand-in."""
     fake = FakeNCCL()
-    of_nccl = nccl_binding, nccl_staging
-    for module in (array, streams, device, driver, graphs, kernels, memory, *of_nccl, routes, windows, works):
-        monkeypatch.setattr(module, "cu", fake.cu)
-    monkeypatch.setattr(driver, "address", fake.driver.address)
-    monkeypatch.setattr(driver, "primary_context", lambda index: fake_driver.CONTEXT)
-    monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
-    monkeypatch.setattr(driver, "is_current", lambda index: True)
-    monkeypatch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
-    monkeypatch.setattr(device, "create_stream", lambda index, **_: SimpleNamespace(handle=99))
-    for module in (nccl, memory):
-        monkeypatch.setattr(module, "Scratch", Memory)
-    monkeypatch.setattr(contract, "load_kernel", load_kernel)
-    info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
-    monkeypatch.setattr(devices, "device_info", lambda index: info)
-    monkeypatch.setattr(making, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+    for module in (shared, record):
+        monkeypatch.setattr(module, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
+    for module in (contract, engine):
+        monkeypatch.setattr(module, "load_kernel", lambda *about, **defines: fake.load_kernel(*about, **defines))
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "memories", {})
-    try:
-        yield fake
-    finally:  # what is left open must not be looked at without the stand-ins, nor freed by the collector
-        watchdog._end()
-        if windows.memories:
-            gc.collect()
+    with installed(monkeypatch, fake.cu, gpus, fake.driver.library):
+        try:
+            yield fake
+        finally:  # what is left open must not be looked at without the stand-ins, nor freed by the collector
+            watchdog._end()
+            if windows.memories:
+                gc.collect()
 
 
 @contextlib.contextmanager

@@ -10,30 +10,25 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
-from kos.comm import tuning
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.peer import backend as peer
-from kos.comm.gpu.peer import copies as peer_copies
-from kos.comm.gpu.peer import engine, record
+from kos.comm.gpu.peer import engine, exchange
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.work import Engine
-from kos.cuda import driver
 from kos.errors import RankLost
 from kos.memory.array import Array
-from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import WAIT, FakeNCCL, no_gpu
 from tests.comm.gpu_ranks import OnGPU
-from tests.comm.host_kernel import HostKernel
+from tests.fake_cuda import GPU
 
 HANG = 240.0  # seconds, less than pytest gives a test; each wait of a rank, and of a kernel, has a limit of its own
 
@@ -67,22 +62,11 @@ class HostMemory:
 @contextlib.contextmanager
 def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 7) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
-    with no_gpu(monkeypatch) as fake:
-        cu = driver.cu
-        info = SimpleNamespace(uuid="GPU", multiprocessors=ranks * multiprocessors, arch="sm_80", name="a stand-in")
-        monkeypatch.setattr(peer_copies, "cu", cu)
-        monkeypatch.setattr(peer_copies, "Scratch", Memory)
-        for module in (peer_copies, engine):
-            monkeypatch.setattr(module, "create_stream", lambda device: 99)
-        for module in (engine, tuning):
-            monkeypatch.setattr(module, "device_info", lambda device: info)
-        monkeypatch.setattr(tuning, "nvlinks", lambda device: None)
-        monkeypatch.setattr(record, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
-        monkeypatch.setattr(engine, "load_kernel", HostKernel)
-        monkeypatch.setattr(engine, "is_loaded", lambda *arguments, **defines: True)
-        monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
-        monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
-        monkeypatch.setattr(driver, "synchronize", lambda device: None)
+    gpu = GPU(compute_capability=(8, 9), multiprocessors=ranks * multiprocessors)
+    with no_gpu(monkeypatch, (gpu, gpu)) as fake:
+        for module in (engine, peer):
+            monkeypatch.setattr(module, "SymmetricMemory", HostMemory)
+        monkeypatch.setattr(exchange, "PACKET_THREADS", 64)  # as many as a stand-in's block has
         monkeypatch.setattr(peer, "_concurrent", ConcurrentKernelsOfThreads())
         yield fake
 
@@ -117,8 +101,8 @@ class ThreadRanks:
 
     pool = ThreadPoolExecutor(4)
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, fake: FakeNCCL | None = None) -> None:
+        self.size, self.fake = size, fake
 
     def run(self, fn: Callable[[Any], Any], timeout: float = 20.0) -> list[Any]:
         return self.run_bare(lambda rendezvous: self._with_communicator(fn, rendezvous, timeout), timeout)

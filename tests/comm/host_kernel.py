@@ -24,6 +24,7 @@ NAMES = {  # the kernels of a file, all compiled at once
     "all_reduce_specialized": ("specialized",),
     "all_reduce_copies": ("copies",),
     "compressed": ("encode", "decode", "add_encoded", "feed_back"),
+    "reduce_ordered": ("reduce_ordered", "scan_ordered", "scale"),
 }  # fmt: skip
 THREADS = {
     "all_reduce_push": 32,

@@ -2,10 +2,8 @@
 
 import ctypes
 
-import numpy as np
 import pytest
 
-from kos.comm.gpu import shared
 from kos.testing import spawn
 from tests.comm.fake_nccl import FakeRanks, no_gpu
 from tests.comm.fake_peer import ThreadRanks, no_gpus
@@ -21,7 +19,6 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compil
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])
 def test_a_flag_is_set_before_operations_are_ended(backend, monkeypatch):
-    monkeypatch.setattr(shared, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
     ranks = FakeRanks(2) if backend == "nccl" else ThreadRanks(2)
 
     def body(gpu):

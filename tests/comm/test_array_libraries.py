@@ -91,7 +91,6 @@ class Torch:
 @pytest.fixture
 def torch(fake, monkeypatch):
     torch = Torch()
-    monkeypatch.setattr(driver, "unavailable", lambda: None)
     monkeypatch.setitem(sys.modules, "torch", torch)
     return torch
 

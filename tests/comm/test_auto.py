@@ -29,11 +29,13 @@ from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, Pee
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
+from tests import fake_cuda
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import Comm, Group
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core, skip_without_core
 from tests.comm.test_tuning import GPU, LINK, changed, measure_quickly, tuned
+from tests.fake_cuda import installed
 
 pytestmark = pytest.mark.usefixtures("fake")
 SIZE = 2
@@ -370,6 +372,9 @@ def test_calls_with_different_routes_are_a_mismatch(comm, log, /):
     assert [comm.backend.prepare(o).values["backend"] for o in operations] == ["nccl", "peer"]
 
 
+ON_GPU_0 = {"device": 0, "place_on_machine": 0, "on_machine": []}
+
+
 @pytest.mark.parametrize(
     ("routes", "broken", "taken", "why"),
     [
@@ -389,7 +394,7 @@ def test_peer_takes_part_where_it_was_measured(monkeypatch, routes, broken, take
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, **kinds})
     tuned(monkeypatch, routes)
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    ranks = SimpleNamespace(size=2, local_size=2)
+    ranks = SimpleNamespace(size=2, local_size=2, **ON_GPU_0)
     assert [gpu.name for gpu in making._for_gpus(ranks, probes, None, ExitStack())] == taken
     assert probes["peer"] == Probe(not broken, why)
 
@@ -402,7 +407,8 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
     phases = type("Phases", (Made,), {})
     monkeypatch.setattr(making, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
     monkeypatch.setattr(making, "HierarchicalBackend", phases)
-    probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
+    probes = {"mock": Probe(True, ""), "nccl": Probe(True, "")}
+    ranks = SimpleNamespace(size=4, local_size=local_size, **ON_GPU_0)
     made = making._for_gpus(ranks, probes, None, ExitStack())
     assert [*map(type, made)] == [Made, phases][: 1 + (local_size < 4)]
 
@@ -425,7 +431,7 @@ def test_explain_describes_the_routes():
         assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True, False) == way
 
 
-def test_tuning_measures_every_operation(monkeypatch, tmp_path):
+def test_tuning_measures_every_operation(monkeypatch, tmp_path, fake):
     """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
     launched = []
 
@@ -438,8 +444,6 @@ def test_tuning_measures_every_operation(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tune, "PeerBackend", Measured)
     measure_quickly(monkeypatch)
-    monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)
-    monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
     groups = {name: Group(SIZE) for name in KINDS}
 
     def rank(rendezvous):
@@ -451,7 +455,8 @@ def test_tuning_measures_every_operation(monkeypatch, tmp_path):
         tuner = tune.Tuner(peer, nccl, 4096)
         return tuner.table(lambda text: None), tuner.measured
 
-    (table, measured), (other, _) = on_threads(SIZE, rank)
+    with installed(monkeypatch, fake.cu, (fake_cuda.GPU(GPU, nvlinks=18),)):
+        (table, measured), (other, _) = on_threads(SIZE, rank)
     assert table == other  # the slowest rank's time, on all of them
     assert {name.split()[0] for name in table.routes} == {"all_reduce", *tune.OTHERS}
     assert {row["bytes"] for row in measured if row["route"].startswith("all_reduce")} == {1024, 2048, 4096}

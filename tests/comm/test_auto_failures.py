@@ -13,6 +13,7 @@ from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly, needs_core
 from tests.comm.test_auto import SIZE, run, zeros
 from tests.comm.works import work_of
+from tests.fake_cuda import GPU, installed
 
 pytestmark = pytest.mark.usefixtures("fake")
 
@@ -130,8 +131,9 @@ def test_without_a_backend_for_gpus_the_error_says_why(comm, /):
 
 
 @pytest.mark.parametrize("visible", [True, False])
-def test_a_visible_gpu_without_a_backend_is_a_warning(visible, monkeypatch, caplog):
-    monkeypatch.setattr("kos.comm.making.visible_devices", lambda: ("a stand-in",) * visible)
-    on_two_ranks(lambda comm: None)
-    text = "auto: rank 0 sees a GPU, but no backend can use GPUs: nccl: a stand-in; peer: a stand-in"
+def test_a_visible_gpu_without_a_backend_is_a_warning(visible, fake, monkeypatch, caplog):
+    with installed(monkeypatch, fake.cu, (GPU(),) * visible):
+        on_two_ranks(lambda comm: None)
+    why = "the ranks are threads of one process, which share its GPU"
+    text = f"auto: rank 0 sees a GPU, but no backend can use GPUs: nccl: {why}; peer: {why}"
     assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [text] * visible

@@ -28,11 +28,11 @@ from kos.testing.conformance import model
 from kos.testing.conformance.model import EXCHANGING, GATHERING, IN_PLACE, MOVING, REDUCING, ROOTED, SCATTERING, Step
 from kos.testing.conformance.values import assert_bits
 from tests.comm import shared_ranks
-from tests.comm.fake_gpu import Stream
 from tests.comm.gpu_eager import hits
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TCPRanks
+from tests.fake_cuda import Stream
 
 TIMES = 4  # in a row that each call is made
 POOL, EVENTS = 16, 50

@@ -17,32 +17,19 @@ import pytest
 
 import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
-from kos.cuda import driver, streams
+from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 from kos.memory.dlpack import CUDA, export_capsule
 from tests.comm.fake_gpu import Memory
-from tests.comm.fake_nccl import WAIT, Comm, Group, of_nccl
+from tests.comm.fake_nccl import WAIT, Comm, Group, no_gpu, of_nccl
+from tests.fake_cuda import GPU, Contexts
 
 DEVICE = 1  # of the communicator; the thread's own is 0
 
 
-class Devices:
-    """The stack of current devices, as the driver's stack of contexts."""
-
-    def __init__(self) -> None:
-        self.stack = [0]
-        self._asked: list[int] = []
-
-    def on(self, index: int) -> Devices:
-        self._asked.append(index)
-        return self
-
-    def __enter__(self) -> None:
-        self.stack.append(self._asked.pop())
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.pop()
+class ChecksDevice(Contexts):
+    """The legacy stream and events may be used only where the communicator's device is current."""
 
     def check(self, *arguments: Any) -> None:
         assert not {0, streams.LEGACY} & set(arguments) or self.stack[-1] == DEVICE, "the legacy stream of another GPU"
@@ -57,25 +44,23 @@ class Devices:
 
 
 @pytest.fixture
-def comm(fake, monkeypatch):
-    devices = Devices()
-    monkeypatch.setattr(driver, "unavailable", lambda: None)
-    Immutable.devices = devices
-    cu = fake.cu
-    for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
-        call = getattr(cu, name)
-        place = {"cuEventRecord": 1}.get(name, 0)
-        setattr(cu, name, lambda *given, call=call, place=place: devices.check(given[place]) or call(*given))
-    cu.cuEventCreate = devices.make_event
-    monkeypatch.setattr(driver, "on_device", devices.on)
-    monkeypatch.setattr(driver, "is_current", lambda index: devices.stack[-1] == index)
-    monkeypatch.setattr(driver, "device_of", lambda pointer: DEVICE)
-    rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
-    comm = kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), device=DEVICE), rendezvous, {}, WAIT)
-    yield comm
-    assert devices.stack == [0]  # kos has left the thread's current device as it was
-    comm.close()
-    assert devices.stack == [0]
+def comm(monkeypatch):
+    contexts = ChecksDevice()
+    Immutable.contexts = contexts
+    with no_gpu(monkeypatch, (GPU(), GPU())) as fake:
+        cu, fake.driver.device = fake.cu, DEVICE
+        for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
+            call = getattr(cu, name)
+            place = {"cuEventRecord": 1}.get(name, 0)
+            setattr(cu, name, lambda *given, call=call, place=place: contexts.check(given[place]) or call(*given))
+        cu.cuEventCreate = contexts.make_event
+        contexts.install(cu)
+        rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
+        comm = kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), device=DEVICE), rendezvous, {}, WAIT)
+        yield comm
+        assert contexts.stack == [0]  # kos has left the thread's current device as it was
+        comm.close()
+        assert contexts.stack == [0]
 
 
 class Other:
@@ -95,14 +80,14 @@ class Immutable(Other):
     """An array of a library that does not name its stream; kos holds it by an event until the GPU has read it."""
 
     __module__ = "jax"
-    devices: Devices
+    contexts: ChecksDevice
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CUDA, DEVICE
 
     def __dlpack__(self, *, stream: Any, max_version: Any = None) -> Any:
-        self.devices.check(stream)  # the library makes that stream wait for its work
-        self.devices.leave()
+        self.contexts.check(stream)  # the library makes that stream wait for its work
+        self.contexts.leave()
         dtype = DTYPES["float32"]
         return export_capsule(self._memory.pointer, (4,), dtype, DEVICE, self, readonly=False, versioned=True)
 
@@ -128,15 +113,15 @@ def test_a_new_array_of_jax(comm, monkeypatch):
     """JAX changes the current device when it shares memory; a call of kos does not."""
 
     def from_dlpack(array):
-        Immutable.devices.leave()
+        Immutable.contexts.leave()
         return array
 
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=from_dlpack)))
     assert isinstance(comm.all_gather(Immutable(Memory(16))), Array)
-    assert Immutable.devices.stack == [0]
+    assert Immutable.contexts.stack == [0]
     work = comm.all_gather(Immutable(Memory(16)), async_op=True)
     assert isinstance(work.wait(), Array)
-    assert Immutable.devices.stack == [0]
+    assert Immutable.contexts.stack == [0]
 
 
 def test_many_streams(comm):

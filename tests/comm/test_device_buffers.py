@@ -10,12 +10,12 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.cuda import kernels, streams
+from kos.cuda import streams
 from kos.cuda.kernels import Address, Kernel
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_gpu import Stream
+from tests.fake_cuda import Stream, installed
 
 
 def described(
@@ -156,14 +156,14 @@ def test_addresses_of_a_launch_are_those_of_its_arrays(monkeypatch):
         return (0,)
 
     fake = SimpleNamespace(cuLaunchKernelEx=queue, CUlaunchConfig=SimpleNamespace)
-    monkeypatch.setattr(kernels, "cu", fake)
     kernel = object.__new__(Kernel)
     kernel._shared, kernel._function = 1 << 20, None
     send, recv = Address(0, 0, 4), Address(1, 0, 8)
-    run = kernel.bind(1, 32, send, 7, recv + 16, send + 4)
-    run(5, 1000, 2000)
-    run(5, 3000, 4000)
-    assert launched == [[1000, 7, 2016, 1004], [3000, 7, 4016, 3004]]
+    with installed(monkeypatch, fake):
+        run = kernel.bind(1, 32, send, 7, recv + 16, send + 4)
+        run(5, 1000, 2000)
+        run(5, 3000, 4000)
+        kernel.bind(1, 32, 1, 2, 3, 4)(5)
+    assert launched[:2] == [[1000, 7, 2016, 1004], [3000, 7, 4016, 3004]]
     assert (send % 8, (send + 4) % 8, recv % 16) == (4, 0, 8)
-    kernel.bind(1, 32, 1, 2, 3, 4)(5)
     assert launched[-1] == [1, 2, 3, 4]

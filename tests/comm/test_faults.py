@@ -6,6 +6,7 @@
 import json
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.comm import fake_nccl
 from tests.comm.model import NAMES, Step, run
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import run_threads
+from tests.fake_cuda import installed
 from tests.faults import Rank, Trial, main
 from tests.faults import run as campaign
 from tests.launcher import needs_mpirun
@@ -210,15 +212,16 @@ def test_every_survivor_names_the_host_that_failed(tmp_path):
     assert {kind: found["errors"] for kind, found in by_fault.items()} == {"kill": 4}
 
 
-def test_what_is_not_installed_is_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("backend", "line"),
+    [("mpi", r"mpirun was not found .*: .*pip install .*\[mpi\].*"), ("nccl", "CUDA: no GPU is visible")],
+)
+def test_what_is_not_installed_is_one_line(backend, line, monkeypatch, capsys):
     monkeypatch.setattr("tests.faults.MPIRUN", "")
-    monkeypatch.setattr("kos.cuda.driver.unavailable", lambda: "no CUDA driver")
-    lines = {"mpi": r"mpirun was not found .*: .*pip install .*\[mpi\].*", "nccl": "CUDA: no CUDA driver"}
-    for backend, line in lines.items():
-        monkeypatch.setattr("sys.argv", ["faults", "--backend", backend])
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        assert re.fullmatch(rf"python -m tests.faults: {line}\n", capsys.readouterr().err)
+    monkeypatch.setattr("sys.argv", ["faults", "--backend", backend])
+    with installed(monkeypatch, SimpleNamespace(), ()), pytest.raises(SystemExit, match="2"):
+        main()
+    assert re.fullmatch(rf"python -m tests.faults: {line}\n", capsys.readouterr().err)
 
 
 def test_a_seed_stands_for_one_trial():

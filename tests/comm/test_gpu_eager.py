@@ -6,11 +6,12 @@ The driver, NCCL and memory are stand-ins; kernels of peer run on the host.
 import numpy as np
 import pytest
 
-from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import FakeRanks
 from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 

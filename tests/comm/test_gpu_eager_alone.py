@@ -12,10 +12,11 @@ import pytest
 from kos.comm.failures import EndedEarly
 from kos.cuda import driver
 from kos.errors import CollectiveTimeout, CudaError
-from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_gpu import Status, captures
 from tests.comm.gpu_eager import by, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, needs_compiler, pytest.mark.usefixtures("no_looks")]
@@ -53,13 +54,12 @@ def test_no_output_and_no_data(comm, fake, /):
 
 
 @on_each_rank("gpu_alone")
-def test_a_timeout_names_the_last_call(comm, fake, /, monkeypatch):
+def test_a_timeout_names_the_last_call(comm, driver, /):
     x, y = on_gpu([1.0]), on_gpu([0.0])
     comm.all_reduce(x, out=y)
     comm.all_gather(x, y, algorithm="auto")
     comm.all_reduce(x, out=y, deterministic=True)
-    monkeypatch.setattr("kos.cuda.streams.is_idle", lambda stream: False)
-    monkeypatch.setattr("kos.comm.gpu.order.is_idle", lambda stream: False)
+    driver.bindings.cuStreamQuery = lambda stream: (Status.CUDA_ERROR_NOT_READY,)
     with pytest.raises(CollectiveTimeout, match="all_reduce #2 "):
         comm.synchronize(timeout=0.2)
 

@@ -19,18 +19,19 @@ import kos
 from kos import ReduceOp
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer import record
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CudaError, KosError
 from tests.comm import fake_peer
-from tests.comm.fake_gpu import Stream
 from tests.comm.fake_nccl import WAIT, Comm, FakeRanks, Group
 from tests.comm.fake_peer import ThreadRanks
 from tests.comm.gpu_eager import by, hits, known, on_gpu
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
@@ -133,7 +134,7 @@ def test_an_early_end_of_a_kernel_is_seen(rendezvous, /, peers):
     comm, x = fake_peer.communicator(rendezvous), on_gpu([1.0])
     known(comm, x)
     comm.rendezvous.barrier()
-    comm.backend.routes[0]._engine.record.words[fake_peer.record.FAILED] = 1
+    comm.backend.routes[0]._engine.record.words[record.FAILED] = 1
     with pytest.raises(CollectiveError), by(comm, 0):
         comm.all_reduce(x)
     comm.abort()

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu import memory as gpu_memory
 from kos.errors import KosError
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, call, contributions, lengths, result
-from tests.comm.fake_gpu import Memory, Stream, at, captures
+from tests.comm.fake_gpu import at, captures
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks
 from tests.comm.gpu_eager import by, hits, on_gpu
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 COUNTS = (1, 3, 2)
@@ -176,13 +176,25 @@ def scans_on_two_streams(comm: Any) -> list[Any]:
     return arrays
 
 
-def test_scratch_memory_that_is_freed(fake, monkeypatch):
-    """A cached call uses scratch memory of its stream, which ``synchronize`` frees if another stream was used since."""
-    made = []
+def on_free(fake: FakeNCCL, act: Callable[[np.ndarray], Any]) -> None:
+    """Call ``act`` with memory that is freed; other memory does not take its place."""
+    allocate, sizes = fake.cu.cuMemAlloc, dict[int, int]()
 
-    def make(nbytes, device):
-        made.append(piece := Memory(nbytes))
-        return piece
+    def sized(nbytes: int) -> tuple[int, int]:
+        status, address = allocate(nbytes)
+        sizes[address] = nbytes
+        return status, address
+
+    def free(address: int) -> tuple[int]:
+        act(at(address, sizes[address], np.dtype(np.uint8)))
+        return (0,)
+
+    fake.cu.cuMemAlloc, fake.cu.cuMemFree = sized, free
+
+
+def test_scratch_memory_that_is_freed(fake):
+    """A cached call uses scratch memory of its stream, which ``synchronize`` frees if another stream was used since."""
+    freed = list[np.ndarray]()
 
     def body(gpu):
         comm = gpu.comm
@@ -192,34 +204,31 @@ def test_scratch_memory_that_is_freed(fake, monkeypatch):
         comm.all_reduce(y, deterministic=True)  # by Python, which notes the stream
         comm.synchronize()
         comm.rendezvous.barrier()
-        freed = [at(piece.pointer, piece.nbytes, np.dtype(np.uint8)) for piece in made if piece.closed]
         assert len(freed) == 2
-        for memory in freed:
+        before = list(freed)
+        for memory in before:
             memory[:] = 0x55
         comm.rendezvous.barrier()
         comm.scan(x)
         with by(comm, 1):
             comm.scan(x)
         comm.rendezvous.barrier()
-        assert all((memory == 0x55).all() for memory in freed)
+        assert all((memory == 0x55).all() for memory in before)
 
-    monkeypatch.setattr(gpu_memory, "Scratch", make)
+    on_free(fake, freed.append)
     FakeRanks(2).run(body)
 
 
-def test_a_call_of_another_thread_while_scratch_memory_is_freed(fake, monkeypatch):
+def test_a_call_of_another_thread_while_scratch_memory_is_freed(fake):
     """It must not use that memory, although the core knew the call."""
 
-    class Piece(Memory):
-        def close(self):
-            super().close()
-            memory = at(self.pointer, self.nbytes, np.dtype(np.uint8))
-            memory[:] = 0x55
-            if (call := calls.get(threading.get_ident())) is not None:
-                thread = threading.Thread(target=call)
-                thread.start()
-                thread.join()
-                unused.append(bool((memory == 0x55).all()))
+    def note(memory):
+        memory[:] = 0x55
+        if (call := calls.get(threading.get_ident())) is not None:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+            unused.append(bool((memory == 0x55).all()))
 
     def body(gpu):
         comm = gpu.comm
@@ -233,7 +242,7 @@ def test_a_call_of_another_thread_while_scratch_memory_is_freed(fake, monkeypatc
         assert unused and all(unused)
 
     calls, unused = dict[int, Any](), list[bool]()
-    monkeypatch.setattr(gpu_memory, "Scratch", Piece)
+    on_free(fake, note)
     FakeRanks(2).run(body)
 
 

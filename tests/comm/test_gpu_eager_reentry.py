@@ -10,10 +10,10 @@ import pytest
 import kos
 from kos.comm.communicator import Communicator
 from kos.comm.recorder import SLOTS
-from tests.comm.fake_gpu import Stream
 from tests.comm.gpu_eager import by, call_during_start, known, on_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
+from tests.fake_cuda import Stream
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 

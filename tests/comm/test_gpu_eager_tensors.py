@@ -100,7 +100,7 @@ def body(gpu):
     print("done", flush=True)
 
 with pytest.MonkeyPatch.context() as patch, no_gpu(patch):
-    patch.setattr(watchdog, "TICK", 1000.0)
+    watchdog.TICK = 1000.0
     FakeRanks(2).run(body)
 """
 

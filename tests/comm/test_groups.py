@@ -207,7 +207,7 @@ def test_wrong_options_are_refused(options, expected):
         kos.init(nccl=options)
 
 
-def test_options_are_set_in_the_config_of_nccl(monkeypatch):
+def test_options_are_set_in_the_config_of_nccl(fake):
     configs = []
 
     class Config(SimpleNamespace):
@@ -221,7 +221,6 @@ def test_options_are_set_in_the_config_of_nccl(monkeypatch):
         configs.append(Config())
         return configs[-1]
 
-    library = SimpleNamespace(Config=config, comm_init_rank_scalable=comm_init_rank_scalable)
-    monkeypatch.setattr(nccl_binding, "library", lambda: library)
+    fake.Config, fake.comm_init_rank_scalable = config, comm_init_rank_scalable
     assert nccl_binding.join(2, b"id", 0, "kos", {"max_ctas": 8, "net_name": "IB"}) == "a communicator"
     assert vars(configs[0]) == {"max_ctas": 8, "net_name": "IB", "blocking": 1, "comm_name": "kos"}

@@ -3,14 +3,12 @@
 import os
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
-from kos.comm import making
 from kos.comm.control.mpi_rendezvous import MPIRanks, MPIRendezvous
 from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend
@@ -156,7 +154,6 @@ def test_the_backend_of_gpus_is_made_again(backend, monkeypatch):
 
 def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nccl.usable(monkeypatch, NCCLBackend if backend == "nccl" else PeerBackend)
-    monkeypatch.setattr(making, "visible_devices", lambda: [SimpleNamespace(uuid="a stand-in")])
 
     def use(comm: kos.Communicator) -> tuple[int, int]:
         assert comm.backend_name == backend and comm.device == 0

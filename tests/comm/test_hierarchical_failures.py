@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm import watchdog
 from kos.comm.gpu import shared
-from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.routes import PHASES, nothing
 from kos.comm.host.host_backend import HostBackend
@@ -19,6 +17,7 @@ from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm import fake_nccl
+from tests.comm.fake_gpu import Status
 from tests.comm.fake_nccl import Group
 from tests.comm.ranks import on_each_rank, on_hosts
 from tests.comm.shared_ranks import needs_core
@@ -77,7 +76,7 @@ class Messages(queue.Queue[Any]):
 
 
 @pytest.fixture
-def kernels(no_gpu, monkeypatch):
+def kernels(no_gpu, frequent_looks, monkeypatch):
     """Kernels of NCCL and the watchdog as in a job, and kernels of ``peer`` that are compiled."""
     HostRanks((2, 2)).run(lambda gpu: [getattr(gpu.comm, name)(filled(gpu, 1000)) for name in CARRIED[:4]])
     abort = no_gpu.comm_abort
@@ -89,7 +88,6 @@ def kernels(no_gpu, monkeypatch):
 
     no_gpu.comm_abort = aborting
     monkeypatch.setattr(fake_nccl, "Group", Kernels)
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_REPORT_SECONDS", 15.0)  # an emulated kernel looks at its deadline seldom
     on_hosts(monkeypatch, (2, 2))
 
@@ -171,10 +169,10 @@ def test_survivors_work_in_phases_if_hosts_are_alike(rendezvous, /, no_gpu, dead
 @needs_core
 @pytest.mark.parametrize("differs", ["count", "operation"])
 @pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
-def test_calls_that_differ_are_named_on_all(kernels, monkeypatch, differs, hosts):
+def test_calls_that_differ_are_named_on_all(kernels, no_gpu, monkeypatch, differs, hosts):
     """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
     monkeypatch.setattr(HierarchicalBackend, "resolve", lambda route, o: (nothing, PHASES, True))
-    monkeypatch.setattr(GPUBackend, "is_idle", lambda backend, *_: False)
+    no_gpu.cu.cuStreamQuery = lambda stream: (Status.CUDA_ERROR_NOT_READY,)
 
     def body(comm):
         other = comm.rank > 1 if hosts == "between hosts" else comm.rank == 3

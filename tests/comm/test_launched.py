@@ -377,23 +377,34 @@ def orphaned() -> Iterator[tuple[int, int]]:
                 os.close(pipe)
 
 
-def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched, monkeypatch):
+@pytest.fixture
+def on_first_sleep(monkeypatch):
+    """Calls a function when kos first waits for a process to end, which may take long; returns the waits in seconds."""
+
+    def install(act):
+        sleep, waits = time.sleep, list[float]()
+
+        def noted(seconds):
+            if not waits:
+                act()
+            waits.append(seconds)
+            sleep(seconds)
+
+        monkeypatch.setattr("time.sleep", noted)
+        monkeypatch.setattr("kos.comm.control.identity.ENDING_SECONDS", 60.0)
+        return waits
+
+    return install
+
+
+def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched, on_first_sleep):
     """As if a script starts a job again when one of its ranks has ended: the others may end a moment later."""
     launched("shell")
     with orphaned() as (pid, pipe):
         expected = f"^init: process {pid}, perhaps of an earlier run, is already rank 0 of 2 of this job: "
         with pytest.raises(kos.errors.RendezvousError, match=expected), claimed(False, 0.1):
             pass
-        sleep, waits = time.sleep, list[float]()
-
-        def end_it(seconds):
-            if not waits:
-                os.close(pipe)
-            waits.append(seconds)
-            sleep(seconds)
-
-        monkeypatch.setattr("time.sleep", end_it)
-        monkeypatch.setattr("kos.comm.control.identity.ENDING_SECONDS", 60.0)
+        waits = on_first_sleep(lambda: os.close(pipe))
         with claimed(False, 60):
             assert waits and claimant(False) == os.getpid()
 
@@ -426,7 +437,7 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched, how
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched, monkeypatch, ends):
+def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched, on_first_sleep, ends):
     """It may close the claim a moment later; a rank that is started again has to wait.  It does not wait for ever."""
     launched("shell")
     hold = "import sys; sys.stdin.readline()"
@@ -436,17 +447,7 @@ def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched, monke
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
         assert process.wait(60) == 0 and process.stdin is not None
         assert claimant(False) == process.pid
-        sleep, waits = time.sleep, list[float]()
-
-        def end_it(seconds):
-            if ends and not waits:
-                process.stdin.close()
-            waits.append(seconds)
-            sleep(seconds)
-
-        monkeypatch.setattr("time.sleep", end_it)
-        if ends:
-            monkeypatch.setattr("kos.comm.control.identity.ENDING_SECONDS", 60.0)
+        waits = on_first_sleep(process.stdin.close if ends else bool)
         with claimed(False, 60 if ends else 0.1):
             assert waits and claimant(False) == (os.getpid() if ends else process.pid)
 

@@ -14,8 +14,10 @@ import pytest
 
 import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
+from kos.comm.work import Engine
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
@@ -353,14 +355,14 @@ def test_who_joins_after_the_end_is_not_used(late, alone):
 
 
 @pytest.mark.parametrize("end", ["of the start", "of a communicator that nothing needed"])
-def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, late, alone, monkeypatch):
-    def refuse(route, backend):
-        raise CudaError("no memory")
+def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, late, alone):
+    class WithoutMemory(NCCLBackend):
+        def open(self, backend):
+            raise CudaError("no memory")
 
     if end == "of the start":
-        monkeypatch.setattr(NCCLBackend, "open", refuse)
         with pytest.raises(CudaError, match="no memory"):
-            of_nccl(alone)
+            GPUBackend(alone, [WithoutMemory(alone, Engine(), 0)])
     else:
         backend = of_nccl(alone)
         backend.timeout = 0.1

@@ -1,14 +1,11 @@
 """The kernels that add for nccl, compiled for the host, beside the stand-ins by which its logic is tested."""
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kos.comm.gpu.ordered_sum import KERNELS
-from kos.cuda import kernels
 from kos.dtypes import DTYPES
-from tests.comm import fake_driver, host_kernel
 from tests.comm.fake_gpu import FakeKernel
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import assert_bits
@@ -17,7 +14,6 @@ from tests.host_compiler import COMPILER
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 RANKS, COUNT = 3, 997
-NAMES = ("reduce_ordered", "scan_ordered", "scale")
 CASES = {
     "reduce_ordered": [
         ("bfloat16", "bfloat16", "SUM"), ("float32", "float16", "SUM"), ("float64", "float64", "AVG"),
@@ -28,11 +24,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name in NAMES for case in CASES[name]])
-def test_as_the_stand_in(monkeypatch, seed, name, case):
-    monkeypatch.setitem(host_kernel.NAMES, "reduce_ordered", NAMES)
-    launch = SimpleNamespace(cuLaunchKernelEx=lambda config, *rest: (fake_driver.launch(config.getPtr(), *rest),))
-    monkeypatch.setattr(kernels, "cu", launch)
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in CASES for case in CASES[name]])
+@pytest.mark.usefixtures("fake")
+def test_as_the_stand_in(seed, name, case):
     dtype, result, op = case
     generator, given = np.random.default_rng(seed), DTYPES[dtype]
     x = generator.normal(size=RANKS * COUNT) * 100

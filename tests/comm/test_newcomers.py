@@ -126,6 +126,13 @@ def healthy_beside(
     assert sorted(each for each in results if each) == [(rank, 3) for rank in range(3)]
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """A newcomer waits less for members with another secret, and members for newcomers that they have asked."""
+    monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.2)
+    monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
+
+
 def poll_newcomers(comm: kos.Communicator, until: Callable[[], bool]) -> list[int]:
     """The most newcomers that each rank has counted, at the steps of a program, until rank 0 says so."""
     most = np.zeros(comm.size, np.int64)
@@ -191,9 +198,8 @@ def test_a_newcomer_that_knows_another_member_is_shown_the_leader(members, dropp
     ],
     ids=["secret", "backend", "device", "version", "protocol"],
 )
-def test_a_newcomer_that_does_not_fit_is_refused(options, words, monkeypatch):
+def test_a_newcomer_that_does_not_fit_is_refused(options, words, impatient, monkeypatch):
     """By name, on its side; the members go on waiting for another one."""
-    monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.2)
     refused = threading.Event()
     if version := options.pop("version", None):
         known = kos.comm.versions
@@ -215,9 +221,8 @@ def test_a_newcomer_that_does_not_fit_is_refused(options, words, monkeypatch):
     healthy_beside(stranger, refused)
 
 
-def test_the_members_say_who_was_refused(monkeypatch):
-    monkeypatch.setattr("kos.comm.control.join.FOREIGN_SECONDS", 0.1)
-
+@pytest.mark.usefixtures("impatient")
+def test_the_members_say_who_was_refused():
     def stranger(address):
         for options in ({"secret": "wrong"}, {"backend": "nccl"}):
             with pytest.raises(RendezvousError):
@@ -288,9 +293,8 @@ def test_who_was_ready_is_taken():
 
 
 @pytest.mark.parametrize("when", ["before it is asked", "once it has the plan", "while it makes its communicator"])
-def test_a_newcomer_stops_while_it_joins(when, monkeypatch):
+def test_a_newcomer_stops_while_it_joins(when, impatient, monkeypatch):
     """A healthy newcomer that waits too is taken instead."""
-    monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
     make, first = making.communicator, threading.Lock()
 
     def stopping(*args, **options):
@@ -339,9 +343,9 @@ def test_a_newcomer_dies_while_it_joins(when):
     healthy_beside(dying, died)
 
 
-def test_newcomers_that_stall_do_not_prolong_the_call(monkeypatch):
+@pytest.mark.usefixtures("impatient")
+def test_newcomers_that_stall_do_not_prolong_the_call():
     """Each costs an attempt, but all attempts together have the timeout of the call."""
-    monkeypatch.setattr("kos.comm.control.grow.CONFIRM_SECONDS", 1.0)
 
     def stalling(address):
         with socket.create_server(("127.0.0.1", 0)) as listener:

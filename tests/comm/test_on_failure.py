@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import watchdog
 from kos.comm.control.thread_rendezvous import single_rendezvous
 from kos.errors import KosError, RankLost
 from kos.testing import Fault, spawn
@@ -84,9 +83,9 @@ def test_a_rank_that_ends_is_reported_on_mpi(tmp_path, apart):
     assert job(tmp_path, 3, f"{code}\ncomm.abort(0)", *ULFM) == ["RankLost (1,)"] * 2
 
 
-def test_an_error_of_the_check_is_logged_once(monkeypatch, caplog):
+@pytest.mark.usefixtures("frequent_looks")
+def test_an_error_of_the_check_is_logged_once(caplog):
     """Not in each tick of the watchdog."""
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
     checks, enough = itertools.count(), threading.Event()
 
     def find_failure():

@@ -6,9 +6,8 @@ It keeps the promises of the conformance suite in host memory and on GPUs, which
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import making, registry
+from kos.comm import registry
 from kos.comm.contract import Backend, Probe, lacking
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
-from kos.cuda import driver
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import cases, run
@@ -34,6 +32,7 @@ from tests.comm.outside.kos_relay import Relay
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
 from tests.comm.test_tuning import tuned
+from tests.fake_cuda import ThreadContexts
 from tests.host_compiler import needs_compiler
 
 OUTSIDE = Path(__file__).parent / "outside"
@@ -61,9 +60,9 @@ def test_kos_finds_it_by_its_entry_point():
 
 
 @pytest.fixture
-def gpus(installed, fake, monkeypatch):
+def gpus(installed, fake):
     """Each rank is a thread with a GPU that is a stand-in."""
-    monkeypatch.setattr(making, "sees_gpu", lambda: True)
+    return fake
 
 
 def on_ranks(
@@ -159,26 +158,19 @@ def test_messages_of_a_batch_go_at_once(comm, /, gpus):
 
 
 @pytest.mark.parametrize("call", ["all_gather", "all_reduce", "broadcast", "batch"])
-def test_the_gpu_is_current_in_the_thread_that_calls_exchange(gpus, monkeypatch, call):
+def test_the_gpu_is_current_in_the_thread_that_calls_exchange(gpus, call):
     """On a default stream too: copies and events of the driver need a current device."""
-    device, on_device, relay = threading.local(), driver.on_device, registry.BACKENDS["relay"]
-    exchange, seen = relay.exchange, list[int | None]()
+    contexts, seen = ThreadContexts(1), list[int]()
+    contexts.install(gpus.cu)
 
-    @contextmanager
-    def noting(index):
-        with on_device(index):
-            before, device.current = getattr(device, "current", None), index
-            try:
-                yield
-            finally:
-                device.current = before
+    class Notes(Relay):
+        name = "notes"
 
-    def noted(self, *arguments):
-        seen.append(getattr(device, "current", None))
-        exchange(self, *arguments)
+        def exchange(self, *arguments):
+            seen.append(contexts.stack[-1])
+            super().exchange(*arguments)
 
-    monkeypatch.setattr(driver, "on_device", noting)
-    monkeypatch.setattr(relay, "exchange", noted)
+    kos.register_backend("notes", Notes)
 
     def body(comm):
         x, y = (Array.from_numpy(np.ones(4, np.float32), 0) for _ in range(2))
@@ -191,7 +183,7 @@ def test_the_gpu_is_current_in_the_thread_that_calls_exchange(gpus, monkeypatch,
                 else:
                     comm.all_reduce(x, out=y)
 
-    on_ranks(body)
+    on_ranks(body, "notes")
     assert seen == [0] * len(seen) and len(seen) >= 2 * SIZE
 
 

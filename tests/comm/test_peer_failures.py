@@ -1,6 +1,5 @@
 """Failures of the peer backend without a GPU: ranks that do not come, timeouts, aborts, what is raised and shown."""
 
-import itertools
 import re
 import threading
 import time
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
-from kos.comm import timeouts, tuning, watchdog
+from kos.comm import timeouts, tuning
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import shared as gpu_shared
@@ -21,7 +20,6 @@ from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.gpu.peer.record import CAUSE, FAILED, PEER
-from kos.cuda import driver
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -43,6 +41,7 @@ from tests.comm.peer_storm import FLOAT
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
+from tests.fake_cuda import GPU, installed
 from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
@@ -159,9 +158,9 @@ def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous, /)
         comm.abort()
 
 
-def test_a_message_that_the_watchdog_ends_is_named(ranks, monkeypatch):
+@pytest.mark.usefixtures("frequent_looks")
+def test_a_message_that_the_watchdog_ends_is_named(ranks):
     """The collective before it has ended well."""
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
 
     def body(rendezvous):
         comm = communicator(rendezvous, 20.0)
@@ -235,35 +234,35 @@ def test_a_rank_that_cannot_prepare_its_kernels(ranks, monkeypatch, broken):
 
 
 @pytest.mark.parametrize(
-    ("name", "failing", "what"),
+    ("name", "failing", "what", "why"),
     [
-        ("device_info", 1, "identify its GPU"),
-        ("load", 0, "choose the tuning table"),
-        ("parse", 2, "use the tuning table of rank 0"),
+        ("", 1, "identify its GPU", "CUDA: expected a device in 0..2, got 3"),
+        ("load", 0, "choose the tuning table", "format: expected 1, got 2"),
+        ("parse", 2, "use the tuning table of rank 0", "format: expected 1, got 2"),
     ],
 )
-def test_a_rank_that_cannot_take_the_tuning_table(ranks, monkeypatch, name, failing, what):
+def test_a_rank_that_cannot_take_the_tuning_table(ranks, no_gpu, monkeypatch, name, failing, what, why):
     """All refuse the backend, and go on together."""
-    here, usual, gpus = threading.local(), getattr(tuning, name), itertools.count()
+    here, usual = threading.local(), getattr(tuning, name, None)
 
     def broken(*arguments):
         if here.rank == failing:
-            raise InvalidArgument("format: expected 1, got 2")
+            raise InvalidArgument(why)
         return usual(*arguments)
 
-    monkeypatch.setattr(tuning, name, broken)
-    if name != "device_info":  # ranks that share a GPU take no table
-        named = lambda device: SimpleNamespace(uuid=f"GPU-{next(gpus)}", name="a stand-in")  # noqa: E731
-        monkeypatch.setattr(tuning, "device_info", named)
+    if name:
+        monkeypatch.setattr(tuning, name, broken)
 
     def body(rendezvous):
         rank = here.rank = rendezvous.rank
-        told = f"a rank could not {what}: rank {failing}: " * (rank != failing) + "format: expected 1, got 2"
+        told = f"a rank could not {what}: rank {failing}: " * (rank != failing) + why
         with pytest.raises(BackendUnavailable, match=f"^peer: {told}$"), rendezvous.reporting():
-            of_peer(rendezvous)
+            of_peer(rendezvous, device=SIZE if not name and rank == failing else rank)
         rendezvous.barrier()
 
-    ranks.run_bare(body)
+    own = [GPU(uuid=str(rank)) for rank in range(SIZE)]  # ranks that share a GPU take no table
+    with installed(monkeypatch, no_gpu.cu, own, no_gpu.driver.library):
+        ranks.run_bare(body)
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])
@@ -328,17 +327,12 @@ def test_abort_ends_a_wait(rendezvous, /):
     rendezvous.barrier()
 
 
-def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu, monkeypatch):
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu):
     """To the others; nothing that ends it raises anything more, on whatever thread."""
     reported = []
-    more = []
-
-    def broken(device):
-        raise CudaError("cuCtxSynchronize failed")
-
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
-    monkeypatch.setattr(threading, "excepthook", more.append)
-    monkeypatch.setattr(driver, "synchronize", broken)
+    no_gpu.cu.cuCtxSynchronize = lambda: (Status(700),)
     no_gpu.cu.cuMemGetInfo = lambda: (Status(700), 0, 0)
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
     calls = _silent(check=Mock(side_effect=late), report_failure=lambda error, sequence: reported.append(error))
@@ -346,7 +340,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu, monkeypatch):
     backend.shared.calls, backend.failures.reporters = calls, [calls]
     error = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)")
     assert backend.to_error(work_of("all_reduce", backend, 7), error) is error
-    assert type(backend.failures.first) is CudaError and not more
+    assert type(backend.failures.first) is CudaError
     assert [(type(each), str(each)) for each in reported] == [(RankLost, f"rank 0 is gone: {error}")]
     no_gpu.cu.cuMemGetInfo = lambda: (0, 0, 0)  # the GPU works: other ranks may know the cause
     reported.clear()
@@ -419,9 +413,9 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous, /):
 
 
 @needs_core
-def test_whom_a_kernel_waits_for_is_shown(ranks, monkeypatch):
+@pytest.mark.usefixtures("frequent_looks")
+def test_whom_a_kernel_waits_for_is_shown(ranks):
     """While the program is elsewhere: here in the launch, which on a GPU would return."""
-    monkeypatch.setattr(watchdog, "TICK", 0.05)
     shown = threading.Event()
 
     def body(rendezvous):

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -26,7 +25,7 @@ from tests.comm import gpu_programs
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT
-from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, no_gpus, of_peer
+from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus, of_peer
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
@@ -43,6 +42,7 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_refusals,
     test_what_overlaps_goes_by_copy_engines,
 )
+from tests.fake_cuda import GPU, installed
 from tests.host_compiler import needs_compiler
 
 pytestmark = needs_compiler
@@ -218,7 +218,6 @@ def test_without_waits_the_storm_is_wrong(ranks, seed, kind):
 def test_a_send_recv_meets_the_two_one_after_the_other(ranks, first, count, beside, monkeypatch):
     """Neither direction waits for the other, be it in one block for all channels or of fewer threads than packets."""
     monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 1)
-    monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous):
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13), rendezvous.rank, (0, 0)
@@ -237,9 +236,8 @@ def test_a_send_recv_meets_the_two_one_after_the_other(ranks, first, count, besi
     ranks.run_bare(body)
 
 
-def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(ranks, monkeypatch):
+def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(ranks):
     """All packets are sent before any is awaited, but not before it is reported what was read."""
-    monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous):
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=5.0, staging=1 << 13), rendezvous.rank, [(0, 0)] * SIZE
@@ -300,20 +298,21 @@ def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous, /):
     engine.close()
 
 
-def test_an_async_message_takes_few_blocks_and_is_not_ordered(ranks, monkeypatch):
+def test_an_async_message_takes_few_blocks_and_is_not_ordered(ranks, no_gpu, monkeypatch):
     """It may wait for what its other rank computes first, with other communicators of this GPU."""
     launched, entered, local = [], [], threading.local()
-    bind, record = HostKernel.bind, ConcurrentKernels.record
+    record = ConcurrentKernels.record
 
-    def bound(self, blocks, *arguments, **options):
-        launched.append(blocks)
-        return bind(self, blocks, *arguments, **options)
+    class Counted(HostKernel):
+        def bind(self, blocks, *arguments, **options):
+            launched.append(blocks)
+            return super().bind(blocks, *arguments, **options)
 
     def recording(self, *arguments):
         entered.append(local.now)
         record(self, *arguments)
 
-    monkeypatch.setattr(HostKernel, "bind", bound)
+    no_gpu.load_kernel = Counted
     monkeypatch.setattr(ConcurrentKernels, "record", recording)
     monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 2)
 
@@ -357,29 +356,28 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
     ranks.run(body)
 
 
-def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(ranks, monkeypatch):
+def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(ranks, no_gpu, monkeypatch):
     """A kernel that started early would occupy multiprocessors that the kernels of the other one may need."""
-    launched, bind, info = set[bool](), HostKernel.bind, peer_engine.device_info
+    launched = set[bool]()
 
-    def noting(kernel, *arguments, overlap=False, **options):
-        run = bind(kernel, *arguments, **options)
-        return lambda *given: (launched.add(overlap), run(*given))
+    class Noted(HostKernel):
+        def bind(self, *arguments, overlap=False, **options):
+            run = super().bind(*arguments, **options)
+            return lambda *given: (launched.add(overlap), run(*given))
 
-    monkeypatch.setattr(HostKernel, "bind", noting)
-
-    def of_rank(device):  # on a GPU that ranks share, no kernel overlaps another one
-        return SimpleNamespace(**{**vars(info(device)), "uuid": threading.get_ident()})
-
-    monkeypatch.setattr(peer_engine, "device_info", of_rank)
+    no_gpu.load_kernel = Noted
+    own = [GPU(uuid=str(rank), compute_capability=(8, 9), multiprocessors=21) for rank in range(SIZE)]
 
     def body(rendezvous):
-        comm, x = communicator(rendezvous), Array.from_numpy(np.ones(4, np.complex64), 0)
+        device = rendezvous.rank  # on a GPU that ranks share, no kernel overlaps another one
+        comm = Communicator(of_peer(rendezvous, device=device), rendezvous, {}, WAIT)
+        x = Array.from_numpy(np.ones(4, np.complex64), device)
         comm.all_reduce(x, ReduceOp.PROD)  # an exchange, and a kernel that multiplies
         rendezvous.barrier()
         assert True in launched
         child = rendezvous.split(0)
         assert child is not None
-        other = communicator(child)
+        other = Communicator(of_peer(child, device=device), child, {}, WAIT)
         rendezvous.barrier()
         launched.clear()
         rendezvous.barrier()
@@ -389,4 +387,5 @@ def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(rank
         for each in (other, comm):
             each.close()
 
-    ranks.run_bare(body)
+    with installed(monkeypatch, no_gpu.cu, own, no_gpu.driver.library):
+        ranks.run_bare(body)

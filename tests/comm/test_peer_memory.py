@@ -1,35 +1,33 @@
 """Memory of the peer backend, without a GPU: windows, views, checks across ranks, cached calls, captures."""
 
 import gc
-import itertools
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kos import ReduceOp
+from kos import ReduceOp, cuda
 from kos.comm.gpu.peer import backend as peer_backend
-from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.operation import Operation
 from kos.comm.reduction import resolve
-from kos.cuda import driver, streams
+from kos.cuda import streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_gpu import Memory, captures
 from tests.comm.fake_nccl import launching_alone
-from tests.comm.fake_peer import Memory, ThreadRanks
+from tests.comm.fake_peer import ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
-from tests.comm.test_current_device import Devices
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
 from tests.comm.test_peer import test_windows_are_freed_once_no_rank_uses_them  # noqa: F401 -- collected here
 from tests.comm.test_peer_logic import SIZE, copy_directly, no_gpu, pytestmark, ranks
 from tests.comm.test_streams import Device
 from tests.comm.test_streams import Stream as OwnedStream
+from tests.fake_cuda import Contexts, Stream
 
 __all__ = ["no_gpu", "pytestmark", "ranks"]
 
@@ -229,30 +227,30 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monk
 
     A copy in a group of one needs the device to be current only on a default stream.
     """
-    devices, queries, copies, group_of_one = Devices(), list[int](), list[Any](), [False]
-    devices.stack[0] = no_gpu.driver.current = 1  # the communicator's is 0
-    bind, copy = HostKernel.bind, peer_copies.cu.cuMemcpyDtoDAsync
+    contexts, copies, group_of_one = Contexts(), list[Any](), [False]
+    contexts.install(no_gpu.cu)
+    contexts.stack[0] = no_gpu.driver.current = 1  # the communicator's is 0
+    copy = no_gpu.cu.cuMemcpyDtoDAsync
 
-    def current(device=0):
-        return devices.stack[-1] == device
+    def current():
+        return contexts.stack[-1] == 0
 
-    def bound(*arguments, **options):
-        run = bind(*arguments, **options)
+    class Checked(HostKernel):
+        def bind(self, *arguments, **options):
+            run = super().bind(*arguments, **options)
 
-        def launch(stream, *arrays):
-            assert streams.handle(stream) > streams.PER_THREAD or current(), "a default stream of another device"
-            run(stream, *arrays)
+            def launch(stream, *arrays):
+                assert streams.handle(stream) > streams.PER_THREAD or current(), "a default stream of another device"
+                run(stream, *arrays)
 
-        return launch
+            return launch
 
     def copied(*arguments):
         assert current() or (group_of_one[0] and arguments[-1] > streams.PER_THREAD), "a copy without a device"
         copies.append(arguments)
         return copy(*arguments)
 
-    monkeypatch.setattr(driver, "is_current", lambda device: queries.append(device) or current())
-    monkeypatch.setattr(driver, "on_device", devices.on)
-    monkeypatch.setattr(HostKernel, "bind", bound)
+    no_gpu.load_kernel = Checked
     no_gpu.cu.cuMemcpyDtoDAsync = copied
     copy_directly(monkeypatch)
 
@@ -260,23 +258,24 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monk
         comm = gpu.comm
         x, out = Array.zeros(400, np.float32, 0, stream=stream), comm.allocate(400, np.float32)
         out.stream = stream
-        queried = stream is None or stream.handle == streams.PER_THREAD
+        default = stream is None or stream.handle == streams.PER_THREAD
 
-        def repeat(call, queried):
+        def repeat(call, queries):
             for _ in range(2):
                 call()
             prepared = Prepared(comm)
-            queries.clear(), copies.clear()
+            copies.clear()
+            before = contexts.queries
             assert not prepared.by(call)
-            assert bool(queries) == queried
+            assert contexts.queries - before == queries
 
         with monkeypatch.context() as patch:
             launching_alone(patch)
-            repeat(lambda: comm.all_reduce(x), queried)
-            repeat(lambda: comm.all_gather(x, out), queried)
+            repeat(lambda: comm.all_reduce(x), 3 if default else 0)
+            repeat(lambda: comm.all_gather(x, out), 4 if default else 1)
             assert copies
         group_of_one[0] = True
-        repeat(lambda: comm.scan(x, out=out), False)
+        repeat(lambda: comm.scan(x, out=out), int(default))
         assert copies
 
     ThreadRanks(1).run(body)
@@ -284,10 +283,8 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monk
 
 def test_copies_beside_the_capture_of_another_stream(no_gpu, monkeypatch):
     """Until a capture ends, eager copies and copies of other captures do not use its stream."""
-    device, created = Device(), itertools.count(100)
-    device.install(driver.cu)
-    device.alive.update(range(100, 110))
-    monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
+    device = Device()
+    device.install(no_gpu.cu)
     launching_alone(monkeypatch)
     copy_directly(monkeypatch)
 
@@ -302,7 +299,7 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu, monkeypatch):
         with device.capturing(5), device.capturing(6):
             for turn, handle in enumerate((7, 5, 7, 6, 5, 7, 6)):
                 gather(handle, turn)
-            assert device.captures == {5: 1, 6: 2, 100: 1, 101: 2} and next(created) == 103
+            assert device.captures == {5: 1, 6: 2, 100: 1, 101: 2} and cuda.create_stream(0).handle == 103
         gather(7, 9)
         with device.capturing(6):
             gather(6, 10)

@@ -27,6 +27,7 @@ from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, environment, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
+from tests.fake_cuda import GPU
 from tests.run import RANK_VARIABLES
 
 OF_FOUR = [(2, 2), (3, 1), (1, 1, 1, 1)]  # ranks of each host
@@ -439,10 +440,7 @@ def test_the_names_of_a_launcher_give_way():
 def test_gpus(monkeypatch, hosts, gpus):
     """Hosts share those of the machine, NCCL takes them for several machines, and peer refuses."""
     on_hosts(monkeypatch, hosts)
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(gpu_devices.driver, "require", lambda: None)
-        devices = [kos.cuda.devices.DeviceInfo(i, "", f"{i}", (9, 0), 1, 1, "", None, False) for i in range(gpus)]
-        monkeypatch.setattr(gpu_devices, "visible_devices", lambda: devices)
+    with no_gpu(monkeypatch, [GPU(uuid=str(index)) for index in range(gpus)]):
 
         def body(rendezvous):
             device = gpu_devices.device_of(rendezvous).index

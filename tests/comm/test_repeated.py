@@ -15,10 +15,11 @@ from kos.cuda import streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_nccl, test_auto
-from tests.comm.fake_gpu import Stream, captures
+from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import FakeRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
+from tests.fake_cuda import Stream
 
 COUNT = 6
 SIZE = 3

@@ -2,7 +2,6 @@
 
 import pytest
 
-from kos.comm import watchdog
 from kos.testing.conformance.failures import GPU, SCENARIOS
 from tests.comm.fake_nccl import FakeRanks, quiet
 from tests.comm.fake_peer import ThreadRanks, no_gpus
@@ -32,7 +31,7 @@ def test_on_nccl(row, monkeypatch):
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=pytest.mark.slow) if row.program in ALIKE else row for row in ROWS], ids=str
 )
+@pytest.mark.usefixtures("frequent_looks")
 def test_on_peer(row, monkeypatch):
-    monkeypatch.setattr(watchdog, "TICK", 0.03)
     with no_gpus(monkeypatch, SIZE):
         check_scenario(lambda fn: ThreadRanks(SIZE).run(fn, 60.0), row, SIZE, limit=2.5)

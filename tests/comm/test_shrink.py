@@ -195,7 +195,6 @@ def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(on, 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch, lost):
     """The wait for it has no extra time; if the failure names it, half of the time is left for what follows."""
-    monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 30.0)
     done, failed = threading.Barrier(3, timeout=40), threading.Barrier(2, timeout=20)
 
     def body(comm):

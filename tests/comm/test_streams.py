@@ -20,12 +20,11 @@ import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.order import Order, Streams
-from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.work import Engine
-from kos.cuda import driver, streams
+from kos.cuda import streams
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
@@ -34,16 +33,15 @@ from tests.comm.fake_nccl import Comm, FakeNCCL, alone, launching_alone, no_gpu
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
+from tests.fake_cuda import CREATED, Contexts
 from tests.host_compiler import COMPILER, needs_compiler
-
-SIDE = 99  # the stand-ins' stream of the communicator
 
 
 class Device:
     """Streams and events: of each the calls that it comes after, apart for what runs and for each capture."""
 
     def __init__(self) -> None:
-        self.alive = {0, streams.LEGACY, SIDE}
+        self.alive = {0, streams.LEGACY, *CREATED}
         self.busy: set[int] = set()
         self.captures: dict[int, int] = {}  # by stream: the number of its capture
         self._behind: dict[tuple[int, int], set[Any]] = {}
@@ -59,6 +57,7 @@ class Device:
         cu.cuStreamGetCaptureInfo = lambda stream: (0, 1, self._asked(stream)[0], FakeGraph())
         cu.cuStreamQuery, cu.cuEventQuery = self._query, self._event_query
         cu.cuEventRecord, cu.cuStreamWaitEvent = self._record, self._wait
+        cu.cuCtxSynchronize = self._synchronize
 
     def _asked(self, stream: int) -> tuple[int, int]:
         assert stream in self.alive, f"a stream that is gone was asked: {stream}"
@@ -75,6 +74,10 @@ class Device:
         capture, behind = self._events.get(event, (0, set()))
         assert not capture, "a captured event was queried"
         self.over |= behind
+        return (0,)
+
+    def _synchronize(self) -> tuple[int]:
+        self.over.update(*self._behind.values())
         return (0,)
 
     def _record(self, event: Any, stream: int) -> tuple[int]:
@@ -148,14 +151,14 @@ def run(request, monkeypatch):
     if request.param == "peer":
         if COMPILER is None:
             pytest.skip("needs a C++ compiler")
-        with fake_peer.no_gpus(monkeypatch, 1):
-            device.install(driver.cu)
-            monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
+        with fake_peer.no_gpus(monkeypatch, 1) as fake:
+            device.install(fake.cu)
+            fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
             comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
         return
     with no_gpu(monkeypatch) as fake:
-        device.install(driver.cu)
+        device.install(fake.cu)
         note(fake, device, alone=request.param == "nccl")
         if request.param == "nccl":
             comm = alone()
@@ -325,7 +328,7 @@ def test_few_of_many_streams_are_kept(comm, device, call, /):
     for turn in range(100):
         call(Stream(device, 1000 + turn))
     gc.collect()
-    assert len(device.alive) < 50
+    assert len(device.alive - {*CREATED}) < 50
     device.busy.update(range(2000, 2100))
     for turn in range(100):  # whose work goes on
         call(Stream(device, 2000 + turn))
@@ -354,21 +357,17 @@ def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, cal
 
 
 @needs_compiler
-def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch):
+def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch, follows):
     """Four of 32 blocks each fit on 132 multiprocessors; the fifth follows all four, and the first then follows it."""
     device, launched = Device(), []
     launching_alone(monkeypatch)
     device.launched = lambda stream, party: launched.append(stream)
-    with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132):
-        device.install(driver.cu)
-        monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, HostKernel(*a, **b)))
+    with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132) as fake:
+        device.install(fake.cu)
+        fake.load_kernel = lambda *a, **b: Noted(device, HostKernel(*a, **b))
         comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
         many = [Stream(device, 1000 + k) for k in range(5)]
         device.busy.update(each.handle for each in many)
-        follows = []
-        monkeypatch.setattr(
-            "kos.comm.gpu.order.Streams.follow", lambda self, stream, before, capture: follows.append((stream, before))
-        )
         table = Launches(((None, KernelConfig("one_shot", 32)),), ((None, KernelConfig("one_shot", 32)),))
         for comm in comms:
             comm.backend.routes[0].use(table)
@@ -405,33 +404,30 @@ def test_a_serial_party_follows_its_own_work(fake_device, follows):
 @needs_compiler
 def test_communicators_are_ordered_on_their_gpu(monkeypatch):
     """Another one may be on the legacy stream, which is that of the current device of the thread."""
-    inside, order = list[int](), ConcurrentKernels.order
-    depths = list[int]()
+    contexts, current, order = Contexts(), list[int](), ConcurrentKernels.order
 
-    @contextmanager
-    def on_device(index):
-        inside.append(index)
-        yield
-        inside.pop()
+    def ordered(*given):
+        current.append(contexts.stack[-1])
+        return order(*given)
 
-    monkeypatch.setattr(ConcurrentKernels, "order", lambda *given: (depths.append(len(inside)), order(*given))[1])
+    monkeypatch.setattr(ConcurrentKernels, "order", ordered)
     launching_alone(monkeypatch)
-    with fake_peer.no_gpus(monkeypatch, 1):
-        monkeypatch.setattr(driver, "on_device", on_device)
+    with fake_peer.no_gpus(monkeypatch, 1) as fake:
+        contexts.install(fake.cu)
+        contexts.stack[0] = 1  # the communicators are on GPU 0
         comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(2)]
         stream = Stream(Device(), 40)
         for comm in comms:
             reduce(comm, stream, 40, 20_000)  # the second takes more of the GPU, on the same stream
         for comm in comms:
             comm.close()
-    assert len(depths) > 2 and all(depths)
+    assert len(current) > 2 and not any(current)
 
 
 @pytest.fixture
 def fake_device(fake, monkeypatch):
     device = Device()
     device.install(fake.cu)
-    monkeypatch.setattr("kos.comm.gpu.order.Event", lambda index: None)
     return device
 
 
@@ -572,5 +568,4 @@ def test_a_stream_that_its_owner_closed(comm, device, call, /, monkeypatch):
     call(stream)
     device.alive.discard(stream.handle)
     stream.handle = 0
-    monkeypatch.setattr(driver, "synchronize", lambda index: device.over.update(*device._behind.values()))
     call(None)

@@ -3,11 +3,14 @@
 import copy
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +22,9 @@ from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
 from kos.comm.tuning import Table, load, merged, parse, pick, read, user_path
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.tune import measure as tune
+from tests import fake_cuda
 from tests.comm.tcp_ranks import run_threads
+from tests.fake_cuda import installed
 
 GPU, LINK = "NVIDIA H200", "18 NVLinks"
 ROUTE = "all_reduce 16-bit symmetric graph"
@@ -62,8 +67,6 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = tune.Tuner._eager
     for name in ("_in_graph", "_eager"):
         monkeypatch.setattr(tune.Tuner, name, lambda self, start, depth, repeats: eager(self, start, 2, 3))
-    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
-    monkeypatch.setattr(tune, "set_device", lambda device: None)
 
 
 def launched(**launch: Any) -> dict[str, Any]:
@@ -137,7 +140,6 @@ def places(tmp_path, monkeypatch):
     """Where the user's table and the shipped one for four ranks would lie."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "TABLES", tmp_path / "tables")
-    monkeypatch.setattr(tuning, "_warned", set())
     paths = tuning.user_path(GPU, 4), tmp_path / "tables" / "nvidia-h200-4.json"
     assert paths[0] == tmp_path / "kos/tuning/nvidia-h200-4.json"
     for path in paths:
@@ -189,10 +191,9 @@ def test_the_nearest_table_and_none(places):
     [(None, LINK, True), (18, tuning.UNKNOWN, True), (18, LINK, True), (0, LINK, False), (4, LINK, False)],
 )
 def test_links_that_nvml_does_not_count(places, monkeypatch, links, measured, used):
-    monkeypatch.setattr(tuning, "nvlinks", lambda device: links)
-    monkeypatch.setattr(tuning, "device_info", lambda device: SimpleNamespace(name=GPU))
     places[1].write_text(json.dumps(changed("link", to=measured)))
-    assert (load(*tuning.machine(0), 4).source == str(places[1])) == used
+    with installed(monkeypatch, SimpleNamespace(), (fake_cuda.GPU(GPU, nvlinks=links),)):
+        assert (load(*tuning.machine(0), 4).source == str(places[1])) == used
 
 
 @pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
@@ -204,21 +205,22 @@ def test_shipped_tables(path):
 
 
 def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]:
-    """The table that each rank gets; ranks are threads."""
-    monkeypatch.setattr(tuning, "device_info", lambda device: SimpleNamespace(uuid=f"GPU-{device}", name=GPU))
+    """The table that each rank gets; ranks are threads.  Only GPU 0 is of the kind that was measured."""
+    gpus = [fake_cuda.GPU(f"NVIDIA {name}", f"GPU-{name}", nvlinks=18) for name in ("H200", "B200", "B300", "A100")]
     group = ThreadGroup(len(devices))
 
     def table(rank: int) -> Table:
         return tuning.for_group(ThreadRendezvous(group, rank, 10), devices[rank])
 
-    return run_threads(*[partial(table, rank) for rank in range(len(devices))])
+    with installed(monkeypatch, SimpleNamespace(), gpus):
+        return run_threads(*[partial(table, rank) for rank in range(len(devices))])
 
 
 def test_ranks_take_rank_0s_table(places, monkeypatch, caplog):
     """And only rank 0 reads files, so that a damaged one is told of once a job."""
-    places[0].write_text("{")
+    for name in ("h200", "b200"):
+        places[0].with_name(f"nvidia-{name}-4.json").write_text("{")
     places[1].write_text(json.dumps(TABLE))
-    monkeypatch.setattr(tuning, "machine", lambda device: ("NVIDIA B200" if device else GPU, LINK))
     tables = of_ranks(monkeypatch, [0, 1, 2, 3])
     assert all(table.to_json() == parse(TABLE, "").to_json() for table in tables)
     assert [table.source for table in tables] == [str(places[1])] * 4
@@ -303,11 +305,22 @@ def test_what_is_written_can_be_read(tmp_path):
     assert read(path, GPU, LINK, 4).to_json() == table.to_json()
 
 
-def measure_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path, local_size: int = 2) -> list[str]:
-    """``main`` on stand-ins: two ranks whose measurements give TABLE; returns what it did."""
+def measure_nothing(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, local_size: int = 2, meanwhile: Callable[[], Any] = bool
+) -> list[str]:
+    """``main`` on stand-ins: two ranks whose measurements give TABLE; returns what it did.
+
+    ``meanwhile`` is called during the measurement.
+    """
     done: list[str] = []
+
+    def measure(say: Any) -> Table:
+        done.append("measured")
+        meanwhile()
+        return parse(TABLE, "")
+
     comm = SimpleNamespace(size=2, rank=0, device=0, local_size=local_size)
-    tuner = SimpleNamespace(table=lambda say: done.append("measured") or parse(TABLE, ""), measured=[])
+    tuner = SimpleNamespace(table=measure, measured=[])
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(tune, "init", lambda backend: backends.append(backend) or nullcontext(comm))
     backends: list[str] = []
@@ -352,29 +365,23 @@ def test_the_table_of_so_many_hosts(tmp_path):
     assert user_path(GPU, 4).name != user_path(GPU, 4, 2).name
 
 
-def test_a_full_disk_loses_no_measurements(tmp_path, monkeypatch, capsys):
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    measure_nothing(monkeypatch, tmp_path)
-    monkeypatch.setattr(tune, "replace_file", full)
+def test_a_file_that_cannot_be_written_loses_no_measurements(tmp_path, monkeypatch, capsys):
+    """As on a full disk.  Here its folder is removed after the check."""
+    measure_nothing(monkeypatch, tmp_path / "cache", meanwhile=lambda: shutil.rmtree(tmp_path / "cache"))
     assert tune.main([]) == 1
     said = capsys.readouterr()
     assert parse(json.loads(said.out), "").to_json() == parse(TABLE, "").to_json()
-    assert said.err.count("\n") == 1 and "No space left" in said.err
+    assert said.err.count("\n") == 1 and "No such file or directory" in said.err
 
 
-def test_no_gpu_is_said_once(monkeypatch, capsys):
-    def nothing(backend):
-        raise BackendUnavailable("peer: no CUDA driver")
-
-    measure_nothing(monkeypatch, Path("/tmp"))
-    monkeypatch.setattr(tune, "check_place", lambda out: None)
-    monkeypatch.setattr(tune, "init", nothing)
-    for rank, said in ((0, "kos: error: peer: no CUDA driver\n"), (1, "")):
-        monkeypatch.setattr(tune, "launched_rank", lambda rank=rank: rank)
-        assert tune.main([]) == 2
-        assert capsys.readouterr().err == said
+@pytest.mark.parametrize(("rank", "said"), [(0, "kos: error: peer: no CUDA driver\n"), (1, "")])
+def test_no_gpu_is_said_once(rank, said, no_launcher, tmp_path, capsys):
+    no_launcher.setenv("XDG_CACHE_HOME", str(tmp_path))
+    no_launcher.setenv("RANK", str(rank))
+    no_launcher.setenv("WORLD_SIZE", "2")
+    no_launcher.setattr(tune, "init", Mock(side_effect=BackendUnavailable("peer: no CUDA driver")))
+    assert tune.main([]) == 2
+    assert capsys.readouterr().err == said
 
 
 def test_candidates_are_launches_that_a_table_may_hold():

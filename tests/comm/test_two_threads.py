@@ -163,8 +163,7 @@ def test_another_thread_ends_the_operation_of_a_sleeping_wait(how, monkeypatch):
             abort(reason)
             assert sleeps.acquire(timeout=TIMEOUT)
 
-        monkeypatch.setattr(backend.transport, "pause", sleep)
-        monkeypatch.setattr(backend, "abort", report)
+        backend.transport.pause, backend.abort = sleep, report
         waiting = threading.Thread(target=lambda: raised.extend(outcomes(work.wait)), daemon=True)
         waiting.start()
         assert sleeps.acquire(timeout=TIMEOUT)

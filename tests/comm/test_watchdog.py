@@ -13,10 +13,10 @@ import kos
 from kos import ReduceOp
 from kos.comm import watchdog
 from kos.comm.gpu import aborts, works
-from kos.comm.gpu import backend as device
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
+from tests.comm.fake_gpu import Status
 from tests.comm.fake_nccl import quiet
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step, call
@@ -96,9 +96,8 @@ def test_a_rank_that_dies_is_named(parts):
 
 
 @pytest.mark.parametrize("finder", ["the watchdog", "a call"])
-def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(finder, monkeypatch, caplog):
+def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(finder, fake, monkeypatch, caplog):
     """The GPU is idle only after the kernels of the duplicate have ended, too."""
-    monkeypatch.setattr(aborts, "_ABORT_SECONDS", 5.0)
 
     def body(comm, log):
         other = comm.duplicate()
@@ -109,12 +108,13 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(finder, monkeypa
             gpus = [each.backend for each in (comm, other)]
             both = threading.Event()
 
-            def drain(gpu):
+            def synchronize():
                 if all(each.failures.first is not None for each in gpus):
                     both.set()
                 both.wait(2 * TIMEOUT)
+                return (0,)
 
-            monkeypatch.setattr(device.GPUBackend, "_drain", drain)
+            fake.cu.cuCtxSynchronize = synchronize
             monkeypatch.setattr(watchdog, "_watched", InOrder.fromkeys(gpus))  # the world first
             heard = [Heard(each) for each in (comm, other)]
             if finder == "a call":
@@ -131,7 +131,7 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(finder, monkeypa
 
 
 @pytest.mark.parametrize("rank_is", ["stopped", "late"])
-def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, monkeypatch, caplog):
+def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, fake, monkeypatch, caplog):
     """A replay has no deadline: it is ended where one that waits for the same rank was, and the GPU does not idle."""
     monkeypatch.setattr(aborts, "_HALTED_SECONDS", 0.3)
 
@@ -145,12 +145,13 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, monkeypatch
             gpus = [each.backend for each in (comm, graphs)]
             ended = threading.Event()
 
-            def drain(gpu):
+            def synchronize():
                 if all(each.failures.first is not None for each in gpus):
                     ended.set()
                 ended.wait(TIMEOUT)
+                return (0,)
 
-            monkeypatch.setattr(device.GPUBackend, "_drain", drain)
+            fake.cu.cuCtxSynchronize = synchronize
             monkeypatch.setattr(type(gpus[1].failures.status), "halted", lambda *_: rank_is == "stopped")
             gpus[1].timeout = 0.6 if rank_is == "late" else 1000.0
             heard, began = Heard(graphs), time.monotonic()
@@ -190,10 +191,10 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /):
     comm.rendezvous.barrier()
 
 
-def test_a_call_that_waits_behind_one_without_a_mark(monkeypatch):
+def test_a_call_that_waits_behind_one_without_a_mark(fake, monkeypatch):
     """The GPU has not begun the marked call: it may hang in a collective that has no mark."""
     monkeypatch.setattr(works._Mark, "ended", lambda mark: not mark.follows_unmarked)
-    monkeypatch.setattr(works.Event, "done", lambda event: False)
+    fake.cu.cuEventQuery = lambda event: (Status.CUDA_ERROR_NOT_READY,)
 
     def body(comm, log):
         x = on_gpu()

@@ -9,7 +9,7 @@ from cuda_ranks import KERNELS
 
 from kos import cuda
 from kos.comm.gpu.works import PooledEvent
-from kos.cuda import driver, streams
+from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, OutOfMemory
 from kos.memory import dlpack, ipc
@@ -212,13 +212,10 @@ def test_copies_run_on_the_stream_of_the_array(copy, monkeypatch):
 def test_memory_that_is_shared_in_order_has_the_legacy_stream(library, monkeypatch):
     """``stream=-1`` is no stream on which its copies could run."""
     with no_gpu(monkeypatch):
-        monkeypatch.setattr(driver, "require", lambda: None)
         made = Array.from_numpy(np.ones(4, np.float32), 0)
         source = SimpleNamespace(__cuda_array_interface__=made.__cuda_array_interface__)
         if library == "DLPack":
             source = OnlyDLPack(made)
-        else:
-            monkeypatch.setattr(driver, "device_of", lambda pointer: 0)
         shared = Array.from_dlpack(source, stream=-1)
         assert shared.stream is None and (shared.numpy() == 1).all()
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kos.cuda import driver, graphs, streams
+from kos.cuda import graphs
+from tests.fake_cuda import installed
 
 
 @pytest.fixture
@@ -29,11 +30,9 @@ def collecting(monkeypatch):
         **{name: function(name) for name in names},
         **{name: lambda *arguments, name=name: function(name)()[:1] for name in alone},
     )
-    for module in (graphs, driver, streams):
-        monkeypatch.setattr(module, "cu", cu)
-    monkeypatch.setattr(driver, "unavailable", lambda: None)
     assert gc.isenabled()
-    yield seen
+    with installed(monkeypatch, cu):
+        yield seen
     assert gc.isenabled()
 
 

@@ -1,6 +1,7 @@
 """Discovery: which rank takes which GPU, what sysfs says, and what is said where CUDA cannot be used."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from kos.cuda.devices import assign_devices
 from kos.errors import BackendUnavailable, install
 from kos.memory import ipc
 from kos.memory.array import Array
+from tests.fake_cuda import GPU, installed
 
 
 @pytest.mark.parametrize(
@@ -53,12 +55,10 @@ def test_assign_devices_without_any():
     ],
 )
 def test_a_rank_without_a_gpu_takes_the_one_that_the_fewest_were_given(given, place, expected, monkeypatch):
-    two = [SimpleNamespace(index=index, uuid=uuid, numa_node=None) for index, uuid in enumerate("ab")]
-    monkeypatch.setattr(choice, "visible_devices", lambda: two)
-    monkeypatch.setattr(driver, "require", lambda: None)
     ranks = [(rank, None) for rank in range(len(given))]
     group = SimpleNamespace(device=None, place_on_machine=place, on_machine=ranks, requested_gpus=given)
-    assert choice.device_of(group).index == expected
+    with installed(monkeypatch, SimpleNamespace(), [GPU(uuid="a"), GPU(uuid="b")]):
+        assert choice.device_of(group).index == expected
 
 
 @pytest.fixture
@@ -158,16 +158,12 @@ def test_torch_installs_the_bindings_without_cuda_core(tmp_path):
 
 
 @pytest.fixture
-def machine(all_visible, monkeypatch):
+def machine(monkeypatch):
     """A machine with one GPU, the ``version`` of its driver, and how packages are imported."""
-    machine = SimpleNamespace(version=13000, import_module=lambda name: None)
-    stand_in = SimpleNamespace(
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuInit=lambda _: (0,), cuDeviceGetCount=lambda: (0, 1),
-        cuDriverGetVersion=lambda: (0, machine.version),
-    )  # fmt: skip
-    monkeypatch.setattr(driver, "cu", stand_in)
+    machine = SimpleNamespace(version=13000, import_module=lambda name: None, util=importlib.util)
     monkeypatch.setattr(driver, "importlib", machine)
-    return machine
+    with installed(monkeypatch, SimpleNamespace(cuDriverGetVersion=lambda: (0, machine.version))):
+        yield machine
 
 
 @pytest.mark.parametrize(
@@ -176,7 +172,7 @@ def machine(all_visible, monkeypatch):
 )
 def test_a_driver_of_cuda_12(version, expected, machine):
     machine.version = version
-    assert driver.unavailable.__wrapped__() == expected
+    assert driver.unavailable() == expected
 
 
 @pytest.mark.skipif("no CUDA driver" not in (cuda.unavailable() or ""), reason="there is a CUDA driver")
@@ -248,11 +244,10 @@ def test_a_device_is_current_within_a_block(monkeypatch):
         return (0,)
 
     stand_in = SimpleNamespace(
-        cuCtxGetCurrent=lambda: (0, stack[-1]), cuCtxPushCurrent=push, cuCtxPopCurrent=lambda: (0, stack.pop())
-    )
-    monkeypatch.setattr(driver, "cu", stand_in)
-    monkeypatch.setattr(driver, "primary_context", lambda device: f"context of {device}")
-    with driver.on_device(0):
+        cuDevicePrimaryCtxRetain=lambda device: (0, f"context of {device}"),
+        cuCtxGetCurrent=lambda: (0, stack[-1]), cuCtxPushCurrent=push, cuCtxPopCurrent=lambda: (0, stack.pop()),
+    )  # fmt: skip
+    with installed(monkeypatch, stand_in, [GPU(), GPU()]), driver.on_device(0):
         assert pushes == [] and driver.is_current(0)
         with contextlib.suppress(ZeroDivisionError), driver.on_device(1):
             assert driver.is_current(1) and not driver.is_current(0)

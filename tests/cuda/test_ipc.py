@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import re
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +17,7 @@ from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
 from kos.memory import ipc
 from kos.memory.array import Array
 from kos.memory.ipc import DeviceMemory, IpcHandle, Mapping, Origin
+from tests.fake_cuda import installed
 
 HERE = Origin.here()
 
@@ -88,8 +88,6 @@ def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch):
         cuIpcCloseMemHandle=lambda base: (closed.append(base),),
     )
     room = ctypes.create_string_buffer(64)
-    monkeypatch.setattr(ipc, "cu", fake)
-    monkeypatch.setattr(ipc.driver, "on_device", lambda device: nullcontext())
     one, two = (IpcHandle(bytes([k]) * 64, "", 100, 1, 0, dataclasses.replace(HERE, pid=HERE.pid + k)) for k in (1, 2))
 
     def body():
@@ -101,9 +99,10 @@ def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch):
         second.close()
         second.close()
 
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(10)
+    with installed(monkeypatch, fake):
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        thread.join(10)
     assert not thread.is_alive() and closed == [4096, 8192]
 
 

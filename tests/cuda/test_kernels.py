@@ -1,10 +1,8 @@
 """Kernels: compiled for every architecture without a GPU, errors, the cache on disk, launches on a GPU."""
 
-import contextlib
 import ctypes
 import logging
 import struct
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +18,7 @@ from kos.cuda import driver, kernels, streams
 from kos.cuda.kernels import Address, KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument
 from kos.memory.array import Array
+from tests.fake_cuda import installed
 
 SAXPY = KERNELS / "saxpy.cu"
 FLOAT = {"DTYPE": "float", "OP": "sum"}
@@ -36,13 +35,25 @@ def cache(tmp_path):
     return KernelCache(tmp_path / "kernels")
 
 
+class Logged:
+    """What kos has logged: compilations, and the ``warnings`` of the cache."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._log = caplog
+
+    def __len__(self) -> int:
+        """The number of compilations."""
+        return sum(message.startswith("compiled ") for message in self._log.messages)
+
+    @property
+    def warnings(self) -> list[str]:
+        return [record.getMessage() for record in self._log.records if record.levelno == logging.WARNING]
+
+
 @pytest.fixture
-def compilations(monkeypatch):
-    """The compilations that really happened."""
-    done = []
-    compile_ = kernels._compile
-    monkeypatch.setattr(kernels, "_compile", lambda path, *rest: (done.append(path), compile_(path, *rest))[1])
-    return done
+def compilations(caplog):
+    caplog.set_level(logging.DEBUG, "kos")
+    return Logged(caplog)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
@@ -125,7 +136,7 @@ def test_headers_of_one_name_in_two_folders(cache, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
-def test_damaged_entry_is_compiled_anew(cache, compilations, caplog, damage):
+def test_damaged_entry_is_compiled_anew(cache, compilations, damage):
     good = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
     (entry,) = cache.directory.glob("*.cubin")
     data = bytearray(entry.read_bytes())
@@ -133,31 +144,28 @@ def test_damaged_entry_is_compiled_anew(cache, compilations, caplog, damage):
     entry.write_bytes({"empty": b"", "cut": bytes(data[:-100]), "flipped": bytes(data)}[damage])
     for _ in range(2):
         assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == good
-    assert len(compilations) == 2 and caplog.text.count(" is damaged") == 1
+    assert len(compilations) == 2 and [" is damaged" in each for each in compilations.warnings] == [True]
 
 
-def test_unusable_directory_warns_once(tmp_path, compilations, caplog):
+def test_unusable_directory_warns_once(tmp_path, compilations):
     (tmp_path / "file").write_text("not a directory")
     cache = KernelCache(tmp_path / "file" / "kernels")
     for _ in range(2):
         assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache)[:4] == b"\x7fELF"
     assert len(compilations) == 2
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert str(cache.directory) in caplog.text
+    assert [str(cache.directory) in each for each in compilations.warnings] == [True]
 
 
-def test_read_only_file_system_still_reads(cache, compilations, monkeypatch, caplog):
+def test_entries_are_read_where_others_cannot_be_written(tmp_path, cache, compilations):
+    """As on a read-only file system.  Here a folder has the name of the entry."""
+    compile_kernels(SAXPY, "sm_80", FLOAT, KernelCache(tmp_path / "other"))
+    (entry,) = (tmp_path / "other").glob("*.cubin")
+    (cache.directory / entry.name).mkdir(parents=True)
     first = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
-
-    def refuse(*_, **__):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    monkeypatch.setattr(kernels, "replace_file", refuse)
     assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == first
-    assert len(compilations) == 1 and not caplog.records
+    assert len(compilations) == 2 and not compilations.warnings
     compile_kernels(SAXPY, "sm_80", FLOAT, cache)
-    assert len(compilations) == 2 and "Read-only" in caplog.text
+    assert len(compilations) == 3 and ["Is a directory" in each for each in compilations.warnings] == [True]
 
 
 def test_parameters_of_a_bound_launch():
@@ -215,24 +223,23 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch):
         **{name: getattr(bindings, name) for name in names},
         cuLaunchKernelEx=launch, cuGetErrorString=lambda status: (0, b"refused"),
     )  # fmt: skip
-    for module in (kernels, driver):
-        monkeypatch.setattr(module, "cu", stand_in)
-    bound = loaded(bindings).bind(1, 32, 99)
-    for stream in (None, 5, 5, 7, None):
-        bound(stream)
-    assert launched == [(handle, 0x4000, 99) for handle in (1, 5, 5, 7, 1)]
-    with pytest.raises(CudaError, match="launch of scale: cuLaunchKernelEx failed: .*INVALID_VALUE.*refused"):
-        bound(9)
+    with installed(monkeypatch, stand_in):
+        bound = loaded(bindings).bind(1, 32, 99)
+        for stream in (None, 5, 5, 7, None):
+            bound(stream)
+        assert launched == [(handle, 0x4000, 99) for handle in (1, 5, 5, 7, 1)]
+        with pytest.raises(CudaError, match="launch of scale: cuLaunchKernelEx failed: .*INVALID_VALUE.*refused"):
+            bound(9)
     assert launched[-1] == (9, 0x4000, 99)
 
 
 def test_a_bound_launch_as_the_core_reads_it(monkeypatch):
     """Of the bindings' own config, whose attributes it refers to."""
     bindings = pytest.importorskip("cuda.bindings.driver")
-    monkeypatch.setattr(driver, "address", lambda name: {"cuLaunchKernelEx": 0x5000}[name])
     arguments = 99, Address(1, 12, 0), np.float32(1)
-    bound = loaded(bindings).bind((7, 8), 128, *arguments, shared=1000, cooperative=True, overlap=True)
-    launch = bound.as_launch()
+    with installed(monkeypatch, bindings, library=SimpleNamespace(cuLaunchKernelEx=ctypes.c_void_p(0x5000))):
+        bound = loaded(bindings).bind((7, 8), 128, *arguments, shared=1000, cooperative=True, overlap=True)
+        launch = bound.as_launch()
     head, config, rest = struct.unpack("=5Q", (text := pack(launch))[:40]), text[40:96], text[96:]
     assert head == (0x5000, 0x4000, 8, 1, 0) and launch.context_up_to == streams.PER_THREAD
     *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", config)
@@ -250,21 +257,19 @@ def test_a_bound_launch_as_the_core_reads_it(monkeypatch):
 def test_a_context_is_broken_by_what_went_wrong_in_it(monkeypatch, name, broken):
     """Not where there is none, on a thread that has made none current."""
     status = name and SimpleNamespace(name=name)
-    monkeypatch.setattr(driver, "cu", SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0)))
-    assert driver.broken() is (status if broken else None)
+    with installed(monkeypatch, SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0))):
+        assert driver.broken() is (status if broken else None)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(None, InvalidArgument), ("ILLEGAL_ADDRESS", CudaError)])
 def test_a_kernel_that_does_not_load(monkeypatch, status, kind):
     """Because of itself, or of a GPU that is lost."""
-    pytest.importorskip("cuda.core")
     broken = status and SimpleNamespace(name=status)
-    monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=Mock(side_effect=RuntimeError("no"))))
-    monkeypatch.setattr(driver, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(driver, "broken", lambda: broken)
-    monkeypatch.setattr(driver, "cu", SimpleNamespace(cuGetErrorString=lambda status: (0, b"why")))
-    with pytest.raises(kind, match="kernel 'scale'.*" + (status or "does not load on cuda:0")) as caught:
-        kernels.Kernel(b"no cubin", "scale", 0)
+    functions = SimpleNamespace(cuMemGetInfo=lambda: (broken, 0, 0), cuGetErrorString=lambda status: (0, b"why"))
+    with installed(monkeypatch, functions) as core:
+        core.ObjectCode.from_cubin = Mock(side_effect=RuntimeError("no"))
+        with pytest.raises(kind, match="kernel 'scale'.*" + (status or "does not load on cuda:0")) as caught:
+            kernels.Kernel(b"no cubin", "scale", 0)
     assert type(caught.value) is kind
 
 

@@ -1,44 +1,53 @@
 """Kernels that are loaded, without a GPU: in which mode of captures, and what waits meanwhile."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kos.cuda import driver, kernels
+from kos.cuda import load_kernel
+from tests.fake_cuda import GPU, installed
 
 
 class Loads:
-    """Loads kernels of a file, each of which is what ``make`` returns.  ``log`` has the changes of the mode."""
+    """Loads kernels of a file by their names; ``make`` is called meanwhile.  ``log`` has the changes of the mode."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.log = path, list[str]()
-        self.make: Callable[[str, int], Any] = lambda name, device: (name, device)
+        self.make: Callable[[str, int], None] = lambda name, device: None
+        self._devices = threading.local()
 
-    def __call__(self, name: str, device: int) -> Any:
-        return kernels.load_kernel(self._path, name, device)
+    def __call__(self, name: str, device: int) -> tuple[str, int]:
+        self._devices.loading = device
+        kernel = load_kernel(self._path, name, device)
+        return kernel.name, kernel.device
 
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
-        self.log.append("relaxed")
-        yield
-        self.log.append("as before")
+    def get_kernel(self, name: str) -> Any:
+        self.make(name, self._devices.loading)
+        return SimpleNamespace(handle=1)
+
+    def exchange_mode(self, mode: str) -> tuple[int, str]:
+        self.log.append(mode)
+        return 0, "as before"
 
 
 @pytest.fixture
 def load(monkeypatch, tmp_path):
     load = Loads(tmp_path / "x.cu")
-    monkeypatch.setattr(kernels, "relaxed_capture", load.relaxed)
-    monkeypatch.setattr(kernels, "Kernel", lambda cubin, name, device: load.make(name, device))
-    monkeypatch.setattr(kernels, "compile_kernels", lambda *_: b"")
-    monkeypatch.setattr(kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))
-    monkeypatch.setattr(driver, "require", lambda: None)
-    return load
+    (tmp_path / "x.cu").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    functions = SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=load.exchange_mode, CUfunction=int, cuFuncLoad=lambda function: (0,),
+        cuKernelGetFunction=lambda kernel: (0, kernel),
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed"),
+    )  # fmt: skip
+    with installed(monkeypatch, functions, (GPU(), GPU())) as core:
+        core.get_kernel = load.get_kernel
+        yield load
 
 
 def test_kernels_are_loaded_in_relaxed_capture_mode(load):
@@ -56,7 +65,6 @@ def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(load):
         if (name, device) == ("slow", 0):
             begun.set()
             assert free.wait(20)
-        return name, device
 
     load.make = make
     assert load("saxpy", 0) == ("saxpy", 0)

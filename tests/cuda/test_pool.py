@@ -1,6 +1,5 @@
 """What a MemoryPool does with memory that is let go of during a capture, on a stand-in for the driver."""
 
-import contextlib
 import gc
 import itertools
 from types import SimpleNamespace
@@ -8,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from kos.cuda import driver, graphs
 from kos.cuda.streams import LEGACY
-from kos.memory import pool as module
 from kos.memory.pool import MemoryPool
+from tests.fake_cuda import installed
 
 STREAM = 99
 
 
 class Names:
     """Every name of an enumeration of the driver."""
+
+    CUDA_SUCCESS = 0
 
     def __getattr__(self, name: str) -> str:
         return name
@@ -44,6 +44,9 @@ class Driver:
         return (0,)
 
     cuMemPoolTrimTo = cuMemPoolSetAttribute
+
+    def cuCtxSynchronize(self) -> tuple[int]:
+        return (0,)
 
     def cuMemPoolGetAttribute(self, *_: Any) -> tuple[int, int]:
         return 0, 0
@@ -78,11 +81,8 @@ class Driver:
 def fake(monkeypatch):
     gc.collect()  # what tests before this one had on a real GPU
     fake = Driver()
-    for each in (module, driver, graphs):
-        monkeypatch.setattr(each, "cu", fake)
-    monkeypatch.setattr(driver, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(driver, "synchronize", lambda device: None)
-    return fake
+    with installed(monkeypatch, fake):
+        yield fake
 
 
 @pytest.mark.parametrize("stream", [STREAM, None])

@@ -2,10 +2,9 @@
 
 import ctypes
 import dataclasses
+import gc
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,98 +19,144 @@ from kos.memory import ipc, symmetric
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn
+from tests.comm.fake_gpu import Status
+from tests.fake_cuda import CONTEXT, GPU, ThreadContexts, installed
 
 
-def slabs_on_the_host(monkeypatch: pytest.MonkeyPatch, broken: str) -> Callable[[Any], Any]:
-    """What makes a SymmetricMemory of ranks that are threads, without a GPU; rank 1 cannot do what is ``broken``."""
+class Machine:
+    """The driver of a machine whose GPUs have memory on the host.  GPU 1 cannot do what is ``broken``."""
 
-    class Memory:
-        def __init__(self, nbytes: int, device: int) -> None:
-            if broken == "allocate" and device == 1:
-                raise OutOfMemory("out of memory")
-            self.array = np.zeros(nbytes, np.uint8)
-            self.pointer = self.array.ctypes.data
+    CUresult = Status
+    CUpointer_attribute = SimpleNamespace(
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE=12,
+        CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE=17,
+    )  # fmt: skip
 
-        def close(self) -> None: ...
+    def __init__(self, broken: str) -> None:
+        self.broken = broken
+        self._contexts = ThreadContexts()
+        self._contexts.install(self)
+        self._memory: dict[int, tuple[np.ndarray, int]] = {}  # and its GPU, by address
+        self.library = SimpleNamespace(cuPointerGetAttribute=self._device_of)
 
-    def map_(self: Any, peer: int, handle: Any) -> int:
-        if broken == "map" and (self.device, peer) == (1, 2):
-            raise PeerMemoryError(f"the slab of rank {peer}: no access")
-        return stray.pointer if broken == "bytes" and (self.device, peer) == (1, 0) else handle.pointer
+    def add(self, array: np.ndarray, device: int) -> int:
+        self._memory[array.ctypes.data] = array, device
+        return array.ctypes.data
 
-    def read(target: bytearray, source: int, nbytes: int) -> tuple[int]:
+    def _device_of(self, found: Any, attribute: Any, pointer: Any) -> int:
+        found._obj.value = self._memory[pointer.value][1]
+        return 0
+
+    def _fails(self, step: str) -> bool:
+        return self.broken == step and self._contexts.stack[-1] == 1
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
+        if self._fails("allocate"):
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, 0
+        return 0, self.add(np.empty(nbytes, np.uint8), self._contexts.stack[-1])
+
+    def cuMemFree(self, pointer: int) -> tuple[int]:
+        del self._memory[pointer]
+        return (0,)
+
+    def cuMemGetInfo(self) -> tuple[int, int, int]:
+        return 0, 10, 20
+
+    def cuMemGetAddressRange(self, pointer: int) -> tuple[int, int, int]:
+        return 0, pointer, self._memory[pointer][0].size
+
+    def cuPointerGetAttribute(self, attribute: int, pointer: int) -> tuple[int, int]:
+        legacy = attribute == self.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        return 0, int(legacy and not self._fails("export"))
+
+    def cuIpcGetMemHandle(self, pointer: int) -> tuple[int, Any]:
+        handle = ctypes.create_string_buffer(64)
+        return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(handle))
+
+    def cuCtxEnablePeerAccess(self, context: int, flags: int) -> tuple[int]:
+        return (Status(217 if self._fails("map") and context == CONTEXT + 2 else 0),)
+
+    def cuGetErrorString(self, status: int) -> tuple[int, bytes]:
+        return 0, b"no access"
+
+    def cuMemcpyHtoD(self, target: int, data: bytes, nbytes: int) -> tuple[int]:
+        lost = self._fails("bytes") and self._memory_at(target)[1] == 0
+        if not lost:
+            ctypes.memmove(target, data, nbytes)
+        return (0,)
+
+    def _memory_at(self, pointer: int) -> tuple[np.ndarray, int]:
+        return self._memory[max(start for start in self._memory if start <= pointer)]
+
+    def cuMemcpyDtoH(self, target: bytearray, source: int, nbytes: int) -> tuple[int]:
         target[:] = ctypes.string_at(source, nbytes)
         return (0,)
 
-    def handle(data: bytes) -> Any:
-        return SimpleNamespace(**dict(zip(("pointer", "nbytes"), map(int, data.split()), strict=True)))
+    def cuMemsetD8(self, target: int, value: int, nbytes: int) -> tuple[int]:
+        ctypes.memset(target, value, nbytes)
+        return (0,)
 
-    def make(comm: Any) -> Any:
-        rounds: list[bytes] = []
-        rank, exchange = comm.rank, comm.rendezvous
-        counted = SimpleNamespace(
-            rank=rank, size=comm.size, barrier=lambda: rounds.append(b"") or exchange.barrier(),
-            allgather=lambda data: rounds.append(data) or exchange.allgather(data),
-        )  # fmt: skip
-        memory = SymmetricMemory(counted, 1000 + 1000 * (broken == "size") * rank, rank)
-        assert len(rounds) == 4, "each waits for the slowest rank"
-        return memory
+    def cuCtxSynchronize(self) -> tuple[int]:
+        return (0,)
 
-    stray = Memory(4096, 0)
-    export = lambda pointer, nbytes, device: SimpleNamespace(to_bytes=lambda: f"{pointer} {nbytes}".encode())  # noqa: E731
-    handles = SimpleNamespace(from_bytes=handle)
-    driver = SimpleNamespace(on_device=nullcontext, synchronize=lambda device: None)
-    fake_cu = SimpleNamespace(
-        cuMemcpyHtoD=lambda target, data, nbytes: (ctypes.memmove(target, data, nbytes), (0,))[1],
-        cuMemcpyDtoH=read,
-        cuMemsetD8=lambda target, value, nbytes: (ctypes.memset(target, value, nbytes), (0,))[1],
-        cuCtxSynchronize=lambda: (0,),
-    )
-    monkeypatch.setattr(symmetric, "ipc", SimpleNamespace(DeviceMemory=Memory, export=export, IpcHandle=handles))
-    monkeypatch.setattr(symmetric, "driver", driver)
-    monkeypatch.setattr(symmetric, "cu", fake_cu)
+
+@pytest.fixture
+def machine(request, monkeypatch):
+    """Three GPUs, of which one cannot do the fixture's parameter."""
+    machine = Machine(getattr(request, "param", ""))
     monkeypatch.setattr(symmetric, "Array", SimpleNamespace(from_numpy=lambda table, device, label: table))
-    monkeypatch.setattr(SymmetricMemory, "_map", map_)
-    return make
+    with installed(monkeypatch, machine, (GPU(),) * 3, machine.library):
+        yield machine
+        gc.collect()  # memory in cycles is freed by this driver
 
 
-def test_bytes_move_before_memory_is_used(monkeypatch):
-    make = slabs_on_the_host(monkeypatch, "")
+def create(comm: Any, nbytes: int) -> SymmetricMemory:
+    """Memory of this rank on the GPU of its number."""
+    rounds: list[bytes] = []
+    rank, exchange = comm.rank, comm.rendezvous
+    counted = SimpleNamespace(
+        rank=rank, size=comm.size, barrier=lambda: rounds.append(b"") or exchange.barrier(),
+        allgather=lambda data: rounds.append(data) or exchange.allgather(data),
+    )  # fmt: skip
+    memory = SymmetricMemory(counted, nbytes, rank)
+    assert len(rounds) == 4, "each waits for the slowest rank"
+    return memory
 
+
+@pytest.mark.usefixtures("machine")
+def test_bytes_move_before_memory_is_used():
     def run(comm):
-        memory = make(comm)
+        memory = create(comm, 1000)
         assert tuple(memory.peer_pointers) == memory.pointers and len(set(memory.pointers)) == comm.size
         assert all(ctypes.string_at(pointer, memory.nbytes) == bytes(memory.nbytes) for pointer in memory.pointers)
         comm.barrier()
+        memory.close()
 
     spawn(run, 3, timeout=30)
 
 
 @pytest.mark.parametrize(
-    ("broken", "kind", "here", "elsewhere"),
+    ("machine", "kind", "here", "elsewhere"),
     [
-        ("allocate", OutOfMemory, "^out of memory$", r"could not allocate its slab: rank 1: out of memory$"),
-        ("map", PeerMemoryError, "^the slab of rank 2: no", r"could not map .*: rank 1: the slab of rank 2: no"),
-        ("bytes", PeerMemoryError, "differ here$", "differ here$"),
+        ("allocate", OutOfMemory, "^out of memory on cuda:1 .*1,024 bytes to share", "its slab: rank 1: out of memory"),
+        ("map", PeerMemoryError, "^the slab of rank 2: cuda:1 has no peer access to", "rank 1: the slab of rank 2"),
+        ("bytes", PeerMemoryError, "^the bytes that rank 1 wrote to rank 0 differ here$", "rank 0 differ here$"),
         ("size", InvalidArgument, r"expected one size on all ranks, got \[1024, 2048, 3072\]", "expected one size"),
     ],
+    indirect=["machine"],
 )
-def test_what_fails_on_one_rank_fails_on_all(monkeypatch, broken, kind, here, elsewhere):
-    make = slabs_on_the_host(monkeypatch, broken)
-
+def test_what_fails_on_one_rank_fails_on_all(machine, kind, here, elsewhere):
     def run(comm):
         with pytest.raises(kind if comm.rank == 1 else KosError, match=here if comm.rank == 1 else elsewhere):
-            make(comm)
+            create(comm, 1000 + 1000 * (machine.broken == "size") * comm.rank)
 
     spawn(run, 3, timeout=30)
 
 
-def test_memory_of_the_program_is_mapped_and_not_changed(monkeypatch):
-    slabs_on_the_host(monkeypatch, "")
-
+def test_memory_of_the_program_is_mapped_and_not_changed(machine):
     def run(comm):
         x = np.full(100, comm.rank + 1, np.uint8)
-        memory = SymmetricMemory(comm.rendezvous, 100, comm.rank, x.ctypes.data)
+        memory = SymmetricMemory(comm.rendezvous, 100, comm.rank, machine.add(x, comm.rank))
         assert memory.nbytes == 100 and memory.pointer == x.ctypes.data
         assert [ctypes.string_at(pointer, 1)[0] for pointer in memory.pointers] == [1, 2, 3]
         assert memory.offset_of(x.ctypes.data + 90, 10) == 90 and memory.offset_of(x.ctypes.data + 91, 10) is None
@@ -122,21 +167,12 @@ def test_memory_of_the_program_is_mapped_and_not_changed(monkeypatch):
     spawn(run, 3, timeout=30)
 
 
-def test_memory_that_ipc_does_not_share_is_refused_on_all_ranks(monkeypatch):
-    slabs_on_the_host(monkeypatch, "")
-    export = symmetric.ipc.export
-
-    def refuse(pointer, nbytes, device):
-        if device == 1:
-            raise PeerMemoryError("IPC: expected memory of cuMemAlloc")
-        return export(pointer, nbytes, device)
-
-    monkeypatch.setattr(symmetric.ipc, "export", refuse)
-
+@pytest.mark.parametrize("machine", ["export"], indirect=True)
+def test_memory_that_ipc_does_not_share_is_refused_on_all_ranks(machine):
     def run(comm):
         x = np.zeros(100, np.uint8)
-        with pytest.raises(PeerMemoryError, match="IPC: expected memory of cuMemAlloc$") as caught:
-            SymmetricMemory(comm.rendezvous, 100, comm.rank, x.ctypes.data)
+        with pytest.raises(PeerMemoryError, match="IPC: expected memory of cuMemAlloc") as caught:
+            SymmetricMemory(comm.rendezvous, 100, comm.rank, machine.add(x, comm.rank))
         assert comm.rank == 1 or "could not share its memory: rank 1" in str(caught.value)
 
     spawn(run, 3, timeout=30)

@@ -18,7 +18,7 @@ multiprocessors.  Not measured."""
 SHARE = 8192
 _SMALL_SHARE = 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
-_PACKET_THREADS = 512
+PACKET_THREADS = 512
 """The most threads of a block that exchanges small pieces; half as many for more than 4 ranks."""
 BOX_PACKETS, PACKET_BYTES = 1024, 8  # as in kernels/pieces.cuh
 
@@ -42,13 +42,13 @@ def exchange_launch(
     channels = max(-(-nbytes // share(nbytes)) for _, nbytes in both if nbytes)
     by_packets = all(nbytes <= small for nbytes in others) and max(own) <= size * small
     packets = -(-max(*map(share, others), 1) // (32 * PACKET_BYTES)) * 32
-    most = _PACKET_THREADS // 2 if size > 4 else _PACKET_THREADS
+    most = PACKET_THREADS // 2 if size > 4 else PACKET_THREADS
     if by_packets and not overlapped:  # each thread sends and receives a packet, or more of them
         blocks, threads = channels, min(packets, most)
         several = packets > most and relay == MAX_RANKS
         macros = {"WHOLE": int(not any(word % PACKET_BYTES for word in pieces)), "SEVERAL": int(several)}
     else:  # half of the threads send and half receive, each a packet or a vector of a large piece
-        most, unit = (_PACKET_THREADS, PACKET_BYTES) if by_packets else (512, 16)
+        most, unit = (PACKET_THREADS, PACKET_BYTES) if by_packets else (512, 16)
         blocks = min(channels, OVERLAPPED_BLOCKS) if overlapped else channels
         threads = 2 * min(-(-max(share(nbytes) for _, nbytes in both) // (32 * unit)) * 32, most)
         macros = {"LARGE": 1}
