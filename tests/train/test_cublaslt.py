@@ -23,7 +23,6 @@ from kos.train.ops import cuda as cuda
 from kos.train.ops.cuda import CudaOps, attention, cublaslt
 from kos.train.ops.cuda.cublaslt import ALGORITHM_BYTES, Columns, Matmul, Stored
 
-
 RESULT = np.dtype([("algo", np.uint8, ALGORITHM_BYTES), ("workspace", np.uint64), ("state", np.int32), ("rest", "V20")])
 REFUSED = 99
 """An algorithm that cuBLASLt does not take."""
@@ -44,7 +43,8 @@ class Gpu:
     def __init__(self):
         self.lasting = self.brief = [2.0, 2.0, 1.0] + 9 * [2.0]
         self.now, self.searched, self.ran, self.since, self.status = 0.0, 0.0, [], 0.0, None
-        self.name, self.multiprocessors, self.compute_capability, self.arch, self.pointer = "host", 1, (9, 0), "sm_90a", 0
+        self.name, self.multiprocessors, self.compute_capability, self.arch = "host", 1, (9, 0), "sm_90a"
+        self.pointer = 0
         self.library = MagicMock(matmul_heuristic_result_dtype=RESULT, cuBLASLtError=NotSupported)
         self.library.matmul_algo_get_heuristic.side_effect = self.suggest
         self.library.matmul_algo_check.side_effect = self.check
@@ -99,7 +99,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    of_matmul = {name: gpu for name in ("driver", "streams", "Array")}
+    of_matmul = dict.fromkeys(("driver", "streams", "Array"), gpu)
     of_matmul |= {"_library": lambda: gpu.library, "device_info": lambda device: gpu}
     of_ops = {"driver": gpu, "streams": gpu, "device_info": lambda device: gpu, "cu": gpu, "call": lambda f, *_: f()}
     for module, fakes in ((cublaslt, of_matmul), (cuda, of_ops), (attention, {"device_info": of_ops["device_info"]})):

@@ -17,7 +17,6 @@ from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops import numpy_attention, numpy_blocks
 from tests.train.models import VARIANTS, loss_and_gradients, make, make_batch, small
 
 
@@ -97,10 +96,7 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
         np.testing.assert_allclose(gradients[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name)
 
 
-def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
-    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(numpy_blocks, "BLOCK", 64)
-    monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
+def test_several_query_blocks_and_head_chunks_match_torch(small_blocks):
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
