@@ -35,10 +35,15 @@ def _one_thread(monkeypatch):
         monkeypatch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
 
 
+@pytest.fixture
+def warm_seconds():
+    """Two dry runs precede the first step, and no more of them to tell how long it takes: most runs are short."""
+    return 0.0
+
+
 @pytest.fixture(autouse=True)
-def _two_dry_runs(monkeypatch):
-    """Precede the first step, and no more of them to tell how long it takes: most runs here have fewer steps."""
-    monkeypatch.setattr(cpu, "WARM_SECONDS", 0.0)
+def _dry_runs(monkeypatch, warm_seconds):
+    monkeypatch.setattr(cpu, "WARM_SECONDS", warm_seconds)
 
 
 @pytest.fixture

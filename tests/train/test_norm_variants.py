@@ -76,11 +76,9 @@ def test_macros_of_a_variant_reach_all_kernels(model_type, dtype, kernels, monke
 
     monkeypatch.setattr(Normalize, "macros", lambda self: {"VARIANT": 1})
     monkeypatch.setattr(memory_plan.DryCudaOps, "launch", launch)
-    monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
-    monkeypatch.setattr(memory_plan, "cu", type("", (), {"cuMemGetInfo": None}))
     preset = "gpt2-124m" if model_type == "gpt2" else "124m"
     config = parse(["--preset", preset, "--model-type", model_type, "--dtype", dtype]).for_world(1, "cuda")
     model = config.model_config_for(256)
     gpu = GPUS["H100"]
-    memory_plan.plan_memory(config, model, gpu, Mesh.dry(Layout()), schedules.build("1f1b", 1, 2))
+    memory_plan.plan_memory(config, model, gpu, Mesh.dry(Layout()), schedules.build("1f1b", 1, 2), free=1 << 40)
     assert launched == {True: kernels, False: set()}

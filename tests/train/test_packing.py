@@ -340,18 +340,17 @@ def test_a_gpu_has_the_losses_of_a_cpu(emulated, pairs, tmp_path):
         assert other[-1]["val_loss"] == pytest.approx(cpu[-1]["val_loss"], rel=1e-5)
 
 
-def test_resuming_gives_the_bits_of_an_uninterrupted_run(pairs, tmp_path, monkeypatch, caplog):
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(pairs, tmp_path, before_call, caplog):
     """After any step, also in the next epoch and into another folder, by the plan that is kept, without a warning."""
     whole, steps = train(pairs, tmp_path / "whole", epochs=2, save_every=1, keep=99), 0
     assert "packing" not in caplog.text
-    with monkeypatch.context() as patched:
-        patched.setattr(packing, "make_plan", None)
-        for steps in range(1, len(whole), 4):
-            source = tmp_path / "whole" / "checkpoints" / f"step-{steps}"
-            out = tmp_path / f"from-{steps}"
-            rows = train(pairs, out, epochs=2, resume=str(source), save_every=0)
-            assert _losses(rows).tobytes() == _losses(whole)[steps:].tobytes()
-            assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
+    before_call(packing, "make_plan", lambda *_: pytest.fail("another plan is made"))
+    for steps in range(1, len(whole), 4):
+        source = tmp_path / "whole" / "checkpoints" / f"step-{steps}"
+        out = tmp_path / f"from-{steps}"
+        rows = train(pairs, out, epochs=2, resume=str(source), save_every=0)
+        assert _losses(rows).tobytes() == _losses(whole)[steps:].tobytes()
+        assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
     assert steps > len(whole) // 2 and not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 

@@ -80,7 +80,7 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             return
         self.listens = True
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        before = {number: signal.signal(number, self.request) for number in SIGNALS}
         self._before = before if until_restored else {}
 
     def restore(self) -> None:
@@ -114,9 +114,11 @@ class Stop:
         if self.asked:
             os.write(writer, bytes([self.number]))
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def request(self, number: int, frame: FrameType | None = None) -> None:
+        """Do what this signal asks for, as its handler."""
         self.asked, self.number = True, signal.Signals(number)
-        self.ignore()
+        if self.listens:
+            self.ignore()
         self._check()
 
     def ignore(self) -> None:
