@@ -100,7 +100,7 @@ class Gpu:
 def gpu(monkeypatch):
     gpu = Gpu()
     of_matmul = dict.fromkeys(("driver", "streams", "Array"), gpu)
-    of_matmul |= {"_library": lambda: gpu.library, "device_info": lambda device: gpu}
+    of_matmul |= {"library": lambda: gpu.library, "device_info": lambda device: gpu}
     of_ops = {"driver": gpu, "streams": gpu, "device_info": lambda device: gpu, "cu": gpu, "call": lambda f, *_: f()}
     for module, fakes in ((cublaslt, of_matmul), (cuda, of_ops), (attention, {"device_info": of_ops["device_info"]})):
         for name, fake in fakes.items():

@@ -77,8 +77,8 @@ FILES: dict[str, bytes] = {
 def test_rows_and_items_are_documents(tmp_path, name, read, monkeypatch):
     if read == 7 and name.endswith((".json", ".json.gz")):
         read = 300  # the kind of a .json file is that of its first bytes
-    monkeypatch.setattr(kos_documents, "READ", read)
-    monkeypatch.setattr(kos_documents, "ROWS", 3)
+    for size, value in {"READ": read, "ROWS": 3}.items():
+        monkeypatch.setattr(kos_documents, size, value)
     path = tmp_path / name
     path.write_bytes(FILES[name])
     assert documents(path) == (TEXTS[:6], TEXTS[6:])

@@ -46,8 +46,9 @@ def test_a_scale_of_1_plus_weight_has_the_bits_of_a_scale(family, monkeypatch):
     weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
     weights.flat[:] = np.random.default_rng(0).integers(1, 16, weights.flat.size) / 16  # 1 + (w - 1) is exact
     expected = gradients_of(config, weights)
-    monkeypatch.setattr(Normalize, "scale", property(lambda self: 1 + self.weight))
-    monkeypatch.setattr(Normalize, "initial", property(lambda self: 0.5))
+    variant = {"scale": property(lambda self: 1 + self.weight), "initial": property(lambda self: 0.5)}
+    for name, value in variant.items():
+        monkeypatch.setattr(Normalize, name, value)
     drawn = weights.like()
     init_weights(config, drawn, 0)
     names = [name for name, weight in drawn.items() if (weight == 0.5).all()]

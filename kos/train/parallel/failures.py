@@ -85,8 +85,7 @@ class Stop:
 
     def restore(self) -> None:
         """Give back the signals that ``listen`` has taken."""
-        if self.listens:
-            self.ignore()
+        self.ignore()
         if self._writer is not None:
             signal.set_wakeup_fd(self._wakeup)
             os.close(self._writer)
@@ -117,13 +116,12 @@ class Stop:
     def request(self, number: int, frame: FrameType | None = None) -> None:
         """Do what this signal asks for, as its handler."""
         self.asked, self.number = True, signal.Signals(number)
-        if self.listens:
-            self.ignore()
+        self.ignore()
         self._check()
 
     def ignore(self) -> None:
         """Handle no more signals: the next one ends the process, or does what it did before ``listen``."""
-        for number in SIGNALS:
+        for number in SIGNALS if self.listens else ():
             signal.signal(number, self._before.get(number) or signal.SIG_DFL)
 
     def _check(self) -> None:
