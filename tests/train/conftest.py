@@ -64,15 +64,21 @@ def small_buckets(monkeypatch):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """A function: from its call on, short texts and few tokens are kept, read, cut and packed as long ones are."""
+    """A function: from its call on, short texts and few tokens are read, cut and packed as long ones are."""
     of_texts = (pieces, "PIECE", 37), (pieces, "PORTION", 99), (documents, "READ", 13)
-    of_tokens = (prepared, "LEAST", 0), (token_files, "SCANNED", 5), (packing, "CHUNK", 7)
+    of_tokens = (token_files, "SCANNED", 5), (packing, "CHUNK", 7)
 
     def use():
         for module, name, value in (*of_texts, *of_tokens):
             monkeypatch.setattr(module, name, value)
 
     return use
+
+
+@pytest.fixture
+def all_is_kept(monkeypatch):
+    """What is read of data is kept for later starts, however little it is."""
+    monkeypatch.setattr(prepared, "LEAST", 0)
 
 
 @pytest.fixture

@@ -162,8 +162,7 @@ def test_each_source_has_its_field_and_its_encoding(tmp_path):
         parse(["--data", a, "--encoding", f"{a}=utf-9"])
 
 
-def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(tmp_path, monkeypatch, small_pieces):
-    small_pieces()
+def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(tmp_path, monkeypatch, all_is_kept):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, field in (("a", "body"), ("b", "inhalt")):
         write = [json.dumps({field: f"{name} {number} " * 9, "other": "x" * 99}) for number in range(9)]

@@ -334,9 +334,8 @@ def test_training_and_validation_are_means_over_what_counts(pairs, tmp_path):
         assert [rows[0]["loss"], rows[0]["val_loss_before"]] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, small_pieces):
+def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, all_is_kept):
     """For another --loss-on, another template or another mask."""
-    small_pieces()
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT}, {"text": "val"}])
     beside, flags = tmp_path / "tokenizer", ["--tokenizer", str(tmp_path / "tokenizer")]
     shutil.copytree(folder, beside)

@@ -189,9 +189,8 @@ def test_documents_between_separators_are_packed(ends, tmp_path, small_pieces):
     assert data.val.begins.tolist() == [0]
 
 
-def test_a_later_start_reads_no_tokens(tmp_path, small_pieces):
+def test_a_later_start_reads_no_tokens(tmp_path, all_is_kept):
     """Where documents begin is kept, and without masks all tokens count."""
-    small_pieces()
     path = tmp_path / "tokens.bin"
     path.write_bytes(token_bytes([50_256, 1, 2, 3, 50_256, 4, 5] * 99))
     of_all = ["--eval-batches", "0", "--hold-out", "0.1"]

@@ -22,9 +22,8 @@ TEXT = "one ring, two rings\nand a tree of é\n" * 200
 
 
 @pytest.fixture(autouse=True)
-def _all_is_kept(monkeypatch, tmp_path, small_pieces):
-    """However small; the user's cache is in here."""
-    small_pieces()
+def _cache(monkeypatch, tmp_path, all_is_kept):
+    """The user's cache is in here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -176,8 +175,9 @@ def test_progress_is_shown(folder):
         assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
 
 
-def test_portions_are_whole_pieces():
+def test_portions_are_whole_pieces(small_pieces):
     """So that a tokenizer cuts each as it would have cut the whole."""
+    small_pieces()
     documents = [TEXT, "", "short", TEXT[:80]]
     found = [*tokenizers.ByteTokenizer().encode_documents(documents, True)]
     assert len(found) > 20 and all(part.characters < 99 + 37 for part in found)
