@@ -27,11 +27,11 @@ def make_case(zoo: Zoo, name: str, tokens: int) -> Case:
     return getattr(importlib.import_module(f"benchmarks.kernels.{subject}"), name)(zoo, tokens)
 
 
-def check(zoo: Zoo, name: str) -> dict[str, float]:
+def check(zoo: Zoo, name: str, tokens: int = CHECKED_TOKENS) -> dict[str, float]:
     """The errors of both versions in rounding units, the worst of all outputs."""
     errors = {}
     for version in ("fast", "naive"):
-        case = make_case(zoo, name, CHECKED_TOKENS)
+        case = make_case(zoo, name, tokens)
         torch.cuda.synchronize()
         run = getattr(case, version)
         if run is None:

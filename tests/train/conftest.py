@@ -6,9 +6,13 @@ import os
 import numpy as np
 import pytest
 
-from kos.train import machine, run
+from kos.train import machine, optim, run
+from kos.train.data import documents, packing, pieces, prepared, token_files
 from kos.train.data.batches import Dataset, load_data
-from kos.train.device import cpu
+from kos.train.device import cpu, memory_plan
+from kos.train.layers import vocabulary
+from kos.train.model import initial
+from kos.train.ops import numpy_attention, numpy_blocks
 from tests.train.emulated_runs import emulated
 from tests.train.tokenizer_files import huggingface_file
 
@@ -31,10 +35,50 @@ def _one_thread(monkeypatch):
         monkeypatch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
 
 
+@pytest.fixture
+def warm_seconds():
+    """Two dry runs precede the first step, and no more of them to tell how long it takes: most runs are short."""
+    return 0.0
+
+
 @pytest.fixture(autouse=True)
-def _two_dry_runs(monkeypatch):
-    """Precede the first step, and no more of them to tell how long it takes: most runs here have fewer steps."""
-    monkeypatch.setattr(cpu, "WARM_SECONDS", 0.0)
+def _dry_runs(monkeypatch, warm_seconds):
+    monkeypatch.setattr(cpu, "WARM_SECONDS", warm_seconds)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """The operations of the CPU work on blocks so small that every loop over them turns more than once, with a rest."""
+    blocks = (numpy_blocks, "BLOCK", 40), (numpy_attention, "QUERY_BLOCK", 4), (vocabulary, "HEAD_ROWS", 7)
+    for module, name, value in blocks:
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """The weights of a small model are drawn and updated in many blocks, and exchanged in many buckets."""
+    blocks = (optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (initial, "BLOCK", 500)
+    for module, name, value in (*blocks, (memory_plan, "HOST_BUCKET_BYTES", 4096)):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """A function: from its call on, short texts and few tokens are read, cut and packed as long ones are."""
+    of_texts = (pieces, "PIECE", 37), (pieces, "PORTION", 99), (documents, "READ", 13)
+    of_tokens = (token_files, "SCANNED", 5), (packing, "CHUNK", 7)
+
+    def use():
+        for module, name, value in (*of_texts, *of_tokens):
+            monkeypatch.setattr(module, name, value)
+
+    return use
+
+
+@pytest.fixture
+def all_is_kept(monkeypatch):
+    """What is read of data is kept for later starts, however little it is."""
+    monkeypatch.setattr(prepared, "LEAST", 0)
 
 
 @pytest.fixture

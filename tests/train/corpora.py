@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import struct
 import tempfile
 from pathlib import Path
@@ -48,3 +49,11 @@ def token_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, coun
 
 def jsonl(*texts: str, field: str = "text") -> bytes:
     return b"".join(json.dumps({"id": 1, field: text}).encode() + b"\n" for text in texts)
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """With other content of the same size, at the same time as before."""
+    before = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size

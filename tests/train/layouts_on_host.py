@@ -22,9 +22,8 @@ from kos.train.device.cuda import CudaDevice
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops import fixed_order
-from kos.train.ops.cuda import CudaOps, cublaslt
+from kos.train.ops.cuda import cublaslt
 from kos.train.optim import cuda as cuda_optimizer
-from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.engine import host_engine, on_host
@@ -41,8 +40,6 @@ RUN: dict[str, Any] = {
 @pytest.fixture
 def emulated(monkeypatch):
     host_engine(monkeypatch)
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
-    monkeypatch.setattr(CudaOps, "overlap_rows", 1)  # a micro-batch of 8 tokens has two halves, or two turns
 
 
 def layers_of(layout: Layout) -> int:
@@ -98,10 +95,9 @@ def check(layout: Layout, changes: dict[str, Any]) -> None:
 
 def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, least: int = 2) -> None:
     """With ``--deterministic``, whose pieces of a sequence have at least so many tokens."""
-    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", least)
-    monkeypatch.setattr(cuda_optimizer, "CHUNK", 256)
-    monkeypatch.setattr(memory_plan, "CHUNK", 256)
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
+    chunks = (cuda_optimizer, "CHUNK", 256), (memory_plan, "CHUNK", 256), (memory_plan, "BUCKET_BYTES", 4 * 1024)
+    for module, name, size in (*chunks, (fixed_order, "LEAST_CHUNK_ON_GPUS", least)):
+        monkeypatch.setattr(module, name, size)
     changes = {"deterministic": True, "grad_clip": 1.0, "layers": layers_of(layout), **changes}
     layers = changes.pop("layers")
     if "master_weights" in changes:
@@ -119,9 +115,9 @@ def check_memory(
 ) -> None:
     """Allocated memory is within the plan, and not much less; a micro-batch in flight takes all that is planned for
     it, on some rank."""
-    monkeypatch.setattr(fixed_order, "LEAST_CHUNK_ON_GPUS", 16)
-    monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
-    monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
+    small = (fixed_order, "LEAST_CHUNK_ON_GPUS", 16), (memory_plan, "RESERVE", 1 << 16), (cublaslt, "WORKSPACE", 0)
+    for module, name, size in small:
+        monkeypatch.setattr(module, name, size)
     held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory
     one_at_a_time = threading.RLock()
     changes = {**changes, "seq_len": 128, "dtype": "bfloat16", "documents": "pack"}

@@ -42,13 +42,24 @@ def attention_formula(own, other=None):
     return out.reshape(len(q) * length, -1), lse
 
 
+@pytest.fixture
+def query_block():
+    return numpy_attention.QUERY_BLOCK
+
+
+@pytest.fixture
+def blocks(monkeypatch, query_block, scores):
+    """Attention has a block of so many queries, and about so many scores, in memory at once."""
+    for name, size in (("QUERY_BLOCK", query_block), ("SCORES", scores)):
+        monkeypatch.setattr(numpy_attention, name, size)
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1), (8, 2)])
 @pytest.mark.parametrize(
     ("length", "query_block", "scores"), [(1, 4, 1), (4, 4, 99), (7, 4, 150), (13, 5, 150), (9, 64, 10**6)]
 )
-def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block, scores):
-    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", query_block)
-    monkeypatch.setattr(numpy_attention, "SCORES", scores)
+def test_attention(rng, arena, heads, kv_heads, length):
     samples, d = 3, 3
     qkv = rng.normal(size=(samples * length, (heads + 2 * kv_heads) * d))
     out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
@@ -62,6 +73,7 @@ def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block
     check_gradients(rng, lambda x: attention_formula(replace(attend, qkv=x))[0], (qkv,), (d_qkv,), d_out)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1)])
 @pytest.mark.parametrize("scores", [1, 150, 10**6])
 @pytest.mark.parametrize(
@@ -69,10 +81,7 @@ def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block
     [(2, (0, 2), (0, 1)), (8, (0, 8), (0, 4)), (10, (5, 10), (0, 10)), (7, (1, 6), (2, 5)), (9, (8, 9), (8, 9))],
 )
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_to_keys_of_another_rank(
-    rng, arena, monkeypatch, heads, kv_heads, scores, length, queries, keys, masked
-):
-    monkeypatch.setattr(numpy_attention, "SCORES", scores)
+def test_attention_to_keys_of_another_rank(rng, arena, heads, kv_heads, length, queries, keys, masked):
     samples, d, queries, keys = 3, 3, slice(*queries), slice(*keys)
     qkv, others = rng.normal(size=(2, samples * length, (heads + 2 * kv_heads) * d))
     own = other = None
@@ -184,13 +193,13 @@ def test_masks_of_other_shapes_are_refused(arena):
         ops.attention(Attend(qkv, 1, 1, out, lse, mask), arena)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("scores", [1, 150, 10**6])
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 99])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "lengths"), [(3, 3, [1]), (4, 2, [3, 4, 5]), (4, 1, [1, 7]), (2, 2, [99])]
 )
-def test_attention_with_a_mask(rng, arena, monkeypatch, heads, kv_heads, lengths, window, scores):
-    monkeypatch.setattr(numpy_attention, "SCORES", scores)
+def test_attention_with_a_mask(rng, arena, heads, kv_heads, lengths, window):
     samples, length, d = 3, 13, 3
     qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
     starts, mask = masks.starts_of(lengths, samples, length), mask_arrays(samples, length)
@@ -205,12 +214,12 @@ def test_attention_with_a_mask(rng, arena, monkeypatch, heads, kv_heads, lengths
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
-def test_documents_of_a_sample_are_as_samples_of_their_own(rng, arena, monkeypatch):
+def test_documents_of_a_sample_are_as_samples_of_their_own(rng, arena):
     """Nothing of another document is read, and the sums do not depend on what else is in the batch: equal bits."""
-    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 8)
-    samples, length, heads, kv_heads, d = 3, 24, 4, 2, 3
+    size = numpy_attention.QUERY_BLOCK  # of a document
+    samples, length, heads, kv_heads, d = 3, 3 * size, 4, 2, 3
     qkv, d_out = (rng.normal(size=(samples * length, n * d)) for n in (heads + 2 * kv_heads, heads))
-    starts = np.tile(np.arange(length) // 8 * 8, (samples, 1)).astype(np.int32)
+    starts = np.tile(np.arange(length) // size * size, (samples, 1)).astype(np.int32)
 
     def run(qkv, d_out, samples, starts):
         length = len(qkv) // samples
@@ -221,10 +230,10 @@ def test_documents_of_a_sample_are_as_samples_of_their_own(rng, arena, monkeypat
         ops.attention_backward(Attend(columns(qkv), heads, kv_heads, out, lse, mask), columns(d_out), d_qkv, arena)
         return out, lse.swapaxes(1, 2).reshape(len(qkv), heads), d_qkv
 
-    qkv[8:16] = np.nan
+    qkv[size : 2 * size] = np.nan
     together = run(qkv, d_out, samples, starts)
-    for document in range(samples * length // 8):
-        rows = slice(8 * document, 8 * document + 8)
+    for document in range(samples * length // size):
+        rows = slice(size * document, size * (document + 1))
         for part, whole in zip(run(qkv[rows], d_out[rows], 1, None), together, strict=True):
             np.testing.assert_array_equal(part, whole[rows])
 

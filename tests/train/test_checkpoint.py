@@ -118,7 +118,7 @@ def test_a_manifest_that_is_none(tmp_path):
         checkpoint.verify(path.parent)
 
 
-def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_named(tmp_path, before_call):
     with refused(CheckpointError, f"{'x' * 300}: expected a checkpoint or a run with one under checkpoints/, got"):
         checkpoint.find(Path("x" * 300))
     (tmp_path / "checkpoints").mkdir()
@@ -128,11 +128,10 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
 
     for step in (1, 2):  # an older one is no remedy
         _save(tmp_path / "checkpoints", step)
-    with monkeypatch.context() as patch:
-        patch.setattr(huggingface, "fingerprint", closed)
-        with refused(CheckpointError, f"{tmp_path}/checkpoints/step-2: expected files that can be read, got Perm"):
-            checkpoint.find(tmp_path)
-    monkeypatch.setattr(Path, "iterdir", closed)
+    before_call(huggingface, "fingerprint", closed)
+    with refused(CheckpointError, f"{tmp_path}/checkpoints/step-2: expected files that can be read, got Perm"):
+        checkpoint.find(tmp_path)
+    before_call(Path, "iterdir", closed)
     with refused(CheckpointError, f"{tmp_path}/checkpoints: expected a folder that can be read, got", "denied"):
         checkpoint.find(tmp_path)
 

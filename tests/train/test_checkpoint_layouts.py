@@ -22,7 +22,6 @@ from kos.train import checkpoint
 from kos.train.checkpoint import huggingface, saving
 from kos.train.checkpoint.state import WritePlan
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.model import initial
 from kos.train.model.initial import InitialWeights, init_weights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
@@ -186,9 +185,8 @@ def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, before
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_initial_weights_are_those_of_one_rank(rng, ranks, monkeypatch):
+def test_initial_weights_are_those_of_one_rank(rng, ranks, small_buckets):
     """In every layout, drawn in blocks."""
-    monkeypatch.setattr(initial, "BLOCK", 500)
     for layout, chunks in layouts(ranks):
         model = grouped(tie_word_embeddings=bool(rng.integers(2)))
         whole = Parameters(model.parameter_shapes())

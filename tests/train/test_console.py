@@ -55,12 +55,18 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 @pytest.fixture
 def terminal():
     """Makes a terminal of that width of ``sys.stdout``."""
-    with pytest.MonkeyPatch.context() as patch:  # undone before ``capsys``, which puts its own in that place
+    try:
+        ends = os.openpty()  # of which the size alone counts
+    except OSError as error:
+        pytest.skip(f"needs terminals (/dev/pts): {error}")
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:  # undone before ``capsys``
+        for end in ends:
+            stack.callback(os.close, end)
 
         def make(columns):
-            (made := io.StringIO()).isatty, made.fileno = lambda: True, lambda: 1
-            patch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((columns, 30)))
-            patch.setattr(sys, "stdout", made)
+            termios.tcsetwinsize(ends[1], (30, columns))
+            (made := io.StringIO()).isatty, made.fileno = lambda: True, lambda: ends[1]
+            stack.enter_context(contextlib.redirect_stdout(made))
             patch.setenv("TERM", "xterm")
             return made
 
@@ -285,12 +291,12 @@ def test_what_takes_long_is_a_line_now_and_then(ticking, capsys):
 
 
 @pytest.mark.parametrize("bar", [False, True])
-def test_progress_of_a_task_never_decreases(ticking, monkeypatch, capsys, terminal, bar):
+def test_progress_of_a_task_never_decreases(ticking, before_call, capsys, terminal, bar):
     """The passes of a pipeline come in any order.  A task that starts again after a step or another task is shown."""
     shown = []
     ticking(11)
     if bar:
-        monkeypatch.setattr(Bar, "update", lambda self, headline="", *given, **fields: shown.append(headline))
+        before_call(Bar, "update", lambda bar, headline="", *given, **fields: shown.append(headline))
         terminal(80)
     lines = Console(0, 9)
     for share in (0.25, 0.5, 0.125, 0.75):

@@ -8,7 +8,7 @@ import pytest
 from kos.memory.arena import Arena
 from kos.testing import spawn
 from kos.train.data.batch import Batch
-from kos.train.ops import Attend, numpy_attention
+from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.fixed_order import Split
 from kos.train.parallel.context import ContextParallel, FixedContext
@@ -100,10 +100,10 @@ def attention_of_ranks(
     return spawn(run, size)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 40])
+@pytest.mark.parametrize("chunk", [1, 3, 70])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_attention(size, chunk, monkeypatch):
-    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 32)
+def test_attention(size, chunk):
+    """70 tokens are two blocks of queries."""
     attention_of_ranks(size, chunk=chunk)
     attention_of_ranks(size, samples=1, chunk=chunk, group=Deferred)
 

@@ -20,8 +20,12 @@ from kos.dtypes import DTYPES
 from kos.errors import CudaError, InvalidArgument
 from kos.memory.array import Array
 from kos.train.ops import cuda as cuda
-from kos.train.ops.cuda import CudaOps, cublaslt
+from kos.train.ops.cuda import CudaOps, attention, cublaslt
 from kos.train.ops.cuda.cublaslt import ALGORITHM_BYTES, Columns, Matmul, Stored
+
+RESULT = np.dtype([("algo", np.uint8, ALGORITHM_BYTES), ("workspace", np.uint64), ("state", np.int32), ("rest", "V20")])
+REFUSED = 99
+"""An algorithm that cuBLASLt does not take."""
 
 
 class NotSupported(Exception):
@@ -29,39 +33,100 @@ class NotSupported(Exception):
 
 
 class Gpu:
-    """A run takes the ``brief`` milliseconds of its algorithm, but the ``lasting`` where half of SETTLE went before."""
+    """A GPU with cuBLASLt, in place of its driver, its streams, its arrays and what is known about it.
 
-    def __init__(self, brief, lasting):
-        self.times, self.now, self.since = list(zip(brief, lasting, strict=True)), 0.0, (None, 0.0)
-        self.candidates = [np.full(cublaslt.ALGORITHM_BYTES, index, np.uint8) for index in range(len(brief))]
+    Algorithms are known by their first byte.  cuBLASLt suggests 1, 2, 3, …  A run of algorithm n takes ``brief[n - 1]``
+    milliseconds, but ``lasting[n - 1]`` where half of SETTLE went before, as on a GPU whose clock a power limit holds
+    down.  One of infinitely many does not run.
+    """
 
-    def run(self, plan, algorithm, a, b, c, out):
-        (which,) = (index for index, x in enumerate(self.candidates) if x.ctypes.data == algorithm)
-        if self.times[which][0] == math.inf:
+    def __init__(self):
+        self.lasting = self.brief = [2.0, 2.0, 1.0] + 9 * [2.0]
+        self.now, self.searched, self.ran, self.since, self.status = 0.0, 0.0, [], 0.0, None
+        self.name, self.multiprocessors, self.compute_capability, self.arch = "host", 1, (9, 0), "sm_90a"
+        self.pointer = 0
+        self.library = MagicMock(matmul_heuristic_result_dtype=RESULT, cuBLASLtError=NotSupported)
+        self.library.matmul_algo_get_heuristic.side_effect = self.suggest
+        self.library.matmul_algo_check.side_effect = self.check
+        self.library.matmul.side_effect = self.multiply
+        self.CUdevice_attribute = MagicMock()
+
+    def suggest(self, *arguments):
+        *_, asked, found, count = arguments
+        results = np.zeros(min(asked, len(self.brief)), RESULT)
+        results["algo"][:, 0] = 1 + np.arange(len(results))
+        ctypes.memmove(found, results.ctypes.data, results.nbytes)
+        ctypes.memmove(count, np.array([len(results)], np.int32).ctypes.data, 4)
+
+    def check(self, *arguments):
+        if ctypes.c_uint8.from_address(arguments[-2]).value == REFUSED:
             raise NotSupported
-        if self.since[0] != which:
-            self.since = which, self.now
-        self.now += self.times[which][self.now - self.since[1] >= cublaslt.SETTLE / 2]
+
+    def multiply(self, *arguments):
+        algorithm = ctypes.c_uint8.from_address(arguments[-4]).value
+        brief, lasting = self.brief[algorithm - 1], self.lasting[algorithm - 1]
+        if brief == math.inf:
+            raise NotSupported
+        if self.ran[-1:] != [algorithm]:
+            self.since = self.now
+        self.ran.append(algorithm)
+        self.now += lasting if self.now - self.since >= cublaslt.SETTLE / 2 else brief
 
     def milliseconds(self, run, stream):
         began = self.now
         run()
+        self.searched += self.now - began
         return self.now - began
+
+    def broken(self):
+        return self.status
+
+    def on_device(self, device):
+        return nullcontext()
+
+    def handle(self, stream):
+        return 0
+
+    create_stream = set_device = handle
+
+    def empty(self, *_, **__):
+        return self
+
+    def cuDeviceGetAttribute(self, *_):
+        return 0
 
 
 @pytest.fixture
-def search(monkeypatch):
-    """Which the search takes on a Gpu, and for how many milliseconds it runs."""
+def gpu(monkeypatch):
+    gpu = Gpu()
+    of_matmul = dict.fromkeys(("driver", "streams", "Array"), gpu)
+    of_matmul |= {"library": lambda: gpu.library, "device_info": lambda device: gpu}
+    of_ops = {"driver": gpu, "streams": gpu, "device_info": lambda device: gpu, "cu": gpu, "call": lambda f, *_: f()}
+    for module, fakes in ((cublaslt, of_matmul), (cuda, of_ops), (attention, {"device_info": of_ops["device_info"]})):
+        for name, fake in fakes.items():
+            monkeypatch.setattr(module, name, fake)
+    return gpu
+
+
+@pytest.fixture
+def library(gpu):
+    return gpu.library
+
+
+def taken(matmul, size, gpu):
+    """The algorithm of a product of such matrices."""
+    matmul(*(SimpleNamespace(shape=(size, size), size=size**2, dtype=DTYPES["float32"], pointer=256) for _ in range(3)))
+    return gpu.ran[-1]
+
+
+@pytest.fixture
+def search(gpu):
+    """Which of the algorithms the search takes, and for how many milliseconds it runs."""
 
     def search(brief, lasting):
-        gpu = Gpu(brief, lasting)
-        monkeypatch.setattr(cublaslt, "streams", gpu)
-        monkeypatch.setattr(cublaslt, "Array", SimpleNamespace(empty=lambda *_, **__: None))
-        matmul = object.__new__(Matmul)
-        matmul.device, matmul.stream, matmul._run = 0, 0, gpu.run
-        matmul.lt = SimpleNamespace(cuBLASLtError=NotSupported)
-        best = matmul._fastest(None, gpu.candidates, None, None, None, SimpleNamespace(shape=(1, 1), dtype="float32"))
-        return best[0], gpu.now
+        gpu.brief, gpu.lasting, gpu.searched = brief, lasting, 0.0
+        best = taken(Matmul(0, None, search=True), 8, gpu)
+        return best - 1, gpu.searched
 
     return search
 
@@ -87,61 +152,28 @@ def test_a_search_takes_less_than_a_second(search):
     assert which == 1 and took == 12 * (1 + cublaslt.REPEATS)
 
 
-def test_what_does_not_run_is_left_out(search, monkeypatch):
+def test_what_does_not_run_is_left_out(search, gpu, monkeypatch):
     """Unless nothing runs any more."""
-    monkeypatch.setattr(cublaslt.driver, "broken", lambda: None)
     assert search([math.inf, 1.0, 2.0], [math.inf, 5.0, 2.0])[0] == 1
-    monkeypatch.setattr(cublaslt.driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
-    with pytest.raises(NotSupported):
+    gpu.status, gpu.library_error = "CUDA_ERROR_ILLEGAL_ADDRESS", lambda what, error: CudaError(what)
+    with pytest.raises(CudaError):
         search([math.inf, 1.0, 2.0], [math.inf, 5.0, 2.0])
 
 
-RESULT = np.dtype([("algo", np.uint8, ALGORITHM_BYTES), ("workspace", np.uint64), ("state", np.int32), ("rest", "V20")])
-
-
-@pytest.fixture
-def library(monkeypatch):
-    """cuBLASLt, whose algorithms are known by their first byte: it suggests 1, 2, 3, … and refuses 99."""
-
-    def suggest(*arguments):
-        *_, asked, found, count = arguments
-        results = np.zeros(asked, RESULT)
-        results["algo"][:, 0] = 1 + np.arange(asked)
-        ctypes.memmove(found, results.ctypes.data, results.nbytes)
-        ctypes.memmove(count, np.array([asked], np.int32).ctypes.data, 4)
-
-    def check(*arguments):
-        if ctypes.c_uint8.from_address(arguments[-2]).value == 99:
-            raise RuntimeError("not supported")
-
-    library = MagicMock(matmul_heuristic_result_dtype=RESULT, cuBLASLtError=RuntimeError)
-    library.matmul_algo_get_heuristic.side_effect, library.matmul_algo_check.side_effect = suggest, check
-    monkeypatch.setattr(cublaslt, "_library", lambda: library)
-    monkeypatch.setattr(cublaslt, "driver", SimpleNamespace(on_device=lambda device: nullcontext()))
-    monkeypatch.setattr(cublaslt, "streams", SimpleNamespace(handle=lambda stream: 0))
-    monkeypatch.setattr(cublaslt, "Array", SimpleNamespace(empty=lambda *_, **__: SimpleNamespace(pointer=0)))
-    return library
-
-
-def taken(matmul, size):
-    """The algorithm of a product of such matrices."""
-    matmul(*(SimpleNamespace(shape=(size, size), size=size**2, dtype=DTYPES["float32"], pointer=256) for _ in range(3)))
-    return list(matmul._plans.values())[-1].algorithm[0]
-
-
-def test_only_a_search_times(library, monkeypatch, caplog):
+def test_only_a_search_times(gpu, caplog):
     """Others take what is in its table, and for what is not cuBLASLt's first suggestion; or where it is refused."""
-    timed = []
-    monkeypatch.setattr(Matmul, "_fastest", lambda self, plan, candidates, *_: timed.append(1) or candidates[2])
     table = {}
     first = Matmul(0, None, algorithms=table, search=True)
-    assert [taken(first, size) for size in (8, 8, 16)] == [3, 3, 3] and len(timed) == len(table) == 2
-    assert taken(Matmul(0, None, algorithms=dict(table), search=True), 8) == 3
+    assert taken(first, 8, gpu) == 3
+    once = gpu.searched
+    assert [taken(first, size, gpu) for size in (8, 16)] == [3, 3] and gpu.searched == 2 * once > 0 and len(table) == 2
+    assert taken(Matmul(0, None, algorithms=dict(table), search=True), 8, gpu) == 3
     other = Matmul(0, None, algorithms=json.loads(json.dumps(table)))
-    assert [taken(other, size) for size in (8, 16, 24)] == [3, 3, 1] and taken(Matmul(0, None), 8) == 1
+    assert [taken(other, size, gpu) for size in (8, 16, 24)] == [3, 3, 1] and taken(Matmul(0, None), 8, gpu) == 1
     (name, _), (damaged, _) = table.items()
-    refused = Matmul(0, None, algorithms={name: bytes([99] * ALGORITHM_BYTES).hex(), damaged: "no hex"})
-    assert [taken(refused, size) for size in (8, 16)] == [1, 1] and len(timed) == 2 and len(refused.algorithms) == 2
+    refused = Matmul(0, None, algorithms={name: bytes([REFUSED] * ALGORITHM_BYTES).hex(), damaged: "no hex"})
+    assert [taken(refused, size, gpu) for size in (8, 16)] == [1, 1] and gpu.searched == 2 * once
+    assert len(refused.algorithms) == 2
     (warning,) = caplog.messages  # none of what is damaged: it is as good as not there
     assert warning == f"cuBLASLt does not take the stored algorithm of {name}: another run's bits may differ"
 
@@ -200,7 +232,7 @@ def test_several_products_at_once_with_factors(library):
         each for size in (24 * 8, 16 * 8, 16 * 24) for each in ((of.BATCH_COUNT, 5), (of.STRIDED_BATCH_OFFSET, size))
     ] * 2  # with and without c
     assert factors == [[2.5, -3.0], [1.0, 0.0]]
-    b.shape, library.cuBLASLtError = (4, 24, 8), NotSupported
+    b.shape = 4, 24, 8
     with pytest.raises(InvalidArgument, match="matmul: expected"):
         matmul(a, b, out, transpose_b=True)
 
@@ -254,7 +286,7 @@ def test_products_in_8_bits_that_are_refused(library, changes, options):
     forms = changes.pop("forms", ("float8_e4m3fn", "float8_e4m3fn"))
     a, b, out, scales = eights(*forms, sizes=(64, 64, 64), **changes)
     how = {"transpose_b": True, "scales": True, **options}
-    how["scales"], library.cuBLASLtError = scales if how["scales"] else None, NotSupported
+    how["scales"] = scales if how["scales"] else None
     with pytest.raises(InvalidArgument, match="matmul: expected float32 or bfloat16, or float8 that lies along"):
         Matmul(0, 0)(a, b, out, **how)
 
@@ -276,33 +308,23 @@ def test_finer_scales(library):
             matmul(a, b, out, transpose_b=True, scales=scales)
         assert [each for each in told if each[0]] == expected
         told.clear()
-    scales[0].shape, library.cuBLASLtError = (5, 8), NotSupported
+    scales[0].shape = 5, 8
     with pytest.raises(InvalidArgument, match=r"one of the shapes \(1,\), \(256,\), \(5, 256\), \(2, 8\), got"):
         matmul(a, b, out, transpose_b=True, scales=scales)
 
 
 def test_sizes_of_products_in_8_bits(library):
     a, b, out, scales = eights("float8_e4m3fn", "float8_e4m3fn", sizes=(24, 32, 64))
-    library.cuBLASLtError = NotSupported
     with pytest.raises(InvalidArgument, match="sizes of float8 operands that are multiples of 16, got 24"):
         Matmul(0, 0)(a, b, out, transpose_b=True, scales=scales)
 
 
-def test_a_table_is_filled_before_it_is_used(library, monkeypatch):
+def test_a_table_is_filled_before_it_is_used(gpu):
     """As the engine does, of the operations that it has."""
-    cu = SimpleNamespace(CUdevice_attribute=MagicMock(), cuDeviceGetAttribute=None)
-    monkeypatch.setattr(cuda, "driver", SimpleNamespace(set_device=lambda device: None))
-    monkeypatch.setattr(cuda, "streams", SimpleNamespace(create_stream=lambda device: None))
-    info = SimpleNamespace(multiprocessors=1, compute_capability=(9, 0), arch="sm_90a")
-    for module in (cuda, cuda.attention):
-        monkeypatch.setattr(module, "device_info", lambda device: info)
-    monkeypatch.setattr(cuda, "cu", cu)
-    monkeypatch.setattr(cuda, "call", lambda *_: 0)
     searching, taking = CudaOps(0, search=True), CudaOps(0)
-    monkeypatch.setattr(Matmul, "_fastest", lambda self, plan, candidates, *_: candidates[2])
-    assert taken(searching.matmul, 8) == 3
+    assert taken(searching.matmul, 8, gpu) == 3
     taking.algorithms.update(searching.algorithms)
-    assert [taken(taking.matmul, size) for size in (8, 16)] == [3, 1]
+    assert [taken(taking.matmul, size, gpu) for size in (8, 16)] == [3, 1]
 
 
 @pytest.fixture
@@ -328,25 +350,16 @@ def test_what_was_found_is_kept(path, caplog):
     assert json.loads(path.read_text()) == kept().known == other.known == {"a": "1", "b": "2"} and not warnings(caplog)
 
 
-def test_two_searches_that_end_at_the_same_time_have_one_result(path, monkeypatch):
-    """The second one ends while the first one writes: what it has found was not stored when it began."""
+def test_two_searches_that_end_at_the_same_time_have_one_result(path, before_call):
+    """The second one ends while the first one writes: it waits, then finds what was not stored when it began."""
 
-    def replace(path, content):
-        if threading.current_thread() is second:
-            reached.set()
-        else:
+    def end_the_second(path, content):
+        if threading.current_thread() is not second:
             second.start()
-            assert reached.wait(20)
-        write(path, content)
+            second.join(0.2)
+            assert second.is_alive(), "it has not waited"
 
-    def flock(file, how):
-        if threading.current_thread() is second:
-            reached.set()
-        lock(file, how)
-
-    reached, write, lock = threading.Event(), cublaslt.replace_file, fcntl.flock
-    monkeypatch.setattr(cublaslt, "replace_file", replace)
-    monkeypatch.setattr(fcntl, "flock", flock)
+    before_call(cublaslt, "replace_file", end_the_second)
     mine, other = kept(), kept()
     second = threading.Thread(target=other.keep, args=({"a": "3", "b": "2"},))
     mine.keep({"a": "1"})
@@ -391,10 +404,8 @@ def test_a_place_that_cannot_be_written_is_reported_once(path, caplog):
     assert "another run may choose otherwise, with other bits" in line
 
 
-def test_one_file_for_each_gpu_and_version(library, path, monkeypatch):
+def test_one_file_for_each_gpu_and_version(gpu, library, path):
     """What another cuBLASLt has found, or another GPU, is not looked at."""
-    gpu = SimpleNamespace(name="Some GPU")
-    monkeypatch.setattr(cublaslt, "device_info", lambda device: gpu)
     library.get_version.return_value = 130000
     cublaslt.stored_algorithms(0).keep({"a": "1"})
     assert cublaslt.stored_algorithms(0).known == {"a": "1"}
@@ -405,15 +416,17 @@ def test_one_file_for_each_gpu_and_version(library, path, monkeypatch):
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_what_fails_is_an_error_of_kos(library, monkeypatch, planned):
+def test_what_fails_is_an_error_of_kos(gpu, library, monkeypatch, planned):
     """With the driver's word for it, where it has one."""
     failing = library.matmul if planned else library.matmul_algo_get_heuristic
-    failing.side_effect = RuntimeError("EXECUTION_FAILED (13)")
-    monkeypatch.setattr(cublaslt.driver, "library_error", driver.library_error, raising=False)
+    failing.side_effect = NotSupported("EXECUTION_FAILED (13)")
+    gpu.library_error = driver.library_error
     x = SimpleNamespace(size=4, shape=(2, 2), dtype=DTYPES["float32"], pointer=256)
+    cu = MagicMock()
+    cu.cuGetErrorString.return_value = 0, b"why"
+    monkeypatch.setattr(driver, "cu", cu)
     broken = SimpleNamespace(name="CUDA_ERROR_ILLEGAL_ADDRESS")
     for status, said in ((0, r"EXECUTION_FAILED \(13\)$"), (broken, r"\(13\); CUDA_ERROR_ILLEGAL_ADDRESS \(why\)$")):
-        cu = SimpleNamespace(cuMemGetInfo=lambda s=status: (s, 0, 0), cuGetErrorString=lambda status: (0, b"why"))
-        monkeypatch.setattr(driver, "cu", cu)
+        cu.cuMemGetInfo.return_value = status, 0, 0
         with pytest.raises(CudaError, match=f"^a matmul by cuBLASLt failed: .*{said}"):
             Matmul(0, None)(x, x, x)

@@ -93,13 +93,13 @@ NOWHERE = "http://127.0.0.1:9/"
 def play(tmp_path, monkeypatch):
     """PLAY in the place of tinyshakespeare, in a cache of its own, at no address that answers. Sets another one."""
 
-    def published_at(url):
-        monkeypatch.setattr(download, "URL", url)
+    def published_at(url, seconds=20.0):
+        about = {"URL": url, "SIZE": len(PLAY), "SHA256": hashlib.sha256(PLAY).hexdigest(), "SOCKET_SECONDS": seconds}
+        for name, value in about.items():
+            monkeypatch.setattr(download, name, value)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(download, "SIZE", len(PLAY))
-    monkeypatch.setattr(download, "SHA256", hashlib.sha256(PLAY).hexdigest())
     published_at(NOWHERE)
     return published_at
 
@@ -137,10 +137,9 @@ def test_download_once_then_from_the_cache(tmp_path, server, play, path):
         ("/stall", ["timed out", "--data PATH"]),
     ],
 )
-def test_a_wrong_download_is_refused_and_leaves_nothing(tmp_path, server, play, monkeypatch, path, parts):
+def test_a_wrong_download_is_refused_and_leaves_nothing(tmp_path, server, play, path, parts):
     url, requests = server
-    play(url + path)
-    monkeypatch.setattr(download, "SOCKET_SECONDS", 0.3 if path == "/stall" else 20.0)
+    play(url + path, 0.3 if path == "/stall" else 20.0)
     refusal("tinyshakespeare", "--data tinyshakespeare", url + path, *parts)
     until = time.monotonic() + 20
     while not requests[path]:  # the server may be slower than the 0.3 s

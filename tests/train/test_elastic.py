@@ -83,24 +83,18 @@ def test_every_operation(zero, text, tmp_path, short):
             assert train(text, out, faults, zero=zero, steps=3) == short, (operation, rank)
 
 
-def interrupt(steps: Sequence[int], ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def interrupt(steps: Sequence[int], ranks: Sequence[int], before_call: Any) -> list[int]:
     """Have these ranks lose the others right before the update of these steps; returns who applied one afterwards."""
     applied, left, calls = list[int](), {(each, step) for each in ranks for step in steps}, Counter[int]()
-    whole, device_apply = Step.apply, Device.apply
 
-    def apply(self: Step) -> None:
-        rank = self.mesh.world.rank
+    def lose(step: Step) -> None:
+        rank = step.mesh.world.rank
         calls[rank] += 1
         if (rank, calls[rank] - 1) in left:
             raise RankLost("as the test wants")
-        whole(self)
 
-    def again(self: Device) -> None:
-        applied.append(self.comm.rank)
-        device_apply(self)
-
-    monkeypatch.setattr(Step, "apply", apply)
-    monkeypatch.setattr(Device, "apply", again)
+    before_call(Step, "apply", lose)
+    before_call(Device, "apply", lambda device: applied.append(device.comm.rank))
     return applied
 
 
@@ -113,26 +107,26 @@ def on_gpus(text: Path, out: Path, faults: Sequence[Fault] = (), **changes: Any)
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("zero", "graph"), [(0, True), (1, True), (1, False)])
-def test_gpus(zero, graph, text, tmp_path, monkeypatch):
+def test_gpus(zero, graph, text, tmp_path, before_call):
     """A lost rank; without a graph, also ranks that are behind by a step."""
     plain = on_gpus(text, tmp_path / "plain", zero=zero, graph=graph)
     how = {"zero": zero, "graph": graph, "elastic": "1"}
     assert on_gpus(text, tmp_path / "hurt", [Fault("crash", 1, 4, call="all_to_all")], **how) == plain
     assert ranks_of(tmp_path / "hurt")[-1] == (3, 1)
     if not graph:
-        applied = interrupt([2], [0, 3], monkeypatch)
+        applied = interrupt([2], [0, 3], before_call)
         assert on_gpus(text, tmp_path / "behind", **how) == plain and sorted(applied) == [0, 3]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_who_is_behind_applies_the_step_from_its_own_sums(zero, text, tmp_path, unhurt, monkeypatch):
-    applied = interrupt([3], [1, 2], monkeypatch)
+def test_who_is_behind_applies_the_step_from_its_own_sums(zero, text, tmp_path, unhurt, before_call):
+    applied = interrupt([3], [1, 2], before_call)
     assert train(text, tmp_path, zero=zero) == unhurt
     assert sorted(applied) == [1, 2] and ranks_of(tmp_path) == [(4, 0)] * 4 + [(4, 1)] * 2
 
 
-def test_a_step_that_nobody_applied_is_computed_again(text, tmp_path, unhurt, monkeypatch):
-    applied = interrupt([3], range(RANKS), monkeypatch)
+def test_a_step_that_nobody_applied_is_computed_again(text, tmp_path, unhurt, before_call):
+    applied = interrupt([3], range(RANKS), before_call)
     assert train(text, tmp_path) == unhurt
     assert not applied and ranks_of(tmp_path) == [(4, 0)] * 3 + [(4, 1)] * 3
 

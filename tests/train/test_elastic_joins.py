@@ -1,6 +1,7 @@
 """``--join``: newcomers join an elastic run, which has the bits of one in which nothing happened."""
 
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -18,7 +19,6 @@ from kos.train import checkpoint, elastic
 from kos.train.checkpoint import saving
 from kos.train.data import packing
 from kos.train.newcomer import Newcomer
-from kos.train.parallel.failures import LEAVE
 from kos.train.run_context import ADDRESS
 from tests.train.elastic_runs import RANKS, SHAPE, config_of, no_dry_run, ranks_of, text, train, unhurt, until
 from tests.train.newcomers import ended, invite
@@ -44,19 +44,20 @@ def test_newcomers_get_all_from_the_ranks(zero, newcomers, text, tmp_path, unhur
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_path, unhurt, monkeypatch, before_call):
+def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_path, unhurt, before_call):
     """No rank waits for its files: the run goes on with the same ranks until they are complete."""
-    start, may_end = elastic.Elastic.start_step, threading.Event()
+    may_end = threading.Event()
 
-    def start_step(self, step, wish):
-        files = self.run.saving
-        if step == 4 and files is not None:
+    def start_step(elastic, step, wish):
+        run = elastic.run
+        if leaves and step == 1 and run.mesh.world.rank == 3:
+            run.stop.request(signal.SIGUSR1)
+        if step == 4 and (files := run.saving) is not None:
             may_end.set()
             until(lambda: files.done)
-        start(self, step, LEAVE if leaves and step > 1 and self.run.mesh.world.rank == 3 else wish)
 
     before_call(saving, "write_tensors", lambda *_: may_end.wait(60))
-    monkeypatch.setattr(elastic.Elastic, "start_step", start_step)
+    before_call(elastic.Elastic, "start_step", start_step)
     threads = [] if leaves else invite(before_call, text, tmp_path)
     assert train(text, tmp_path, elastic="1:5", keep=10, save_async=True, save_every=3) == unhurt
     assert [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")] == [3, 6]
@@ -80,24 +81,24 @@ def test_some_ranks_know_of_a_loss_where_others_grow(text, tmp_path, unhurt, bef
     assert calls[1] == RANKS and elastic.TRIES < RANKS
 
 
-def test_a_newcomer_without_the_backend_does_not_end_the_run(text, tmp_path, unhurt, monkeypatch, before_call, capsys):
+def test_a_newcomer_without_the_backend_does_not_end_the_run(text, tmp_path, unhurt, before_call, capsys):
     def communicator(*arguments, **options):
         arguments[2].close()
         raise BackendUnavailable("nccl: rank 4: no module named nccl")
 
-    monkeypatch.setattr(groups, "communicator", communicator)
+    before_call(groups, "communicator", communicator)
     invite(before_call, text, tmp_path)
     assert train(text, tmp_path, elastic="1:5") == unhurt
     assert "no rank joined: nccl: rank 4: no module named nccl" in capsys.readouterr().out
 
 
-def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, monkeypatch, before_call):
+def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, before_call):
     """It knows nothing of the run yet."""
 
     def dies(run):
         raise TrainingError("the machine goes down")
 
-    monkeypatch.setattr(elastic, "facts_of", dies)
+    before_call(elastic, "facts_of", dies)
     threads = invite(before_call, text, tmp_path)
     with pytest.raises(TrainingError, match="the machine goes down"):
         train(text, tmp_path, elastic="1:5")
@@ -161,7 +162,7 @@ def test_a_newcomer_takes_settings_that_change_no_number(text, tmp_path, unhurt,
     assert ended(threads) == [[]] and ranks_of(tmp_path)[-1] == (5, 1)
 
 
-def test_a_spare_waits_for_the_run(text, tmp_path, monkeypatch):
+def test_a_spare_waits_for_the_run(text, tmp_path, before_call):
     """Longer than the timeout: until it has written its address; once that is gone, the run is over."""
     address, calls = tmp_path / ADDRESS, list[float]()
 
@@ -173,7 +174,7 @@ def test_a_spare_waits_for_the_run(text, tmp_path, monkeypatch):
         time.sleep(timeout)
         raise RendezvousError("join: nobody admits newcomers")
 
-    monkeypatch.setattr(kos, "join", nobody)
+    before_call(kos, "join", nobody)
     threading.Timer(0.2, address.write_text, ["127.0.0.1:9"]).start()
     with pytest.raises(RendezvousError, match="join: nobody"):
         Newcomer(config_of(text, tmp_path, elastic="1", join=str(address), timeout=0.01))

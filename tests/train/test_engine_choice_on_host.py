@@ -1,6 +1,5 @@
 """The choice of the device, and memory plans: GPUs that are missing, old or shared, and runs that do not fit."""
 
-import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -62,15 +61,23 @@ def test_a_missing_gpu_is_refused(text, tmp_path):
             train(text, tmp_path, device="cpu", **changes)
 
 
-def test_gpus_that_are_too_old_or_shared(monkeypatch, caplog):
-    """An old GPU is refused by its name.  A GPU that ranks share is used only on request."""
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a GPU, its driver and its libraries, of which any may be missing."""
     gpu = SimpleNamespace(compute_capability=(7, 5), name="Old", uuid="1")
-    monkeypatch.setattr(choose, "require", lambda: None)
-    monkeypatch.setattr(choose, "unavailable", lambda: None)
-    monkeypatch.setattr(choose, "device_info", lambda device: gpu)
-    monkeypatch.setattr(choose, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(cublaslt, "_library", lambda: None)
-    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace())
+    machine = SimpleNamespace(
+        require=Mock(), unavailable=Mock(return_value=None), device_info=lambda device: gpu, nvrtc_version=Mock(),
+        library=Mock(), DRIVER=Mock(), gpu=gpu,
+    )  # fmt: skip
+    of_cuda = ((choose, name) for name in ("require", "unavailable", "device_info", "nvrtc_version", "DRIVER"))
+    for module, name in (*of_cuda, (cublaslt, "library")):
+        monkeypatch.setattr(module, name, getattr(machine, name))
+    return machine
+
+
+def test_gpus_that_are_too_old_or_shared(machine, monkeypatch, caplog):
+    """An old GPU is refused by its name.  A GPU that ranks share is used only on request."""
+    gpu = machine.gpu
     with pytest.raises(ConfigError, match=r"for rank 0: expected compute capability 8.0, got 7.5 \(Old\)"):
         spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2)
     gpu.compute_capability = (9, 0)
@@ -78,18 +85,17 @@ def test_gpus_that_are_too_old_or_shared(monkeypatch, caplog):
     assert spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2) == ["cuda"] * 2
     assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 2) == ["cpu"] * 2
     assert "not on this machine's GPUs: ranks share a GPU" in caplog.text
-    monkeypatch.setattr(choose, "nvrtc_version", Mock(side_effect=BackendUnavailable("NVRTC is not installed: pip")))
+    machine.nvrtc_version.side_effect = BackendUnavailable("NVRTC is not installed: pip")
     assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
     assert "not on this machine's GPUs: NVRTC is not installed: pip" in caplog.text
     why = f"the CUDA packages are not installed: {install('cuda')}"
-    monkeypatch.setattr(choose, "unavailable", lambda: why)
-    monkeypatch.setattr(choose, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
+    machine.unavailable.return_value, machine.require.side_effect = why, BackendUnavailable(f"CUDA: {why}")
     for driver_is_there, visible in ((False, None), (True, None), (True, "0"), (True, "")):
         caplog.clear()
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        monkeypatch.setattr(choose, "DRIVER", SimpleNamespace(exists=lambda there=driver_is_there: there))
+        machine.DRIVER.exists.return_value = driver_is_there
         assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
         warned = [f"training on the CPU, not on this machine's GPUs: {why}"]
         assert caplog.messages == warned * (driver_is_there and visible != "")
@@ -101,10 +107,11 @@ def test_the_hosts_memory_for_checkpoints_is_planned(emulated, text, tmp_path, m
     shards = WritePlan(model, Layout(dp=2), ((0,),), dict.fromkeys(AdamW.state, model.parameter_shapes()))
     at_once, needed = (2 * max(shards.host_bytes(rank, whole) for rank in range(2)) for whole in (False, True))
     assert at_once < 12 * model.num_parameters() < needed
-    monkeypatch.setattr(engine_module, "free_memory", lambda: needed - 1)
+    free = Mock(return_value=needed - 1)
+    monkeypatch.setattr(engine_module, "free_memory", free)
     with pytest.raises(ConfigError, match=r"free on the host of rank [01], got .*\(tensors to be saved"):
         train(text, tmp_path / "less", ranks=2, save_async=True)
-    monkeypatch.setattr(engine_module, "free_memory", lambda: needed)
+    free.return_value = needed
     assert len(train(text, tmp_path / "enough", ranks=2, save_async=True)) == 4
-    monkeypatch.setattr(engine_module, "free_memory", lambda: at_once)
+    free.return_value = at_once
     assert len(train(text, tmp_path / "at once", ranks=2)) == 4

@@ -2,15 +2,14 @@
 
 import re
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from kos.errors import CudaError, KosError, RankLost, TrainingError
 from kos.train import checkpoint
-from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice, Feed
-from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
@@ -40,10 +39,9 @@ def test_a_signal_stops_all_ranks_after_the_same_step(emulated, text, tmp_path, 
 
 @pytest.mark.parametrize(("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))])
 def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(
-    emulated, text, tmp_path, ranks, zero, monkeypatch, before_call
+    emulated, text, tmp_path, ranks, zero, before_call
 ):
     """All ranks report values that one rank's backward has broken, also with ZeRO-1, which splits gradients."""
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
     now, how = threading.local(), {"ranks": ranks, "zero": zero}
 
     def poisoned(self, name):
@@ -61,18 +59,16 @@ def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_step_whose_collectives_failed_is_not_counted(emulated, text, tmp_path, monkeypatch, pp):
+def test_a_step_whose_collectives_failed_is_not_counted(emulated, text, tmp_path, before_call, pp):
     """A graph continues after its collectives or messages fail.  Its values are neither logged nor saved."""
-    late, synchronize = RankLost("all_gather #9: rank 1 is gone"), DeviceComm.synchronize
+    looks = Counter()
 
-    def failing(self, until=None):
-        synchronize(self, until)
-        if until is not None and self.looks == 3 and (pp == 1 or self.name != "world"):
-            raise late
-        self.looks += until is not None
+    def failing(comm, until=None):
+        if until is not None and looks[comm] == 3 and (pp == 1 or comm.name != "world"):
+            raise RankLost("all_gather #9: rank 1 is gone")
+        looks[comm] += until is not None
 
-    monkeypatch.setattr(DeviceComm, "looks", 0, raising=False)
-    monkeypatch.setattr(DeviceComm, "synchronize", failing)
+    before_call(DeviceComm, "synchronize", failing)
     with pytest.raises(RankLost, match="rank 1 is gone"):
         train(text, tmp_path, ranks=2, pp=pp)
     assert column(read_metrics(tmp_path / "metrics.jsonl"), "step") == [1, 2, 3]
@@ -82,21 +78,18 @@ def test_a_step_whose_collectives_failed_is_not_counted(emulated, text, tmp_path
 @pytest.mark.parametrize(
     ("ranks", "graph"), [(2, True), (1, False), *(pytest.param(n, n == 1, marks=pytest.mark.slow) for n in (1, 2))]
 )
-def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph, monkeypatch):
+def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph, monkeypatch, before_call):
     """The host finds out while it waits or launches.  The error names the step, the GPU and the checkpoint."""
     settings = {"steps": 8, "save_every": 3, "ranks": ranks, "graph": graph}
-    whole = train(text, tmp_path / "whole", **settings)
-    error, rank, said = "cuX failed: CUDA_ERROR_ECC (why)", threading.local(), {}
-    start_step, run = CudaDevice.start_step, Trainer.run
+    fault, whole = None, train(text, tmp_path / "whole", **settings)
+    error, rank, said, run = "cuX failed: CUDA_ERROR_ECC (why)", threading.local(), {}, Trainer.run
 
-    def start(self, step, stop):
-        rank.broken = getattr(rank, "broken", False) or (step + 1 == fault and self.comm.rank == ranks - 1)
-        start_step(self, step, stop)
+    def start(device, step, stop):
+        rank.broken = getattr(rank, "broken", False) or (step + 1 == fault and device.comm.rank == ranks - 1)
 
     def broken(*arguments, **options):
         if getattr(rank, "broken", False):
             raise CudaError(error)
-        return works(*arguments, **options)
 
     def seen(self):
         try:
@@ -105,23 +98,22 @@ def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph,
             said[self.comm.rank] = failure
             raise
 
-    where, name = (Event, "done") if graph else (QueuedOps, "launch")
-    works = getattr(where, name)
-    with monkeypatch.context() as patch:
-        for owner, method, fake in ((where, name, broken), (CudaDevice, "start_step", start), (Trainer, "run", seen)):
-            patch.setattr(owner, method, fake)
-        go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
-        start = "start the 2 ranks as before, with: " * (ranks > 1)
-        good = rf"the last checkpoint, of step 6, is good; resume with: {start}\S+ -m kos\.train {go_on}"
-        for fault, left in ((7, good), (1, "there is no checkpoint yet")):
-            out = tmp_path / str(fault)
-            with pytest.raises(CudaError):
-                train(text, out, **settings)
-            mine = re.escape(f"after step {fault - 1} on cuda:0 (host): {error}; ") + left
-            assert type(said[ranks - 1]) is CudaError and re.fullmatch(mine, str(said[ranks - 1]))
-            theirs = rf"after step \d: .*rank 1 is gone: CudaError: {mine}"
-            assert ranks == 1 or (type(said[0]) is RankLost and re.fullmatch(theirs, str(said[0])))
-            rows = read_metrics(out / "metrics.jsonl")  # rank 0 completes the steps to which rank 1 contributed
-            assert fault - 1 <= len(rows) <= fault - 1 + 2 * (ranks - 1) and column(rows) == column(whole)[: len(rows)]
+    before_call(CudaDevice, "start_step", start)
+    before_call(*((Event, "done") if graph else (QueuedOps, "launch")), broken)
+    monkeypatch.setattr(Trainer, "run", seen)
+    go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
+    before = "start the 2 ranks as before, with: " * (ranks > 1)
+    good = rf"the last checkpoint, of step 6, is good; resume with: {before}\S+ -m kos\.train {go_on}"
+    for fault, left in ((7, good), (1, "there is no checkpoint yet")):
+        out = tmp_path / str(fault)
+        with pytest.raises(CudaError):
+            train(text, out, **settings)
+        mine = re.escape(f"after step {fault - 1} on cuda:0 (host): {error}; ") + left
+        assert type(said[ranks - 1]) is CudaError and re.fullmatch(mine, str(said[ranks - 1]))
+        theirs = rf"after step \d: .*rank 1 is gone: CudaError: {mine}"
+        assert ranks == 1 or (type(said[0]) is RankLost and re.fullmatch(theirs, str(said[0])))
+        rows = read_metrics(out / "metrics.jsonl")  # rank 0 completes the steps to which rank 1 contributed
+        assert fault - 1 <= len(rows) <= fault - 1 + 2 * (ranks - 1) and column(rows) == column(whole)[: len(rows)]
+    fault = None  # the GPU works again
     assert checkpoint.find(tmp_path / "7").step == 6 and not (tmp_path / "1" / "checkpoints").exists()
     assert column(train(text, tmp_path / "7", **settings, resume="auto")) == column(whole)

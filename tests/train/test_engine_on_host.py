@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ from safetensors.numpy import load_file
 from kos.errors import ConfigError
 from kos.train import run_context
 from kos.train.device import cuda as engine_module
-from kos.train.device import memory_plan
 from kos.train.device.cuda import CudaDevice
-from kos.train.optim.cuda import CHUNK
 from kos.train.train import Step
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.host_kernels.engine import BFLOAT16, Event, captured
@@ -38,11 +35,11 @@ def test_steps_are_those_of_the_cpu(emulated, text, tmp_path, capsys):
         assert expected in said, expected
 
 
-def test_a_step_lasts_from_the_one_before(emulated, text, tmp_path, monkeypatch):
+def test_a_step_lasts_from_the_one_before(emulated, text, tmp_path, monkeypatch, before_call):
     """By the device's clock, which is one on at each mark; not from before what comes between steps."""
-    clock, evaluate = itertools.count(), CudaDevice.evaluate
+    clock = itertools.count()
     monkeypatch.setattr(Event, "clock", lambda event: next(clock))
-    monkeypatch.setattr(CudaDevice, "evaluate", lambda self: [evaluate(self), *itertools.islice(clock, 99)][0])
+    before_call(CudaDevice, "evaluate", lambda device: [*itertools.islice(clock, 99)])
     rows = train(text, tmp_path, steps=8, eval_every=4, save_every=0)
     assert column(rows, "step_seconds") == [1] * 8
 
@@ -120,9 +117,8 @@ def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
             np.testing.assert_allclose(column(got, name), expected, rtol=1e-5, err_msg=f"{layout} {name}")
 
 
-def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
+def test_without_master_weights(emulated, text, tmp_path):
     """Weights are bfloat16, in checkpoints too; the same bits eager, resumed, on other ranks and with ZeRO-1."""
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 8 * CHUNK)
     settings = {"dtype": "bfloat16", "master_weights": "none", "deterministic": True}
     near = train(text, tmp_path / "near", dtype="bfloat16")
     one = train(text, tmp_path / "one", **settings)
@@ -140,10 +136,9 @@ def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
         assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "one"), name
 
 
-def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
+def test_bfloat16_gradients(emulated, text, tmp_path, capsys):
     """Of one micro-batch a rank: near fp32's, the same bits eager and resumed, over ranks too.  Several add up in fp32,
     and weights and moments come whole through a checkpoint whatever gradients are."""
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
     settings = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": "bfloat16"}
     near = train(text, tmp_path / "near", **settings | {"grad_dtype": "float32"})
     for ranks, zero in ((1, 0), (2, 1)):
@@ -169,9 +164,8 @@ def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("compress", "grad_dtype"), [("int8", "float32"), ("fp8", "bfloat16")])
 @pytest.mark.parametrize("hosts", [(), (2, 2)], ids=str)
-def test_compressed_gradients(emulated, text, tmp_path, hosts, compress, grad_dtype, zero, monkeypatch):
+def test_compressed_gradients(emulated, text, tmp_path, hosts, compress, grad_dtype, zero):
     """Near the others; the same bits in a graph, whose first run has no effect on the residual, eager and resumed."""
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
     how = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": grad_dtype, "zero": zero}
     how |= {"ranks": sum(hosts) or 2, "hosts": hosts}
     near, how = train(text, tmp_path / "near", **how), {**how, "compress": compress}
@@ -185,8 +179,8 @@ def test_compressed_gradients(emulated, text, tmp_path, hosts, compress, grad_dt
         assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "graph"), name
 
 
-def test_fp8_needs_a_gpu_that_has_it(emulated, text, tmp_path, monkeypatch):
-    about = SimpleNamespace(name="NVIDIA A100", uuid="host", compute_capability=(8, 0))
-    monkeypatch.setattr(engine_module, "device_info", lambda device: about)
+def test_fp8_needs_a_gpu_that_has_it(emulated, text, tmp_path):
+    about = engine_module.device_info(0)
+    about.name, about.compute_capability = "NVIDIA A100", (8, 0)
     with refused(ConfigError, "--compress: expected int8 or int4 on NVIDIA A100, which has no fp8, got fp8"):
         train(text, tmp_path, ranks=2, compress="fp8")

@@ -89,7 +89,7 @@ def test_a_gpt2_and_one_file(text, tmp_path):
     assert np.array_equal(*flat)
 
 
-def test_what_is_refused_in_one_line(run, tmp_path, capsys, monkeypatch):
+def test_what_is_refused_in_one_line(run, tmp_path, capsys, before_call):
     def refused(source, out, expected, code=1):
         capsys.readouterr()
         assert export.main([str(source), str(out)]) == code
@@ -110,7 +110,7 @@ def test_what_is_refused_in_one_line(run, tmp_path, capsys, monkeypatch):
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "write_tensors", no_space)
+    before_call(saving, "write_tensors", no_space)
     refused(run, tmp_path / "out", f"{tmp_path / 'out'}: expected to write a folder, got [Errno 28] No space")
     assert {path.name for path in tmp_path.iterdir()} == {"full", "step-3"} and [*full.iterdir()] == [full / "x"]
 

@@ -1,6 +1,7 @@
 """Each checkpoint has the other files in the folder of --init-from: chat template, special tokens, generation."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,11 @@ def folder(text, tmp_path, huggingface_file):
     return folder
 
 
-def test_a_huge_folder_goes_along_in_part(tmp_path, monkeypatch):
+def test_a_huge_folder_goes_along_in_part(tmp_path):
     """The smallest files: rank 0 holds them in memory, and each checkpoint writes them."""
-    monkeypatch.setattr(checkpoint, "LARGEST", 100)
-    monkeypatch.setattr(checkpoint, "LARGEST_IN_ALL", 250)
     for name, size in {"a.log": 90, "b.log": 80, "c.json": 101, "d.log": 100, "e.json": 5}.items():
         (tmp_path / name).write_bytes(b"x" * size)
-    assert sorted(checkpoint.read_extra(tmp_path)) == ["a.log", "b.log", "e.json"]
+    assert sorted(checkpoint.read_extra(tmp_path, 100, 250)) == ["a.log", "b.log", "e.json"]
 
 
 def _change(path: Path, **values: Any) -> None:
@@ -58,10 +57,9 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_a_checkpoint_has_the_other_files_of_the_folder(text, tmp_path, folder, capsys, monkeypatch):
+def test_a_checkpoint_has_the_other_files_of_the_folder(text, tmp_path, folder, capsys):
     """Also if the run continues after the folder was deleted. The first lines of the run name these files."""
-    monkeypatch.setattr(checkpoint, "LARGEST", 1 << 17)
-    (folder / "large.txt").write_bytes(bytes(1 + (1 << 17)))
+    os.truncate(folder / "large.txt", checkpoint.LARGEST + 1)  # of which the disk has nothing
     started = sorted(path.name for path in checkpoint.find(tmp_path / "first").path.iterdir())
     capsys.readouterr()
     _train(text, tmp_path / "run", 2, steps=1, init_from=str(folder))
@@ -149,13 +147,12 @@ def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run():
     assert files["tokenizer_config.json"] == ours.files()["tokenizer_config.json"]
 
 
-def test_a_file_that_cannot_be_read_is_refused(text, tmp_path, folder, monkeypatch):
-    def broken(path, read=Path.read_bytes):
+def test_a_file_that_cannot_be_read_is_refused(text, tmp_path, folder, before_call):
+    def broken(path):
         if path.name == "LICENSE":
             raise OSError(5, "Input/output error", str(path))
-        return bytes(read(path))
 
-    monkeypatch.setattr(Path, "read_bytes", broken)
+    before_call(Path, "read_bytes", broken)
     with pytest.raises(CheckpointError, match="weights: expected files that can be read, got .*LICENSE"):
         _train(text, tmp_path / "run", 2, steps=1, init_from=str(folder))
 

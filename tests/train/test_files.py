@@ -77,8 +77,8 @@ FILES: dict[str, bytes] = {
 def test_rows_and_items_are_documents(tmp_path, name, read, monkeypatch):
     if read == 7 and name.endswith((".json", ".json.gz")):
         read = 300  # the kind of a .json file is that of its first bytes
-    monkeypatch.setattr(kos_documents, "READ", read)
-    monkeypatch.setattr(kos_documents, "ROWS", 3)
+    for size, value in {"READ": read, "ROWS": 3}.items():
+        monkeypatch.setattr(kos_documents, size, value)
     path = tmp_path / name
     path.write_bytes(FILES[name])
     assert documents(path) == (TEXTS[:6], TEXTS[6:])
@@ -162,9 +162,8 @@ def test_each_source_has_its_field_and_its_encoding(tmp_path):
         parse(["--data", a, "--encoding", f"{a}=utf-9"])
 
 
-def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("kos.train.data.prepared.LEAST", 0)
-    monkeypatch.setattr("kos.train.data.prepared.cache_folder", lambda: tmp_path / "cache")
+def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(tmp_path, monkeypatch, all_is_kept):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, field in (("a", "body"), ("b", "inhalt")):
         write = [json.dumps({field: f"{name} {number} " * 9, "other": "x" * 99}) for number in range(9)]
         (tmp_path / name).mkdir()
@@ -335,8 +334,8 @@ def test_another_encoding_is_named(tmp_path, name, content, encoding, said):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "cp1252", "shift_jis", "utf-8"])
-def test_other_encodings(tmp_path, encoding, monkeypatch):
-    monkeypatch.setattr(kos_documents, "READ", 13)  # which cuts characters
+def test_other_encodings(tmp_path, encoding, small_pieces):
+    small_pieces()  # which cuts characters
     texts = ["caf\u00e9" if encoding in ("latin-1", "cp1252") else "\u8a9e" * 3 + "\n", "one", "two"]
     texts = texts if encoding != "utf-8" else ["\U0001f600" * 9, "\u00e9", "x"]
     lines = Lines(encoding=encoding)

@@ -341,12 +341,17 @@ def test_a_prompt_that_the_tokenizer_cannot_encode_is_refused_before_the_run(tmp
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path, monkeypatch):
+def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path, before_call):
+    failures = [ZeroDivisionError()]
+
+    def fail_once(out, comm):
+        if failures:
+            raise failures.pop()
+
     def run(comm):
-        with monkeypatch.context() as patch:
-            patch.setattr(kos.train.run, "check_shared", lambda out, comm: 1 / 0)
-            with pytest.raises(ZeroDivisionError) as failed:
-                Trainer(config_of(tmp_path), comm, batches=())
+        before_call(kos.train.run, "check_shared", fail_once)
+        with pytest.raises(ZeroDivisionError) as failed:
+            Trainer(config_of(tmp_path), comm, batches=())
         with Trainer(config_of(tmp_path), comm, batches=()) as trainer:
             trainer.step(batch_of(0))
         del failed

@@ -50,12 +50,23 @@ IN_8: dict[str, Any] = {"dtype": "fp8", "seq_len": 64, "intermediate_size": 32}
 """Of the tests of layouts: sizes that cuBLASLt takes."""
 
 
+@pytest.fixture
+def scales(monkeypatch, one):
+    """With ``one``, a tensor has one scale, as on GPUs other than Hopper's."""
+    for ops in (QueuedOps, reference):
+        monkeypatch.setattr(ops, "one_scale", one)
+
+
+@pytest.fixture
+def gather_in_16_bits(monkeypatch):
+    """A function: from its call on, weights are gathered as they are, and quantized afterwards."""
+    return lambda: monkeypatch.setattr(Step, "gather", lambda step: step.as_read(step.parallel.gather(step.weights)))
+
+
 @pytest.mark.parametrize("one", [False, True], ids=["blocks", "one"])
 @pytest.mark.parametrize("shape", [MODEL, GPT2], ids=["llama", "gpt2"])
-def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys, one, monkeypatch):
+def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys, one, scales):
     """Which rounds activations not to bfloat16; and not those of float32. With one scale a tensor, too."""
-    monkeypatch.setattr(QueuedOps, "one_scale", one)
-    monkeypatch.setattr(reference, "one_scale", one)
     settings = {**RUN, "model": shape}
     cpu, gpu = (train(text, tmp_path / device, device, **settings) for device in ("cpu", "cuda"))
     exact = train(text, tmp_path / "float32", "cpu", **settings | {"dtype": "float32"})
@@ -250,32 +261,26 @@ GATHERED = [
 ]
 
 
-def in_16_bits(step):
-    return step.as_read(step.parallel.gather(step.weights))
-
-
 @pytest.mark.parametrize(
     ("layout", "changes", "one"), [(*case, False) for case in GATHERED] + [(*case, True) for case in GATHERED[:3:2]],
     ids=lambda x: named(x) if isinstance(x, Layout) else str(x),
 )  # fmt: skip
-def test_zero_gathers_in_8_bits(emulated, layout, changes, one, monkeypatch):
+def test_zero_gathers_in_8_bits(emulated, layout, changes, scales, gather_in_16_bits):
     """With the bits of a gather in 16 bits."""
-    monkeypatch.setattr(QueuedOps, "one_scale", one)
-    monkeypatch.setattr(reference, "one_scale", one)
     how = {**IN_8, "batch_size": 4, "zero": 1, "layers": layouts.layers_of(layout), **changes}
     layers = how.pop("layers")
     ours = layouts.train(layout, layers, **how)
-    monkeypatch.setattr(Step, "gather", in_16_bits)
+    gather_in_16_bits()
     for got, expected in zip(ours, layouts.train(layout, layers, **how), strict=True):
         assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
         assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
 
 
 @pytest.mark.parametrize("elastic", [None, "2"])
-def test_zero_gathers_in_8_bits_on_cpus(elastic, monkeypatch):
+def test_zero_gathers_in_8_bits_on_cpus(elastic, gather_in_16_bits):
     how = {**IN_8, "lr": 1e-3, "zero": 1, "elastic": elastic}
     ours = on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how)
-    monkeypatch.setattr(Step, "gather", in_16_bits)
+    gather_in_16_bits()
     for got, expected in zip(ours, on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), strict=True):
         assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
         assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())

@@ -219,25 +219,25 @@ def zoo(monkeypatch):
             self.stream = SimpleNamespace(handle=0)
 
     emulator.host_memory(monkeypatch)
-    for name, value in {"DEVICE": "cpu", "CudaOps": Ops, "load_kernel": load_kernel}.items():
-        monkeypatch.setattr(zoo, name, value)
-    monkeypatch.setattr(Array, "from_dlpack", borrow)
-    monkeypatch.setattr(torch, "from_dlpack", lambda array: torch.from_numpy(on_host(array)))
-    for name in ("synchronize", "ExternalStream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    fakes = {
+        (zoo, "DEVICE"): "cpu", (zoo, "CudaOps"): Ops, (zoo, "load_kernel"): load_kernel,
+        (Array, "from_dlpack"): borrow, (torch, "from_dlpack"): lambda array: torch.from_numpy(on_host(array)),
+        (torch.cuda, "synchronize"): lambda *_: None, (torch.cuda, "ExternalStream"): lambda *_: None,
+    }  # fmt: skip
+    for (owner, name), fake in fakes.items():
+        monkeypatch.setattr(owner, name, fake)
     return zoo
 
 
 @pytest.mark.parametrize("name", kernels.ON_REQUEST)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_attention_on_request(zoo, monkeypatch, dtype, name):
+def test_attention_on_request(zoo, dtype, name):
     torch = pytest.importorskip("torch")
     runner = importlib.import_module("benchmarks.kernels.runner")
-    monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)
     seed = int(np.random.default_rng().integers(1 << 31))
     torch.manual_seed(seed)
     most = TO_OTHERS_UNITS if name == "attention_to_backward" else UNITS[dtype]
-    assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name)["fast"] < most, f"{seed = }"
+    assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name, 12)["fast"] < most, f"{seed = }"
 
 
 @pytest.mark.parametrize(
@@ -249,16 +249,15 @@ def test_attention_on_request(zoo, monkeypatch, dtype, name):
         pytest.param("float32", TINY, 16, 32, id="tiny-float32", marks=pytest.mark.slow),
     ],
 )
-def test_both_versions_of_every_operation(zoo, monkeypatch, dtype, shape, seq_len, tokens):
+def test_both_versions_of_every_operation(zoo, dtype, shape, seq_len, tokens):
     """As ``benchmarks.kernels`` checks them on a GPU."""
     torch = pytest.importorskip("torch")
     runner = importlib.import_module("benchmarks.kernels.runner")
-    monkeypatch.setattr(runner, "CHECKED_TOKENS", tokens)
     seed = int(np.random.default_rng().integers(1 << 31))
     torch.manual_seed(seed)
     of_shape = zoo.Zoo(shape, seq_len, getattr(torch, dtype))
     for name in chain.from_iterable(kernels.OPERATIONS.values()):
-        errors = runner.check(of_shape, name)
+        errors = runner.check(of_shape, name, tokens)
         assert ("fast" in errors) == ("repeat_kv" not in name)
         assert ("naive" in errors) == ((name, dtype) != ("adamw", "float32"))
         assert all(error < UNITS[dtype] for error in errors.values()), (seed, name, errors)  # NaN is not

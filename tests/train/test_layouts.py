@@ -87,10 +87,10 @@ def test_float32(layout):
     check(layout, CpuDevice, 3, True, 10, lr=2e-3)
 
 
-def test_a_head_in_several_chunks(monkeypatch):
+def test_a_head_in_several_chunks(request):
     """Of rows and of the vocabulary's parts; one rank has a single chunk."""
     serial(Precise, 3, True, STEPS, documents="pack")
-    monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
+    request.getfixturevalue("small_blocks")
     check(Layout(tp=2), Precise, 3, True, documents="pack")
 
 

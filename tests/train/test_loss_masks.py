@@ -13,7 +13,6 @@ import pytest
 
 from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
-from kos.train.data import pieces, prepared
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from tests.train.corpora import token_bytes
@@ -155,7 +154,7 @@ def spaced(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
-def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, monkeypatch):
+def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, small_pieces):
     """No part has a space that the text has not; a token of two parts is in the second."""
     folder = spaced(tmp_path / "tokenizer", kind)
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
@@ -176,7 +175,7 @@ def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, monkeypatch):
     ones = [id for id, count in zip(tokens, counted, strict=True) if count]
     assert data_text(folder, ones).replace(" ", "") == "fouryes"
     whole = tokens
-    monkeypatch.setattr(pieces, "PIECE", 29)  # cut between other tokens, parts in several pieces
+    small_pieces()  # cut between other tokens, parts in several pieces
     tokens, counted, _ = read(path, "--tokenizer", str(folder))
     assert data_text(folder, tokens).replace(" ", "") == data_text(folder, whole).replace(" ", "")
     ones = [id for id, count in zip(tokens, counted, strict=True) if count]
@@ -335,9 +334,8 @@ def test_training_and_validation_are_means_over_what_counts(pairs, tmp_path):
         assert [rows[0]["loss"], rows[0]["val_loss_before"]] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, monkeypatch):
+def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, all_is_kept):
     """For another --loss-on, another template or another mask."""
-    monkeypatch.setattr(prepared, "LEAST", 0)
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT}, {"text": "val"}])
     beside, flags = tmp_path / "tokenizer", ["--tokenizer", str(tmp_path / "tokenizer")]
     shutil.copytree(folder, beside)

@@ -36,8 +36,7 @@ def test_one_rank_searches_and_all_ranks_use_its_algorithms(emulated, text, tmp_
     """Also if the cache cannot be written.  A GPU of another model has a search of its own."""
     (tmp_path / "file").write_text("where a folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cublaslt, "stored_algorithms", lambda device: cublaslt.Stored("matmul", "host"))
-    searched, given = [], []
+    searched, given, names, own = [], [], iter(()), threading.local()
 
     def make(device, stream=None, algorithms=None, search=False, **others):
         if search:
@@ -48,7 +47,15 @@ def test_one_rank_searches_and_all_ranks_use_its_algorithms(emulated, text, tmp_
             given.append(ops.algorithms)
         return ops
 
-    monkeypatch.setattr(engine_module, "CudaOps", make)
+    def about(device):
+        own.name = getattr(own, "name", None) or next(names, "host")
+        return SimpleNamespace(name=own.name, uuid=own.name, compute_capability=(9, 0))
+
+    stored = "stored_algorithms", lambda device: cublaslt.Stored("matmul", "host")
+    for module, name, fake in (
+        (cublaslt, *stored), (engine_module, "CudaOps", make), (engine_module, "device_info", about),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, fake)
     train(text, tmp_path / "alike", ranks=2, steps=1, save_every=0)
     taken = [table for table in given if table]  # products of samples have no table
     assert len(searched) == 1 and taken == [{"a shape": "by search 1"}] * 2
@@ -56,13 +63,6 @@ def test_one_rank_searches_and_all_ranks_use_its_algorithms(emulated, text, tmp_
     assert "host.json cannot be used" in line
     searched.clear(), given.clear()
     names = iter(["one", "other", "one"])
-    own = threading.local()
-
-    def about(device):
-        own.name = getattr(own, "name", None) or next(names)
-        return SimpleNamespace(name=own.name, uuid=own.name)
-
-    monkeypatch.setattr(engine_module, "device_info", about)
     train(text, tmp_path / "mixed", ranks=3, steps=1, save_every=0, batch_size=6)
     assert len(searched) == 2 and sorted(x["a shape"][-1] for x in given if x) in (["1", "1", "2"], ["1", "2", "2"])
 
@@ -80,17 +80,18 @@ def test_one_rank_searches_and_all_ranks_use_its_algorithms(emulated, text, tmp_
     ],
     ids=["llama", "gpt2", "layers without rope", "windows"],
 )
-def test_the_search_runs_on_values_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
+def test_the_search_runs_on_values_like_those_of_a_first_step(
+    emulated, text, tmp_path, model, monkeypatch, before_call
+):  # fmt: skip
     """Its first pass has weights, also outside the initialized tensors, and tokens."""
-    seen, real = [], Model.forward
+    seen = []
 
-    def queue(self, weights, slot, batch, *others, **how):
-        if isinstance(self.ops, QueuedOps) and not seen:
+    def see(model, weights, slot, batch, *others, **how):
+        if isinstance(model.ops, QueuedOps) and not seen:
             seen.extend([np.array(batch.tokens), {name: on_host(weights[name]).copy() for name in weights}])
-        return real(self, weights, slot, batch, *others, **how)
 
     monkeypatch.setattr(engine_module, "DRAWN", 1000)
-    monkeypatch.setattr(Model, "forward", queue)
+    before_call(Model, "forward", see)
     train(text, tmp_path, steps=1, save_every=0, model={**SMALL["model"], "head_dim": 6, **model})
     tokens, weights = seen
     assert tokens.shape == (2, 8) and len(np.unique(tokens)) > 8 and tokens.min() >= 0 and tokens.max() < 256

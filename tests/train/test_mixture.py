@@ -247,10 +247,10 @@ def test_metrics_have_the_tokens_and_the_losses_of_sources(folder, whole, tmp_pa
     assert said.count(f"val_loss/{names(folder)[2]} ") == 3
 
 
-def test_resuming_gives_the_bits_of_an_uninterrupted_run(folder, tmp_path, whole, monkeypatch, caplog):
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(folder, tmp_path, whole, before_call, caplog):
     """After any step, on two ranks, by the plan that is kept, without a warning."""
     out, one = whole
-    monkeypatch.setattr(packing, "make_plan", None)
+    before_call(packing, "make_plan", lambda *_: pytest.fail("another plan is made"))
     for steps in (1, 6, 11):
         path, into = out / "checkpoints" / f"step-{steps}", tmp_path / str(steps)
         rows = train(folder, into, resume=str(path), deterministic=True, micro_batch_size=1)

@@ -17,7 +17,6 @@ from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops import numpy_attention, numpy_blocks
 from tests.train.models import VARIANTS, loss_and_gradients, make, make_batch, small
 
 
@@ -97,10 +96,7 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
         np.testing.assert_allclose(gradients[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name)
 
 
-def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
-    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(numpy_blocks, "BLOCK", 64)
-    monkeypatch.setattr("kos.train.layers.vocabulary.HEAD_ROWS", 7)
+def test_several_query_blocks_and_head_chunks_match_torch(small_blocks):
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
@@ -129,12 +125,12 @@ def test_swiglu_within_a_product_gives_the_bits_of_both(recompute):
     assert gradients.flat.tobytes() == expected.flat.tobytes()
 
 
-def test_rope_tables_serve_all_lengths(monkeypatch):
+def test_rope_tables_serve_all_lengths(before_call):
     config, model, weights, _ = make("llama3", np.float64)
     tokens, _ = make_batch(config, 1, 70, seed=12)
     whole, made = model.logits(weights, tokens), []
     tables = numpy_ops.rope_tables
-    monkeypatch.setattr(numpy_ops, "rope_tables", lambda *given: made.append(tables(*given)) or made[-1])
+    before_call(numpy_ops, "rope_tables", lambda *given: made.append(tables(*given)))
     _, fresh, _, _ = make("llama3", np.float64)
     for length in range(1, 71):
         logits = fresh.next_logits(weights, tokens[:, :length])
@@ -197,25 +193,24 @@ def test_init_weights():
     assert len({float(weights[name].flat[0]) for name in names}) == len(names)
 
 
-def test_init_weights_draws_large_tensors_in_blocks(monkeypatch):
+def test_init_weights_draws_large_tensors_in_blocks(request):
     """Each by a generator that is keyed by seed, name and number of the block."""
     config = small(hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     weights, blocks = (Parameters(config.parameter_shapes()) for _ in range(2))
     init_weights(config, weights, 2**62 + 5)
-    monkeypatch.setattr(initial, "BLOCK", 1000)
+    request.getfixturevalue("small_buckets")
     blocks.flat[:] = np.nan
     init_weights(config, blocks, 2**62 + 5)
     name = config.embedding  # 37 x 64
     key = [2**62 + 5, zlib.crc32(name.encode())]
-    expected = [np.random.default_rng([*key, n]).standard_normal(1000, np.float32) for n in range(3)]
+    expected = [np.random.default_rng([*key, n]).standard_normal(500, np.float32) for n in range(5)]
     assert np.array_equal(blocks[name].ravel(), np.concatenate(expected)[: 37 * 64] * np.float32(0.02))
     whole = np.random.default_rng(key).standard_normal((37, 64), np.float32) * np.float32(0.02)
     assert np.array_equal(weights[name], whole), "a first block is drawn as a whole tensor was before there were blocks"
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_initial_weights_are_drawn_ahead_but_not_all_at_once(threads, monkeypatch, before_call):
-    monkeypatch.setattr(initial, "BLOCK", 1000)
+def test_initial_weights_are_drawn_ahead_but_not_all_at_once(threads, small_buckets, before_call):
     config = small(hidden_size=64, intermediate_size=128)
     whole = Parameters(config.parameter_shapes())
     init_weights(config, whole, 5)

@@ -13,7 +13,6 @@ from kos.testing import spawn
 from kos.train import checkpoint, optim
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
-from kos.train.device import memory_plan
 from kos.train.layers import Placement
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
@@ -172,14 +171,6 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
 SLOW: list[tuple[Layout, dict[str, Any]]] = [
     (Layout(tp=4), {}), (Layout(dp=4), {"zero": 1}), (Layout(tp=2, pp=2, dp=2), {"zero": 1}),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def small_buckets(monkeypatch):
-    """Many, so that each rank of ZeRO-1 holds several."""
-    for module in (optim, memory_plan):
-        monkeypatch.setattr(module, "BLOCK", 64)
-    monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 4096)
 
 
 @cases(LAYOUTS, SLOW)

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.train.device import memory_plan
 from kos.train.layers import Placement
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.optim import Group, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.cuda import CHUNK, CudaOptimizer
+from kos.train.optim.cuda import CudaOptimizer
 from kos.train.optim.muon import Muon
 from kos.train.parallel.mesh import Layout
 from tests.train import emulated_runs
@@ -97,18 +96,13 @@ def test_batches_are_single_matrices_together(ops, rng):
     assert abs(results[0]).max() > 0 and results[0].tobytes() == results[1].tobytes()
 
 
-@pytest.fixture
-def small_buckets(emulated, monkeypatch):
-    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
-
-
 @needs_compiler
 @cases(
     [(Layout(tp=2), {"graph": False}), (Layout(dp=2, tp=2), {"zero": 1}),
      (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1})],
     [(Layout(tp=4), {}), (Layout(tp=4), {"kv_heads": 2}), (Layout(cp=2), {"zero": 1})],
 )  # fmt: skip
-def test_layout_on_a_gpu(small_buckets, layout, changes):
+def test_layout_on_a_gpu(emulated, layout, changes):
     on_host.check(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
 
 
@@ -117,7 +111,7 @@ def test_layout_on_a_gpu(small_buckets, layout, changes):
     [(Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}), (Layout(pp=2, dp=2), {"zero": 1, "master_weights": "none"})],
     [(Layout(cp=2), {"seq_len": 16})],
 )
-def test_deterministic_on_a_gpu(small_buckets, layout, changes, monkeypatch):
+def test_deterministic_on_a_gpu(emulated, layout, changes, monkeypatch):
     on_host.check_bits(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
 
 

@@ -46,8 +46,9 @@ def test_a_scale_of_1_plus_weight_has_the_bits_of_a_scale(family, monkeypatch):
     weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
     weights.flat[:] = np.random.default_rng(0).integers(1, 16, weights.flat.size) / 16  # 1 + (w - 1) is exact
     expected = gradients_of(config, weights)
-    monkeypatch.setattr(Normalize, "scale", property(lambda self: 1 + self.weight))
-    monkeypatch.setattr(Normalize, "initial", property(lambda self: 0.5))
+    variant = {"scale": property(lambda self: 1 + self.weight), "initial": property(lambda self: 0.5)}
+    for name, value in variant.items():
+        monkeypatch.setattr(Normalize, name, value)
     drawn = weights.like()
     init_weights(config, drawn, 0)
     names = [name for name, weight in drawn.items() if (weight == 0.5).all()]
@@ -76,11 +77,9 @@ def test_macros_of_a_variant_reach_all_kernels(model_type, dtype, kernels, monke
 
     monkeypatch.setattr(Normalize, "macros", lambda self: {"VARIANT": 1})
     monkeypatch.setattr(memory_plan.DryCudaOps, "launch", launch)
-    monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
-    monkeypatch.setattr(memory_plan, "cu", type("", (), {"cuMemGetInfo": None}))
     preset = "gpt2-124m" if model_type == "gpt2" else "124m"
     config = parse(["--preset", preset, "--model-type", model_type, "--dtype", dtype]).for_world(1, "cuda")
     model = config.model_config_for(256)
     gpu = GPUS["H100"]
-    memory_plan.plan_memory(config, model, gpu, Mesh.dry(Layout()), schedules.build("1f1b", 1, 2))
+    memory_plan.plan_memory(config, model, gpu, Mesh.dry(Layout()), schedules.build("1f1b", 1, 2), free=1 << 40)
     assert launched == {True: kernels, False: set()}

@@ -12,18 +12,13 @@ import pytest
 
 from kos.errors import InvalidArgument
 from kos.train.ops import numpy as ops
-from kos.train.ops import numpy_attention, numpy_blocks
 from kos.train.ops.norm import Normalize
 from tests.train.cpu_ops import arena, check_gradients, columns, nan, nan_columns
 
 __all__ = ["arena"]  # a fixture
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Blocks so small that every loop over them turns more than once, with a rest."""
-    monkeypatch.setattr(numpy_blocks, "BLOCK", 40)
-    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 4)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def both_ways(backward, shape, rng):

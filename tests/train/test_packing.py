@@ -13,16 +13,15 @@ import pytest
 from kos.errors import CheckpointError, DataError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.data import packing, prepared
+from kos.train.data import packing
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.packing import PackedTokens, best_fit, counted, make_plan, pack
-from kos.train.data.token_files import FileArray
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Tokens
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.mesh import Layout
 from tests.train import emulated_runs, layouts
-from tests.train.corpora import token_bytes
+from tests.train.corpora import overwrite, token_bytes
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _config, _losses, run
 from tests.train.sharded import tensors_of_run
@@ -71,11 +70,12 @@ def test_best_fit_is_that_of_its_definition(capacity):
     assert sums == naive_best_fit(lengths, capacity)
 
 
-@pytest.mark.parametrize("chunk", [packing.CHUNK, 7])
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_sequence_has_whole_documents_and_then_padding(chunk, masked, monkeypatch):
+def test_a_sequence_has_whole_documents_and_then_padding(small, masked, small_pieces):
     """A document lies in one place, its first token and padding are no targets, and attention stays within it."""
-    monkeypatch.setattr(packing, "CHUNK", chunk)
+    if small:
+        small_pieces()
     lengths = lengths_of(50, 20)
     with_target = [number for number, length in enumerate(lengths, 1) if length > 1 + masked]
     data, seen = dataset(row_of(lengths, masked), epochs=1), list[int]()
@@ -139,9 +139,9 @@ def test_long_documents_are_left_out_if_asked():
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_what_has_no_target_is_left_out(skips, monkeypatch):
+def test_what_has_no_target_is_left_out(skips, small_pieces):
     """A piece of a document sees no other piece, so without a target it teaches nothing."""
-    monkeypatch.setattr("kos.train.data.token_files.SCANNED", 5)
+    small_pieces()
     lengths = [9, 7, 70, 4, 45]
     whole = row_of(lengths).window(0, sum(lengths)).astype(np.int32)
     number, place = np.divmod(whole, 1000)
@@ -159,8 +159,8 @@ def test_what_has_no_target_is_left_out(skips, monkeypatch):
         dataset(Tokens([~np.abs(row)], np.array([0])), skips=skips, sources=("--data", "--data"))
 
 
-def test_counting_goes_over_shards_and_pieces(monkeypatch):
-    monkeypatch.setattr("kos.train.data.token_files.SCANNED", 5)
+def test_counting_goes_over_shards_and_pieces(small_pieces):
+    small_pieces()
     lengths = lengths_of(60, 12)
     tokens = row_of(lengths, masked=True)
     packed = PackedTokens(tokens, 20, make_plan(tokens, 20, 1, False), False)
@@ -174,8 +174,8 @@ def test_counting_goes_over_shards_and_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_documents_between_separators_are_packed(ends, tmp_path, monkeypatch):
-    monkeypatch.setattr("kos.train.data.token_files.SCANNED", 4)
+def test_documents_between_separators_are_packed(ends, tmp_path, small_pieces):
+    small_pieces()
     at, flags = 1 if ends else 50_256, ["--fit", "whole", "--seq-len", "6", "--eval-batches", "0"]
     if ends:
         byte_level_bpe(["the"], 300, ["<|end|>"]).save(str(tmp_path / "tokenizer.json"))
@@ -189,15 +189,14 @@ def test_documents_between_separators_are_packed(ends, tmp_path, monkeypatch):
     assert data.val.begins.tolist() == [0]
 
 
-def test_a_later_start_reads_no_tokens(tmp_path, monkeypatch):
+def test_a_later_start_reads_no_tokens(tmp_path, all_is_kept):
     """Where documents begin is kept, and without masks all tokens count."""
-    monkeypatch.setattr(prepared, "LEAST", 0)
     path = tmp_path / "tokens.bin"
     path.write_bytes(token_bytes([50_256, 1, 2, 3, 50_256, 4, 5] * 99))
     of_all = ["--eval-batches", "0", "--hold-out", "0.1"]
     config = parse(["--data", str(path), "--fit", "whole", "--seq-len", "6", *of_all])
     first = load_data(config)
-    monkeypatch.setattr(FileArray, "__array__", None)
+    overwrite(path, token_bytes([1] * 7 * 99))
     again = load_data(config)
     assert again.fit_in_words() == first.fit_in_words()
     assert "of 623 tokens, of which the loss counts 445, in " in again.fit_in_words().splitlines()[0]
@@ -340,18 +339,17 @@ def test_a_gpu_has_the_losses_of_a_cpu(emulated, pairs, tmp_path):
         assert other[-1]["val_loss"] == pytest.approx(cpu[-1]["val_loss"], rel=1e-5)
 
 
-def test_resuming_gives_the_bits_of_an_uninterrupted_run(pairs, tmp_path, monkeypatch, caplog):
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(pairs, tmp_path, before_call, caplog):
     """After any step, also in the next epoch and into another folder, by the plan that is kept, without a warning."""
     whole, steps = train(pairs, tmp_path / "whole", epochs=2, save_every=1, keep=99), 0
     assert "packing" not in caplog.text
-    with monkeypatch.context() as patched:
-        patched.setattr(packing, "make_plan", None)
-        for steps in range(1, len(whole), 4):
-            source = tmp_path / "whole" / "checkpoints" / f"step-{steps}"
-            out = tmp_path / f"from-{steps}"
-            rows = train(pairs, out, epochs=2, resume=str(source), save_every=0)
-            assert _losses(rows).tobytes() == _losses(whole)[steps:].tobytes()
-            assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
+    before_call(packing, "make_plan", lambda *_: pytest.fail("another plan is made"))
+    for steps in range(1, len(whole), 4):
+        source = tmp_path / "whole" / "checkpoints" / f"step-{steps}"
+        out = tmp_path / f"from-{steps}"
+        rows = train(pairs, out, epochs=2, resume=str(source), save_every=0)
+        assert _losses(rows).tobytes() == _losses(whole)[steps:].tobytes()
+        assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
     assert steps > len(whole) // 2 and not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 

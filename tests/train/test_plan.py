@@ -258,11 +258,19 @@ def test_what_no_run_has_confirmed_is_said(flags, said):
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
 
 
-def test_a_gpu_that_is_assumed_is_said(monkeypatch):
-    for here, said in ((None, "H200 (no GPU is here: see --gpu), "), ("NVIDIA H100 80GB HBM3", "H100, ")):
-        monkeypatch.setattr(planning, "gpu_here", lambda here=here: here)
-        line = planning.report(["--plan", "--preset", "tiny", "--ranks", "2"]).partition("\n")[0]
-        assert line.startswith("2 ranks on ") and said in line and ("see --gpu" in line) == (here is None)
+def test_the_gpu_that_is_here(tmp_path, monkeypatch):
+    """Without one, that a GPU is assumed is said."""
+    monkeypatch.setattr(costs, "DRIVER", tmp_path)
+
+    def first_line():
+        return planning.report(["--plan", "--preset", "tiny", "--ranks", "2"]).partition("\n")[0]
+
+    assert costs.gpu_here() is None
+    assert first_line().startswith("2 ranks on ") and "H200 (no GPU is here: see --gpu), " in first_line()
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
+    assert costs.gpu_here() == "NVIDIA H100 80GB HBM3" and gpu_rates(costs.gpu_here(), 128).name == "H100"
+    assert first_line().startswith("2 ranks on ") and "H100, " in first_line() and "see --gpu" not in first_line()
 
 
 def test_the_vocabulary_is_that_of_the_data(tmp_path):
@@ -368,11 +376,3 @@ def test_bad_requests_are_refused():
     with pytest.raises(ConfigError, match="--hosts: expected only together with --plan, got no --plan$"):
         parse(["--hosts", "2"])
     assert "--plan" in make_parser().format_help()
-
-
-def test_the_gpu_that_is_here(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "DRIVER", tmp_path)
-    assert costs.gpu_here() is None
-    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
-    assert costs.gpu_here() == "NVIDIA H100 80GB HBM3" and gpu_rates(costs.gpu_here(), 128).name == "H100"

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos import __main__ as command
 from kos.train.tools import plot
 
 pytest.importorskip("matplotlib", reason="needs the extra plot")
@@ -27,28 +26,33 @@ def _run(folder: Path, steps: int, **more: list[Any]) -> Path:
     return folder
 
 
-def _figure(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Any:
-    """The picture that the command draws."""
+@pytest.fixture
+def figure(before_call):
+    """Draws, and returns the figure."""
     from matplotlib.figure import Figure
 
     figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
-    assert plot.main([*map(str, arguments)]) == 0
-    (figure,) = figures
+    before_call(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+
+    def figure(*arguments):
+        assert plot.main([*map(str, arguments)]) == 0
+        return figures.pop()
+
     return figure
 
 
-def _drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> list[dict[str, tuple[Any, Any]]]:
-    """The lines of each panel, by label."""
-    figure = _figure(monkeypatch, *arguments)
-    return [{str(line.get_label()): line.get_data() for line in axes.lines} for axes in figure.axes]
+@pytest.fixture
+def drawn(figure):
+    """Draws, and returns the lines of each panel, by label."""
+    return lambda *arguments: [
+        {str(line.get_label()): line.get_data() for line in axes.lines} for axes in figure(*arguments).axes
+    ]
 
 
-def test_a_picture_has_the_values_of_each_run(tmp_path, monkeypatch):
+def test_a_picture_has_the_values_of_each_run(tmp_path, drawn):
     first = _run(tmp_path / "first", 4, val_loss=["", 3.0, "", 2.5])
     second = _run(tmp_path / "second", 3, loss=[4.0, None, 2.0])
-    loss, lr, norm, speed = _drawn(monkeypatch, first, second)
+    loss, lr, norm, speed = drawn(first, second)
     assert (first / "plot.png").read_bytes().startswith(b"\x89PNG") and not (second / "plot.png").exists()
     assert loss.keys() == {"first: training", "first: validation", "second: training"}
     np.testing.assert_array_equal(loss["first: training"], ([1, 2, 3, 4], [5.0, 2.5, 5 / 3, 1.25]))
@@ -58,10 +62,10 @@ def test_a_picture_has_the_values_of_each_run(tmp_path, monkeypatch):
         np.testing.assert_allclose([*panel.values()][1], ([1, 2, 3], expected))
 
 
-def test_many_steps_are_smoothed(tmp_path, monkeypatch):
+def test_many_steps_are_smoothed(tmp_path, drawn):
     """By a centred moving average over a fiftieth of them; the learning rate is not."""
     noise = np.random.default_rng(0).normal(2, 0.1, 1000)
-    panels = _drawn(monkeypatch, _run(tmp_path / "run", 1000, loss=[*noise]), "-o", tmp_path / "picture.svg")
+    panels = drawn(_run(tmp_path / "run", 1000, loss=[*noise]), "-o", tmp_path / "picture.svg")
     assert b"<svg" in (tmp_path / "picture.svg").read_bytes() and not (tmp_path / "run" / "plot.png").exists()
     (_, each), (steps, mean) = panels[0].values()
     np.testing.assert_array_equal(each, noise)
@@ -70,10 +74,10 @@ def test_many_steps_are_smoothed(tmp_path, monkeypatch):
     assert [len(panel) for panel in panels] == [2, 1, 2, 2]
 
 
-def test_many_runs_differ_and_the_legend_covers_none(tmp_path, monkeypatch):
+def test_many_runs_differ_and_the_legend_covers_none(tmp_path, figure):
     """Twelve runs: each looks different in the legend, which is beside the panels; no step is drawn alone."""
     folders = [_run(tmp_path / f"run-{i}", 100, val_loss=[2.0]) for i in range(12)]
-    figure = _figure(monkeypatch, *folders, "-o", tmp_path / "all.png")
+    figure = figure(*folders, "-o", tmp_path / "all.png")
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         *(folder.name for folder in folders), "training loss", "validation loss"
@@ -117,16 +121,13 @@ def test_without_matplotlib_it_says_what_installs_it(tmp_path, monkeypatch, caps
     assert "a picture needs matplotlib: " in capsys.readouterr().err
 
 
-def test_kos_plot_is_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["kos"])
-    monkeypatch.delitem(sys.modules, plot.__name__)
-    with pytest.raises(SystemExit) as end:
-        command.main(["plot", str(_run(tmp_path / "run", 2))])
-    assert (end.value.code, capsys.readouterr().out) == (0, f"{tmp_path}/run/plot.png\n")
+def test_kos_plot_is_the_command(tmp_path, program):
+    done = program("kos", f"plot {_run(tmp_path / 'run', 2)}")
+    assert (done.code, done.out) == (0, f"{tmp_path}/run/plot.png\n")
 
 
 @pytest.mark.parametrize("norm", [None, 0.0])
 @pytest.mark.filterwarnings("error")
-def test_a_run_without_a_positive_norm_is_drawn(tmp_path, norm, monkeypatch):
+def test_a_run_without_a_positive_norm_is_drawn(tmp_path, norm, drawn):
     """Whose logarithm there would be none of."""
-    _drawn(monkeypatch, _run(tmp_path / "run", 3, grad_norm=[norm] * 3))
+    drawn(_run(tmp_path / "run", 3, grad_norm=[norm] * 3))

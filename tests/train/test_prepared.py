@@ -12,19 +12,18 @@ import pytest
 from kos.errors import DataError
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
-from kos.train.data import loading, pieces, prepared, tokenizers
+from kos.train.data import tokenizers
 from kos.train.data.batches import Dataset, load_data
 from kos.train.run import Trainer
-from tests.train.corpora import token_bytes
+from tests.train.corpora import overwrite, token_bytes
 from tests.train.runs import SMALL
 
 TEXT = "one ring, two rings\nand a tree of é\n" * 200
 
 
 @pytest.fixture(autouse=True)
-def _all_is_kept(monkeypatch, tmp_path):
-    """However small; the user's cache is in here."""
-    monkeypatch.setattr(prepared, "LEAST", 0)
+def _cache(monkeypatch, tmp_path, all_is_kept):
+    """The user's cache is in here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -57,22 +56,27 @@ def _tokens(data: Dataset) -> tuple[bytes, bytes, str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
-def test_text_is_tokenised_once(folder, encoded, tokenizer, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(prepared, "LEAST", 1 << 60)
-        plain = _tokens(_load(folder, tokenizer=tokenizer))
+def test_text_is_tokenised_once(folder, tmp_path, encoded, tokenizer):
+    places = folder / ".kos", tmp_path / "cache"
+    for place in places:
+        place.write_text("a file, so that nothing can be kept there")
+    plain = _tokens(_load(folder, tokenizer=tokenizer))
+    for place in places:
+        place.unlink()
     encoded.clear()
     assert _tokens(_load(folder, tokenizer=tokenizer)) == plain and sum(encoded) == 2 * (5 + len(TEXT))
     encoded.clear()
-    monkeypatch.setattr(Path, "read_bytes", None)  # nor is text read
+    for path in folder.glob("*.txt"):  # nor is text read
+        overwrite(path, b"x" * path.stat().st_size)
     assert _tokens(_load(folder, tokenizer=tokenizer)) == plain and encoded == []
     moved = folder.rename(folder.with_name("moved"))
     assert _tokens(_load(moved, tokenizer=tokenizer)) == plain and encoded == []
 
 
 def test_what_changed_is_tokenised_again(folder, encoded):
+    """Also if it has the size that it had."""
     first = _tokens(_load(folder))
-    (folder / "a.txt").write_text("A" + TEXT[1:])
+    (folder / "a.txt").write_text("A.txt" + TEXT)
     os.utime(folder / "a.txt", (1, 1))
     second = _tokens(_load(folder))
     assert second[2] != first[2] and second[0].startswith(b"A")
@@ -143,13 +147,12 @@ def test_other_settings_of_the_data_prepare_it_again(folder, tmp_path):
     assert _tokens(_load(folder, **changes[1]))[1] == TEXT[:99].encode()
 
 
-def test_token_files_are_fingerprinted_once(tmp_path, monkeypatch):
+def test_token_files_are_fingerprinted_once(tmp_path):
     for name in ("train_0", "train_1", "val_0"):
         (tmp_path / f"{name}.bin").write_bytes(token_bytes([*range(400)]))
     first = _tokens(_load(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(loading, "fingerprint", None)
-        assert _tokens(_load(tmp_path)) == first
+    overwrite(tmp_path / "train_1.bin", token_bytes([*range(1, 401)]))
+    assert _tokens(_load(tmp_path))[2] == first[2]
     (tmp_path / "train_1.bin").write_bytes(token_bytes([*range(401)]))
     assert _tokens(_load(tmp_path))[2] != first[2]
 
@@ -172,10 +175,9 @@ def test_progress_is_shown(folder):
         assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
 
 
-def test_portions_are_whole_pieces(monkeypatch):
+def test_portions_are_whole_pieces(small_pieces):
     """So that a tokenizer cuts each as it would have cut the whole."""
-    monkeypatch.setattr(pieces, "PIECE", 37)
-    monkeypatch.setattr(pieces, "PORTION", 99)
+    small_pieces()
     documents = [TEXT, "", "short", TEXT[:80]]
     found = [*tokenizers.ByteTokenizer().encode_documents(documents, True)]
     assert len(found) > 20 and all(part.characters < 99 + 37 for part in found)

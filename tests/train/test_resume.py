@@ -231,9 +231,9 @@ def test_a_gpt2_keeps_its_context(text, tmp_path):
     _train(text, tmp_path, steps=2, seq_len=16, resume="auto", **how)
 
 
-def test_another_vocabulary_is_refused_before_a_dry_run(text, tmp_path, monkeypatch):
+def test_another_vocabulary_is_refused_before_a_dry_run(text, tmp_path, before_call):
     _train(text, tmp_path / "a", steps=1)
-    monkeypatch.setattr(CpuDevice, "dry_run", None)
+    before_call(CpuDevice, "dry_run", lambda device: pytest.fail("there is a dry run"))
     with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size 260, got 256"):
         _train(text, tmp_path / "b", 2, resume=str(tmp_path / "a"), model=SMALL["model"] | {"vocab_size": 260})
 

@@ -251,9 +251,8 @@ def disk(monkeypatch):
     def logged(move):
         return lambda *paths, **folders: (disk.about_to_rename(*paths), move(*paths, **folders))[1]
 
-    monkeypatch.setattr(os, "fsync", logged_fsync)
-    monkeypatch.setattr(os, "rename", logged(os.rename))
-    monkeypatch.setattr(os, "replace", logged(os.replace))
+    for name, call in {"fsync": logged_fsync, "rename": logged(os.rename), "replace": logged(os.replace)}.items():
+        monkeypatch.setattr(os, name, call)
     yield disk
     monkeypatch.undo()
 

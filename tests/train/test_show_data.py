@@ -146,7 +146,8 @@ def test_tokens_of_another_tokenizer_than_the_models_are_refused(chats, tmp_path
 
 
 def test_only_rank_0_prints(chats, capsys, monkeypatch):
-    monkeypatch.setattr("kos.comm.control.identity.launched_rank", lambda: 1)
+    for name, value in {"RANK": "1", "SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     try:
         assert main([*chats, "--show-data", "1"]) == 0
     finally:

@@ -42,9 +42,8 @@ from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
 
 
-def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(text, tmp_path, monkeypatch):
+def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(text, tmp_path):
     """Nothing is lost before the first step."""
-    monkeypatch.setattr(Stop, "ignore", staticmethod(lambda: None))
     stop, seen = Stop(), []
 
     def run(comm):
@@ -52,7 +51,7 @@ def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(text, tmp_pat
 
         def shown(what, share):
             seen.append((what, share))
-            stop._handle(signal.SIGINT, None)
+            stop.request(signal.SIGINT)
 
         trainer.device.show = shown
         with pytest.raises(Stopped):
@@ -111,14 +110,14 @@ def test_a_stop_comes_after_the_step(text, tmp_path, ranks, moment, capsys):
     assert checkpoint.find(tmp_path).step == len(rows) == 3 and "val_loss" in rows[1]
 
 
-def test_where_one_rank_stops_at_once_all_stop(monkeypatch):
+def test_where_one_rank_stops_at_once_all_stop():
     def run(comm):
         stop = Stop()
 
         def action():
             with stop.at_once():
                 if comm.rank == 1:
-                    stop._handle(signal.SIGTERM, None)
+                    stop.request(signal.SIGTERM)
                     raise AssertionError("still at it")
 
         with pytest.raises(Stopped):
@@ -128,7 +127,6 @@ def test_where_one_rank_stops_at_once_all_stop(monkeypatch):
             with pytest.raises(Stopped), stop.at_once():
                 raise AssertionError("begun all the same")
 
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # threads may not
     spawn(run, 2, timeout=100)
 
 
@@ -330,9 +328,9 @@ def test_a_second_signal_ends_at_once(text, tmp_path):
     assert subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=SECONDS).returncode == -signal.SIGTERM
 
 
-def _plan(config: TrainConfig, model: LlamaConfig, ranks: int) -> MemoryPlan:
+def _plan(config: TrainConfig, model: LlamaConfig, ranks: int, free: int | None = None) -> MemoryPlan:
     schedule = schedules.build("1f1b", 1, 1)
-    return plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout()), schedule, sharing=ranks)
+    return plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout()), schedule, sharing=ranks, free=free)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -370,15 +368,15 @@ def test_the_memory_plan_is_what_a_pass_takes(kind, recompute):
     assert of_parameters == dict.fromkeys(("weights, float32", "gradients, float32"), 4 * weights.flat.size)
 
 
-def test_too_little_memory_is_an_error_before_any_is_taken(text, tmp_path, monkeypatch):
+def test_too_little_memory_is_an_error_before_any_is_taken(text, tmp_path, monkeypatch, before_call):
+    """Although only one of the ranks lacks it."""
     free = iter([1 << 40, 1 << 20])
     monkeypatch.setattr(memory_plan, "free_memory", lambda: next(free))
-    monkeypatch.setattr(cpu, "plan_buckets", None)
+    before_call(cpu, "plan_buckets", lambda *_, **__: pytest.fail("memory is taken"))
     expected = "expected at most 0.00 GiB, the memory free on this machine for each of 2 ranks, got .* use fewer ranks"
     with pytest.raises(ConfigError, match=expected):
         _train(text, tmp_path, 2)
     large = TrainConfig.from_preset("8b", seq_len=64).for_world(1)
-    monkeypatch.setattr(memory_plan, "free_memory", lambda: 100 << 30)
     for ranks, changes, said in (
         (2, {}, "fewer ranks on this machine or a --micro-batch-size below 16 or --recompute norms or block or a "
          "smaller model"),
@@ -387,7 +385,7 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text, tmp_path, monke
     ):
         config = large.model_copy(update=changes)
         with pytest.raises(ConfigError, match=rf"activations, .*\); to reduce it, use {said}$"):
-            _plan(config, config.model_config_for(256), ranks).check()
+            _plan(config, config.model_config_for(256), ranks, 100 << 30).check()
 
 
 def test_the_time_of_a_run_follows_from_a_dry_run(text, tmp_path, before_call, capsys):
@@ -411,6 +409,7 @@ def test_the_time_of_a_run_follows_from_a_dry_run(text, tmp_path, before_call, c
     assert abs(whole - 6 * step - 3 * validation) <= digits[0] + 6 * digits[1] + 3 * digits[2] + 1e-9
 
 
+@pytest.mark.parametrize("warm_seconds", [1.0])
 def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(text, tmp_path, monkeypatch, before_call, capsys):
     """The first two steps are slow, as on a processor that was idle; on a clock of which only steps take time."""
     steps, now = [0], [0.0]
@@ -421,23 +420,22 @@ def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(text, tmp_path, 
 
     before_call(Step, "run", slow)
     monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(cpu, "WARM_SECONDS", 1.0)
     _train(text, tmp_path, steps=6, eval_batches=0, sample_tokens=0)
     assert re.search(r"about 1\.5 s in all: 6 steps of 0\.25 s\n", said := capsys.readouterr().out), said
 
 
-def test_no_dry_run_without_steps_to_come(text, tmp_path, monkeypatch, capsys):
+def test_no_dry_run_without_steps_to_come(text, tmp_path, before_call, capsys):
     """With --profile, or if no steps are left, there is no dry run."""
     _train(text, tmp_path, steps=2, sample_tokens=0)
     assert " in all: " in capsys.readouterr().out
-    monkeypatch.setattr(cpu.CpuDevice, "dry_run", None)
+    before_call(cpu.CpuDevice, "dry_run", lambda device: pytest.fail("there is a dry run"))
     _train(text, tmp_path, steps=2, sample_tokens=0, resume="auto")
     _train(text, tmp_path / "profile", steps=2, profile=1)
     assert " in all: " not in capsys.readouterr().out
 
 
-def test_no_validation_where_none_is_wanted(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cpu.CpuDevice, "evaluate", None)
+def test_no_validation_where_none_is_wanted(text, tmp_path, before_call, capsys):
+    before_call(cpu.CpuDevice, "evaluate", lambda device: pytest.fail("there is a validation"))
     rows = _train(text, tmp_path, 2, steps=4, eval_every=2, eval_batches=0)
     assert len(rows) == 4 and not any("val" in key for row in rows for key in row)
     said = capsys.readouterr().out

@@ -63,8 +63,8 @@ def same(got: Dataset, expected: Dataset) -> None:
 def small_shards(portion: int = 100) -> Iterator[None]:
     """Shards of 300 tokens or a little more, of portions of so many characters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenized, "SHARD_TOKENS", 300)
-        patch.setattr(pieces, "PORTION", portion)
+        for module, name, size in ((tokenized, "SHARD_TOKENS", 300), (pieces, "PORTION", portion)):
+            patch.setattr(module, name, size)
         yield
 
 
@@ -98,25 +98,28 @@ def test_several_sources_and_other_validation_data(folder, tmp_path):
     assert everything.train.size == both.train.size + both.val.size and not everything.val.size
 
 
-def interrupt(out: Path, folder: Path) -> None:
-    """Interrupt ``kos tokenize`` while it records its third shard."""
-    saved, real = [], tokenized.replace_file
+@pytest.fixture
+def interrupt(before_call):
+    """Interrupts ``kos tokenize`` while it records its third shard."""
+    saved = []
 
     def stop(path: Path, content: bytes) -> None:
-        saved.append(len(json.loads(content)["shards"]))
-        if saved[-1] == 3:
-            raise KeyboardInterrupt
-        real(path, content)
+        if 3 not in saved:
+            saved.append(len(json.loads(content)["shards"]))
+            if saved[-1] == 3:
+                raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenized, "replace_file", stop)
+    def interrupt(out: Path, folder: Path) -> None:
+        before_call(tokenized, "replace_file", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize(out, [str(folder)])
-    assert saved == [0, 1, 2, 3]
+        assert saved == [0, 1, 2, 3]
+
+    return interrupt
 
 
 @small_shards()
-def test_it_goes_on_where_it_was_stopped(folder, tmp_path):
+def test_it_goes_on_where_it_was_stopped(folder, tmp_path, interrupt):
     whole, out = tokenize(tmp_path / "whole", [str(folder)]), tmp_path / "out"
     interrupt(out, folder)
     with refused(DataError, f"--data {out}: expected all shards, got 2 of an interrupted kos tokenize"):
@@ -187,7 +190,7 @@ def test_a_folder_of_a_failed_call_does_not_block_its_repair(folder, tmp_path, c
 
 @small_shards()
 @pytest.mark.parametrize("change", ["added", "removed"])
-def test_it_begins_again_with_other_files(folder, tmp_path, caplog, change):
+def test_it_begins_again_with_other_files(folder, tmp_path, caplog, change, interrupt):
     out = tmp_path / "out"
     interrupt(out, folder)
     if change == "added":
@@ -199,15 +202,14 @@ def test_it_begins_again_with_other_files(folder, tmp_path, caplog, change):
     same(load(out), load(folder))
 
 
-def test_two_calls_do_not_write_to_one_folder(folder, tmp_path, monkeypatch):
-    out, real, refusals = tmp_path / "out", tokenized.replace_file, []
+def test_two_calls_do_not_write_to_one_folder(folder, tmp_path, before_call):
+    out, refusals = tmp_path / "out", []
 
     def second(path, content):
-        real(path, content)
         if not refusals:
             refusals.append(kos("tokenize", folder, out))
 
-    monkeypatch.setattr(tokenized, "replace_file", second)
+    before_call(tokenized, "replace_file", second)
     tokenize(out, [str(folder)])
     expected = f"kos: error: {out}: expected a folder of its own, got one to which another kos tokenize writes\n"
     assert (refusals[0].returncode, refusals[0].stderr) == (2, expected)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kos.errors import CheckpointError, ConfigError, DataError
 from kos.train import checkpoint
-from kos.train.data import pieces
 from kos.train.data.batches import load_data
 from kos.train.data.chat import read_chat_template
 from kos.train.data.tokenizers import (
@@ -106,12 +105,12 @@ def test_huggingface_is_the_library(huggingface_file):
     assert make_tokenizer(str(huggingface_file.parent)).encode(TEXT).tolist() == ids.tolist()
 
 
-def test_long_text_is_encoded_in_pieces(huggingface_file, monkeypatch):
+def test_long_text_is_encoded_in_pieces(huggingface_file, small_pieces):
     """At most so long, also where no line ends."""
     tokenizer = make_tokenizer(str(huggingface_file))
     text = "def f(x):\nreturn the the\n" * 40
     whole = tokenizer.encode(text).tolist()
-    monkeypatch.setattr(pieces, "PIECE", 37)
+    small_pieces()
     assert tokenizer.encode(text).tolist() == whole
     assert sum(part.pieces for part in tokenizer.encode_documents([text], True)) > 20
     apart = [tokenizer.encode("x" * count).tolist()[1:] for count in (37, 37, 26)]
@@ -141,7 +140,7 @@ def with_added(huggingface_file: Path, template: str | None, folder: Path) -> Pa
 
 
 @pytest.mark.parametrize(("template", "before", "after"), ADDED.values(), ids=list(ADDED))
-def test_tokens_that_a_tokenizer_adds(tmp_path, huggingface_file, template, before, after, monkeypatch):
+def test_tokens_that_a_tokenizer_adds(tmp_path, huggingface_file, template, before, after, small_pieces):
     """The tokens are added once per text of any length, and the end-of-text token once per document."""
     tokenizer = make_tokenizer(str(with_added(huggingface_file, template, tmp_path / "other")))
     plain = make_tokenizer(str(with_added(huggingface_file, None, tmp_path / "plain")))
@@ -150,8 +149,7 @@ def test_tokens_that_a_tokenizer_adds(tmp_path, huggingface_file, template, befo
     assert len(inner) > 9 and tokenizer.encode(text).tolist() == [*before, *inner, *after]
     assert tokenizer.encode_prompt(text) == [*before, *inner], "a prompt goes on"
     assert tokenizer.encode_prompt("") == [0]
-    monkeypatch.setattr(pieces, "PIECE", 37)
-    monkeypatch.setattr(pieces, "PORTION", 99)
+    small_pieces()
     assert tokenizer.encode(text).tolist() == [*before, *inner, *after]
     parts = [*tokenizer.encode_documents([text, "", text], split_special_tokens=True)]
     assert sum(part.characters for part in parts) == 2 * len(text) and len(parts) > 1
@@ -210,7 +208,7 @@ def qwen_folder(tmp_path_factory):
     return folder
 
 
-def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, monkeypatch):
+def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, small_pieces):
     """Of texts and documents, with special tokens and without, in pieces, and of chats; and the text back."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(str(qwen_folder)), make_tokenizer(str(qwen_folder))
@@ -228,7 +226,7 @@ def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, monkeyp
             expected = theirs(example, split_special_tokens=split)["input_ids"]
             assert np.concatenate(found).tolist() == [*expected, theirs.eos_token_id], example
     whole = ours.encode(TEXT).tolist()
-    monkeypatch.setattr(pieces, "PIECE", 37)
+    small_pieces()
     assert ours.encode(TEXT).tolist() == whole
     chat = [{"role": role, "content": TEXT} for role in ("user", "assistant") * 2]
     template = read_chat_template(str(qwen_folder))

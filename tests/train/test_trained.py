@@ -37,14 +37,14 @@ def run(text, tmp_path_factory):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
-def test_a_model_is_loaded_on_the_gpu_that_is_named(run, device, monkeypatch):
+def test_a_model_is_loaded_on_the_gpu_that_is_named(run, device, before_call):
     asked = list[int]()
 
     def none(index):
         asked.append(index)
         raise BackendUnavailable("CUDA: no GPU")
 
-    monkeypatch.setattr(kos.cuda, "device_info", none)
+    before_call(kos.cuda, "device_info", none)
     with pytest.raises(BackendUnavailable, match="no GPU"):
         kos.train.load(run, device)
     assert asked == [3 if device == "cuda:3" else 0]

@@ -112,7 +112,11 @@ def own_tokenizer(request, tmp_path):
 
 
 def test_text_is_encoded_as_transformers_encodes_it(own_tokenizer, tmp_path, rng):
-    """Special tokens that are added, or spelled out; token numbers, logits and the likeliest text."""
+    """Special tokens that are added, or spelled out; token numbers, logits and the likeliest text.
+
+    transformers ends a text at the tokens of generation_config.json (here 2, its default for a LLaMA), and kos at them
+    and at the tokenizer's.
+    """
     config = LlamaConfig(300, 32, 48, 2, 4, 2, 8, max_position_embeddings=64, tie_word_embeddings=True)
     theirs = theirs_of(config, host_weights(config, rng))
     theirs.save_pretrained(own_tokenizer)
@@ -127,12 +131,14 @@ def test_text_is_encoded_as_transformers_encodes_it(own_tokenizer, tmp_path, rng
     prompt = "the ring"
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     ids = ids[:, : ids.shape[1] - (ids[0, -1].item() == tokenizer.eos_token_id)]  # a prompt goes on
+    ends = [tokenizer.eos_token_id, theirs.generation_config.eos_token_id]
+    assert ours.ends == tuple(ends) and None not in ends
     with torch.no_grad():
         out = theirs.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=1,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=ends,
         )  # fmt: skip
-    new = [token for token in out[0, ids.shape[1] :].tolist() if token != tokenizer.eos_token_id]
+    new = [token for token in out[0, ids.shape[1] :].tolist() if token not in ends]
     assert ours.generate(prompt, 9, temperature=0) == prompt + tokenizer.decode(new)
 
 

@@ -83,7 +83,7 @@ def _usable_gpu(comm: Communicator) -> str:
         from kos.train.ops.cuda import cublaslt
 
         nvrtc_version()
-        cublaslt._library()
+        cublaslt.library()
     except ImportError as error:
         return f"\nexpected its packages ({install('cuda')}), got: {error}"
     except KosError as error:

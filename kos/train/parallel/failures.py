@@ -80,13 +80,12 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             return
         self.listens = True
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        before = {number: signal.signal(number, self.request) for number in SIGNALS}
         self._before = before if until_restored else {}
 
     def restore(self) -> None:
         """Give back the signals that ``listen`` has taken."""
-        if self.listens:
-            self.ignore()
+        self.ignore()
         if self._writer is not None:
             signal.set_wakeup_fd(self._wakeup)
             os.close(self._writer)
@@ -114,14 +113,15 @@ class Stop:
         if self.asked:
             os.write(writer, bytes([self.number]))
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def request(self, number: int, frame: FrameType | None = None) -> None:
+        """Do what this signal asks for, as its handler."""
         self.asked, self.number = True, signal.Signals(number)
         self.ignore()
         self._check()
 
     def ignore(self) -> None:
         """Handle no more signals: the next one ends the process, or does what it did before ``listen``."""
-        for number in SIGNALS:
+        for number in SIGNALS if self.listens else ():
             signal.signal(number, self._before.get(number) or signal.SIG_DFL)
 
     def _check(self) -> None:

@@ -28,10 +28,11 @@ from kos.train.device import memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda.cublaslt import Columns
 from kos.train.optim import CHUNKS, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.cuda import SCALARS, SHAPES
+from kos.train.optim.cuda import CHUNK, SCALARS, SHAPES
 from tests.host_compiler import COMPILER
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
@@ -405,6 +406,8 @@ def host_engine(monkeypatch) -> None:
             known=algorithms, keep=algorithms.update
         ),
         (memory_plan, "cu"): driver,
+        (memory_plan, "BUCKET_BYTES"): 4 * CHUNK,  # small models have several buckets
+        (CudaOps, "overlap_rows"): 1,  # a micro-batch of 8 tokens has two halves, or two turns
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
         (engine_module, "create_stream"): lambda device: None,

@@ -92,7 +92,7 @@ class Matmul:
         self.device, self.multiple, self.sequential = device, multiple, sequential
         self.stream = streams.handle(stream)
         self.algorithms, self.search = {} if algorithms is None else algorithms, search
-        self.lt = _library()
+        self.lt = library()
         with driver.on_device(device):
             self._handle = self.lt.create()
         self.workspace = Array.empty(WORKSPACE, np.uint8, device, stream=stream, label="cuBLASLt workspace")
@@ -357,7 +357,7 @@ def _check_types(a: Array, b: Array, out: Array, scaled: bool, along_sum: bool) 
 
 
 @functools.cache
-def _library() -> Any:
+def library() -> Any:
     try:
         from nvmath.bindings import cublasLt
 
@@ -370,7 +370,7 @@ def _library() -> Any:
 
 def stored_algorithms(device: int) -> Stored:
     """Those found on such a GPU, for this cuBLASLt; under the name of the rule, so that no other's are taken over."""
-    return Stored("matmul-lasting", f"{device_info(device).name}-{_library().get_version()}")
+    return Stored("matmul-lasting", f"{device_info(device).name}-{library().get_version()}")
 
 
 def _algorithm(text: str | None) -> np.ndarray[Any, Any] | None:
