@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kos import errors
     from kos.comm import Communicator, PremulSum, ReduceOp, Work, init, join, register_backend
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "errors", "init", "join", "register_backend",
