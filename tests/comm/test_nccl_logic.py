@@ -13,8 +13,9 @@ import pytest
 import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
-from kos.comm.gpu.memory import Windows
+from kos.comm.gpu.memory import Windows, exchange_of
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.operation import Operation
 from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument
@@ -465,3 +466,9 @@ def test_ranks_share_a_gpu_where_nccl_lets_them(number, setting, may, fake, monk
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
     probe = NCCLBackend.probe(ThreadRendezvous(ThreadGroup(1), 0))
     assert probe.usable and (probe.claim == "") is may, probe
+
+
+def test_an_operation_whose_exchange_is_unknown_is_refused():
+    """Before, it moved nothing."""
+    with pytest.raises(NotImplementedError, match="rotate: no exchange on GPUs is known"):
+        exchange_of(Operation("rotate", 0), 0, 2)

@@ -51,7 +51,9 @@ def exchange_of(o: Operation, rank: int, size: int) -> tuple[list[Piece], list[P
             return only(root, send), _parts(o.recv, o.recv_counts, size)
         case "scatter" | "scatter_v":
             return _parts(o.send, o.send_counts, size), only(root, recv)
-    return only(message.dst, send), only(message.src, recv)
+        case "send" | "recv" | "send_recv":
+            return only(message.dst, send), only(message.src, recv)
+    raise NotImplementedError(f"{o.name}: no exchange on GPUs is known")
 
 
 def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> list[Piece]:
