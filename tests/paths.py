@@ -8,7 +8,6 @@ a reader of the call comes back to it.  Of several calls the one with the fewest
 waits for the other one.
 """
 
-import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -28,7 +27,6 @@ from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
-from kos.cuda import driver
 from kos.cuda.kernels import BoundKernel
 from kos.memory import Array
 from kos.testing import spawn
@@ -166,7 +164,6 @@ def on_gpus(*names: str) -> dict[str, Path_]:
 
     with pytest.MonkeyPatch.context() as patch, no_gpus(patch, 2) as fake:
         fake.load_kernel = NoKernel
-        patch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())  # no step of the call
         on_threads(2, rank, WAIT, group.barrier.abort)
     return _of_ranks(results)
 
