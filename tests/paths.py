@@ -40,6 +40,8 @@ from tests.launcher import MPIRUN, OUTSIDE, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 KOS, TESTS = f"{ROOT / 'kos'}/", f"{ROOT / 'tests'}/"
+DRIVER = f"{KOS}cuda/driver.py"
+"""The file that calls the driver, where a call of kos ends."""
 TRIES = 24
 """Calls of each kind; in one of them this rank is the last that comes."""
 
@@ -50,12 +52,13 @@ Path_ = list[str]
 
 
 def trace(call: Callable[[], Any]) -> Trace:
-    """The calls of functions of kos in this thread while ``call`` runs, but not those by stand-ins of the tests."""
+    """The calls of functions of kos in this thread while ``call`` runs, but not those by stand-ins, or of DRIVER."""
     calls: Trace = []
     outside = sys._getframe()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(KOS) or _resumes(frame):
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(KOS) or file == DRIVER or _resumes(frame):
             return
         stack, caller = [], frame.f_back
         while caller is not None and caller is not outside:

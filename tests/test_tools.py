@@ -106,7 +106,7 @@ MOST: dict[str, dict[str, tuple[int, int | None]]] = {
     "tcp": {"miss": (8, 6), "hit": (0, 0)},  # one file and two returns hold Ctrl-C back
     "mpi": {"miss": (8, 6), "hit": (0, 0)},
     "nccl": {"miss": (9, 10), "hit": (0, 0)},  # a miss describes the launch, and the core makes the hits
-    "peer": {"miss": (12, 14), "hit": (0, 0)},  # driver.py too: which context is current, and what the core calls
+    "peer": {"miss": (11, 12), "hit": (0, 0)},
     "nccl+peer": {"miss": (11, 10), "hit": (0, 0)},  # contract.py: whether a route carries the operation
 }
 """Files, and returns to one of them, with the compiled core; these numbers only go down."""
@@ -116,7 +116,7 @@ if native is None:  # how often ranks return depends on their timing
     MOST["mock"] = {"miss": (10, 6), "hit": (8, 2)}
     MOST["tcp"] = MOST["mpi"] = {"miss": (16, None), "hit": (13, None)}
     MOST["nccl"] = {"miss": (9, 9), "hit": (6, 0)}
-    MOST["peer"] = {"miss": (12, 11), "hit": (6, 0)}
+    MOST["peer"] = {"miss": (11, 10), "hit": (6, 0)}
     MOST["nccl+peer"] = {"miss": (11, 10), "hit": (6, 0)}
 
 
