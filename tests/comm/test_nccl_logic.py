@@ -25,6 +25,7 @@ from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, alone, of_nccl
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
+from tests.comm.shared_ranks import needs_core
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_batch_and_persistent,
