@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from kos.testing import spawn
-from kos.train.machine import free_memory, git_commit, limit_threads
+from kos.train.machine import free_memory, git_commit, limit_threads, thread_pools
 
 
 def test_ranks_share_the_cores(monkeypatch):
@@ -16,7 +16,9 @@ def test_ranks_share_the_cores(monkeypatch):
     assert spawn(limit_threads, 1) == [8]
     assert spawn(limit_threads, 3) == [2, 2, 2]
     assert spawn(limit_threads, 16) == [1] * 16
-    assert spawn(lambda comm: limit_threads(comm, 1), 2) == [1, 1]  # the next tests want one thread
+    thread_pools().limit(limits=2)
+    assert spawn(lambda comm: limit_threads(comm, 1), 2) == [1, 1]
+    assert {pool["num_threads"] for pool in thread_pools().info()} == {1}
 
 
 def test_the_commit_says_where_files_differ(tmp_path, monkeypatch):
