@@ -6,7 +6,6 @@ Its kernels are the real ones, compiled by the host's compiler.  Copies have end
 
 import ctypes
 import gc
-import itertools
 import mmap
 import os
 import runpy
@@ -21,13 +20,16 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pytest
 
-from kos.cuda import driver, streams
-from kos.memory import array, ipc
-from kos.transfer import buffers, gpu, reader, scales
+from kos.cuda import driver
+from kos.memory import array
+from kos.transfer import gpu, scales
 from tests.comm.fake_driver import Config
 from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import no_gpu
 from tests.comm.host_kernel import HostKernel
+from tests.fake_cuda import GPU
+
+GPUS = tuple(GPU("emulated", f"emulated {n}") for n in range(8))
 
 
 class EmulatedMemory:
@@ -108,7 +110,7 @@ def _handle() -> Any:
 @contextmanager
 def emulated_gpu() -> Iterator[EmulatedMemory]:
     """Every GPU of this process is one of these meanwhile."""
-    kernels, numbers = dict[Any, HostKernel](), itertools.count(100)
+    kernels = dict[Any, HostKernel]()
 
     def load(path: Path, name: str, device: int, **defines: Any) -> HostKernel:
         key = path, name, tuple(defines.items())
@@ -120,8 +122,8 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
         ctypes.memset(pointer, value, nbytes)
         return (0,)
 
-    with pytest.MonkeyPatch.context() as patch, no_gpu(patch) as fake:
-        memory = EmulatedMemory(cu := fake.cu)
+    with pytest.MonkeyPatch.context() as patch, no_gpu(patch, GPUS) as fake:
+        memory = EmulatedMemory(fake.cu)
         more: dict[str, Any] = {
             "cuMemAlloc": memory.allocate, "cuMemFree": memory.free, "cuMemsetD8": fill,
             "cuMemHostRegister": lambda *_: (0,), "cuMemHostUnregister": lambda *_: (0,),
@@ -131,14 +133,9 @@ def emulated_gpu() -> Iterator[EmulatedMemory]:
             "cuIpcGetMemHandle": memory.export, "cuIpcOpenMemHandle": memory.open, "cuIpcCloseMemHandle": memory.free,
             "CUipcMemHandle": _handle, "CUipcMem_flags": SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
         }  # fmt: skip
-        vars(cu).update(more)
-        for module in (ipc, gpu, buffers):
-            patch.setattr(module, "cu", cu)
+        vars(fake.cu).update(more)
         patch.setattr(array, "pool_of", lambda device: SimpleNamespace(allocate=memory.from_pool))
         patch.setattr(driver, "device_of", lambda pointer: 0)
-        patch.setattr(streams, "create_stream", lambda device, **_: next(numbers))
-        for module in (ipc, reader):
-            patch.setattr(module, "device_info", lambda n: SimpleNamespace(uuid=f"emulated {n}", name="emulated"))
         for module in (gpu, scales):
             patch.setattr(module, "load_kernel", load)
         patch.setattr(gpu, "pinned_empty", lambda shape, dtype, device: np.empty(shape, dtype))
