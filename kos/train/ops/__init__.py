@@ -224,12 +224,12 @@ class Ops(Protocol):
     def linear_weight_gradient(
         self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena, outputs: int | None = None
     ) -> None:
-        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer.  With ``outputs``, the size of
-        d_weight of all ranks of tp, a long sum may be split: in parts that are the same in every layout."""
+        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer.  If ``outputs`` is given, a sum over
+        many tokens may be split into parts, the same in every layout. It is the size of d_weight on all ranks of tp."""
 
     def bits_of_parts(self, dtype: Any) -> bool:
-        """Whether a product of arrays of ``dtype`` has the bits of its parts, computed one by one, if these do not cut
-        its sums."""
+        """Whether a matmul of arrays of ``dtype`` gives the same bits when it is computed part by part.  The parts are
+        blocks of its output, so they do not split its sums."""
 
     def product_of_parts(
         self, x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]], arena: Arena
