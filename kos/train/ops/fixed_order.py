@@ -91,7 +91,7 @@ def sum_over_ranks(ops: Any, arena: Arena, axis: Axis, x: Array) -> None:
 
 
 def start_scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> Callable[[], Array]:
-    """Start out = this rank's part (first dimension) of the sum over the ranks of ``axis``, as a binary tree.
+    """Start the sum of ``x`` over the ranks of ``axis``, as a binary tree. ``out``: this rank's part (first dimension).
 
     The terms are added in the dtype of ``x``, and the sum is rounded once to the dtype of ``out``. The returned
     function waits for the terms, adds them, and returns ``out``. Until then, the terms occupy memory of ``arena``.
