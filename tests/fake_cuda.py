@@ -20,7 +20,7 @@ from kos.cuda import devices, driver, kernels
 
 CONTEXT = 7
 """The handle of the context of every GPU, which is always current."""
-CREATED = range(99, 199)
+CREATED = range(99, 999)
 """The handles of the streams that kos creates, in this order."""
 
 _CACHED = (

@@ -138,8 +138,7 @@ def bounds(counted: list[File]) -> list[Bound]:
     ]
 
 
-def main() -> None:
-    counted = list(files())
+def main(counted: list[File]) -> None:
     columns = list(dict.fromkeys(LANGUAGES.values()))
     sums = Counter[tuple[str, str]]()
     for file in counted:
@@ -155,4 +154,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(list(files()))

@@ -8,7 +8,6 @@ a reader of the call comes back to it.  Of several calls the one with the fewest
 waits for the other one.
 """
 
-import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -28,7 +27,6 @@ from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
-from kos.cuda import driver
 from kos.cuda.kernels import BoundKernel
 from kos.memory import Array
 from kos.testing import spawn
@@ -42,6 +40,8 @@ from tests.launcher import MPIRUN, OUTSIDE, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 KOS, TESTS = f"{ROOT / 'kos'}/", f"{ROOT / 'tests'}/"
+DRIVER = f"{KOS}cuda/driver.py"
+"""The file that calls the driver, where a call of kos ends."""
 TRIES = 24
 """Calls of each kind; in one of them this rank is the last that comes."""
 
@@ -52,12 +52,13 @@ Path_ = list[str]
 
 
 def trace(call: Callable[[], Any]) -> Trace:
-    """The calls of functions of kos in this thread while ``call`` runs, but not those by stand-ins of the tests."""
+    """The calls of functions of kos in this thread while ``call`` runs, but not those by stand-ins, or of DRIVER."""
     calls: Trace = []
     outside = sys._getframe()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(KOS) or _resumes(frame):
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(KOS) or file == DRIVER or _resumes(frame):
             return
         stack, caller = [], frame.f_back
         while caller is not None and caller is not outside:
@@ -166,7 +167,6 @@ def on_gpus(*names: str) -> dict[str, Path_]:
 
     with pytest.MonkeyPatch.context() as patch, no_gpus(patch, 2) as fake:
         fake.load_kernel = NoKernel
-        patch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())  # no step of the call
         on_threads(2, rank, WAIT, group.barrier.abort)
     return _of_ranks(results)
 

@@ -83,8 +83,8 @@ from kos import _core
 comm._closed
 self._closed
 numpy._of_another_package
-monkeypatch.setattr("kos.comm.watchdog._end", None)
-monkeypatch.setattr(watchdog, "_watched", None)
+replace("kos.comm.watchdog._end", None)
+replace(watchdog, "_watched", None)
 "it was _closed"
 """
     assert [name for _, name in sorted(used(text))] == ["_stop", "_closed", "_end", "_watched"]

@@ -69,12 +69,11 @@ def test_a_bound_that_is_exceeded_names_what_exceeds_it():
     assert len(said) == 2 and "kos/train/a.py: long: 61" in said[0] and "kos/comm/b.py: 501" in said[1]
 
 
-def test_bounds(monkeypatch, capsys):
+def test_bounds(capsys):
     """Prints every bound and its value. None may be exceeded."""
     counted = list(lines.files())
     assert {file.folder for file in counted} <= set(lines.FOLDERS)
-    monkeypatch.setattr(lines, "files", lambda: counted)
-    lines.main()
+    lines.main(counted)
     printed = capsys.readouterr().out
     for bound in lines.bounds(counted):
         assert f"{bound.value:>8,}{bound.most:>9,}" in printed

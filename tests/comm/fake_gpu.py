@@ -142,6 +142,10 @@ def driver_functions(virtual: set[int]) -> SimpleNamespace:
         ctypes.memset(target, value, nbytes)
         return (0,)
 
+    def read(target: bytearray, source: int, nbytes: int) -> tuple[int]:
+        target[:] = ctypes.string_at(source, nbytes)
+        return (0,)
+
     def nothing(*arguments: Any) -> tuple[int]:
         return (0,)
 
@@ -174,7 +178,12 @@ def driver_functions(virtual: set[int]) -> SimpleNamespace:
         cuMemRetainAllocationHandle=lambda address: (int(address not in virtual), None),
         cuMemRelease=lambda handle: (0,),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
-        CUpointer_attribute=SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9),
+        cuMemcpyHtoD=lambda target, data, nbytes: (ctypes.memmove(target, data, nbytes), (0,))[1],
+        cuMemcpyDtoH=read, cuMemsetD8=lambda target, value, nbytes: fill(target, value, nbytes, 0),
+        CUpointer_attribute=SimpleNamespace(
+            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE="IPC",
+            CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE="pool",
+        ),
     )  # fmt: skip
 
 

@@ -30,25 +30,7 @@ def test_the_recorder_has_them(comm, /):
 
 
 @on_each_rank("gpu_run")
-def test_another_stream_is_ordered_by_python(comm, /):
-    streams = Stream(40), Stream(41)
-    arrays = [on_gpu(np.ones(4, np.float32), stream) for stream in streams]
-    for x in arrays:
-        known(comm, x)
-    for x in arrays:
-        with by(comm, 0):
-            comm.all_reduce(x)
-        with by(comm, 2):
-            comm.all_reduce(x)
-            comm.all_reduce(x)
-    known(comm, arrays[0], stream=streams[1])
-    with by(comm, 0):  # of a handle nobody keeps the stream
-        for _ in range(3):
-            comm.all_reduce(arrays[0], stream=40)
-
-
-@on_each_rank("gpu_run")
-def test_a_stream_that_its_owner_closes(comm, /, monkeypatch):
+def test_a_stream_that_its_owner_closes(comm, /):
     """Its handle is then that of the legacy stream, as Python reads it."""
     stream = Stream(40)
     x, y = on_gpu(np.ones(4, np.float32), stream), on_gpu(np.ones(4, np.float32))

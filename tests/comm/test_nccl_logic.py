@@ -246,22 +246,6 @@ def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu, /
     assert not bounded
 
 
-@needs_core
-@on_each_rank(FakeRanks(2).run)
-def test_an_ordered_sum_of_windows_on_some_ranks_is_refused(gpu, /, fake):
-    """It gathers the arrays by NCCL's function."""
-    fake.all_gather = lambda *arguments: None
-    comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
-
-    def reduce():
-        for _ in range(1000):
-            comm.all_reduce(arrays[gpu.rank], deterministic=True)
-            time.sleep(0.001)
-
-    with pytest.raises(CollectiveMismatch, match=r"they differ in kernel for x and out in windows against None"):
-        reduce()
-
-
 def test_collectives_of_a_group_run_at_its_end(fake):
     """The stand-in for NCCL must do this as NCCL does."""
     x, out = np.ones(4, np.float32), np.zeros(4, np.float32)
@@ -289,17 +273,18 @@ def test_what_goes_to_several_ranks_is_staged_once(gpu, /, fake):
 
 
 @needs_core
+@pytest.mark.parametrize("deterministic", [False, True])
 @on_each_rank(FakeRanks(2).run)
-def test_windows_on_some_ranks_are_refused(gpu, /, fake):
-    """NCCL would start different kernels on the ranks, and hang."""
-    fake.all_reduce = lambda *arguments: None  # it would wait for the other rank, on the host
+def test_windows_on_some_ranks_are_refused(gpu, /, fake, deterministic):
+    """NCCL would start different kernels on the ranks, and hang.  A sum in rank order gathers by NCCL's function."""
+    fake.all_reduce = fake.all_gather = lambda *arguments: None  # it would wait for the other rank, on the host
     comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
     assert comm.all_reduce(arrays[0], out=arrays[1]) is arrays[1]
     comm.send_recv(arrays[gpu.rank], arrays[1 - gpu.rank], 1 - gpu.rank, 1 - gpu.rank)  # of any memory
 
     def reduce():
         for _ in range(1000):  # the earlier of the two finds it at a later call
-            comm.all_reduce(arrays[gpu.rank])
+            comm.all_reduce(arrays[gpu.rank], deterministic=deterministic)
             time.sleep(0.001)
 
     with pytest.raises(CollectiveMismatch, match=r"they differ in kernel for x and out in windows against None"):

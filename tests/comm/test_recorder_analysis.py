@@ -148,6 +148,10 @@ def damaged(**fields: Any) -> bytes:
 
 REDUCES, BROADCASTS = (partial(crafted, name) for name in ("all_reduce", "broadcast"))
 WAITS = crafted("barrier", 1, "started")
+RECEIVES, SENDS = (
+    partial(crafted, p2p=True, input_sizes=[], input_dtypes=[]), partial(crafted, "send 1->0", p2p=True)
+)  # fmt: skip
+RECEIVED = RECEIVES("recv 0<-1", 0, "started")
 DUMPS: dict[str, tuple[int, dict[int, list[dict[str, Any]]], str]] = {  # ranks, dumps, what is said of them
     "a rank without a dump": (
         3, {rank: [crafted("barrier", 0), REDUCES(1, "started")] for rank in (0, 2)},
@@ -172,6 +176,26 @@ DUMPS: dict[str, tuple[int, dict[int, list[dict[str, Any]]], str]] = {  # ranks,
             3: [*done, crafted("scan", 2, "failed")]},
         "; 1 collective that all .*\nworld: rank 1 called scan #2 of float32.8. .* they differ in elements\nwhere",
     ),
+    "ranges of ranks": (
+        64, {rank: [REDUCES(0), *[REDUCES(1, "failed")] * (rank not in (5, 7, 8))] for rank in range(64)},
+        "ranks 5, 7-8 did not arrive; ranks 0-4, 6, 9-63 called it at train.py:11\n",
+    ),
+    "a message that was not sent": (
+        2, {0: [RECEIVED], 1: []},
+        "rank 0 did not complete recv 0<-1 #0 of float32.4. at train.py:10; rank 1 sent nothing for it",
+    ),
+    "a message of another tag": (2, {0: [RECEIVED], 1: [SENDS(0, tag=3)]}, "rank 1 sent nothing for it"),
+    "a message of another size": (
+        2, {0: [RECEIVED], 1: [SENDS(0, input_sizes=[[9]])]}, "rank 1 called send 1->0 #0 of float32.9.",
+    ),
+    "a message that was recorded no longer": (2, {0: [RECEIVED], 1: [SENDS(7)]}, "is not known"),
+    "a message of a rank without a dump": (2, {0: [RECEIVED]}, "rank 1 wrote no dump"),
+    **{  # which of the sends another receive took is not recorded, so that nothing is said of the sender
+        f"{waits} after a receive from any rank": (
+            2, {0: [RECEIVES("recv 0<-any", 0), RECEIVES(waits, 1, "started")], 1: []},
+            f"^(?!.*sent nothing).*rank 0 did not complete {waits} #1",
+        ) for waits in ("recv 0<-any", "probe 0<-1", "recv 0<-1")
+    },
     "one healthy rank": (
         1, {0: [REDUCES(0)]}, "1 dump of 1 rank; 1 collective that all ranks .*\nnothing is wrong; the",
     ),
@@ -230,13 +254,6 @@ def test_causes_are_listed_before_their_consequences(tmp_path, capsys):
     assert findings[1].startswith("odd: scan #0 of float32[4]: rank 3 did not arrive; rank 1 called it")
 
 
-def test_consecutive_ranks_are_ranges(tmp_path, capsys):
-    for rank in range(64):
-        write(tmp_path, rank, 64, [REDUCES(0), *[REDUCES(1, "failed")] * (rank not in (5, 7, 8))])
-    said = "ranks 5, 7-8 did not arrive; ranks 0-4, 6, 9-63 called it at train.py:11\n"
-    assert said in read(tmp_path, capsys, 1)
-
-
 def test_records_that_end_at_different_times(tmp_path, capsys):
     """By signal: nobody waits for anybody; and the ring of one has moved on."""
     write(tmp_path, 0, 2, [crafted("all_reduce", n) for n in range(5, 9)])
@@ -271,34 +288,6 @@ def test_what_streams_hold(tmp_path, capsys):
     late = json.loads((tmp_path / "rank_0.json").read_text()) | {"time_dumped_ns": 5_000_000_000}
     (tmp_path / "rank_0.json").write_text(json.dumps(late))
     assert "world: all_reduce #2 of float32[4]: rank 1 did not arrive" in read(tmp_path, capsys, 1)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "message"),
-    [
-        ([], "rank 0 did not complete recv 0<-1 #0 of float32[4] at train.py:10; rank 1 sent nothing for it"),
-        ([crafted("send 1->0", 0, p2p=True, tag=3)], "rank 1 sent nothing for it"),
-        ([crafted("send 1->0", 0, p2p=True, input_sizes=[[9]])], "rank 1 called send 1->0 #0 of float32[9]"),
-        ([crafted("send 1->0", 7, p2p=True)], "is not known"),
-        (None, "rank 1 wrote no dump"),
-    ],
-)
-def test_messages_that_do_not_meet(tmp_path, capsys, theirs, message):
-    write(tmp_path, 0, 2, [crafted("recv 0<-1", 0, "started", p2p=True, input_sizes=[], input_dtypes=[])])
-    if theirs is not None:
-        write(tmp_path, 1, 2, theirs)
-    assert message in read(tmp_path, capsys, 1)
-
-
-@pytest.mark.parametrize("waits", ["recv 0<-any", "probe 0<-1", "recv 0<-1"])
-def test_messages_from_any_rank(tmp_path, capsys, waits):
-    """Which of the sends another receive took is not recorded, so that nothing is said of the sender."""
-    no_input = {"p2p": True, "input_sizes": [], "input_dtypes": []}
-    earlier = crafted("recv 0<-any", 0, "completed", **no_input)
-    write(tmp_path, 0, 2, [earlier, crafted(waits, 1, "started", **no_input)])
-    write(tmp_path, 1, 2, [crafted("send 1->0", 0, "completed", p2p=True)])
-    text = read(tmp_path, capsys, 1)
-    assert f"rank 0 did not complete {waits} #1" in text and "sent nothing" not in text, text
 
 
 @pytest.mark.parametrize(

@@ -19,32 +19,31 @@ from kos.memory import ipc, symmetric
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn
-from tests.comm.fake_gpu import Status
+from tests.comm.fake_gpu import Status, driver_functions
 from tests.fake_cuda import CONTEXT, GPU, ThreadContexts, installed
 
 
 class Machine:
-    """The driver of a machine whose GPUs have memory on the host.  GPU 1 cannot do what is ``broken``."""
-
-    CUresult = Status
-    CUpointer_attribute = SimpleNamespace(
-        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE=12,
-        CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE=17,
-    )  # fmt: skip
+    """A driver whose GPUs have memory on the host.  GPU 1 cannot do what is ``broken``."""
 
     def __init__(self, broken: str) -> None:
         self.broken = broken
-        self._contexts = ThreadContexts()
-        self._contexts.install(self)
-        self._memory: dict[int, tuple[np.ndarray, int]] = {}  # and its GPU, by address
-        self.library = SimpleNamespace(cuPointerGetAttribute=self._device_of)
+        self.cu, self._contexts = driver_functions(set()), ThreadContexts()
+        self._contexts.install(self.cu)
+        self._allocate, self._copy = self.cu.cuMemAlloc, self.cu.cuMemcpyHtoD
+        vars(self.cu).update({name: getattr(self, name) for name in dir(Machine) if name.startswith("cu")})
+        self._memory: dict[int, tuple[int, int]] = {}  # by address: the size, and the GPU
+        self.library = SimpleNamespace(cuPointerGetAttribute=self._get_device)
 
-    def add(self, array: np.ndarray, device: int) -> int:
-        self._memory[array.ctypes.data] = array, device
-        return array.ctypes.data
+    def add(self, address: int, nbytes: int, device: int) -> int:
+        self._memory[address] = nbytes, device
+        return address
 
-    def _device_of(self, found: Any, attribute: Any, pointer: Any) -> int:
-        found._obj.value = self._memory[pointer.value][1]
+    def _device_at(self, pointer: int) -> int:
+        return self._memory[max(start for start in self._memory if start <= pointer)][1]
+
+    def _get_device(self, found: Any, attribute: Any, pointer: Any) -> int:
+        found._obj.value = self._device_at(pointer.value)
         return 0
 
     def _fails(self, step: str) -> bool:
@@ -53,21 +52,13 @@ class Machine:
     def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
         if self._fails("allocate"):
             return Status.CUDA_ERROR_OUT_OF_MEMORY, 0
-        return 0, self.add(np.empty(nbytes, np.uint8), self._contexts.stack[-1])
-
-    def cuMemFree(self, pointer: int) -> tuple[int]:
-        del self._memory[pointer]
-        return (0,)
-
-    def cuMemGetInfo(self) -> tuple[int, int, int]:
-        return 0, 10, 20
+        return 0, self.add(self._allocate(nbytes)[1], nbytes, self._contexts.stack[-1])
 
     def cuMemGetAddressRange(self, pointer: int) -> tuple[int, int, int]:
-        return 0, pointer, self._memory[pointer][0].size
+        return 0, pointer, self._memory[pointer][0]
 
-    def cuPointerGetAttribute(self, attribute: int, pointer: int) -> tuple[int, int]:
-        legacy = attribute == self.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-        return 0, int(legacy and not self._fails("export"))
+    def cuPointerGetAttribute(self, attribute: str, pointer: int) -> tuple[int, int]:
+        return 0, int(attribute == "IPC" and not self._fails("export"))
 
     def cuIpcGetMemHandle(self, pointer: int) -> tuple[int, Any]:
         handle = ctypes.create_string_buffer(64)
@@ -76,28 +67,9 @@ class Machine:
     def cuCtxEnablePeerAccess(self, context: int, flags: int) -> tuple[int]:
         return (Status(217 if self._fails("map") and context == CONTEXT + 2 else 0),)
 
-    def cuGetErrorString(self, status: int) -> tuple[int, bytes]:
-        return 0, b"no access"
-
     def cuMemcpyHtoD(self, target: int, data: bytes, nbytes: int) -> tuple[int]:
-        lost = self._fails("bytes") and self._memory_at(target)[1] == 0
-        if not lost:
-            ctypes.memmove(target, data, nbytes)
-        return (0,)
-
-    def _memory_at(self, pointer: int) -> tuple[np.ndarray, int]:
-        return self._memory[max(start for start in self._memory if start <= pointer)]
-
-    def cuMemcpyDtoH(self, target: bytearray, source: int, nbytes: int) -> tuple[int]:
-        target[:] = ctypes.string_at(source, nbytes)
-        return (0,)
-
-    def cuMemsetD8(self, target: int, value: int, nbytes: int) -> tuple[int]:
-        ctypes.memset(target, value, nbytes)
-        return (0,)
-
-    def cuCtxSynchronize(self) -> tuple[int]:
-        return (0,)
+        lost = self._fails("bytes") and self._device_at(target) == 0
+        return (0,) if lost else self._copy(target, data, nbytes)
 
 
 @pytest.fixture
@@ -105,7 +77,7 @@ def machine(request, monkeypatch):
     """Three GPUs, of which one cannot do the fixture's parameter."""
     machine = Machine(getattr(request, "param", ""))
     monkeypatch.setattr(symmetric, "Array", SimpleNamespace(from_numpy=lambda table, device, label: table))
-    with installed(monkeypatch, machine, (GPU(),) * 3, machine.library):
+    with installed(monkeypatch, machine.cu, (GPU(),) * 3, machine.library):
         yield machine
         gc.collect()  # memory in cycles is freed by this driver
 
@@ -156,7 +128,7 @@ def test_what_fails_on_one_rank_fails_on_all(machine, kind, here, elsewhere):
 def test_memory_of_the_program_is_mapped_and_not_changed(machine):
     def run(comm):
         x = np.full(100, comm.rank + 1, np.uint8)
-        memory = SymmetricMemory(comm.rendezvous, 100, comm.rank, machine.add(x, comm.rank))
+        memory = SymmetricMemory(comm.rendezvous, 100, comm.rank, machine.add(x.ctypes.data, x.size, comm.rank))
         assert memory.nbytes == 100 and memory.pointer == x.ctypes.data
         assert [ctypes.string_at(pointer, 1)[0] for pointer in memory.pointers] == [1, 2, 3]
         assert memory.offset_of(x.ctypes.data + 90, 10) == 90 and memory.offset_of(x.ctypes.data + 91, 10) is None
@@ -172,7 +144,7 @@ def test_memory_that_ipc_does_not_share_is_refused_on_all_ranks(machine):
     def run(comm):
         x = np.zeros(100, np.uint8)
         with pytest.raises(PeerMemoryError, match="IPC: expected memory of cuMemAlloc") as caught:
-            SymmetricMemory(comm.rendezvous, 100, comm.rank, machine.add(x, comm.rank))
+            SymmetricMemory(comm.rendezvous, 100, comm.rank, machine.add(x.ctypes.data, x.size, comm.rank))
         assert comm.rank == 1 or "could not share its memory: rank 1" in str(caught.value)
 
     spawn(run, 3, timeout=30)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import kos
 from tests.comm.fake_nccl import no_gpu
 from tests.interop.torch_on_host import Processes, connect_gpu, tensors_of_a_gpu
-from tests.interop.torch_programs import collectives
+from tests.interop.torch_programs import collectives, error_of
 
 TURNS = 4
 
@@ -62,7 +62,7 @@ def signs() -> list[float]:
 
 def cached_errors() -> list[str]:
     """A call that is cached on both ranks: a mismatch, a late rank, another timeout, and a group that was destroyed."""
-    rank, texts = dist.get_rank(), []
+    rank = dist.get_rank()
     groups = [dist.new_group([0, 1]) for _ in range(3)]
     x = torch.ones(4)
     for group in groups:
@@ -74,12 +74,7 @@ def cached_errors() -> list[str]:
     wrong: list[Any] = [lambda: dist.all_reduce(x if rank else x[:3], group=mismatched)]
     wrong += [lambda: dist.all_reduce(x, group=mismatched), lambda: destroyed.allreduce([x], _waits())]
     wrong += [lambda: dist.all_reduce(x, group=late)] * (1 - rank)
-    for call in wrong:
-        try:
-            call()
-            texts.append("")
-        except dist.DistBackendError as error:
-            texts.append(str(error))
+    texts = [error_of(call) for call in wrong]
     dist.barrier()
     return texts
 

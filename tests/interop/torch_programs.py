@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,15 @@ import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kos.comm.recorder import recorders
+
+
+def error_of(call: Callable[[], Any], kinds: Any = dist.DistBackendError, named: bool = False) -> str:
+    """The text of the error that a call raises, empty if it raises none.  ``named``: the class is in front of it."""
+    try:
+        call()
+    except kinds as error:
+        return f"{type(error).__name__}: {error}" if named else str(error)
+    return ""
 
 
 def _all_to_all(outputs: list[Any], inputs: list[Any]) -> None:
@@ -170,23 +181,14 @@ def any_source_left_over() -> str:
     work = dist.irecv(torch.zeros(1))
     dist.barrier()
     group.shutdown()
-    try:
-        work.wait()
-    except dist.DistBackendError as error:
-        return str(error)
-    return "received"
+    return error_of(work.wait)
 
 
 def any_source_of_another_size() -> list[str]:
     """A message that is longer than the tensor, or of another dtype; then one that fits."""
     if dist.get_rank() == 0:
-        found, left = [], torch.full((2,), 7.0)
-        for _ in range(2):
-            try:
-                dist.recv(left)
-                found.append("received")
-            except dist.DistBackendError as error:
-                found.append(str(error))
+        left = torch.full((2,), 7.0)
+        found = [error_of(lambda: dist.recv(left)) for _ in range(2)]
         assert left.tolist() == [7, 7]
         assert dist.recv(left) == 1 and left.tolist() == [3, 3]
         dist.barrier()
@@ -194,11 +196,7 @@ def any_source_of_another_size() -> list[str]:
     work = dist.isend(torch.ones(100_000), 0)
     dist.send(torch.ones(2, dtype=torch.int32), 0)
     dist.send(torch.full((2,), 3.0), 0)
-    try:
-        work.wait()
-        error = "sent"
-    except dist.DistBackendError as refused:
-        error = str(refused)
+    error = error_of(work.wait)
     dist.barrier()
     return [error]
 
@@ -265,24 +263,12 @@ def group_errors() -> list[str]:
         lambda: dist.all_reduce(meta), lambda: dist.all_reduce(fake), lambda: dist.all_reduce(expanded),
         lambda: dist.new_group(timeout=timedelta(seconds=-1)),
     ):  # fmt: skip
-        try:
-            wrong()
-            texts.append("")
-        except Exception as error:
-            texts.append(f"{type(error).__name__}: {error}")
+        texts.append(error_of(wrong, Exception, named=True))
     mismatched = dist.new_group([0, 1])
-    try:
-        dist.all_reduce(torch.ones(3 + rank), group=mismatched)
-        texts.append("")
-    except dist.DistBackendError as error:
-        texts.append(str(error))
+    texts.append(error_of(lambda: dist.all_reduce(torch.ones(3 + rank), group=mismatched)))
     late = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
     if rank == 0:
-        try:
-            dist.all_reduce(torch.ones(3), group=late)
-            texts.append("")
-        except dist.DistBackendError as error:
-            texts.append(str(error))
+        texts.append(error_of(lambda: dist.all_reduce(torch.ones(3), group=late)))
     dist.barrier()
     return texts
 
@@ -317,10 +303,8 @@ def monitored() -> list[str]:
     for seconds, wait_all_ranks in ((0, False), (0.3, False), (0.3, True)):
         group = dist.new_group()
         if dist.get_rank() == 0:
-            try:
-                group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
-            except dist.DistBackendError as error:
-                texts.append(str(error))
+            wait = partial(group.monitored_barrier, timedelta(seconds=seconds), wait_all_ranks)
+            texts.append(error_of(wait))
         dist.barrier()
     return texts
 
@@ -332,16 +316,9 @@ def killed() -> Any:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    try:
-        dist.all_reduce(x)
-    except dist.DistBackendError as error:
-        found = [str(error), time.monotonic() - began]
-    for later in (lambda: dist.recv(x), lambda: dist.recv(x, 1), lambda: dist.irecv(x).get_future().wait()):
-        try:
-            later()
-        except RuntimeError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    first, seconds = error_of(lambda: dist.all_reduce(x)), time.monotonic() - began
+    later = (lambda: dist.recv(x), lambda: dist.recv(x, 1), lambda: dist.irecv(x).get_future().wait())
+    return [first, seconds, *(error_of(call, RuntimeError, named=True) for call in later)]
 
 
 def use_after_destroy() -> list[str]:
@@ -352,11 +329,7 @@ def use_after_destroy() -> list[str]:
     if rank == 0:
         aborted.abort()
     for group in (destroyed, aborted):
-        try:
-            group.allreduce([torch.ones(2)]).wait()
-            texts.append("")
-        except dist.DistBackendError as error:
-            texts.append(str(error))
+        texts.append(error_of(lambda group=group: group.allreduce([torch.ones(2)]).wait()))
     dist.barrier()
     return texts
 

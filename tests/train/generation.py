@@ -10,6 +10,7 @@ from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from tests.train import models
 from tests.train.models import SCALING
 
 SHAPE: dict[str, Any] = {
@@ -33,12 +34,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def random_weights(config: LlamaConfig, seed: int = 5) -> Parameters:
-    weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
-    weights.flat[:] = np.random.default_rng(seed).normal(0, 0.3, weights.flat.size)
-    for name, shape in weights.shapes.items():
-        if len(shape) == 1 and name.endswith(".weight"):
-            weights[name][:] += 1
-    return weights
+    return models.random_weights(config, np.random.default_rng(seed), spread=0.3)
 
 
 def tokens_of(source: Any, config: LlamaConfig, prompts: Any, count: int, sampling: Sampling, **more: Any) -> Any:

@@ -201,57 +201,41 @@ def test_bfloat16_products_are_rounded_once(rng, n, d, f):
         side.close(out, d_out64.T @ x64, 0.47)  # normal numbers: 0.425, rounded more than once 0.5 or more
 
 
-@sides("n d", [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 2048), (5, 4096), (600, 4097), (9, 8192), (3, 20_000)],
-       turns=[(26, 768), (13, 11)], slow=[(2, 5120)])
-def test_rms_norm(ops, side, rng, arena, n, d):
-    x, x64 = side.put(rng.normal(size=(n, d)))
-    weight, weight64 = side.put(1 + rng.normal(size=d))
-    d_out, d_out64 = side.put(rng.normal(size=(n, d)))
-    start, start64 = side.put(rng.normal(size=(n, d)))
-    out, rstd, dx = side.nan(n, d), side.nan(n, dtype="float32"), side.nan(n, d)
-    norm, norm64 = Normalize(weight, 0.1), Normalize(weight64, 0.1)
-    ops.normalize(x, norm, out, rstd)
-    expected, rstd64 = np.full((n, d), np.nan), np.full(n, np.nan)
-    reference.normalize(x64, norm64, expected, rstd64)
-    side.close(out, expected, 4)
-    side.close(rstd, rstd64, 6, "float32")
-    d_weight64 = np.full(d, np.nan)
-    dx64 = start64.copy()
-    reference.normalize_backward(d_out64.copy(), x64, norm64, rstd64, dx64, d_weight64, False, Arena())
-
-    def backward(d_weight, add):
-        ops.copy(start, dx)
-        ops.normalize_backward(d_out, x, norm, rstd, dx, d_weight, add, arena)
-
-    weight_gradients(side, rng, (d,), d_weight64, backward, 12)
-    side.close(dx, dx64, 4)
+NORMED = [(1, 8), (13, 11), (67, 384), (300, 768), (5, 4096), (600, 4097), (9, 8192)]
+NORM_SHAPES = [(*shape, centered) for shape in NORMED for centered in (False, True)]
+NORM_SHAPES += [(1030, 2048, False), (3, 20_000, False), (1030, 1600, True)]
 
 
-@sides("n d", [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 1600), (5, 4096), (600, 4097), (9, 8192)],
-       turns=[(13, 11), (26, 768)], slow=[(2, 4104)])
-def test_layer_norm(ops, side, rng, arena, n, d):
-    x, x64 = side.put(2 + rng.normal(size=(n, d)))
+@sides("n d centered", NORM_SHAPES, slow=[(2, 5120, False), (2, 4104, True)],
+       turns=[(26, 768, False), (13, 11, False), (13, 11, True), (26, 768, True)])
+def test_norms(ops, side, rng, arena, n, d, centered):
+    """RMSNorm, and LayerNorm, which is centered and has a bias."""
+    x, x64 = side.put(2 * centered + rng.normal(size=(n, d)))
     (weight, weight64), (bias, bias64) = side.put(1 + rng.normal(size=d)), side.put(rng.normal(size=d))
     d_out, d_out64 = side.put(rng.normal(size=(n, d)))
     start, start64 = side.put(rng.normal(size=(n, d)))
-    out, statistics, dx = side.nan(n, d), side.nan(2, n, dtype="float32"), side.nan(n, d)
-    norm, norm64 = Normalize(weight, 0.1, bias), Normalize(weight64, 0.1, bias64)
+    of_rows = (2, n) if centered else (n,)
+    out, statistics, dx = side.nan(n, d), side.nan(*of_rows, dtype="float32"), side.nan(n, d)
+    norm, norm64 = Normalize(weight, 0.1, *[bias] * centered), Normalize(weight64, 0.1, *[bias64] * centered)
     ops.normalize(x, norm, out, statistics)
-    expected, statistics64 = np.full((n, d), np.nan), np.full((2, n), np.nan)
+    expected, statistics64 = np.full((n, d), np.nan), np.full(of_rows, np.nan)
     reference.normalize(x64, norm64, expected, statistics64)
     # The sum of d numbers around 2 rounds as each warp is added: the mean is off by 2.7 units (1 sigma, d = 4104), and
     # with it a whole row of the output.
-    side.close(out, expected, 8)
-    side.close(statistics, statistics64, 8, "float32")
-    d_weight64, d_bias64, dx64 = np.full(d, np.nan), np.full(d, np.nan), start64.copy()
-    reference.normalize_backward(d_out64.copy(), x64, norm64, statistics64, dx64, d_weight64, False, Arena(), d_bias64)
+    side.close(out, expected, 8 if centered else 4)
+    side.close(statistics, statistics64, 8 if centered else 6, "float32")
+    both64, dx64 = np.full((1 + centered, d), np.nan), start64.copy()
+    reference.normalize_backward(
+        d_out64.copy(), x64, norm64, statistics64, dx64, both64[0], False, Arena(), *both64[1:]
+    )  # fmt: skip
 
     def backward(d_both, add):
         ops.copy(start, dx)
-        ops.normalize_backward(d_out, x, norm, statistics, dx, d_both[0], add, arena, d_both[1])
+        of_bias = [d_both[1]] if centered else []
+        ops.normalize_backward(d_out, x, norm, statistics, dx, d_both[0], add, arena, *of_bias)
 
-    weight_gradients(side, rng, (2, d), np.stack([d_weight64, d_bias64]), backward, 16)
-    side.close(dx, dx64, 6)
+    weight_gradients(side, rng, both64.shape, both64, backward, 16 if centered else 12)
+    side.close(dx, dx64, 6 if centered else 4)
 
 
 @sides("n heads others head_dim",
@@ -371,6 +355,14 @@ def test_small_things(ops, side, rng, shape):
     assert not side.get(out).any()
 
 
+def rms_norm(*given):
+    test_norms(*given, False)
+
+
+def layer_norm(*given):
+    test_norms(*given, True)
+
+
 def _few_widths(draw):
     """Kernels are compiled for each."""
     return draw(20, 90), (21, 32, 46, 60, 77, 88)[draw(0, 6)]
@@ -379,14 +371,14 @@ def _few_widths(draw):
 @sides("check shape", [
     (test_embedding, lambda draw: (draw(1, 5000), draw(2, 9000), draw(1, 300))),
     (test_linear, lambda draw: (draw(1, 130), draw(8, 130), draw(8, 130))),
-    (test_rms_norm, lambda draw: (draw(8, 1500), draw(8, 5000))),
-    (test_layer_norm, lambda draw: (draw(8, 1500), draw(8, 4100))),
+    (rms_norm, lambda draw: (draw(8, 1500), draw(8, 5000))),
+    (layer_norm, lambda draw: (draw(8, 1500), draw(8, 4100))),
     (test_sum_rows, lambda draw: (draw(8, 5000), draw(8, 2000))),
     (test_rope, lambda draw: (2 * draw(4, 128), draw(1, 20), draw(1, 6), draw(1, 200))),
     (test_swiglu, lambda draw: (draw(20, 400), draw(20, 3000))),
     (test_gelu, lambda draw: (draw(20, 400), draw(20, 3000))),
-], turns=[(check, _few_widths) for check in (test_rms_norm, test_embedding, test_swiglu, test_gelu)],
-   slow=[(test_layer_norm, _few_widths)])  # fmt: skip
+], turns=[(check, _few_widths) for check in (rms_norm, test_embedding, test_swiglu, test_gelu)],
+   slow=[(layer_norm, _few_widths)])  # fmt: skip
 def test_random_shapes(ops, side, rng, arena, check, shape):
     drawn = shape(lambda low, high: int(rng.integers(low, high)))
     if shape is _few_widths and check is test_embedding:

@@ -50,7 +50,7 @@ def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_
 
     def start_step(elastic, step, wish):
         run = elastic.run
-        if leaves and step == 1 and run.mesh.world.rank == 3:
+        if leaves and step == 2 and run.mesh.world.rank == 3:
             run.stop.request(signal.SIGUSR1)
         if step == 4 and (files := run.saving) is not None:
             may_end.set()

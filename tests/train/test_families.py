@@ -33,12 +33,10 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from tests.train.layouts import Precise, make_data
 from tests.train.masks import visible
-from tests.train.models import loss_and_gradients, part_of, read_weights, tensors_of
+from tests.train.models import loss_and_gradients, part_of, random_weights, read_weights
+from tests.train.of_transformers import theirs_of, torch, transformers
 from tests.train.refusal import refused
 
-REASON = "the reference needs transformers and torch (pip install transformers torch)"
-transformers = pytest.importorskip("transformers", reason=REASON)
-torch = pytest.importorskip("torch", reason=REASON)
 ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 SHAPE: dict[str, Any] = {
@@ -89,19 +87,6 @@ CASES: dict[str, LlamaConfig] = {
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 
 
-def random_weights(config: LlamaConfig, rng: np.random.Generator, dtype: Any = np.float64) -> Parameters:
-    """Norms around 1, everything else around 0; numbers that float32 holds.
-
-    Small ones: at 0.3 each layer enlarges rounding, and float32 is off by up to 2e-6, transformers' as much as ours.
-    """
-    weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups())
-    weights.flat[:] = rng.normal(0, 0.15, weights.flat.size).astype(np.float32)
-    for name, array in weights.items():
-        if name.endswith("norm.weight"):
-            array += 1
-    return weights
-
-
 class Rotary(torch.nn.Module):
     """Their rotary embedding, with frequencies and angles in float64; theirs are float32."""
 
@@ -126,16 +111,9 @@ def rms_norm(theirs: Any, x: Any) -> Any:
     return torch.nn.functional.rms_norm(x, theirs.weight.shape, theirs.weight, theirs.variance_epsilon)
 
 
-def theirs_of(config: LlamaConfig, weights: Any, dtype: Any = torch.float64) -> Any:
-    """transformers' model with these weights."""
-    settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
-    made = transformers.AutoConfig.for_model(**settings, pad_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").to(dtype)
-    assert type(model).__name__ == config.architecture
-    state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
+def precise(config: LlamaConfig, weights: Any, dtype: Any = torch.float64) -> Any:
+    """transformers' model with these weights, whose rotary positions and norms have the dtype of all else."""
+    model = theirs_of(config, weights, dtype)
     model.model.rotary_emb = Rotary(model.config)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -190,8 +168,8 @@ def assert_near(got: np.ndarray, expected: np.ndarray, limit: float, name: str, 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 def test_logits_loss_and_gradients(config, documents, rng):
     """In float32 within 1e-6 and 1e-5 of float64; in float64 but for rounding."""
-    start, batch = random_weights(config, rng), random_batch(config, rng, documents)
-    theirs = theirs_of(config, start)
+    start, batch = random_weights(config, rng, np.float64), random_batch(config, rng, documents)
+    theirs = precise(config, start)
     expected = their_loss(config, theirs, batch)
     expected.backward()
     logits = their_logits(config, theirs, batch).detach().flatten(0, 1).numpy()
@@ -264,7 +242,7 @@ def trained(
 def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], list[dict[str, np.ndarray]]]:
     """The losses of ten steps of ``torch.optim.AdamW``, and the weights after each."""
     settings = TrainConfig.from_preset("tiny", **RUN, model={"vocab_size": 40})
-    data, theirs = make_data(settings), theirs_of(config, start)
+    data, theirs = make_data(settings), precise(config, start)
     matrices, vectors = ([w for w in theirs.parameters() if (w.ndim > 1) == matrix] for matrix in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
@@ -288,7 +266,7 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], li
 def test_steps_beside_torch_in_every_layout(name):
     """On data with documents: ten on one rank, the first four of them in other layouts."""
     config, rng = CASES[name], np.random.default_rng(3)
-    start = random_weights(config, rng)
+    start = random_weights(config, rng, np.float64)
     losses, weights = torch_steps(config, start)
     for layout in possible(config, Layout(), *LAYOUTS):
         count = 4 if layout.ranks > 1 else len(losses)
@@ -321,7 +299,7 @@ def test_deterministic_runs_have_the_same_bits_in_every_layout(name):
 def test_folders_both_ways(config, tmp_path, rng):
     """Theirs into ours, and ours through theirs: the same configuration, the same bits."""
     weights = random_weights(config, rng, np.float32)
-    theirs = theirs_of(config, weights, torch.float32)
+    theirs = precise(config, weights, torch.float32)
     theirs.save_pretrained(tmp_path)
     read = huggingface.read_config(tmp_path)
     assert dataclasses.replace(read, initializer_range=config.initializer_range) == config

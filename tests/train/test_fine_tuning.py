@@ -14,13 +14,10 @@ import pytest
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from tests.train.chat_templates import CHATML, SPECIAL
+from tests.train.of_transformers import save_random, torch, transformers
 from tests.train.runs import run
 from tests.train.test_loss_masks import write_lines
 from tests.train.tokenizer_files import byte_level_bpe
-
-REASON = "the reference needs transformers and torch (pip install transformers torch)"
-transformers = pytest.importorskip("transformers", reason=REASON)
-torch = pytest.importorskip("torch", reason=REASON)
 
 WORDS = ["ring", "tree", "rank", "barrier", "reduce", "gather", "hub", "wait"]
 SHAPE: dict[str, Any] = {
@@ -50,12 +47,7 @@ def folder(request, tmp_path_factory):
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param])
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn_like(weight) * 0.1 + ("norm" in name))
-    model.save_pretrained(folder)
+    save_random(FAMILIES[request.param], folder)
 
     def message(role):
         return {"role": role, "content": " ".join(rng.choice(WORDS, rng.integers(1, 9)))}

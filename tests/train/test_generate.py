@@ -13,6 +13,7 @@ from kos.train.model.families import FAMILIES
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
 from kos.train.trained import TrainedModel
+from tests.train.generate_cases import logits_of
 from tests.train.generation import CASES, GREEDY, PROMPTS, decoder, random_weights, tokens_of
 
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
@@ -37,13 +38,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(config):
     weights = random_weights(config)
 
     def logits(*prompts):
-        """Of each prompt and of nine tokens after it."""
-        source = decoder(config, weights, len(prompts))
-        found = [[source.prefill(index, prompt)] for index, prompt in enumerate(prompts)]
-        for token in range(9):
-            for index, of_sequence in source.step(dict.fromkeys(range(len(prompts)), token)).items():
-                found[index].append(of_sequence.copy())
-        return found
+        return logits_of(config, numpy_ops, weights, prompts, 9)
 
     together = logits(*PROMPTS)
     for prompt, of_prompt in zip(PROMPTS, together, strict=True):

@@ -1,13 +1,11 @@
 """Greedy tokens and limits of sampling beside transformers: 20 random models of all families, in float32."""
 
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kos.train.checkpoint import huggingface
 from kos.train.generate import Sampling, Uncached
 from kos.train.model.families import FAMILIES
 from kos.train.model.gpt2 import GPT2Config
@@ -15,13 +13,9 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
 from tests.train.generation import GREEDY, decoder, tokens_of
-from tests.train.models import tensors_of
-
-REASON = "the reference needs transformers and torch (pip install transformers torch)"
-transformers = pytest.importorskip("transformers", reason=REASON)
-torch = pytest.importorskip("torch", reason=REASON)
-
-from tests.train.test_families import CASES, random_weights  # noqa: E402 (needs transformers)
+from tests.train.models import random_weights
+from tests.train.of_transformers import theirs_of, torch, transformers
+from tests.train.test_families import CASES
 
 GPT2 = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
         "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}  # fmt: skip
@@ -33,18 +27,6 @@ MODELS: dict[str, LlamaConfig] = {
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [1], [*range(20, 4, -1), 39]]
 
 
-def model_of(config: LlamaConfig, weights: Any) -> Any:
-    """transformers' model with these weights, in float32."""
-    settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
-    made = transformers.AutoConfig.for_model(**settings, pad_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(made).float()
-    state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model.eval()
-
-
 def test_there_are_twenty_of_all_families():
     assert len(MODELS) == 20 and {config.model_type for config in MODELS.values()} == {*FAMILIES}
 
@@ -53,7 +35,7 @@ def test_there_are_twenty_of_all_families():
 def test_greedy_tokens(config, rng):
     """With and without the cache, of prompts of several lengths at once."""
     weights = random_weights(config, rng, np.float32)
-    theirs, expected = model_of(config, weights), []
+    theirs, expected = theirs_of(config, weights), []
     for prompt in PROMPTS:
         with torch.no_grad():
             out = theirs.generate(

@@ -15,12 +15,10 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from tests.train.models import loss_and_gradients
+from tests.train.of_transformers import save_random, torch, transformers
 from tests.train.runs import run
 
-REASON = "the reference needs peft, transformers and torch (pip install peft transformers torch)"
-transformers = pytest.importorskip("transformers", reason=REASON)
-torch = pytest.importorskip("torch", reason=REASON)
-peft = pytest.importorskip("peft", reason=REASON)
+peft = pytest.importorskip("peft", reason="the reference needs peft (pip install peft)")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -41,12 +39,7 @@ LLAMAS = (["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 @pytest.fixture(scope="module", params=FAMILIES)
 def base(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / request.param
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param])
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn_like(weight) * 0.1 + ("norm" in name))
-    model.save_pretrained(folder)
+    save_random(FAMILIES[request.param], folder)
     return Path(folder)
 
 

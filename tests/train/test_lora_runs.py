@@ -20,23 +20,16 @@ from kos.train.export import main as export
 from kos.train.layers.lora import is_adapter
 from kos.train.run import Trainer
 from tests.train import elastic_runs, runs
-from tests.train.elastic_runs import no_dry_run, ranks_of
+from tests.train.elastic_runs import no_dry_run, ranks_of, text
 from tests.train.newcomers import ended, invite
 
-__all__ = ["no_dry_run"]
+__all__ = ["no_dry_run", "text"]
 
 SHAPE = ["--hidden-size=16", "--intermediate-size=24", "--num-hidden-layers=3", "--num-attention-heads=4",
          "--num-key-value-heads=2", "--head-dim=4"]  # fmt: skip
 SHORT = ["--device=cpu", "--batch-size=8", "--micro-batch-size=2", "--seq-len=16", "--eval-batches=2",
          "--sample-tokens=0", "--warmup-steps=0", "--lr=1e-2"]  # fmt: skip
 ADAPT = ["--lora=3", "--lora-alpha=5", "--save-every=3", "--steps=6"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "letters.txt"
-    path.write_bytes(np.random.default_rng(7).integers(97, 110, 4000, np.uint8).tobytes())
-    return path
 
 
 def run(text: Path, out: Path, *flags: str, ranks: int = 1) -> np.ndarray:

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
+import kos
 from kos.testing import spawn
-from kos.train.machine import free_memory, git_commit, limit_threads
+from kos.train.machine import free_memory, git_commit, limit_threads, thread_pools
 
 
 def test_ranks_share_the_cores(monkeypatch):
@@ -16,7 +17,11 @@ def test_ranks_share_the_cores(monkeypatch):
     assert spawn(limit_threads, 1) == [8]
     assert spawn(limit_threads, 3) == [2, 2, 2]
     assert spawn(limit_threads, 16) == [1] * 16
-    assert spawn(lambda comm: limit_threads(comm, 1), 2) == [1, 1]  # the next tests want one thread
+    assert spawn(lambda comm: limit_threads(comm, 1), 2) == [1, 1]
+    thread_pools().limit(limits=2)
+    with kos.init(backend="mock") as comm:
+        limit_threads(comm, 1)
+    assert {pool["num_threads"] for pool in thread_pools().info()} <= {1}
 
 
 def test_the_commit_says_where_files_differ(tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ def test_the_plan_of_layouts():
 
 @pytest.mark.timeout(60)
 def test_a_model_that_fits_nowhere_is_refused_at_once():
-    config = parse(["--hidden-size", "4000000"]).for_world(2)
+    config = parse(["--hidden-size", "400000"]).for_world(2)
     model, schedule = config.model_config_for(256), build("1f1b", 1, 1)
     with pytest.raises(ConfigError, match="memory: expected at most"):
         plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout(dp=2)), schedule, sharing=2).check()

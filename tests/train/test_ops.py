@@ -72,24 +72,29 @@ def test_linear(rng, arena, order):
     check_gradients(rng, formula, (x, weight), (dx, d_weight), d_out)
 
 
-def test_rms_norm(rng, arena):
-    x, weight, eps = rng.normal(size=(13, 11)), rng.normal(size=11), 0.1
-    out, rstd = nan(13, 11), nan(13)
+@pytest.mark.parametrize("centered", [False, True])
+def test_norms(rng, arena, centered):
+    """RMSNorm, and LayerNorm, which is centered and has a bias."""
+    x, weight, eps = 2 * centered + rng.normal(size=(13, 11)), rng.normal(size=11), 0.1
+    bias = [rng.normal(size=11)] * centered
+    out, statistics = nan(13, 11), nan(2, 13) if centered else nan(13)
 
-    def formula(x, weight):
-        return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * weight
+    def formula(x, weight, *bias):
+        x = x - x.mean(axis=1, keepdims=True) if centered else x
+        return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * weight + sum(bias)
 
-    norm = Normalize(weight, eps)
-    ops.normalize(x, norm, out, rstd)
-    np.testing.assert_allclose(out, formula(x, weight), rtol=1e-12)
+    norm = Normalize(weight, eps, *bias)
+    ops.normalize(x, norm, out, statistics)
+    np.testing.assert_allclose(out, formula(x, weight, *bias), rtol=1e-12, atol=1e-12)
     d_out, residual = rng.normal(size=out.shape), rng.normal(size=x.shape)
 
-    def backward(d_weight, accumulate):
+    def backward(d_both, accumulate):
         backward.dx = residual.copy()
-        ops.normalize_backward(d_out.copy(), x, norm, rstd, backward.dx, d_weight, accumulate, arena)
+        d_weight, *d_bias = d_both
+        ops.normalize_backward(d_out.copy(), x, norm, statistics, backward.dx, d_weight, accumulate, arena, *d_bias)
 
-    d_weight = both_ways(backward, (11,), rng)
-    check_gradients(rng, formula, (x, weight), (backward.dx - residual, d_weight), d_out)
+    d_both = both_ways(backward, (1 + centered, 11), rng)
+    check_gradients(rng, formula, (x, weight, *bias), (backward.dx - residual, *d_both), d_out)
 
 
 @pytest.mark.parametrize("rows", [slice(0, 13), slice(4, 9)])
@@ -127,34 +132,6 @@ def test_sum_rows(rng, arena):
     for rows in (x, columns(x)):
         got = both_ways(lambda d, add, rows=rows: ops.sum_rows(rows, d, add, arena), (5,), rng)
         np.testing.assert_allclose(got, x.sum(axis=0), rtol=1e-12, atol=1e-12)
-
-
-def test_layer_norm(rng, arena):
-    x, weight, bias, eps = 2 + rng.normal(size=(13, 11)), rng.normal(size=11), rng.normal(size=11), 0.1
-    out, statistics = nan(13, 11), nan(2, 13)
-
-    def formula(x, weight, bias):
-        centered = x - x.mean(axis=1, keepdims=True)
-        return centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + eps) * weight + bias
-
-    norm = Normalize(weight, eps, bias)
-    ops.normalize(x, norm, out, statistics)
-    np.testing.assert_allclose(out, formula(x, weight, bias), rtol=1e-12, atol=1e-12)
-    d_out, residual, d_bias = rng.normal(size=out.shape), rng.normal(size=x.shape), rng.normal(size=11)
-    added = d_bias.copy()
-
-    def backward(d_weight, accumulate):
-        backward.dx = residual.copy()
-        ops.normalize_backward(
-            d_out.copy(), x, norm, statistics, backward.dx, d_weight, accumulate, arena,
-            added if accumulate else backward.d_bias,
-        )  # fmt: skip
-
-    backward.d_bias = nan(11)
-    d_weight = both_ways(backward, (11,), rng)
-    np.testing.assert_allclose(added, d_bias + backward.d_bias, rtol=1e-12)
-    gradients = (backward.dx - residual, d_weight, backward.d_bias)
-    check_gradients(rng, formula, (x, weight, bias), gradients, d_out)
 
 
 def rotated(x, frequencies, length, head_dim, heads):

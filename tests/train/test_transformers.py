@@ -15,40 +15,16 @@ from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout
-from tests.train.models import SCALING, read_weights, tensors_of
+from tests.train.models import SCALING, random_weights, read_weights, tensors_of
+from tests.train.of_transformers import theirs_of, torch, transformers
 from tests.train.runs import run
 from tests.train.sharded import save_in, whole_state
 from tests.train.tokenizer_files import byte_level_bpe
-
-REASON = "the reference needs transformers and torch (pip install transformers torch)"
-transformers = pytest.importorskip("transformers", reason=REASON)
-torch = pytest.importorskip("torch", reason=REASON)
 
 CASES = {
     "llama3, tied": LlamaConfig(97, 128, 96, 2, 4, 1, 64, 4096, 1e-6, 10_000.0, SCALING, tie_word_embeddings=True),
     "GPT-2": GPT2Config(83, 64, 200, 3, 4, 4, 16, 130, tie_word_embeddings=True),
 }
-
-
-def host_weights(config, rng):
-    """Random weights, norms around 1, that fp32 holds exactly."""
-    weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
-    weights.flat[:] = rng.normal(0, 0.2, weights.flat.size)
-    for name, shape in weights.shapes.items():
-        if len(shape) == 1 and name.endswith(".weight"):
-            weights[name][:] += 1
-    return weights
-
-
-def theirs_of(config, weights):
-    """transformers' model, with our weights."""
-    settings = huggingface.to_huggingface(config)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings)).eval()
-    state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
 
 
 def assert_near(got, expected, limit, name):
@@ -61,7 +37,7 @@ def test_ours_is_read_by_them_and_comes_back(tmp_path, rng, config):
     """Our folder into transformers, saved there again, and read: the same configuration, the same bits."""
     from safetensors.numpy import save_file
 
-    weights = host_weights(config, rng)
+    weights = random_weights(config, rng, spread=0.2)
     tensors = tensors_of(weights)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(huggingface.to_huggingface(config)))
@@ -118,7 +94,7 @@ def test_text_is_encoded_as_transformers_encodes_it(own_tokenizer, tmp_path, rng
     and at the tokenizer's.
     """
     config = LlamaConfig(300, 32, 48, 2, 4, 2, 8, max_position_embeddings=64, tie_word_embeddings=True)
-    theirs = theirs_of(config, host_weights(config, rng))
+    theirs = theirs_of(config, random_weights(config, rng, spread=0.2))
     theirs.save_pretrained(own_tokenizer)
     tokenizer = transformers.AutoTokenizer.from_pretrained(own_tokenizer)
     ours = kos.train.load(own_tokenizer)

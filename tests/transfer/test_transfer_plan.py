@@ -245,7 +245,7 @@ def test_json_is_lossless():
     assert Placement.from_json(placed.to_json()) == placed
 
 
-@pytest.mark.parametrize("ranks", [1024, 4096])
+@pytest.mark.parametrize("ranks", [1024, pytest.param(4096, marks=pytest.mark.slow)])
 def test_thousands_of_ranks_are_planned_in_seconds(ranks):
     """An 8-billion model: half of the ranks train (tp 8, ZeRO over the rest), the others serve (tp 4)."""
     shapes = {f"{layer}.{name}": (4096, 4096) for layer in range(32) for name in "abcd"}
