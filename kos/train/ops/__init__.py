@@ -236,8 +236,8 @@ class Ops(Protocol):
     ) -> bool:
         """out = x weight, or x weight^T if ``transposed``. Its sums are added as a binary tree over ``parts``.
 
-        A part is slices of the columns of ``x``, of equal sizes in each part. ``out`` may be of
-        ``statistics_dtype``. False: nothing was computed, because the dialect has no such kernel for these arrays.
+        Each part is a list of slices of the columns of ``x``, and all parts have the same sizes of slices. ``out`` may
+        be of ``statistics_dtype``. Returns False if the dialect has no kernel for these arrays, and computes nothing.
         """
 
     def columns_of(self, x: Array, columns: slice) -> Array:

@@ -13,13 +13,13 @@ from kos.train.ops.cuda.norms import FLOAT32
 
 TILE, THREADS, MEMBERS = 128, 384, 3  # rows and columns of a tile, threads of a block, the most members of a part
 STAGE = 4 * 64 * TILE  # bytes
-OVERHEAD = 2048  # bytes: barriers, and what aligns the stages
+OVERHEAD = 2048  # bytes: barriers, and padding that aligns the stages
 MAX_TOKENS_OF_A_PART = 8192
 MAX_OUTPUTS_TO_SPLIT = 1 << 23  # elements
 
 
 class PartsOps:
-    """The matmuls of ``CudaOps`` in parts, which launches their kernels."""
+    """The matmuls of ``CudaOps`` that are computed in parts. ``CudaOps`` launches their kernels."""
 
     sequential: bool
     hopper: bool
