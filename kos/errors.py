@@ -268,9 +268,10 @@ def _in_kos(frame: traceback.FrameSummary) -> bool:
 
 
 def install(extras: str, package: Path = _PACKAGE) -> str:
-    """The command that installs these extras of kos, which is on no package index; no extras: a clone of kos.
+    """The command that installs kos with these extras, from a clone, because kos is on no package index.
 
-    ``package``: the folder of the running kos.
+    If kos was installed from a wheel, the command adds the extras to it. Without extras, the command installs kos from
+    a clone. ``package``: the folder of the running kos.
     """
     clone, wanted = package.parent, f"[{extras}]" if extras else ""
     if (clone / "pyproject.toml").exists():

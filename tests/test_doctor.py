@@ -179,9 +179,9 @@ def test_a_check_that_fails_or_hangs_is_a_finding():
 def test_missing_packages(extra, missing, kernel_driver, remedy):
     versions = {name: None if name in missing else "1.0" for name in checks.EXTRAS[extra]}
     title, names = f"packages ({extra})", [name for name in versions if name in missing]
-    found = checks.installed(extra, versions, kernel_driver)
+    found = checks.check_packages(extra, versions, kernel_driver)
     assert len(names) == len(missing) and found == Check(title, NO, f"not installed: {', '.join(names)}", remedy)
-    rest = checks.installed(extra, dict.fromkeys(versions, "1.0"), kernel_driver)
+    rest = checks.check_packages(extra, dict.fromkeys(versions, "1.0"), kernel_driver)
     assert rest == Check(title, OK, ", ".join(f"{name} 1.0" for name in versions))
 
 
@@ -193,9 +193,9 @@ def test_packages_and_cuda_of_this_machine(monkeypatch, tmp_path):
         there, (core, *others) = path.exists(), checks.packages()
         assert (core.name, core.verdict) == ("packages (core)", OK)
         for found, (extra, names) in zip(others, [*checks.EXTRAS.items()][1:], strict=True):
-            assert found == checks.installed(extra, {name: version_of(name) for name in names}, there)
+            assert found == checks.check_packages(extra, {name: version_of(name) for name in names}, there)
         if reason := driver.unavailable():
-            assert [*checks.cuda_driver()] == [checks.no_cuda(reason, there)]
+            assert [*checks.cuda_driver()] == [checks.cuda_unavailable(reason, there)]
 
 
 def version_of(package: str) -> str | None:
@@ -215,8 +215,8 @@ def version_of(package: str) -> str | None:
         ("no GPU is visible (CUDA_VISIBLE_DEVICES='')", False, "nvidia-smi -L"),
     ],
 )
-def test_no_cuda(reason, kernel_driver, remedy):
-    check = checks.no_cuda(reason, kernel_driver)
+def test_cuda_unavailable(reason, kernel_driver, remedy):
+    check = checks.cuda_unavailable(reason, kernel_driver)
     assert (check.name, check.verdict, check.found) == ("CUDA", NO, reason)
     assert remedy in check.remedy and bool(check.remedy) == bool(remedy)
 
@@ -224,11 +224,11 @@ def test_no_cuda(reason, kernel_driver, remedy):
 @pytest.mark.parametrize(("capability", "noted"), [((9, 0), False), ((8, 0), True), ((10, 0), True), ((12, 0), True)])
 def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(capability, noted):
     gpus = [DeviceInfo(i, "a GPU", f"{i}", capability, 80 << 30, 108, f"{i}", 0, False) for i in range(2)]
-    found = [checks.gpu(info, nvlinks=4) for info in gpus]
+    found = [checks.check_gpu(info, nvlinks=4) for info in gpus]
     assert [check.name for check in found] == ["GPU 0", "GPU 1"] and {check.verdict for check in found} == {OK}
     about = f"{'.'.join(map(str, capability))}, 80 GiB, 108 SMs, 0, NUMA node 0, 4 NVLinks"
     assert found[0].found == f"a GPU, compute capability {about}"
-    assert checks.gpu(gpus[0], nvlinks=None).found.endswith("unknown NVLinks")
+    assert checks.check_gpu(gpus[0], nvlinks=None).found.endswith("unknown NVLinks")
     report = Report()
     report.add([found])
     line = "-> kos has run on Hopper (compute capability 9.0) only; tests compile its kernels for other GPUs"

@@ -50,7 +50,7 @@ EXTRAS = {
     "cuda": ("cuda-core", "cuda-bindings", "cuda-pathfinder", "nccl4py", "nvmath-python"),
     "plot": ("matplotlib",),
 }
-"""The packages of each extra that the doctor looks for."""
+"""By extra, the packages that the doctor looks for."""
 TRAINER = "packages (train)"
 """The check without which ranks communicate and cannot train."""
 _LIBRARIES = ("nvrtc", "cudart", "nccl", "cublasLt")
@@ -110,11 +110,14 @@ def python() -> Iterator[Check]:
 
 def packages() -> Iterator[Check]:
     for extra, names in EXTRAS.items():
-        yield installed(extra, {name: _version(name) for name in names}, bool(_kernel_driver()))
+        yield check_packages(extra, {name: _version(name) for name in names}, bool(_kernel_driver()))
 
 
-def installed(extra: str, versions: dict[str, str | None], kernel_driver: bool) -> Check:
-    """The packages of an extra.  ``kernel_driver``: whether the kernel has NVIDIA's driver."""
+def check_packages(extra: str, versions: dict[str, str | None], kernel_driver: bool) -> Check:
+    """The check of an extra, from the ``versions`` of its packages: None for a package that is not installed.
+
+    ``kernel_driver``: whether NVIDIA's kernel module is loaded.
+    """
     missing, title = [name for name, version in versions.items() if version is None], f"packages ({extra or 'core'})"
     if missing:
         remedy = install(extra) if extra != "cuda" or kernel_driver else ""
@@ -167,7 +170,7 @@ def shared_memory() -> Iterator[Check]:
 def cuda_driver() -> Iterator[Check]:
     reason, visible = driver.unavailable(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if reason is not None:
-        yield no_cuda(reason, bool(_kernel_driver()))
+        yield cuda_unavailable(reason, bool(_kernel_driver()))
         return
     from cuda.core import system
 
@@ -178,8 +181,11 @@ def cuda_driver() -> Iterator[Check]:
     yield Check("CUDA", OK, found)
 
 
-def no_cuda(reason: str, kernel_driver: bool) -> Check:
-    """The finding where CUDA cannot be used.  ``kernel_driver``: whether the kernel has NVIDIA's driver."""
+def cuda_unavailable(reason: str, kernel_driver: bool) -> Check:
+    """The check of a machine on which CUDA cannot be used for ``reason``.
+
+    ``kernel_driver``: whether NVIDIA's kernel module is loaded.
+    """
     remedy = "the kernel has NVIDIA's driver: start the container with --gpus all" if kernel_driver else ""
     if "CUDA_VISIBLE_DEVICES" in reason:
         remedy = "CUDA_VISIBLE_DEVICES must name GPUs that nvidia-smi -L lists; unset, all are visible"
@@ -212,10 +218,10 @@ def nvrtc() -> Iterator[Check]:
 
 
 def gpus() -> Iterator[Check]:
-    return (gpu(info, devices.nvlinks(info.index)) for info in cuda.visible_devices())
+    return (check_gpu(info, devices.nvlinks(info.index)) for info in cuda.visible_devices())
 
 
-def gpu(info: devices.DeviceInfo, nvlinks: int | None) -> Check:
+def check_gpu(info: devices.DeviceInfo, nvlinks: int | None) -> Check:
     major, minor = info.compute_capability
     found = (
         f"{info.name}{' (MIG)' if info.mig else ''}, compute capability {major}.{minor}, "

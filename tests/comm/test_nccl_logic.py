@@ -454,6 +454,6 @@ def test_ranks_share_a_gpu_where_nccl_lets_them(number, setting, may, fake, monk
 
 
 def test_an_operation_whose_exchange_is_unknown_is_refused():
-    """Before, it moved nothing."""
-    with pytest.raises(NotImplementedError, match="rotate: no exchange on GPUs is known"):
+    """Otherwise it would move nothing and raise no error."""
+    with pytest.raises(NotImplementedError, match="expected an operation that exchanges pieces .*, got rotate"):
         exchange_of(Operation("rotate", 0), 0, 2)

@@ -53,7 +53,7 @@ def exchange_of(o: Operation, rank: int, size: int) -> tuple[list[Piece], list[P
             return _parts(o.send, o.send_counts, size), only(root, recv)
         case "send" | "recv" | "send_recv":
             return only(message.dst, send), only(message.src, recv)
-    raise NotImplementedError(f"{o.name}: no exchange on GPUs is known")
+    raise NotImplementedError(f"expected an operation that exchanges pieces between GPUs, got {o.name}")
 
 
 def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> list[Piece]:

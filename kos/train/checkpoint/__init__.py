@@ -326,26 +326,26 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def read_extra(folder: Path, largest: int = LARGEST, largest_in_all: int = LARGEST_IN_ALL) -> dict[str, bytes]:
+def read_extra(folder: Path, max_bytes: int = LARGEST, max_total_bytes: int = LARGEST_IN_ALL) -> dict[str, bytes]:
     """The other files in the folder of ``--init-from``, which are copied into each checkpoint.
 
     Examples are ``generation_config.json``, ``chat_template.jinja``, ``special_tokens_map.json`` and a license. Keys of
     ``config.json`` and ``tokenizer_config.json`` that kos does not write are also kept.
 
-    Folders, hidden files, weights, optimizer states, and files of more than ``largest`` bytes are not copied.  If
-    the other files together exceed ``largest_in_all`` bytes, the largest of them are not copied either.  Raises
+    Folders, hidden files, weights, optimizer states, and files of more than ``max_bytes`` bytes are not copied.  If
+    the other files together exceed ``max_total_bytes`` bytes, the largest of them are not copied either.  Raises
     CheckpointError if a file cannot be read.
     """
 
     def is_kept(path: Path) -> bool:
         if path.name.startswith((".", "optimizer")) or path.name.endswith(_WEIGHTS) or path.name == MANIFEST:
             return False
-        return path.is_file() and path.stat().st_size <= largest
+        return path.is_file() and path.stat().st_size <= max_bytes
 
     with raised_as(CheckpointError, f"{folder}: expected files that can be read"):
         found = sorted((path.stat().st_size, path) for path in folder.iterdir() if is_kept(path))
         sums = accumulate(size for size, _ in found)
-        chosen = [path for (_, path), total in zip(found, sums, strict=True) if total <= largest_in_all]
+        chosen = [path for (_, path), total in zip(found, sums, strict=True) if total <= max_total_bytes]
         return {path.name: path.read_bytes() for path in sorted(chosen)}
 
 

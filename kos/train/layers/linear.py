@@ -122,10 +122,10 @@ class ColumnLinear(Linear):
     def backward(
         self, ctx: PassContext, d_out_NF: Array, dx_nD: Array, d_lows: Sequence[Array]
     ) -> Callable[[], object]:
-        """Begin to compute ``dx_nD``, whose sum over ranks overlaps the second half of the product.
+        """Begin to compute ``dx_nD``, whose sum over ranks overlaps the second half of the matmul.
 
-        ``d_lows`` are those of ``adapters``. The returned function completes ``dx_nD``. Until then scratch memory is in
-        use.
+        ``d_lows`` are those of ``adapters``. The returned function completes ``dx_nD``. Until it returns, ``ctx.arena``
+        holds scratch memory.
         """
         weight, adapters = self._weight(ctx), self.adapters
         if ctx.tp.size == 1:
@@ -134,18 +134,18 @@ class ColumnLinear(Linear):
                 adapters.input_gradient(ctx, d_lows, dx_nD, slice(0, len(dx_nD)))
         term_ND, waits = ctx.tp.empty_terms(dx_nD, ctx.arena), list[Callable[[], object]]()
 
-        def product(rows: slice, of_rows: Array) -> None:
-            ctx.ops.linear_input_gradient(d_out_NF[rows], weight, of_rows)
+        def compute_terms(rows: slice, terms: Array) -> None:
+            ctx.ops.linear_input_gradient(d_out_NF[rows], weight, terms)
             if adapters and not ctx.tp.in_order:
-                adapters.input_gradient(ctx, d_lows, of_rows, rows)
+                adapters.input_gradient(ctx, d_lows, terms, rows)
 
         for half in ctx.tp.halves(len(term_ND)) if ctx.tp.size > 1 else ():
-            waits.append(ctx.tp.start_sum_of(product, term_ND, dx_nD, half, ctx.arena))
+            waits.append(ctx.tp.compute_and_start_sum(compute_terms, term_ND, dx_nD, half, ctx.arena))
 
         def complete() -> None:
             for wait in waits:
                 wait()
-            if adapters and ctx.tp.in_order:  # of several members the sum is added
+            if adapters and ctx.tp.in_order:  # the gradients of all members are summed first
                 ctx.tp.add_own(dx_nD, partial(adapters.input_gradient, ctx, d_lows), ctx.arena)
 
         return complete
@@ -178,12 +178,12 @@ class RowLinear(Linear):
         first, later = ctx.tp.axis.rank == 0, ctx.tp.splits_rows  # whether the residual is added after the sum
         added = residual_nD if first and not later else None
 
-        def product(rows: slice, of_rows: Array) -> None:
-            ctx.ops.linear(x_NF[rows], weight, of_rows, added, bias if first else None)
+        def compute_terms(rows: slice, terms: Array) -> None:
+            ctx.ops.linear(x_NF[rows], weight, terms, added, bias if first else None)
             if adapters and not ctx.tp.in_order:
-                adapters.add(ctx, lows, of_rows, rows)
+                adapters.add(ctx, lows, terms, rows)
 
-        wait = ctx.tp.start_sum_of(product, term_ND, out_nD, half)
+        wait = ctx.tp.compute_and_start_sum(compute_terms, term_ND, out_nD, half)
 
         def complete() -> None:
             wait()

@@ -224,20 +224,20 @@ class Ops(Protocol):
     def linear_weight_gradient(
         self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena, outputs: int | None = None
     ) -> None:
-        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer.  With ``outputs``, the size of
-        d_weight of all ranks of tp, a long sum may be split: in parts that are the same in every layout."""
+        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer.  If ``outputs`` is given, a sum over
+        many tokens may be split into parts, the same in every layout. It is the size of d_weight on all ranks of tp."""
 
     def bits_of_parts(self, dtype: Any) -> bool:
-        """Whether a product of arrays of ``dtype`` has the bits of its parts, computed one by one, if these do not cut
-        its sums."""
+        """Whether a matmul of arrays of ``dtype`` gives the same bits when it is computed part by part.  The parts are
+        blocks of its output, so they do not split its sums."""
 
     def product_of_parts(
         self, x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]], arena: Arena
     ) -> bool:
         """out = x weight, or x weight^T if ``transposed``. Its sums are added as a binary tree over ``parts``.
 
-        A part is slices of the columns of ``x``, of equal sizes in each part. ``out`` may be of
-        ``statistics_dtype``. False: nothing was computed, because the dialect has no such kernel for these arrays.
+        Each part is a list of slices of the columns of ``x``, and all parts have the same sizes of slices. ``out`` may
+        be of ``statistics_dtype``. Returns False if the dialect has no kernel for these arrays, and computes nothing.
         """
 
     def columns_of(self, x: Array, columns: slice) -> Array:

@@ -91,10 +91,10 @@ def sum_over_ranks(ops: Any, arena: Arena, axis: Axis, x: Array) -> None:
 
 
 def start_scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> Callable[[], Array]:
-    """out = this rank's part (first dimension) of the sum over the ranks of ``axis``, as a binary tree.
+    """Start the sum of ``x`` over the ranks of ``axis``, as a binary tree. ``out``: this rank's part (first dimension).
 
-    The sum is added in the dtype of ``x``, and rounded once to that of ``out``. The returned function waits, adds, and
-    returns ``out``. Until then, memory of ``arena`` is in use.
+    The terms are added in the dtype of ``x``, and the sum is rounded once to the dtype of ``out``. The returned
+    function waits for the terms, adds them, and returns ``out``. Until then, the terms occupy memory of ``arena``.
     """
     terms = arena.take((axis.size, *out.shape), x.dtype)
     work = axis.comm.all_to_all(x, terms, async_op=True)
@@ -108,7 +108,7 @@ def start_scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) 
 
 
 def scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> None:
-    """``start_scatter_sum`` that waits at once."""
+    """As ``start_scatter_sum``, but ``out`` is complete on return."""
     with arena.scope():
         start_scatter_sum(ops, arena, axis, x, out)()
 

@@ -114,7 +114,10 @@ class Stop:
             os.write(writer, bytes([self.number]))
 
     def request(self, number: int, frame: FrameType | None = None) -> None:
-        """Do what this signal asks for, as its handler."""
+        """The signal handler: record the request. The next signal is no longer handled, as ``ignore`` says.
+
+        Raises Stopped in a block of ``at_once`` if the signal asks this rank to stop.
+        """
         self.asked, self.number = True, signal.Signals(number)
         self.ignore()
         self._check()

@@ -35,8 +35,8 @@ class Half(NamedTuple):
     own: slice
 
 
-Product = Callable[[slice, Array], None]
-"""Writes the terms of some of the N rows to an array of as many rows."""
+ComputeTerms = Callable[[slice, Array], None]
+"""Writes this rank's terms of the given slice of the N rows to an array that has as many rows as the slice."""
 
 
 class TensorParallel:
@@ -104,15 +104,15 @@ class TensorParallel:
         halves = self.halves(len(term_ND)) if halves is None else halves
         return _waiting([scatter(term_ND[half.rows], out_nD[half.own], async_op=True) for half in halves], out_nD)
 
-    def start_sum_of(
-        self, product: Product, term_ND: Array, out_nD: Array, half: Half, arena: Arena | None = None
+    def compute_and_start_sum(
+        self, compute_terms: ComputeTerms, term_ND: Array, out_nD: Array, half: Half, arena: Arena | None = None
     ) -> Callable[[], Array]:
-        """Compute the terms of ``half`` in ``term_ND`` by ``product``, and start their sum, as ``start_sum`` does.
+        """Compute the terms of ``half`` into ``term_ND``, and start their sum, as ``start_sum`` does.
 
-        ``arena``: scratch memory that the caller keeps until the returned function has waited. Without it, a sum that
-        needs such memory is complete when this returns.
+        ``arena``: scratch memory, which the caller must not free before the returned function has returned. If it is
+        None, a sum that needs scratch memory is already complete when this method returns.
         """
-        product(half.rows, term_ND[half.rows])
+        compute_terms(half.rows, term_ND[half.rows])
         return self.start_sum(term_ND, out_nD, [half])
 
     def gather_logits(self, logits_Nv: Array, arena: Arena) -> Array:
@@ -148,9 +148,11 @@ class TensorParallel:
 class FixedTensorParallel(TensorParallel):
     """``TensorParallel`` whose sums over ranks are binary trees. ``arena`` is scratch memory.
 
-    A rank has one run of rows, because that is a subtree of the sums over rows. So there are no halves. Instead, a
-    product can have two *turns*, each of half of the rows of every rank: the collective of the first overlaps the
-    product of the second. ``pieces`` are those of the rows, which are multiplied apart.
+    Each rank has one contiguous run of rows, because the sums over these rows are then a subtree. So the rows are not
+    split into halves as in ``TensorParallel``. Instead, a matmul can be computed in two *blocks* of rows. Each block
+    has half of the rows of every rank. The collective of the first block overlaps the matmul of the second.
+
+    ``pieces``: the number of pieces of the rows. Each piece is a matmul of its own.
     """
 
     def __init__(self, ops: Ops, axis: Axis, first: int, copies: Axis, arena: Arena, pieces: int) -> None:
@@ -171,22 +173,22 @@ class FixedTensorParallel(TensorParallel):
         scatter_sum(self.ops, self.arena, self.axis, term_ND, out_nD)
         return lambda: out_nD
 
-    def start_sum_of(
-        self, product: Product, term_ND: Array, out_nD: Array, half: Half, arena: Arena | None = None
+    def compute_and_start_sum(
+        self, compute_terms: ComputeTerms, term_ND: Array, out_nD: Array, half: Half, arena: Arena | None = None
     ) -> Callable[[], Array]:
         if arena is None:
             with self.arena.scope():
-                self.start_sum_of(product, term_ND, out_nD, half, self.arena)()
+                self.compute_and_start_sum(compute_terms, term_ND, out_nD, half, self.arena)()
             return lambda: out_nD
         waits, rows = list[Callable[[], Array]](), len(out_nD)
-        for own in self._turns(rows, out_nD.dtype):
-            terms_ND, of_rank = term_ND[own.start * self.size : own.stop * self.size], own.stop - own.start
-            if of_rank == rows:
-                product(half.rows, terms_ND)
+        for own in self._row_blocks(rows, out_nD.dtype):
+            terms_ND, count = term_ND[own.start * self.size : own.stop * self.size], own.stop - own.start
+            if count == rows:
+                compute_terms(half.rows, terms_ND)
             else:
                 for rank in range(self.size):
-                    of_all = slice(rank * rows + own.start, rank * rows + own.stop)
-                    product(of_all, terms_ND[rank * of_rank : (rank + 1) * of_rank])
+                    of_rank = slice(rank * rows + own.start, rank * rows + own.stop)
+                    compute_terms(of_rank, terms_ND[rank * count : (rank + 1) * count])
             waits.append(start_scatter_sum(self.ops, arena, self.axis, terms_ND, out_nD[own]))
 
         def wait() -> Array:
@@ -196,15 +198,15 @@ class FixedTensorParallel(TensorParallel):
 
         return wait
 
-    def _turns(self, rows: int, dtype: Any) -> list[slice]:
-        """A rank's rows of each turn.
+    def _row_blocks(self, rows: int, dtype: Any) -> list[slice]:
+        """The rows of each block, among the ``rows`` of a rank.
 
-        There is one turn if nothing overlaps, if a row's bits could depend on the number of rows, or if products would
-        be too small.
+        There is one block with all rows if collectives do not overlap matmuls, if the bits of a row could depend on the
+        number of rows, or if the rows are too few for two blocks or do not divide evenly.
         """
         least = self.ops.overlap_rows
-        apart = least and self.ops.bits_of_parts(dtype) and rows >= 2 * least * self.pieces
-        return equal_parts(slice(0, rows), 2 if apart and rows % (2 * self.pieces) == 0 else 1)
+        overlaps = least and self.ops.bits_of_parts(dtype) and rows >= 2 * least * self.pieces
+        return equal_parts(slice(0, rows), 2 if overlaps and rows % (2 * self.pieces) == 0 else 1)
 
 
 class PlainTensorParallel(TensorParallel):

@@ -144,7 +144,7 @@ class Profiler:
         if not self.began or (self.graph and not self.marks.captured()):
             return function()
         begin, result = self.marks.mark(), function()
-        if result is not False:  # False: this dialect leaves the operation to others
+        if result is not False:  # False: the dialect has no kernel for this operation, so nothing ran
             self.spans.append(Span(label, lane, begin, self.marks.mark(), nbytes, flops))
         return result
 

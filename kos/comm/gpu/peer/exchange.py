@@ -19,7 +19,7 @@ SHARE = 8192
 _SMALL_SHARE = 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
 PACKET_THREADS = 512
-"""The most threads of a block that exchanges small pieces; half as many for more than 4 ranks."""
+"""The largest number of threads of a block that exchanges small pieces. With more than 4 ranks, half of it."""
 BOX_PACKETS, PACKET_BYTES = 1024, 8  # as in kernels/pieces.cuh
 
 

@@ -13,13 +13,13 @@ from kos.train.ops.cuda.norms import FLOAT32
 
 TILE, THREADS, MEMBERS = 128, 384, 3  # rows and columns of a tile, threads of a block, the most members of a part
 STAGE = 4 * 64 * TILE  # bytes
-OVERHEAD = 2048  # bytes: barriers, and what aligns the stages
-LONGEST = 8192  # tokens of a sum
-FEW = 1 << 23  # outputs
+OVERHEAD = 2048  # bytes: barriers, and padding that aligns the stages
+MAX_TOKENS_OF_A_PART = 8192
+MAX_OUTPUTS_TO_SPLIT = 1 << 23  # elements
 
 
 class PartsOps:
-    """The matmuls of ``CudaOps`` in parts, which launches their kernels."""
+    """The matmuls of ``CudaOps`` that are computed in parts. ``CudaOps`` launches their kernels."""
 
     sequential: bool
     hopper: bool
@@ -34,7 +34,7 @@ class PartsOps:
     def product_of_parts(
         self, x: Array, weight: Array, out: Array, transposed: bool, parts: Sequence[Sequence[slice]], arena: Arena
     ) -> bool:
-        """``Ops.product_of_parts`` on Hopper, of sizes of parts that are multiples of 64.
+        """``Ops.product_of_parts`` on Hopper, for parts whose sizes are multiples of 64.
 
         The kernel is ``kernels/linear_parts_hopper.cu``.
         """
@@ -72,7 +72,7 @@ class PartsOps:
     def linear_weight_gradient(
         self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena, outputs: int | None = None
     ) -> None:
-        """``Ops.linear_weight_gradient``; of parts a binary tree."""
+        """``Ops.linear_weight_gradient``. If the sum over tokens is split, its parts are added as a binary tree."""
         parts = 1 if outputs is None else self.parts_of_tokens(len(x), x.dtype, outputs)
         if parts == 1:
             self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
@@ -86,11 +86,15 @@ class PartsOps:
                 self.add(d_weight, terms[0], d_weight)
 
     def parts_of_tokens(self, tokens: int, dtype: Any, outputs: int) -> int:
-        """In how many parts a weight's gradient is summed: so many that none has more than ``LONGEST`` tokens.
+        """The number of parts into which a weight gradient's sum over tokens is split.
 
-        ``Matmul`` with ``sequential`` does not split a sum.  For a longer one of few outputs, cuBLASLt's choices then
-        leave most of the GPU idle: on an H200, with 32,768 tokens and up to a million outputs, it takes 6 to 30 times
-        as long as with a sum that is split.
+        It is the smallest power of two for which no part has more than ``MAX_TOKENS_OF_A_PART`` tokens. It is 1 if that
+        power of two does not divide ``tokens``, if there are more than ``MAX_OUTPUTS_TO_SPLIT`` outputs, or without
+        ``bits_of_parts``.
+
+        ``Matmul`` with ``sequential`` never splits a sum itself. If there are many tokens and few outputs, the
+        algorithms that cuBLASLt chooses without splitting leave most of the GPU idle. On an H200, with 32,768 tokens
+        and up to a million outputs, they take 6 to 30 times as long as with a sum that is split.
         """
-        parts = 1 << max(0, -(-tokens // LONGEST) - 1).bit_length()
-        return 1 if tokens % parts or outputs > FEW or not self.bits_of_parts(dtype) else parts
+        parts = 1 << max(0, -(-tokens // MAX_TOKENS_OF_A_PART) - 1).bit_length()
+        return 1 if tokens % parts or outputs > MAX_OUTPUTS_TO_SPLIT or not self.bits_of_parts(dtype) else parts
