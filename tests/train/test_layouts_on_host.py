@@ -94,7 +94,8 @@ FIXED_SLOW = [
     (Layout(tp=2), {"deterministic_parts": 2, "family": "qwen3", "tied": True, "recompute": "norms", "graph": False}),
     (Layout(dp=2, tp=2), {"deterministic_parts": 8, "tied": True, "zero": 1, "dtype": "bfloat16"}),
     (Layout(cp=2, tp=2), {"deterministic_parts": 2, "tied": False, "seq_len": 16, "recompute": "block"}),
-    (Layout(pp=2, tp=2), {"deterministic_parts": 4, "tied": True, "pp_schedule": "zero-bubble-v"}),
+    (Layout(pp=2, tp=2), {"deterministic_parts": 4, "tied": True, "pp_schedule": "zero-bubble-v",
+                          "dtype": "bfloat16", "recompute": "norms"}),
     *((Layout(pp=2), {"pp_schedule": name, "tied": False, "micro_batch_size": 2}) for name in SCHEDULES),
 ]
 

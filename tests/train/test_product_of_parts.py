@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from tests.host_compiler import needs_compiler
 from tests.train.ops_cases import hopper_ops, on_hopper
@@ -75,30 +76,38 @@ def test_only_hopper_is_trusted_to_have_the_bits_of_parts(ops):
     assert not ops.bits_of_parts(DTYPES["bfloat16"])
 
 
-def weight_gradient(ops, d_out, x, before, accumulate, outputs):
-    """In parts: added to ``before``, or in its place."""
-    d_out, x, out = (Array.from_numpy(np.ascontiguousarray(each), 0, stream=ops.stream) for each in (d_out, x, before))
-    ops.linear_weight_gradient(d_out, x, out, accumulate, ops.make_arena(), outputs)
+def weight_gradient(ops, d_out, x, some, outputs):
+    """Of ``some`` columns of ``d_out``, which is a view of them if they are not all."""
+    d_out, x = (Array.from_numpy(np.ascontiguousarray(each), 0, stream=ops.stream) for each in (d_out, x))
+    mine = d_out if some == slice(0, d_out.shape[1]) else ops.columns_of(d_out, some)
+    out = Array.from_numpy(np.full((some.stop - some.start, x.shape[1]), np.nan, np.float32), 0, stream=ops.stream)
+    ops.linear_weight_gradient(mine, x, out, False, ops.make_arena(), outputs)
     return np.asarray(ops.to_host(out)).copy()
 
 
-@on_hopper("case", [(16_384, 16, 8, False), (32_768, 8, 24, True)],
-           [(32_768, 768, 768, False), (65_536, 768, 256, True)])
+@on_hopper("case", [(16_384, 16, 8), (32_768, 8, 24)], [(32_768, 768, 768), (65_536, 768, 256), (16_384, 256, 8)])
 def test_a_weight_gradient_over_many_tokens_is_a_sum_over_parts_of_them(request, rng, ops, case):
-    tokens, rows, columns, accumulate = case
+    tokens, rows, columns = case
     assert ops.parts_of_tokens(tokens, DTYPES["bfloat16"], rows * columns) == tokens // 8192
     d_out, x = (rng.standard_normal((tokens, size)).astype(ml_dtypes.bfloat16) for size in (rows, columns))
-    before = rng.standard_normal((rows, columns)).astype(np.float32)
-    if not accumulate:
-        before[...] = np.nan
-    expected = d_out.astype(np.float64).T @ x.astype(np.float64) + (before if accumulate else 0)
-    whole = weight_gradient(ops, d_out, x, before, accumulate, rows * columns)
+    expected = d_out.astype(np.float64).T @ x.astype(np.float64)
+    whole = weight_gradient(ops, d_out, x, slice(0, rows), rows * columns)
     assert np.linalg.norm(whole - expected) < 1e-5 * np.linalg.norm(expected)
+    half = slice(rows // 2, rows)
+    of_half = weight_gradient(ops, d_out, x, half, rows * columns)
+    assert np.linalg.norm(of_half - expected[half]) < 1e-5 * np.linalg.norm(expected[half])
     if request.node.get_closest_marker("gpu"):  # where a product has the bits of its parts
-        half = slice(rows // 2), slice(columns // 2)
-        of_rows = weight_gradient(ops, d_out[:, half[0]], x, before[half[0]], accumulate, rows * columns)
-        of_columns = weight_gradient(ops, d_out, x[:, half[1]], before[:, half[1]], accumulate, rows * columns)
-        assert np.array_equal(of_rows, whole[half[0]]) and np.array_equal(of_columns, whole[:, half[1]])
+        apart = weight_gradient(ops, d_out[:, half], x, slice(0, rows // 2), rows * columns)
+        of_columns = weight_gradient(ops, d_out, x[:, : columns // 2], slice(0, rows), rows * columns)
+        assert np.array_equal(of_half, whole[half]) and np.array_equal(apart, whole[half])
+        assert np.array_equal(of_columns, whole[:, : columns // 2])
+
+
+@needs_compiler
+def test_columns_of_a_matrix_have_no_other_shape(ops):
+    """They are not one run of memory: a view of another shape would be of other elements."""
+    with pytest.raises(InvalidArgument, match="reshape: expected rows that follow one another"):
+        ops.columns_of(ops.zeros((8, 16), "bfloat16"), slice(0, 8)).reshape(4, 16)
 
 
 @needs_compiler

@@ -106,7 +106,7 @@ def plan_buckets(
         multiple = BLOCK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
     itemsize = DTYPES[config.grad_dtype].itemsize
-    if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
+    if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank
         nbytes = max(BUCKET_BYTES, itemsize * sum(map(math.prod, shapes.values())) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0

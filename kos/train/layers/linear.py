@@ -14,11 +14,8 @@ from typing import Any, ClassVar
 from kos.train.layers import PassContext, Placement
 from kos.train.layers.lora import Adapters, Lora
 from kos.train.ops import Array
+from kos.train.ops.linear import bias_of
 from kos.train.parallel.tensor import Half
-
-
-def bias_of(name: str) -> str:
-    return name.removesuffix("weight") + "bias"
 
 
 class Linear:

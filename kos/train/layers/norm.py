@@ -6,8 +6,8 @@ from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.layers import PassContext, Placement
-from kos.train.layers.linear import bias_of
 from kos.train.ops import Array
+from kos.train.ops.linear import bias_of
 from kos.train.ops.norm import Normalize
 
 

@@ -481,7 +481,7 @@ def make_stage(
         for linear in linears(model.layers(local.layers)):
             matrices |= linear.splits(mesh.tp.size)
         wrapped = FixedOrder(wrapped, arena, split, mesh.tp, mesh.cp, matrices)
-        tensor = FixedTensorParallel(base, mesh.tp, first, copies, arena, split.tokens // mesh.cp.size)
+        tensor = FixedTensorParallel(base, mesh.tp, first, copies, arena, wrapped.pieces)
         if split.tokens > 1:
             context = FixedContext(base, mesh.cp, split)
     stage = Model(model, wrapped, local=local, tensor=tensor, context=context, arena=arena, **options)

@@ -7,7 +7,8 @@ A sum's bits depend on its order, and a matrix product's also on its shape. So o
   parts have the same bits in one product (``Ops.bits_of_parts``).
 - *tokens*: a sequence is split in chunks, and chunks i and last - i are a piece (the zigzag of ``parallel.context``).
   A micro-batch of N tokens is held piece by piece: (pieces, samples, 2, chunk), so that a rank's tokens are a run of
-  rows. Everything is computed piece by piece, and a sum over tokens is a tree over the pieces.
+  rows. Everything is computed piece by piece, and a sum over tokens is a tree over the pieces. On a GPU with parts of
+  features, a weight gradient's sum over the tokens of a piece is itself a tree (``PartsOps.parts_of_tokens``).
 
 A rank of tp or cp holds a power of two of the parts or pieces, one after another: a whole subtree. Ranks exchange the
 sums of their subtrees, and each adds the rest of the tree. The same shapes give the same bits: OpenBLAS's matrix
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from kos.errors import SettingError
 from kos.memory.arena import Arena
 from kos.train.ops import Array
-from kos.train.ops.linear import LinearOps
+from kos.train.ops.linear import LinearOps, bias_of
 from kos.train.ops.norm import Normalize
 from kos.train.parallel.mesh import ALONE, Axis
 
@@ -110,15 +111,21 @@ def start_scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) 
 def scatter_sum(ops: Any, arena: Arena, axis: Axis, x: Array, out: Array) -> None:
     """As ``start_scatter_sum``, but ``out`` is complete on return."""
     with arena.scope():
-        start_scatter_sum(ops, arena, axis, x, out)()
+        terms = arena.take((axis.size, *out.shape), x.dtype)
+        axis.comm.all_to_all(x, terms)
+        ops.add_tree(terms, out)
 
 
 class Matrix(NamedTuple):
-    """A matrix (out, in) whose ``parts`` are multiplied apart: slices along ``dim``, one of each stacked matrix."""
+    """A matrix (out, in) whose ``parts`` are multiplied apart: slices along ``dim``, one of each stacked matrix.
+
+    ``biased``: whether there is a bias. One rank of tp adds it, but all ranks have to choose the same kernels.
+    """
 
     array: Array
     dim: int
     parts: list[list[slice]]
+    biased: bool
 
     def slices(self) -> list[slice]:
         return [each for part in self.parts for each in part]
@@ -153,7 +160,7 @@ class FixedOrder(LinearOps):
             return self.inner.matrix(of, name)
         dim, members = self.matrices[name]
         each = [equal_parts(member, self.parts) for member in members]
-        return Matrix(of[name], dim, [[*part] for part in zip(*each, strict=True)])
+        return Matrix(of[name], dim, [[*part] for part in zip(*each, strict=True)], bias_of(name) in of)
 
     def rows(self, count: int) -> list[slice]:
         """The rows of each piece, of ``count`` in all."""
@@ -193,7 +200,7 @@ class FixedOrder(LinearOps):
                 else:
                     ops.linear(x_k, w_k, term, None, more)
 
-            if bias is not None or not ops.product_of_parts(x, w, out, True, weight.parts, self.arena):
+            if weight.biased or not ops.product_of_parts(x, w, out, True, weight.parts, self.arena):
                 self._sum(weight, out, product, bias)
             if residual is not None:
                 ops.add(out, residual, out)

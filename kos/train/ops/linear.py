@@ -14,6 +14,11 @@ from kos.train.ops import Array
 from kos.train.ops.norm import Normalize
 
 
+def bias_of(name: str) -> str:
+    """The name of the bias that belongs to a weight."""
+    return name.removesuffix("weight") + "bias"
+
+
 class Wrapper:
     """All operations of ``inner``: a dialect, or another wrapper. Operations are called by position."""
 

@@ -67,6 +67,9 @@ class Columns(Array):
         rows = self._view(first, (stop - start, self.row), self.dtype)
         return Columns(rows, slice(self.start, self.start + self.shape[1]))
 
+    def reshape(self, *shape: Any) -> Array:
+        raise InvalidArgument(f"reshape: expected rows that follow one another in memory, got {self}")
+
 
 def row_of(x: Any) -> int:
     """How many elements lie between the beginnings of two rows."""

@@ -73,17 +73,19 @@ class PartsOps:
         self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena, outputs: int | None = None
     ) -> None:
         """``Ops.linear_weight_gradient``. If the sum over tokens is split, its parts are added as a binary tree."""
-        parts = 1 if outputs is None else self.parts_of_tokens(len(x), x.dtype, outputs)
+        parts = 1 if outputs is None or accumulate else self.parts_of_tokens(len(x), x.dtype, outputs)
         if parts == 1:
             self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
             return
+        rows = len(x) // parts
         with arena.scope():
             terms = arena.take((parts, *d_weight.shape), FLOAT32)
-            of_parts = (each.reshape(parts, len(x) // parts, each.shape[1]) for each in (d_out, x))
-            self.matmul(*of_parts, terms, transpose_a=True)
-            self.add_tree(terms, terms[0] if accumulate else d_weight)
-            if accumulate:
-                self.add(d_weight, terms[0], d_weight)
+            if type(d_out) is type(x) is Array:
+                self.matmul(*(each.reshape(parts, rows, -1) for each in (d_out, x)), terms, transpose_a=True)
+            else:  # columns of a matrix, whose rows do not follow one another in memory
+                for part, n in enumerate(slice(at, at + rows) for at in range(0, len(x), rows)):
+                    self.matmul(d_out[n], x[n], terms[part], transpose_a=True)
+            self.add_tree(terms, d_weight)
 
     def parts_of_tokens(self, tokens: int, dtype: Any, outputs: int) -> int:
         """The number of parts into which a weight gradient's sum over tokens is split.
