@@ -96,7 +96,7 @@ class PartsOps:
 
         ``Matmul`` with ``sequential`` never splits a sum itself. If there are many tokens and few outputs, the
         algorithms that cuBLASLt chooses without splitting leave most of the GPU idle. On an H200, with 32,768 tokens
-        and up to a million outputs, they take 6 to 30 times as long as with a sum that is split.
+        and up to a million outputs, they take 8 to 30 times as long as with a sum that is split.
         """
         parts = 1 << max(0, -(-tokens // MAX_TOKENS_OF_A_PART) - 1).bit_length()
         return 1 if tokens % parts or outputs > MAX_OUTPUTS_TO_SPLIT or not self.bits_of_parts(dtype) else parts
