@@ -174,7 +174,11 @@ def test_parts_of_a_product_have_the_bits_of_the_whole(rng, rows, inner, columns
             part(each, outs[1])
         assert np.array_equal(*map(side.get, outs))
 
-    pick = ops.columns_of
+    pick, n_of = ops.columns_of, equal_parts(slice(0, rows), 2)
+    same((rows, columns), "float32", lambda out: ops.linear(x, w, out),
+         lambda n, out: ops.linear(x[n], w, out[n]), n_of)
+    same((rows, inner), "bfloat16", lambda out: ops.linear_input_gradient(d, w, out),
+         lambda n, out: ops.linear_input_gradient(d[n], w, out[n]), n_of)
     same((rows, columns), "bfloat16", lambda out: ops.linear(x, w, out),
          lambda f, out: ops.linear(x, w[f], pick(out, f)), of)
     same((rows, inner), "bfloat16", lambda out: ops.linear_input_gradient(d, w, out),

@@ -124,8 +124,11 @@ IN_PARTS = [
     "--tp 2 --deterministic-parts 2", "--tp 2 --deterministic-parts 4 --no-graph --recompute norms --batch-size 4",
     "--tp 2 --deterministic-parts 4 --model-type qwen3 --micro-batch-size 2 --recompute block",
     "--tp 2 --deterministic-parts 2 --no-tie-word-embeddings --model-type qwen2",
+    *(f"--tp 2 --deterministic-parts 4 --seq-len 4096 --batch-size 8 --micro-batch-size 4{lora}"
+      for lora in ("", " --lora 8")),
 ]  # fmt: skip
-"""With tensor parallelism, whose sums over features are added part by part."""
+"""With tensor parallelism, whose sums over features are added part by part.  In those of 4,096 tokens, collectives overlap
+matmuls, and sums over tokens are split too."""
 FIXED_FOUR += ["--tp 4 --deterministic-parts 4 --micro-batch-size 4", "--dp 2 --tp 2 --zero 1 --deterministic-parts 4"]
 FIXED_FOUR += ["--pp 2 --tp 2 --deterministic-parts 4 --pp-schedule zero-bubble-v"]
 FIXED_FOUR += ["--dp 2 --cp 2 --seq-len 16384 --batch-size 4 --zero 1", "--cp 4 --seq-len 32768 --batch-size 2"]
