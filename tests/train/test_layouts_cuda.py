@@ -127,7 +127,7 @@ IN_PARTS = [
     *(f"--tp 2 --deterministic-parts 4 --seq-len 4096 --batch-size 8 --micro-batch-size 4{lora}"
       for lora in ("", " --lora 8")),
 ]  # fmt: skip
-"""With tensor parallelism, whose sums over features are added part by part.  In those of 4,096 tokens, collectives overlap
+"""With tensor parallelism, whose sums over features are added part by part.  With 4,096 tokens, collectives overlap
 matmuls, and sums over tokens are split too."""
 FIXED_FOUR += ["--tp 4 --deterministic-parts 4 --micro-batch-size 4", "--dp 2 --tp 2 --zero 1 --deterministic-parts 4"]
 FIXED_FOUR += ["--pp 2 --tp 2 --deterministic-parts 4 --pp-schedule zero-bubble-v"]
