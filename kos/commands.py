@@ -48,9 +48,20 @@ def python_code(code: str, *arguments: str | Path) -> str:
 def pip_install(*words: str, here: bool = True) -> str:
     """A command that installs packages for this Python.  The ``pip`` on the PATH may be that of another Python.
 
-    ``here``: the user types it in the current folder.
+    An environment that uv made has no pip, so the command is uv's.  ``here``: the user types it in the current folder.
     """
-    return shlex.join([python() if here else sys.executable or "python", "-m", "pip", "install", *words])
+    this = python() if here else sys.executable or "python"
+    installer = ["uv", "pip", "install", "--python", this] if _made_by_uv() else [this, "-m", "pip", "install"]
+    return shlex.join([*installer, *words])
+
+
+def _made_by_uv() -> bool:
+    """Whether uv made the virtual environment of this Python."""
+    try:
+        settings = (Path(sys.executable).parent.parent / "pyvenv.cfg").read_text(errors="replace")
+    except OSError:  # no virtual environment
+        return False
+    return any(line.startswith("uv =") for line in settings.splitlines())
 
 
 def mpirun(ranks: int, here: bool = True) -> list[str]:

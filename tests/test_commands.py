@@ -64,6 +64,8 @@ def test_an_installed_kos_names_this_python_from_any_clone(environment):
     (environment / "site-packages" / "kos-0.1.0.dist-info").mkdir(parents=True)
     assert install("train", package) == ".venv/bin/python -m pip install 'kos[train]'"
     assert install("", package) == f"in a clone of kos: {environment}/python -m pip install -e ."
+    (environment.parent / "pyvenv.cfg").write_text("home = /usr/bin\nuv = 0.13.9\n")  # uv's environments have no pip
+    assert install("train", package) == "uv pip install --python .venv/bin/python 'kos[train]'"
 
 
 def test_a_program_of_this_folder_is_not_one_of_the_path(environment, monkeypatch):

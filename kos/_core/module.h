@@ -2,8 +2,9 @@
 #ifndef KOS_MODULE_H
 #define KOS_MODULE_H
 
+// Formats with "#", which need PY_SSIZE_T_CLEAN, must not be used: a wheel that is built by Python 3.13 or newer, whose
+// headers ignore that macro, would fail on 3.11 and 3.12.  Without the macro, such formats fail there in every build.
 #define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 

@@ -183,19 +183,25 @@ PyObject *group_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     return result;
 }
 
-// The counts are bytes: a uint64_t for each rank.
+// None, or bytes: a uint64_t for each rank.
+static int read_counts(const Group *g, PyObject *packed, const uint64_t **counts) {
+    const Py_ssize_t bytes = g->core.size * (Py_ssize_t)sizeof(uint64_t);
+    const Py_ssize_t got = packed == Py_None ? bytes : PyBytes_Size(packed);  // -1, and an exception, if not bytes
+    if (got == bytes)
+        *counts = packed == Py_None ? NULL : (const uint64_t *)PyBytes_AsString(packed);
+    else if (got >= 0)
+        PyErr_Format(PyExc_ValueError, "expected counts of %zd bytes or None, got %zd", bytes, got);
+    return got == bytes ? 0 : -1;
+}
+
 PyObject *group_prepare(PyObject *self, PyObject *args) {
     Group *g = (Group *)self;
     kos_request q = {0};
-    const Py_ssize_t bytes = g->core.size * (Py_ssize_t)sizeof(uint64_t);
-    Py_ssize_t sent = bytes, received = bytes;
-    if (!PyArg_ParseTuple(args, "iiiiKpz#z#iiKKK:prepare", &q.operation, &q.dtype, &q.op, &q.root, &q.count, &q.varies,
-                          &q.send_counts, &sent, &q.recv_counts, &received, &q.dst, &q.src, &q.tag, &q.recv_tag,
-                          &q.fingerprint))
+    PyObject *sent, *received;
+    if (!PyArg_ParseTuple(args, "iiiiKpOOiiKKK:prepare", &q.operation, &q.dtype, &q.op, &q.root, &q.count, &q.varies,
+                          &sent, &received, &q.dst, &q.src, &q.tag, &q.recv_tag, &q.fingerprint)
+        || read_counts(g, sent, &q.send_counts) || read_counts(g, received, &q.recv_counts))
         return NULL;
-    if ((q.send_counts && sent != bytes) || (q.recv_counts && received != bytes))
-        return PyErr_Format(PyExc_ValueError, "expected counts of %zd bytes or None, got %zd and %zd", bytes, sent,
-                            received);
     kos_prepared *p = PyMem_Malloc(kos_prepared_bytes(g->core.size));
     if (!p)
         return PyErr_NoMemory();

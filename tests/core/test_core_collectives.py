@@ -105,5 +105,5 @@ def test_arrays_that_do_not_fit_are_refused():
 def test_counts_of_another_number_of_ranks_are_refused():
     with groups(2) as (group, _):
         for counts in ({"send_counts": [1]}, {"recv_counts": [1, 2, 3]}):
-            with pytest.raises(ValueError, match="^expected counts of 16 bytes or None, got (8 and 0|0 and 24)$"):
+            with pytest.raises(ValueError, match="^expected counts of 16 bytes or None, got (8|24)$"):
                 group.prepare("all_to_all", "uint8", varies=True, **counts)

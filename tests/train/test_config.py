@@ -443,6 +443,8 @@ def test_flags_without_effect_are_named():
     """Those that were given alone: defaults ask for nothing."""
     config = parse([])
     assert without_effect(config, config.to_json()) == []
+    for field, named in (("other", ["--text-field (no record)"]), ("text", [])):  # "text" was the default of 0.2
+        assert without_effect(config, config.to_json() | {"text_field": field}, {"text_field": "no record"}) == named
     sample = ["--prompt", "a", "--temperature", "0.5", "--top-k", "3"]
     flags = ["--min-lr", "0", "--decay-fraction", "0.5", "--val-data", "x", "--eval-data", "a=y", *sample]
     flags += ["--pp-schedule", "zero-bubble-v"]

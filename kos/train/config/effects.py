@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kos.train.config import flag_of
-from kos.train.config.options import TrainConfig
+from kos.train.config.options import KEYS, TrainConfig
 
 
 def without_effect(
@@ -28,5 +28,6 @@ def without_effect(
         "hold_out": "--val-data" * (config.val_data is not None),
         **ignored,
     }
-    given = [name for name in reasons if asked[name] not in (TrainConfig.model_fields[name].default, [])]
+    of_0_2 = {"text_field": "text"}  # defaults of 0.2, which are in the config.json of its runs
+    given = [name for name in reasons if asked[name] not in (KEYS[name].default, [], of_0_2.get(name))]
     return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]
