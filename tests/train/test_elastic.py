@@ -111,7 +111,7 @@ def test_gpus(zero, graph, text, tmp_path, before_call):
     """A lost rank; without a graph, also ranks that are behind by a step."""
     plain = on_gpus(text, tmp_path / "plain", zero=zero, graph=graph)
     how = {"zero": zero, "graph": graph, "elastic": "1"}
-    assert on_gpus(text, tmp_path / "hurt", [Fault("crash", 1, 4, call="all_to_all")], **how) == plain
+    assert on_gpus(text, tmp_path / "hurt", [Fault("crash", 1, 6, call="all_to_all")], **how) == plain
     assert ranks_of(tmp_path / "hurt")[-1] == (3, 1)
     if not graph:
         applied = interrupt([2], [0, 3], before_call)
