@@ -154,7 +154,8 @@ class GPUBackend(WatchedBackend):
             raise InvalidArgument(f"tag: expected 0 ({route.name} matches messages by their order), got {tag}")
         fixed = fixed and o.name not in route.by_capture
         uncaptured = not fixed and first is not None and not is_captured(first.stream)
-        self.failures.refuse(o.name)  # before kernels are loaded, for which this rank may wait
+        if self.failures.first is not None:  # else this rank may wait to load a kernel
+            self.failures.refuse(o.name)
         o = without_memory(o)
         resolved = single_rank_route(o, self.device) if self.size == 1 else None
         if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
