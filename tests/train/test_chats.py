@@ -15,9 +15,7 @@ from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.tokens import Tokens
 from tests.train.chat_templates import CHATML, GEMMA, LLAMA, MISTRAL, MISTRAL_LAST, QWEN, SPECIAL, THINKING, bare
-from tests.train.corpora import token_bytes
 from tests.train.refusal import refused
-from tests.train.runs import _config, run
 from tests.train.test_loss_masks import data_text, read, write_lines
 from tests.train.tokenizer_files import byte_level_bpe
 
@@ -545,53 +543,3 @@ def test_the_user_may_choose_a_chat_beside_a_rejected_one(tmp_path):
     flags = ["--tokenizer", str(folder_of(tmp_path, BOTH)), "--eval-batches=0", "--seq-len=8"]
     found = load_data(parse([f"--data={path}", "--text-field=chosen", *flags]))
     assert found.fingerprint == load_data(parse([f"--data={plain}", *flags])).fingerprint
-
-
-def cuts(path: Path, *flags: str) -> str:
-    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
-
-
-def test_documents_that_sequences_cut_are_counted(tmp_path):
-    """A prompt of 8 tokens and a completion of 4: sequences of 12 tokens have each whole."""
-    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
-    trained = ["--hold-out", "0.1", "--fit", "cut", "--epochs", "1", "--batch-size", "5", "--seq-len"]
-    assert cuts(path, *trained, "12") == ""
-    all_lack = "about 100% of the counted tokens lack the beginning of their document (--seq-len)"
-    assert cuts(path, *trained, "6") == f"sequences of 6 tokens cut 45 of 45 documents: {all_lack}"
-    some = cuts(path, *trained, "18")
-    assert some == f"sequences of 18 tokens cut 15 of 45 documents: {all_lack.replace('100%', '32%')}", some
-    drawn = cuts(path, "--fit", "cut", "--steps", "9", "--batch-size", "5", "--seq-len", "12")
-    share = re.fullmatch(r"sequences of 12 tokens cut documents: about (\d+)% of the counted tokens lack.*", drawn)
-    assert share and 65 < int(share[1]) < 90, "a completion's last token is 11 places after the first: 79% on average"
-    text = write_lines(tmp_path / "text.jsonl", [{"text": "x" * 12}] * 50)
-    assert cuts(text, *trained, "6") == "", "text is cut as it comes"
-
-
-def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path):
-    document = [50256, *range(11)]
-    (tmp_path / "a_train.bin").write_bytes(token_bytes(document * 50))
-    (tmp_path / "a_train.mask").write_bytes(bytes([0] * 8 + [1] * 4) * 50)
-    (tmp_path / "a_val.bin").write_bytes(token_bytes(document * 50))
-    trained = ["--epochs", "1", "--batch-size", "5", "--seq-len"]
-    assert cuts(tmp_path, *trained, "12") == ""
-    assert cuts(tmp_path, *trained, "6").startswith("sequences of 6 tokens cut documents: about 100% of the counted")
-
-
-@pytest.mark.parametrize(
-    ("fit", "seq_len", "warning"),
-    [
-        ("cut", 6, "99% of the counted tokens lack the beginning of their document: raise --seq-len"),
-        ("whole", 10, "27% of the counted tokens lack the beginning of their document: raise --seq-len, or leave long "
-         "ones out (--long-documents skip)"),
-        ("whole", 12, None),
-    ],
-)  # fmt: skip
-def test_the_first_lines_say_what_is_cut(tmp_path, capfd, fit, seq_len, warning):
-    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
-    path = write_lines(path, [*map(json.loads, path.read_text().splitlines()), {"prompt": "x", "completion": "y" * 20}])
-    config = _config(path, tmp_path / "out", seq_len=seq_len, fit=fit, steps=1, eval_batches=0, sample_tokens=0)
-    run(config, 2)
-    out, err = capfd.readouterr()
-    assert out.count("\nsequences of 6 tokens cut documents: about ") == (fit == "cut")
-    assert err.count("lack the beginning") == (warning is not None)
-    assert warning is None or f"kos: --data a.jsonl: {warning}\n" in err

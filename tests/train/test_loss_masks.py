@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -374,3 +375,53 @@ def test_a_checkpoint_has_the_template_for_the_next_run(tmp_path, folder, alone)
         for step in (1, 2)
     ]
     assert prints[0]["data_fingerprint"] == prints[1]["data_fingerprint"]
+
+
+def cuts(path: Path, *flags: str) -> str:
+    return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
+
+
+def test_documents_that_sequences_cut_are_counted(tmp_path):
+    """A prompt of 8 tokens and a completion of 4: sequences of 12 tokens have each whole."""
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
+    trained = ["--hold-out", "0.1", "--fit", "cut", "--epochs", "1", "--batch-size", "5", "--seq-len"]
+    assert cuts(path, *trained, "12") == ""
+    all_lack = "about 100% of the counted tokens lack the beginning of their document (--seq-len)"
+    assert cuts(path, *trained, "6") == f"sequences of 6 tokens cut 45 of 45 documents: {all_lack}"
+    some = cuts(path, *trained, "18")
+    assert some == f"sequences of 18 tokens cut 15 of 45 documents: {all_lack.replace('100%', '32%')}", some
+    drawn = cuts(path, "--fit", "cut", "--steps", "9", "--batch-size", "5", "--seq-len", "12")
+    share = re.fullmatch(r"sequences of 12 tokens cut documents: about (\d+)% of the counted tokens lack.*", drawn)
+    assert share and 65 < int(share[1]) < 90, "a completion's last token is 11 places after the first: 79% on average"
+    text = write_lines(tmp_path / "text.jsonl", [{"text": "x" * 12}] * 50)
+    assert cuts(text, *trained, "6") == "", "text is cut as it comes"
+
+
+def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path):
+    document = [50256, *range(11)]
+    (tmp_path / "a_train.bin").write_bytes(token_bytes(document * 50))
+    (tmp_path / "a_train.mask").write_bytes(bytes([0] * 8 + [1] * 4) * 50)
+    (tmp_path / "a_val.bin").write_bytes(token_bytes(document * 50))
+    trained = ["--epochs", "1", "--batch-size", "5", "--seq-len"]
+    assert cuts(tmp_path, *trained, "12") == ""
+    assert cuts(tmp_path, *trained, "6").startswith("sequences of 6 tokens cut documents: about 100% of the counted")
+
+
+@pytest.mark.parametrize(
+    ("fit", "seq_len", "warning"),
+    [
+        ("cut", 6, "99% of the counted tokens lack the beginning of their document: raise --seq-len"),
+        ("whole", 10, "27% of the counted tokens lack the beginning of their document: raise --seq-len, or leave long "
+         "ones out (--long-documents skip)"),
+        ("whole", 12, None),
+    ],
+)  # fmt: skip
+def test_the_first_lines_say_what_is_cut(tmp_path, capfd, fit, seq_len, warning):
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x" * 8, "completion": "yes."}] * 50)
+    path = write_lines(path, [*map(json.loads, path.read_text().splitlines()), {"prompt": "x", "completion": "y" * 20}])
+    config = _config(path, tmp_path / "out", seq_len=seq_len, fit=fit, steps=1, eval_batches=0, sample_tokens=0)
+    run(config, 2)
+    out, err = capfd.readouterr()
+    assert out.count("\nsequences of 6 tokens cut documents: about ") == (fit == "cut")
+    assert err.count("lack the beginning") == (warning is not None)
+    assert warning is None or f"kos: --data a.jsonl: {warning}\n" in err
