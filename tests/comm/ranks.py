@@ -187,9 +187,10 @@ def time_out_beside_others(comm: kos.Communicator) -> None:
         for tag in (5, 0, 3):
             with pytest.raises(CollectiveTimeout, match=f"from rank 1 with .* rank 1 sent nothing with tag {tag}\\b"):
                 comm.recv(given_up, 1, tag, timeout=0.05)
-    comm.barrier()
+        comm.send(given_up, 1, 9)
     if comm.rank == 1:
         z = np.zeros(70000)
+        comm.recv(z[:4], 0, 9)  # in a barrier, it could wait for a third rank, and the error would name that one
         comm.send(np.ones(4), 0, 0)
         comm.send(much, 0, 3)
         assert (comm.recv(z, 0, 0) == much).all()
