@@ -335,9 +335,6 @@ def test_messages_to_this_rank_are_copied_in_their_order(rank):
         work.wait()
     assert x.tolist() == first.flatten().tolist() and y.tolist() == second.tolist()
     assert not rank.calls  # NCCL was not asked
-    work = rank.group.send([first], 0)
-    with pytest.raises(InvalidArgument, match="as many sends as receives in a batch, got 1 sends and 0 receives"):
-        work.wait()
 
 
 @pytest.mark.parametrize("given", [(3, "float32"), (4, "float64")])
@@ -361,7 +358,7 @@ def test_messages_of_parameters_to_this_rank(rank):
 
 def test_a_message_that_was_not_launched_is_not_complete(rank):
     work = rank.group.send([ones(4)], 0)
-    with pytest.raises(InvalidArgument, match="messages to this rank: .* got 1 sends and 0 receives"):
+    with pytest.raises(InvalidArgument, match="as many sends as receives in a batch, got 1 sends and 0 receives"):
         work.wait()
     for wait in (work.wait, work.is_completed, work.get_future):
         with pytest.raises(torch.distributed.DistBackendError, match="send: not launched, because messages"):
