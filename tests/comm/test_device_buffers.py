@@ -9,6 +9,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.cuda import streams
+from kos.cuda.kernels import Address
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -40,6 +41,11 @@ def test_a_stream_that_its_owner_closed_is_not_used():
     stream.handle = 0
     buffer = as_buffer(x, "x", writable=True, stream=stream)
     assert (buffer.stream, buffer.queue) == (streams.LEGACY, None)
+
+
+def test_the_alignment_of_an_address_of_a_launch():
+    send, recv = Address(0, 0, 4), Address(1, 0, 8)
+    assert (send % 8, (send + 4) % 8, recv % 16) == (4, 0, 8)
 
 
 def test_overlap_of_gpu_memory():
