@@ -302,17 +302,6 @@ def test_a_batch_on_several_streams_beside_many_others(comm, device, call, /):
 
 
 @on_each_rank("run")
-def test_a_stream_given_as_an_object_and_then_by_its_handle_in_a_capture(comm, device, call, /):
-    """No event has recorded the end of the eager call, which later ones follow."""
-    first, second = Stream(device, 1000), Stream(device, 1001)
-    for _ in range(2):
-        call(first)
-        with device.capturing(first.handle):
-            call(first.handle)
-        call(second)
-
-
-@on_each_rank("run")
 def test_a_persistent_call_completes_after_its_stream(comm, device, call, /):
     stream = Stream(device, 1000)
     persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
