@@ -394,24 +394,6 @@ def test_a_measured_table_is_preferred(no_gpu, measured, monkeypatch, tmp_path):
     HostRanks((2, 2), None).run(body)
 
 
-@pytest.mark.parametrize("kinds", [("phases", "nccl"), ("nccl", "phases"), ("phases", "phases")], ids=str)
-@on_each_rank(HostRanks((2, 2)).run)
-def test_calls_on_other_streams_follow(gpu, /, no_gpu, kinds):
-    """Kernels of peer and NCCL wait for other ranks: GPUs must not start them in different orders."""
-    comm, followed = gpu.comm, list[tuple[int, int]]()
-    streams = comm.backend.streams
-    follow = streams.follow
-
-    def noting(stream, before, capture):
-        followed.append((stream, before))
-        follow(stream, before, capture)
-
-    streams.follow = noting
-    for stream, kind in zip((5, 6), kinds, strict=True):
-        comm.all_reduce(filled(comm, 100), deterministic=kind == "nccl", stream=stream)
-    assert (6, 5) in followed
-
-
 def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
     """Also one that ends, or begins, on a rail: the end of the one before is recorded by then."""
     rank = threading.local()
