@@ -1,4 +1,4 @@
-"""Transfer with an emulated GPU: what GPUs do not show, or not on purpose, such as late copies and streams that hang."""
+"""Transfer with an emulated GPU: what GPUs do not show, or not on purpose, as late copies and streams that hang."""
 
 import gc
 import threading
