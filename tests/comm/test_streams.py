@@ -141,7 +141,6 @@ class Stream:
 
 Call = Callable[..., None]
 """Makes two all_reduces on a stream, by different parts of ``auto``."""
-Body = Callable[[kos.Communicator, Device, Call], None]
 
 
 @pytest.fixture(params=["nccl", "peer", "auto"])
