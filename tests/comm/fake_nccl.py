@@ -362,6 +362,13 @@ def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPUBackend, "core_calls", lambda _: (None, None))
 
 
+def waits_that_are_bounded(nccl: Any) -> list[str]:
+    """Record the launches made on a thread with a timeout, since they may wait for other ranks."""
+    found, usual = list[str](), nccl.bounded
+    nccl.bounded = lambda run, timeout, what: (found.append(what), usual(run, timeout, what))[1]
+    return found
+
+
 def alone() -> kos.Communicator:
     """A group of one."""
     return communicator(ThreadRendezvous(ThreadGroup(1), 0, WAIT), Group(1))

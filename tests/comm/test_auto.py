@@ -345,17 +345,6 @@ def test_a_start_in_a_graph_does_not_change_the_eager_route(comm, log, /):
     assert [part for part in log if part != "shared-only"] == ["nccl", "nccl", "peer", "nccl"]
 
 
-@pytest.mark.parametrize("parts", ["nccl", "peer"])
-def test_a_single_backend_carries_all_operations(parts):
-    def body(comm, log):
-        assert comm.backend_name == f"{parts}+mock"
-        for count in (1, 1 << 20):
-            comm.all_reduce(zeros(count))
-        assert log == [parts] * 2
-
-    run(body, parts)
-
-
 @on_each_rank(run)
 def test_splits_use_both_backends(comm, log, /):
     backend = comm.backend

@@ -6,7 +6,6 @@ Each has a rendezvous of its own, over sockets, and shares memory with the ranks
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from tests.comm.test_watchdog import DIFFERENCES, Heard, on_gpu
 
 TIMEOUT = 20.0  # seconds
 APART, PAIRS, TWO_AND_ONE = (0, 1), (0, 0, 1, 1), (0, 0, 1)  # the host of each rank
-Body = Callable[[kos.Communicator], Any]
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
 from tests.comm import test_nccl
 from tests.comm.fake_gpu import captures
-from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, Group, of_nccl
+from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, Group, of_nccl, waits_that_are_bounded
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
 from tests.comm.ranks import on_each_rank
@@ -137,20 +137,9 @@ def test_promises(ranks, name):
     ranks.run(getattr(order, name))
 
 
-def test_persistent_calls_on_hosts(ranks, seed):
-    ranks.run(lambda comm: order.persistent(comm, seed))
-
-
-@on_each_rank("ranks.run")
-def test_several_in_flight(comm, /):
-    """They are waited for in reverse order."""
-    xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
-    works = [comm.all_reduce(x, async_op=True) for x in xs]
-    works.append(comm.barrier(async_op=True))
-    for work in reversed(works):
-        work.wait()
-    for x in xs:
-        assert (x == comm.size * (comm.size + 1) / 2).all(), x
+@pytest.mark.parametrize("name", ["several_in_flight", "persistent"])
+def test_calls_on_hosts(ranks, seed, name):
+    ranks.run(lambda comm: getattr(order, name)(comm, seed))
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
@@ -405,24 +394,6 @@ def test_a_measured_table_is_preferred(no_gpu, measured, monkeypatch, tmp_path):
     HostRanks((2, 2), None).run(body)
 
 
-@pytest.mark.parametrize("kinds", [("phases", "nccl"), ("nccl", "phases"), ("phases", "phases")], ids=str)
-@on_each_rank(HostRanks((2, 2)).run)
-def test_calls_on_other_streams_follow(gpu, /, no_gpu, kinds):
-    """Kernels of peer and NCCL wait for other ranks: GPUs must not start them in different orders."""
-    comm, followed = gpu.comm, list[tuple[int, int]]()
-    streams = comm.backend.streams
-    follow = streams.follow
-
-    def noting(stream, before, capture):
-        followed.append((stream, before))
-        follow(stream, before, capture)
-
-    streams.follow = noting
-    for stream, kind in zip((5, 6), kinds, strict=True):
-        comm.all_reduce(filled(comm, 100), deterministic=kind == "nccl", stream=stream)
-    assert (6, 5) in followed
-
-
 def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
     """Also one that ends, or begins, on a rail: the end of the one before is recorded by then."""
     rank = threading.local()
@@ -457,15 +428,8 @@ def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
 @on_each_rank(HostRanks((2, 2)).run)
 def test_first_calls_are_bounded_and_name_the_call(gpu, /, no_gpu):
     """NCCL connects the ranks of a rail at their first call."""
-    comm, found = gpu.comm, list[str]()
-    rail = comm.backend.routes[0].rail
-    usual = rail.bounded
-
-    def bounded(run, timeout, what):
-        found.append(what)
-        return usual(run, timeout, what)
-
-    rail.bounded = bounded
+    comm = gpu.comm
+    found = waits_that_are_bounded(comm.backend.routes[0].rail)
     for _ in range(3):
         comm.all_reduce(filled(comm, 100))
     assert [text[:20] for text in found] == ["world: all_reduce #0"]

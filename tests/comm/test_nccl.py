@@ -70,13 +70,6 @@ def test_deterministic_is_in_rank_order(gpu, /, seed, dtype, op):
     assert_bits(part, in_rank_order(xs, op, factors)[33 * me : 33 * me + 33], "reduce_scatter")
 
 
-REDUCTIONS = [
-    (BF16, ReduceOp.SUM), (np.float16, PremulSum(0.3)), (np.float32, ReduceOp.AVG), (np.float64, ReduceOp.PROD),
-    (np.float32, ReduceOp.MAX), (np.int16, ReduceOp.SUM), (np.bool_, ReduceOp.BOR), (np.complex64, ReduceOp.SUM),
-    (ml_dtypes.float8_e5m2, ReduceOp.SUM), (np.complex128, PremulSum(1.5)), (np.float16, ReduceOp.AVG),
-]  # fmt: skip
-
-
 @on_each_rank("ranks.run")
 def test_minimum_keeps_nan(gpu, /):
     for dtype in (np.float32, BF16):

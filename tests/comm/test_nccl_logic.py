@@ -23,7 +23,7 @@ from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from kos.testing.conformance.model import GATHERING, SCATTERING, Step, call, contributions, result, uneven
 from tests.comm.fake_gpu import captures
-from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, alone, of_nccl
+from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, alone, of_nccl, waits_that_are_bounded
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
@@ -89,33 +89,11 @@ def test_calls_with_error_feedback_in_a_batch(gpu, /, seed):
         assert [each.numpy().tolist() for each in one] == [each.numpy().tolist() for each in other]
 
 
-@on_each_rank(FakeRanks(1).run)
-def test_a_group_of_one_copies(gpu, /, fake):
-    """NCCL is called only for an operation with a factor."""
-    called = []
-    for name in ("all_reduce", "all_gather", "send", "recv"):
-        setattr(fake, name, lambda *arguments, name=name: called.append(name))
-    comm, x, out = gpu.comm, Array.from_numpy(np.arange(5, dtype=np.float32), 0), Array.zeros(5, np.float32, 0)
-    comm.all_reduce(x)
-    assert comm.scan(x, out=out).numpy().tolist() == [0, 1, 2, 3, 4] and not called
-    comm.all_reduce(x, kos.PremulSum(2.0))
-    assert called == ["all_reduce"]
-
-
-def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
-    """Record the launches made on a thread with a timeout, since they may wait for other ranks."""
-    found: list[str] = []
-    nccl: Any = comm.backend.routes[0]
-    usual = nccl.bounded
-    nccl.bounded = lambda run, timeout, what: (found.append(what), usual(run, timeout, what))[1]
-    return found
-
-
 @on_each_rank(FakeRanks(2).run)
 def test_only_the_first_batch_of_its_kind_may_wait(gpu, /, fake):
     """A thread that may be left behind costs more than the launch."""
     comm, xs = gpu.comm, [Array.zeros(5, np.float32, 0) for _ in range(4)]
-    bounded = waits_that_are_bounded(comm)
+    bounded = waits_that_are_bounded(comm.backend.routes[0])
     for count in (2, 2, 3, 2, 3):
         with comm.batch():
             for x in xs[:count]:
@@ -127,7 +105,7 @@ def test_only_the_first_batch_of_its_kind_may_wait(gpu, /, fake):
 def test_the_first_message_to_each_peer_is_launched_with_a_timeout(gpu, /, fake):
     """NCCL connects two ranks when one first sends to the other, whatever that has sent elsewhere."""
     comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(5, np.float32, 0)
-    bounded = waits_that_are_bounded(comm)
+    bounded = waits_that_are_bounded(comm.backend.routes[0])
     for step in (1, 2, 1, 2):
         comm.send_recv(x, y, (comm.rank + step) % 3, (comm.rank - step) % 3)
     assert [what[:18] for what in bounded] == ["world: send_recv #"] * 2
@@ -240,7 +218,7 @@ def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu, /
     """NCCL connects by a call on another thread, which does not belong into a capture."""
     comm, x, out = gpu.comm, Array.zeros(4, np.int32, 0), Array.zeros(4, np.int32, 0)
     comm.all_to_all(x, out, stream=5)
-    bounded = waits_that_are_bounded(comm)
+    bounded = waits_that_are_bounded(comm.backend.routes[0])
     with captures():
         comm.all_to_all(x, out, stream=5)
     assert not bounded

@@ -3,14 +3,11 @@
 mpirun -n 8 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_nccl_windows.py
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kos import ReduceOp, cuda
-from kos.testing.conformance.model import check
+from kos.testing.conformance.model import Step, call, check, contributions, result
 from tests.comm.ranks import assert_same_on_all_ranks, inputs, on_each_rank
 from tests.comm.test_nccl import BACKEND, TIMEOUT, on_gpu, ranks
 
@@ -40,76 +37,43 @@ def test_windows(gpu, /, seed):
         check(out.numpy(), xs, ReduceOp.SUM, [])
 
 
-MOVES: dict[str, Callable[..., Any]] = {
-    "send_recv": lambda c, x, out, _, **at: c.send_recv(x, out, (c.rank + 1) % c.size, (c.rank - 1) % c.size, **at),
-    "all_to_all_v": lambda c, x, out, sizes, **at: c.all_to_all_v(x, sizes, [sizes[c.rank]] * c.size, out, **at),
-    "all_gather_v": lambda c, x, out, sizes, **at: c.all_gather_v(x[: sizes[c.rank]], sizes, out, **at),
-    "gather_v": lambda c, x, out, sizes, **at: c.gather_v(x[: sizes[c.rank]], sizes, 0, at_root(c, out), **at),
-    "scatter_v": lambda c, x, out, sizes, **at: c.scatter_v(at_root(c, x), sizes, out, 0, **at),
-    "all_to_all": lambda c, x, out, _, **at: c.all_to_all(x, out, **at),
-    "gather": lambda c, x, out, _, **at: c.gather(x, 0, at_root(c, out), **at),
-    "scatter": lambda c, x, out, _, **at: c.scatter(at_root(c, x), out, 0, **at),
-    "reduce_scatter_v": lambda c, x, out, sizes, **at: c.reduce_scatter_v(x, sizes, out, **at),
-    "scan": lambda c, x, out, _, **at: c.scan(x, out=out, **at),
-}
-
-
-def at_root(comm: Any, x: Any) -> Any:
-    return x if comm.rank == 0 else None
-
-
-def moved(name: str, xs: list[np.ndarray], sizes: list[int], me: int) -> np.ndarray:
-    """What ``me`` receives; of gather and gather_v all ranks would."""
-    mine = slice(sum(sizes[:me]), sum(sizes[: me + 1]))
-    match name:
-        case "send_recv":
-            return xs[me - 1]
-        case "all_to_all_v":
-            return np.concatenate([x[mine] for x in xs])
-        case "all_gather_v" | "gather_v":
-            return np.concatenate([x[:size] for x, size in zip(xs, sizes, strict=True)])
-        case "scatter_v":
-            return xs[0][mine]
-        case "all_to_all":
-            return np.concatenate([np.split(x, len(xs))[me] for x in xs])
-        case "gather":
-            return np.concatenate(xs)
-        case "scatter":
-            return np.split(xs[0], len(xs))[me]
-        case "reduce_scatter_v":
-            return np.sum(xs, 0, np.int32)[mine]
-    return np.sum(xs[: me + 1], 0, np.int32)
+NAMES = (
+    "send_recv", "all_to_all_v", "all_gather_v", "gather_v", "scatter_v", "all_to_all", "gather", "scatter",
+    "reduce_scatter_v", "scan",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", NAMES)
 @on_each_rank("ranks.run")
 def test_messages_between_windows_and_other_memory(gpu, /, seed, name, captured):
     """NCCL copies directly if one end is registered, even if the other end is not: it hangs or loses the data."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
-    for count in (n * 16 << 10, n * 2 << 20):  # of 4 bytes
-        sizes = [count // n // 2 * (2 if rank == n - n % 2 else 1 + 2 * (rank % 2)) for rank in range(n)]
-        xs = [np.arange(count, dtype=np.int32) + seed % 1000 + rank * count for rank in range(n)]
-        kinds = [comm.allocate(count, np.int32), on_gpu(comm, xs[me])], [
-            comm.allocate(n * count, np.int32), on_gpu(comm, np.zeros(n * count, np.int32))
-        ]  # fmt: skip
-        expected = moved(name, xs, sizes, me)
+    for count in (16 << 10, 2 << 20):  # of 4 bytes
+        count *= n if name in ("send_recv", "gather", "scan") else 1
+        sizes = [count // 2 * (2 if rank == n - n % 2 else 1 + 2 * (rank % 2)) for rank in range(n)]
+        step = Step(name, count, np.int32, counts=[sizes] * n if name == "all_to_all_v" else sizes)
+        xs = contributions(seed, step, n)
+        expected = result(step, xs, me)
+        windows, others = ([make(2 * n * count, np.int32) for _ in range(2)] for make in (
+            comm.allocate, lambda size, dtype: on_gpu(comm, np.zeros(size, dtype))
+        ))  # fmt: skip
         by_rank = () if name == "all_to_all" else ((int(me == 0), int(me != 0)), (int(me == 0),) * 2)  # it is refused
         for mixed in ((0, 1), (1, 0), (0, 0), *by_rank):
-            x, out = (kind[which] for kind, which in zip(kinds, mixed, strict=True))
-            out = out[: expected.size]
+            x, out = ((windows, others)[which][place] for place, which in enumerate(mixed))
+            x, out = x[: xs[me].size], out[: 0 if expected is None else expected.size]
             x.copy_from(xs[me], stream)
             for mode in ("call", "capture")[: 1 + captured]:  # the call connects
                 out.fill_bytes(0x7F, stream)
                 if mode == "call":
-                    MOVES[name](comm, x, out, sizes, stream=stream)
+                    call(comm, step, x, out, stream=stream)
                 else:
                     with cuda.capture(stream, keep=[x, out]) as graph:
-                        MOVES[name](comm, x, out, sizes, stream=stream)
+                        call(comm, step, x, out, stream=stream)
                     graph.replay(stream)
                 comm.synchronize(TIMEOUT)
-                if me == 0 or not name.startswith("gather"):
+                if expected is not None:
                     assert (out.numpy(stream) == expected).all(), f"{mode} of {count}, memory {mixed}"
                 if mode == "capture":
                     graph.close()

@@ -181,16 +181,6 @@ def test_an_all_to_all_into_symmetric_memory(ranks, part, copies_from, seed, mon
     ranks.run(body)
 
 
-@on_each_rank("ranks.run")
-def test_a_group_of_one_rank_exchanges_with_itself(gpu, /):
-    alone = gpu.comm.split(gpu.comm.rank)
-    for name in ("all_gather", "all_to_all", "broadcast", "scatter"):
-        x, out = Array.from_numpy(np.arange(9, dtype=np.uint8), 0), Array.zeros(9, np.uint8, 0)
-        getattr(alone, name)(x, out=out)
-        np.testing.assert_array_equal(out.numpy(), np.arange(9))
-    alone.close()
-
-
 def test_back_to_back(ranks, seed):
     assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, KINDS, 80)) == [0] * SIZE
 

@@ -141,7 +141,6 @@ class Stream:
 
 Call = Callable[..., None]
 """Makes two all_reduces on a stream, by different parts of ``auto``."""
-Body = Callable[[kos.Communicator, Device, Call], None]
 
 
 @pytest.fixture(params=["nccl", "peer", "auto"])
@@ -299,17 +298,6 @@ def test_a_batch_on_several_streams_beside_many_others(comm, device, call, /):
         with comm.batch():
             for count, stream in zip((20_000, 40, 20_001, 41), several, strict=True):
                 comm.all_reduce(Array.zeros(count, np.float16, 0), stream=stream)
-
-
-@on_each_rank("run")
-def test_a_stream_given_as_an_object_and_then_by_its_handle_in_a_capture(comm, device, call, /):
-    """No event has recorded the end of the eager call, which later ones follow."""
-    first, second = Stream(device, 1000), Stream(device, 1001)
-    for _ in range(2):
-        call(first)
-        with device.capturing(first.handle):
-            call(first.handle)
-        call(second)
 
 
 @on_each_rank("run")

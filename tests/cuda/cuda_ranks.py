@@ -1,13 +1,8 @@
-"""Ranks for tests of peer memory: processes that swap bytes through pipes, or threads of this process.
-
-Also where the tests' kernels are.
-"""
+"""Ranks for tests of peer memory: processes that swap bytes through pipes.  Also where the tests' kernels are."""
 
 import multiprocessing
-import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,38 +25,6 @@ class PipeExchange:
 
     def barrier(self) -> None:
         self.allgather(b"")
-
-
-class ThreadExchange:
-    """The same among threads."""
-
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[bytes]) -> None:
-        self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
-
-    def allgather(self, data: bytes) -> list[bytes]:
-        self._slots[self.rank] = data
-        self._barrier.wait(TIMEOUT)
-        result = list(self._slots)
-        self._barrier.wait(TIMEOUT)
-        return result
-
-    def barrier(self) -> None:
-        self._barrier.wait(TIMEOUT)
-
-
-def run_threads(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """``function(exchange, *arguments)`` on ``size`` threads; their results by rank."""
-    barrier, slots = threading.Barrier(size), [b""] * size
-
-    def run(rank: int) -> Any:
-        try:
-            return function(ThreadExchange(rank, size, barrier, slots), *arguments)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as pool:
-        return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
 
 
 def _child(function: Callable[..., Any], rank: int, size: int, pipe: Connection, *arguments: Any) -> None:

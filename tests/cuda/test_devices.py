@@ -19,7 +19,7 @@ from kos.cuda.devices import assign_devices
 from kos.errors import BackendUnavailable, install
 from kos.memory import ipc
 from kos.memory.array import Array
-from tests.fake_cuda import GPU, installed
+from tests.fake_cuda import GPU, Contexts, installed
 
 
 @pytest.mark.parametrize(
@@ -118,27 +118,12 @@ def _some_library() -> bytes:
     return Path(other[0]).read_bytes()
 
 
-@pytest.mark.usefixtures("all_visible")
-def test_without_the_cuda_packages(tmp_path):
-    (tmp_path / "libcuda.so.1").write_bytes(_some_library())
-    said = _say(_NO_PACKAGES, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
-    assert f"the CUDA packages are not installed: {install('cuda')} ()" in said
-    assert f"CUDA: the CUDA packages are not installed: {install('cuda')}" in said
-
-
 _OTHER_BINDINGS = """
 import sys, types
 sys.modules["cuda.bindings"] = types.ModuleType("cuda.bindings")
 sys.modules["cuda.bindings"].__version__ = "12.9.10"
 sys.modules["cuda.bindings"].driver = types.ModuleType("cuda.bindings.driver")
 """
-
-
-@pytest.mark.usefixtures("all_visible")
-def test_packages_of_cuda_12(tmp_path):
-    (tmp_path / "libcuda.so.1").write_bytes(_some_library())
-    said = _say(_OTHER_BINDINGS, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
-    assert said.count(f"expected the packages of CUDA 13, got cuda-bindings 12.9.10: {install('cuda')}") == 2
 
 
 _BINDINGS_ALONE = """
@@ -150,11 +135,19 @@ sys.modules["cuda"].__path__ = []
 
 
 @pytest.mark.usefixtures("all_visible")
-def test_torch_installs_the_bindings_without_cuda_core(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (_NO_PACKAGES, "the CUDA packages are not installed"),
+        (_OTHER_BINDINGS, "expected the packages of CUDA 13, got cuda-bindings 12.9.10"),
+        (_OTHER_BINDINGS + _BINDINGS_ALONE, "the package cuda-core is not installed"),  # as torch installs them
+    ],
+    ids=["none", "of CUDA 12", "bindings alone"],
+)
+def test_packages_that_are_missing_or_old(code, why, tmp_path):
     (tmp_path / "libcuda.so.1").write_bytes(_some_library())
-    path = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    said = _say(_OTHER_BINDINGS + _BINDINGS_ALONE, LD_LIBRARY_PATH=path)
-    assert said.count(f"the package cuda-core is not installed: {install('cuda')}") == 2
+    said = _say(code, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
+    assert said == f"{why}: {install('cuda')} ()\nCUDA: {why}: {install('cuda')}\n"
 
 
 @pytest.fixture
@@ -236,27 +229,17 @@ def test_threads_import_the_packages_one_at_a_time(machine):
 
 def test_a_device_is_current_within_a_block(monkeypatch):
     """Of a driver that keeps a stack: what is current is not pushed, and comes back after whatever happens inside."""
-    stack, pushes = ["context of 0"], []
-
-    def push(context):
-        pushes.append(context)
-        stack.append(context)
-        return (0,)
-
-    stand_in = SimpleNamespace(
-        cuDevicePrimaryCtxRetain=lambda device: (0, f"context of {device}"),
-        cuCtxGetCurrent=lambda: (0, stack[-1]), cuCtxPushCurrent=push, cuCtxPopCurrent=lambda: (0, stack.pop()),
-    )  # fmt: skip
-    with installed(monkeypatch, stand_in, [GPU(), GPU()]), driver.on_device(0):
-        assert pushes == [] and driver.is_current(0)
+    contexts, functions = Contexts(), SimpleNamespace()
+    contexts.install(functions)
+    with installed(monkeypatch, functions, [GPU(), GPU()]), driver.on_device(0):
+        assert contexts.stack == [0] and driver.is_current(0)
         with contextlib.suppress(ZeroDivisionError), driver.on_device(1):
             assert driver.is_current(1) and not driver.is_current(0)
             with driver.on_device(0), driver.on_device(0):
-                assert driver.is_current(0)
-            assert driver.is_current(1)
+                assert contexts.stack == [0, 1, 0]
+            assert contexts.stack == [0, 1]
             _ = 1 / 0
-        assert driver.is_current(0)
-    assert stack == ["context of 0"] and pushes == ["context of 1", "context of 0"]
+        assert contexts.stack == [0]
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_ranks import KERNELS, run_processes, run_threads
+from cuda_ranks import KERNELS, run_processes
 
 from kos import cuda
 from kos.cuda.driver import call, cu
@@ -248,6 +248,11 @@ def killed_peer(exchange: Any) -> None:
     are_unmapped(peers, 0)
     array = Array.zeros(100, np.float32, 0)
     assert not array.numpy().any()
+
+
+def run_threads(function: Any, size: int, *arguments: Any) -> None:
+    """``function(exchange, *arguments)`` on threads."""
+    spawn(lambda comm: function(comm.rendezvous, *arguments), size, timeout=60)
 
 
 def gpus() -> int:

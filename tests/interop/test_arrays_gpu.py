@@ -3,10 +3,9 @@
 mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" -rA tests/interop/test_arrays_gpu.py
 
 The last rank has GPU 0 and rank 0 the last GPU.  Each test runs with the rank's GPU as the thread's current device and
-with another one; kos must leave the current device as it is.  The first test prints which library changes it.
+with another one; kos must leave the current device as it is.
 """
 
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,8 +19,11 @@ from kos import cuda
 from kos.cuda import driver
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
+from tests.comm.conftest import mpi_world
+from tests.comm.test_client_arrays_gpu import comm
 from tests.interop.every_operation import OnlyDLPack, check, operations
 
+__all__ = ["comm", "mpi_world"]
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
 LARGE = 1_000_003  # elements of a shard: a copy on another stream would overtake it
@@ -178,13 +180,6 @@ class JAX(Kos):
 LIBRARIES = (Kos, NumPy, DLPack, Torch, CuPy, Numba, JAX)
 
 
-@pytest.fixture(scope="module")
-def mpi_world():
-    """Connects the ranks on the host, also after a test has broken its communicator."""
-    with kos.init("mpi") as world:
-        yield world
-
-
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
 def world(request, mpi_world):
     probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
@@ -193,16 +188,6 @@ def world(request, mpi_world):
         pytest.skip(f"needs two ranks or more with a GPU each, got {mpi_world.size} and {gpus}: {probe.reason}")
     with kos.init(request.param, timeout=20.0, device=mpi_world.size - 1 - mpi_world.rank) as world:
         yield world
-
-
-@pytest.fixture
-def comm(world):
-    comm = world.duplicate()
-    yield comm
-    if comm.failure is None:
-        comm.close()
-    else:
-        comm.abort()
 
 
 @pytest.fixture(params=["its own device is current", "another device is current"])
@@ -236,61 +221,24 @@ def usable(comm: kos.Communicator, kind: type[Kos]) -> Kos:
     return kind(comm.device)
 
 
-def test_who_changes_the_current_device(world, on_all):
-    """kos: never, from a communicator's start to its end.  What the libraries do is printed, not judged."""
-
+def test_the_current_device_from_the_start_of_a_communicator_to_its_end(world, on_all):
     def body():
-        lines = []
         other = (world.device + 1) % world.size
 
-        def step(what, act, start=other):
-            if start is not None:
-                cuda.set_device(start)
-            before = current_device()
-            try:
-                result = act()
-            except (Exception, pytest.skip.Exception) as error:
-                if what.startswith("kos"):
-                    raise
-                lines.append(f"{what}: {type(error).__name__}: {error}"[:200])
-                return None
-            lines.append(f"{what}: {before} -> {current_device()}")
-            if what.startswith("kos"):
-                assert current_device() == before, lines[-1]
+        def step(act):
+            cuda.set_device(other)
+            result = act()
+            assert current_device() == other
             return result
 
-        device = world.device
-        comm = step("kos: duplicate", world.duplicate)
-        group = step("kos: split", lambda: comm.split(0))
-        x = step("kos: allocate", lambda: comm.allocate(1000, np.float32))
+        comm = step(world.duplicate)
+        group = step(lambda: comm.split(0))
+        x = step(lambda: comm.allocate(1000, np.float32))
         x.fill_bytes(0)
-        step("kos: all_reduce", lambda: comm.all_reduce(x))
-        step("kos: all_reduce, async_op", lambda: comm.all_reduce(x, async_op=True).wait())
-        step("kos: barrier", comm.barrier)
-        step("kos: synchronize", comm.synchronize)
-        step("kos: close", group.close)
-        step("kos: close", comm.close)
-        for name, kind in {"torch": Torch, "cupy": CuPy, "numba.cuda": Numba, "jax": JAX}.items():
-            step(f"import {name}", lambda name=name: importlib.import_module(name))
-            library = step(f"{name}: start", lambda kind=kind: kind(device))
-            if library is not None:
-                made = step(f"{name}: an array on cuda:{device}", lambda lib=library: lib.make(np.ones(4, np.float32)))
-                step(f"kos: all_reduce of {name}", lambda made=made: world.all_gather(made))
-                step(f"{name}: read it", lambda lib=library, made=made: lib.values(made))
-        for name, make in {
-            "torch": lambda: importlib.import_module("torch").ones(4, device="cuda").get_device(),
-            "cupy": lambda: importlib.import_module("cupy").ones(4).device.id,
-            "numba": lambda: driver.device_of(
-                importlib.import_module("numba.cuda").to_device(np.ones(4)).__cuda_array_interface__["data"][0]
-            ),
-        }.items():
-            cuda.set_device(device)
-            try:
-                lines.append(f"{name}: with cuda:{device} current, an array without a device lies on cuda:{make()}")
-            except Exception as error:
-                lines.append(f"{name}: {type(error).__name__}: {error}"[:200])
-        print(f"rank {world.rank}, GPU {device}:", *lines, sep="\n  ")
-        world.synchronize()
+        step(lambda: comm.all_reduce(x))
+        step(lambda: comm.all_reduce(x, async_op=True).wait())
+        for act in (comm.barrier, comm.synchronize, group.close, comm.close):
+            step(act)
 
     on_all(body)
 

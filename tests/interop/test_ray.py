@@ -28,7 +28,7 @@ import numpy as np
 import ray
 from ray.util import collective
 import kos.interop.ray
-from kos.errors import KosError, RankLost
+from kos.errors import RankLost
 
 LIMIT = 200
 kos.interop.ray.register()
@@ -252,33 +252,4 @@ assert ray.get([w.timeout.remote() for w in workers], timeout=LIMIT) == [3.0] * 
 print("ok")
 """,
         hook="hooks.register",
-    )
-
-
-@needs_ray
-def test_actors_without_a_collective_group(tmp_path):
-    """A rank that does not come is named; the address of a group whose rank 0 died is not used."""
-    run_program(
-        tmp_path,
-        """
-@ray.remote(num_cpus=0)
-class Worker:
-    def run(self, rank, size, timeout):
-        try:
-            met = kos.interop.ray.rendezvous("of a test", rank, size, timeout)
-        except KosError as error:
-            return str(error)
-        with kos.init(rendezvous=met, process_hooks=False) as comm:
-            return comm.all_reduce(np.ones(2)).tolist()
-
-workers = [Worker.remote() for _ in range(2)]
-alone = ray.get(workers[0].run.remote(0, 2, 1.0), timeout=LIMIT)
-assert "ranks [1] of 2 did not arrive within 1 s" in alone, alone
-alone = ray.get(workers[1].run.remote(1, 2, 1.0), timeout=LIMIT)
-assert "expected rank 0 of group 'of a test' within 1 s, got none: nothing listens at" in alone, alone
-second = workers[1].run.remote(1, 2, 60.0)                        # it finds the address of before
-assert not ray.wait([second], timeout=0.5)[0]
-assert ray.get([workers[0].run.remote(0, 2, 60.0), second], timeout=LIMIT) == [[2.0, 2.0]] * 2
-print("ok")
-""",
     )

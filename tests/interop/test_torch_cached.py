@@ -159,15 +159,6 @@ def test_a_cached_call_keeps_no_tensor_alive(rank):
         assert alive() is None
 
 
-def test_a_work_keeps_its_tensors(rank):
-    memory = np.ones(12, np.float32)
-    rank.cache(torch.from_numpy(memory), overlap=True)
-    work, alive = rank.all_reduce(torch.from_numpy(memory), overlap=True), weakref.ref(memory)
-    del memory
-    gc.collect()
-    assert alive() is not None and work.result()[0].numel() == 12
-
-
 def test_tensors_that_kos_copies(rank):
     x = ones()
     rank.cache(x)
@@ -270,7 +261,7 @@ def test_record_stream_is_called_unless_the_callers_stream_has_waited(rank):
     work = rank.all_reduce(torch.from_numpy(memory), overlap=True)
     del memory
     gc.collect()
-    assert alive() is not None
+    assert alive() is not None and work.result()[0].numel() == 12
     work.wait()
     del work
     gc.collect()
@@ -335,9 +326,6 @@ def test_messages_to_this_rank_are_copied_in_their_order(rank):
         work.wait()
     assert x.tolist() == first.flatten().tolist() and y.tolist() == second.tolist()
     assert not rank.calls  # NCCL was not asked
-    work = rank.group.send([first], 0)
-    with pytest.raises(InvalidArgument, match="as many sends as receives in a batch, got 1 sends and 0 receives"):
-        work.wait()
 
 
 @pytest.mark.parametrize("given", [(3, "float32"), (4, "float64")])
@@ -361,7 +349,7 @@ def test_messages_of_parameters_to_this_rank(rank):
 
 def test_a_message_that_was_not_launched_is_not_complete(rank):
     work = rank.group.send([ones(4)], 0)
-    with pytest.raises(InvalidArgument, match="messages to this rank: .* got 1 sends and 0 receives"):
+    with pytest.raises(InvalidArgument, match="as many sends as receives in a batch, got 1 sends and 0 receives"):
         work.wait()
     for wait in (work.wait, work.is_completed, work.get_future):
         with pytest.raises(torch.distributed.DistBackendError, match="send: not launched, because messages"):

@@ -162,7 +162,6 @@ def test_padded_rows_are_not_written():
 
 
 def test_parameters_that_are_trained_need_no_detach():
-    """Other memory of a Parameter is noticed on both sides."""
     source, target = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     placed = Placement.whole((4, 4))
     with Publisher(None, {"w": (source.weight, placed)}) as publisher:
@@ -170,10 +169,3 @@ def test_parameters_that_are_trained_need_no_detach():
         with Subscriber(publisher.address, {"w": (target.weight, placed)}) as subscriber:
             subscriber.update(30)
             assert torch.equal(target.weight, source.weight) and target.weight.requires_grad
-            publisher.publish(2)
-            target.weight.data = torch.zeros(4, 4)
-            with pytest.raises(InvalidArgument, match="expected the same memory as before"):
-                subscriber.update(30)
-            source.weight.data = torch.zeros(4, 4)
-            with pytest.raises(InvalidArgument, match="expected the same memory as before"):
-                publisher.publish(3)
