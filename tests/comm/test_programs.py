@@ -35,7 +35,7 @@ steps = st.builds(
     Step,
     name=st.sampled_from([*NAMES, *FROM_ANY]),
     group=st.integers(0, 2),
-    count=st.sampled_from([0, 1, 2, 5, 64, 9001]),
+    count=st.sampled_from([0, 1, 2, 5, 64, 9001, 70_001]),
     dtype=st.sampled_from(DTYPES),
     op=st.sampled_from(list(OPS)),
     root=st.integers(0, 4),
