@@ -124,16 +124,6 @@ def test_a_message_that_was_received_gives_all_its_credit_back(pair):
         end(recv(b, y, 0))
 
 
-def test_a_closed_group_ends_its_messages():
-    with groups(2) as (a, b):
-        work, theirs = recv(a, np.zeros(3, np.uint8), 1), send(b, np.zeros(500_000, np.uint8), 0)
-        b.close()
-        with pytest.raises(CoreError, match="^CLOSED"):
-            theirs.wait()
-        with pytest.raises(CoreError, match="^LOST of rank 1"):
-            work.wait()
-
-
 def test_memory_that_cannot_be_read_comes_in_pieces():
     """As that of a device.  Here process_vm_readv gets a number of no process."""
     with groups(2) as (a, b):
