@@ -10,15 +10,7 @@ import pytest
 from kos._core import native
 from kos.comm.host.shared.segment import PID, STARTED
 from kos.dtypes import DTYPES
-from tests.core.core_ranks import (
-    group,
-    groups,
-    interrupted,
-    needs_core,
-    run_threads,
-    segment,
-    together,
-)
+from tests.core.core_ranks import group, groups, interrupted, needs_core, run_threads, segment, together
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core
