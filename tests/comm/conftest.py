@@ -1,6 +1,7 @@
 """Fixtures: groups of ranks on every backend that runs on a CPU."""
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import kos
 from kos import _core, cuda
 from tests.comm.ranks import MockRanks, MPIRanks, on_hosts, on_threads
-from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
+from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, TCPRanks
 from tests.launcher import MPIRUN
 from tests.run import RANK_VARIABLES
 
@@ -42,13 +43,13 @@ UNDER_MPIRUN = any(name in os.environ for name in RANK_VARIABLES)
 SIZES_OF_MPI = (2, 4) if MPIRUN else ()
 
 
-def backends(*sizes: int) -> dict[str, Any]:
+def backends(*sizes: int, more: Sequence[str] = ()) -> dict[str, Any]:
     """A fixture's parameters: so many ranks that are threads, or those of the mpirun that runs this pytest."""
-    mock = () if UNDER_MPIRUN else sizes
+    mock, more = ((), ()) if UNDER_MPIRUN else (sizes, more)
     threads = [pytest.param(size, marks=pytest.mark.slow) if size in SIZES_OF_MPI else size for size in mock]
     return {
-        "params": [*threads, pytest.param("mpi", marks=pytest.mark.mpi)],
-        "ids": [*(f"mock-{size}" for size in mock), "mpi"],
+        "params": [*threads, *more, pytest.param("mpi", marks=pytest.mark.mpi)],
+        "ids": [*(f"mock-{size}" for size in mock), *more, "mpi"],
     }
 
 
@@ -91,9 +92,13 @@ def seed(request):
     return value
 
 
-@pytest.fixture(**backends(2, 4))
+@pytest.fixture(**backends(2, 4, more=("tcp", "tcp apart")))
 def several(request):
-    """As ``ranks``, two or more."""
+    """As ``ranks``, two or more; those that meet by sockets share memory or, ``apart``, none."""
+    if request.param == "tcp apart":
+        request.getfixturevalue("apart")
+    if str(request.param).startswith("tcp"):
+        return TCPRanks(3)
     return request.getfixturevalue("ranks_of_mpi") if request.param == "mpi" else MockRanks(request.param)
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
-from kos.errors import CollectiveTimeout, RankLost
+from kos.errors import RankLost
 from kos.testing import spawn
 from kos.testing.conformance.failures import SHORT, Scenario, check
 from kos.testing.conformance.values import ALL_DTYPES, SIZES, assert_bits, assert_same_on_all_ranks, inputs, poison
@@ -173,32 +172,3 @@ def check_scenario(run: Callable[[Any], Any], row: Scenario, size: int = 3, limi
             raise
 
     run(body)
-
-
-def time_out_beside_others(comm: kos.Communicator) -> None:
-    """A message that times out takes no other with it, of its tag or of another, to or from whichever rank."""
-    x, y, given_up, much = np.zeros(4), np.zeros(70000), np.zeros(4), np.arange(70000.0)
-    if comm.rank == 0:
-        works = [
-            comm.recv(x, 1, 0, async_op=True),
-            comm.recv(y, 1, 3, async_op=True),
-            comm.send(much, 1, 0, async_op=True),
-        ]
-        for tag in (5, 0, 3):
-            with pytest.raises(CollectiveTimeout, match=f"from rank 1 with .* rank 1 sent nothing with tag {tag}\\b"):
-                comm.recv(given_up, 1, tag, timeout=0.05)
-        comm.send(given_up, 1, 9)
-    if comm.rank == 1:
-        z = np.zeros(70000)
-        comm.recv(z[:4], 0, 9)  # in a barrier, it could wait for a third rank, and the error would name that one
-        comm.send(np.ones(4), 0, 0)
-        comm.send(much, 0, 3)
-        assert (comm.recv(z, 0, 0) == much).all()
-    if comm.rank == 0:
-        for work in works:
-            work.wait()
-        assert (x == 1).all() and (y == much).all() and (given_up == 0).all()
-    comm.barrier()
-
-
-"""Of rank 1 for rank 0 of a group of two."""

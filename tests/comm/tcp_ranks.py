@@ -1,6 +1,5 @@
 """Ranks that meet by environment over loopback, as threads of the test: each with its own sockets."""
 
-import json
 import os
 import random
 import socket
@@ -195,14 +194,3 @@ def run_processes(code: str, size: int, **more: str) -> list[tuple[int, str]]:
             for rank in ranks:
                 rank.kill()
         return [(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
-
-
-TINY = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8"]
-TINY += ["--seq-len=32", "--steps=3", "--eval-every=0", "--save-every=0", "--sample-tokens=0"]
-TINY += ["--eval-batches=1", "--deterministic"]  # flags of a run of the trainer
-
-
-def losses(folder: Path) -> list[float]:
-    """The loss of each step of a run of the trainer."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]

@@ -79,9 +79,9 @@ def overlapping(call: Callable[[kos.Communicator, Any, Any], Any]) -> Callable[[
     return lambda c: call(c, memory[:4], memory[2:])
 
 
-def _bytes_in_a_batch(comm: kos.Communicator) -> None:
+def _in_a_batch(comm: kos.Communicator, name: str, *given: Any) -> None:
     with comm.batch():
-        comm.all_gather_bytes(b"abc")
+        getattr(comm, name)(*given)
 
 
 REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
@@ -148,7 +148,10 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "scatter count": (lambda c: c.scatter(np.zeros(5, np.float32), F), "x: expected 8 elements, got 5"),
     "scatter elsewhere": (lambda c: c.scatter(F, F, root=1), "x: expected None on rank 0"),
     "gather elsewhere": (lambda c: c.gather(F, 1, F), "out: expected None on rank 0"),
-    "bytes in a batch": (_bytes_in_a_batch, "all_gather_bytes: expected a call outside of a batch"),
+    **{
+        f"{name} in a batch": (lambda c, call=(name, *given): _in_a_batch(c, *call), f"{name}: expected a call outside")
+        for name, *given in (("all_gather_bytes", b"abc"), ("recv_bytes",), ("probe",))
+    },
 }
 
 

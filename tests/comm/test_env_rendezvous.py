@@ -18,19 +18,15 @@ from kos.comm.control.identity import launched_rank
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import (
-    ROOT,
-    TINY,
     come_first,
     environment,
     errors_of,
     finish,
     free_port,
-    losses,
     run_processes,
     run_threads,
     start,
 )
-from tests.forked import python
 
 SECRETS = "expected the same secret (KOS_SECRET) on all ranks, got another"
 
@@ -149,18 +145,6 @@ def test_jobs_side_by_side():
         assert missing.startswith("rendezvous: ranks [1] of 2 did not arrive")
         assert lost.startswith("rendezvous: rank 1 did not reach rank 0")
         assert errors_of(30, *jobs) == [""] * 4
-
-
-def test_the_trainer(tmp_path):
-    text = tmp_path / "corpus.txt"
-    text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "kos" / "comm").glob("*.py"))))
-    port, command = free_port(), [*python(), "-m", "kos.train", *TINY, "--data", str(text), "--out"]
-    one = start([*command, str(tmp_path / "one")], 0, 1, port)
-    two = [start([*command, str(tmp_path / "two")], rank, 2, port) for rank in range(2)]
-    for code, output in finish([one, *two]):
-        assert code == 0, output
-    assert len(losses(tmp_path / "one")) == 3
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
 
 
 # How a job is started wrongly.

@@ -12,12 +12,13 @@ import kos
 from kos.comm.host import mpi_messages
 from kos.comm.transport import ScheduledCalls
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
-from tests.comm.ranks import MockRanks, on_each_rank, time_out_beside_others
+from tests.comm.ranks import MockRanks, on_each_rank
 from tests.comm.tcp_ranks import TCPRanks
 from tests.comm.test_failures import F4
 
 
-def fail_in_a_group(comm: kos.Communicator) -> None:
+@on_each_rank("several.run")
+def test_which_ranks_are_of_the_group_and_which_of_the_world(comm, /):
     """Ranks that failed are numbered as in the world, arguments as in the group, and the text says which is which."""
     last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
     assert group is not None
@@ -28,7 +29,7 @@ def fail_in_a_group(comm: kos.Communicator) -> None:
         assert ", from rank 0 of the group with tag 0: " in text and f"rank {last} of world sent nothing" in text
     comm.barrier()
 
-    def calls() -> None:
+    def calls():
         group.broadcast(F4(), int(comm.rank == 0))
         group.barrier()  # a broadcast's root, which only gives data, raises in its next call
 
@@ -39,10 +40,6 @@ def fail_in_a_group(comm: kos.Communicator) -> None:
     assert all(re.search(re.escape(text).replace(r"\{\}", r"\d+"), str(differs.value)) for text in called)
     with pytest.raises(KosError):
         group.barrier()
-
-
-def test_which_ranks_are_of_the_group_and_which_of_the_world(several):
-    several.run(fail_in_a_group)
 
 
 def pass_a_failure_on(comm: kos.Communicator) -> list[str]:
@@ -75,7 +72,11 @@ def test_a_failure_that_is_passed_on_names_its_rank_once(on):
         assert re.fullmatch(rf"(world: {call} [^:]*: )?rank 1: {re.escape(own)}", text), text
 
 
-def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised"), [(MemoryError(), CollectiveError), (KeyboardInterrupt(), KeyboardInterrupt)], ids=repr
+)
+@on_each_rank("several.run")
+def test_an_error_of_one_rank(comm, /, error, raised):
     """The errors of the other ranks name the rank that raised."""
     if comm.rank == 1:
         comm.backend.scheduled.messages.irecv = Mock(side_effect=error)
@@ -85,14 +86,6 @@ def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[
         message = r"rank 1: .*all_reduce #\d .*: (MemoryError|interrupted by KeyboardInterrupt)"
         assert re.match(message, str(caught.value))
         assert caught.value.ranks == (1,)
-
-
-ERRORS = [(MemoryError(), CollectiveError), (KeyboardInterrupt(), KeyboardInterrupt)]
-
-
-@pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
-def test_an_error_of_one_rank(several, error, raised):
-    several.run(lambda comm: fail_on_one_rank(comm, error, raised))
 
 
 class Interrupted:
@@ -125,7 +118,9 @@ def batch(comm: kos.Communicator, x: Any) -> None:
         comm.all_reduce(np.ones(3))
 
 
-def interrupt_a_launch(comm: kos.Communicator, name: str) -> None:
+@pytest.mark.parametrize("name", CALLS)
+@on_each_rank("several.run")
+def test_a_call_that_is_interrupted_before_it_starts(comm, /, name):
     """All ranks raise at once if Ctrl-C interrupts the start of a call on rank 1."""
     call, x = CALLS[name], np.ones(4)
     vars(comm).pop("all_reduce", None)  # Python handles no signal where the core starts a call
@@ -146,12 +141,8 @@ def interrupt_a_launch(comm: kos.Communicator, name: str) -> None:
         assert caught.value.ranks == (1,)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_interrupted_before_it_starts(several, name):
-    several.run(lambda comm: interrupt_a_launch(comm, name))
-
-
-def fail_to_make_a_part(comm: kos.Communicator) -> None:
+@on_each_rank("several.run")
+def test_a_rank_that_cannot_make_its_part_of_a_group(comm, /):
     """The others do not wait for a rank that cannot make its part of a new group's backend."""
     usual = comm.backend.split
     if comm.rank == 1:
@@ -165,12 +156,31 @@ def fail_to_make_a_part(comm: kos.Communicator) -> None:
     assert comm.all_reduce(np.ones(2)).tolist() == [comm.size] * 2
 
 
-def test_a_rank_that_cannot_make_its_part_of_a_group(several):
-    several.run(fail_to_make_a_part)
-
-
-def test_timeout_of_a_message_gives_up_no_other(several):
-    several.run(time_out_beside_others)
+@on_each_rank("several.run")
+def test_a_message_that_times_out_gives_up_no_other(comm, /):
+    """Of its tag or of another, to or from whichever rank."""
+    x, y, given_up, much = np.zeros(4), np.zeros(70000), np.zeros(4), np.arange(70000.0)
+    if comm.rank == 0:
+        works = [
+            comm.recv(x, 1, 0, async_op=True),
+            comm.recv(y, 1, 3, async_op=True),
+            comm.send(much, 1, 0, async_op=True),
+        ]
+        for tag in (5, 0, 3):
+            with pytest.raises(CollectiveTimeout, match=f"from rank 1 with .* rank 1 sent nothing with tag {tag}\\b"):
+                comm.recv(given_up, 1, tag, timeout=0.05)
+        comm.send(given_up, 1, 9)
+    if comm.rank == 1:
+        z = np.zeros(70000)
+        comm.recv(z[:4], 0, 9)  # in a barrier, it could wait for a third rank, and the error would name that one
+        comm.send(np.ones(4), 0, 0)
+        comm.send(much, 0, 3)
+        assert (comm.recv(z, 0, 0) == much).all()
+    if comm.rank == 0:
+        for work in works:
+            work.wait()
+        assert (x == 1).all() and (y == much).all() and (given_up == 0).all()
+    comm.barrier()
 
 
 @on_each_rank("several.run")

@@ -144,28 +144,6 @@ comm.close()
     assert run_processes(code, 2) == [(0, "0\n")] * 2
 
 
-@pytest.mark.parametrize("call", ["all_reduce(np.ones(3), async_op=True)", "recv(np.ones(3), 1, async_op=True)"])
-def test_a_wait_that_another_thread_aborts(call, memory):
-    """Memory and connections are freed before its operations are cancelled; the waiting thread may poll in between."""
-    code = f"""
-import os
-import numpy as np
-import kos
-comm = kos.init("tcp", timeout=60)
-group = comm.duplicate()
-if comm.rank == 0:
-    work = group.{call}
-    group.backend.abort("a callback")
-    try:
-        work.wait()
-    except kos.errors.CollectiveError as error:
-        print(type(error).__name__, str(error).rpartition(": ")[2], error.ranks, flush=True)
-comm.rendezvous.barrier()
-os._exit(0)
-"""
-    assert run_processes(code, 2)[0] == (0, "CollectiveError the communicator was aborted ()\n")
-
-
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
 @on_each_rank(spawn, 2)
 def test_a_callback_that_raises_does_not_keep_others_from_being_called(comm, /, error):

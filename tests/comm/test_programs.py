@@ -1,7 +1,7 @@
 """Random programs: operations on random groups, alone, in flight, in batches, persistent, against a serial model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -35,7 +35,7 @@ steps = st.builds(
     Step,
     name=st.sampled_from([*NAMES, *FROM_ANY]),
     group=st.integers(0, 2),
-    count=st.sampled_from([0, 1, 2, 5, 64, 9001]),
+    count=st.sampled_from([0, 1, 2, 5, 64, 9001, 70_001]),
     dtype=st.sampled_from(DTYPES),
     op=st.sampled_from(list(OPS)),
     root=st.integers(0, 4),
@@ -89,6 +89,13 @@ def messages(comm: kos.Communicator, step: Step, tag: int, seed: int) -> tuple[l
     return works, check
 
 
+def with_long_parts(step: Step, size: int, seed: int) -> Step:
+    """The v-form with parts of any lengths up to ``count``, each empty now and then."""
+    rng = np.random.default_rng([seed, step.count])
+    rows = [tuple((rng.integers(0, step.count, size) * (rng.random(size) < 0.8)).tolist()) for _ in range(size)]
+    return replace(step, counts=tuple(rows) if step.name == "all_to_all_v" else rows[0])
+
+
 def execute(comm: kos.Communicator, program: Program) -> None:
     groups: list[tuple[kos.Communicator | None, list[int]]] = [(comm, list(range(comm.size)))]
     for split in program.splits:
@@ -132,6 +139,8 @@ def execute(comm: kos.Communicator, program: Program) -> None:
             works += begun
             checks.append(check)
             continue
+        if step.name.endswith("_v") and step.count > 1000:
+            step = with_long_parts(step, part.size, program.seed)
         trial = Trial(part, step, program.seed + 1000 * number)
         checks.append(trial.check)
         if step.mode == "call":

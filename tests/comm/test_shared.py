@@ -1,6 +1,6 @@
 """Collectives through shared memory: random programs, ranks out of step, what is left behind.
 
-The core's results for every operation, dtype and size are checked in ``tests/core``.
+The core's results for every reduce operation and dtype are checked in ``tests/core``.
 """
 
 import contextlib
@@ -16,17 +16,23 @@ from hypothesis import HealthCheck, given, settings
 
 from kos import PremulSum, ReduceOp
 from kos.comm.host.shared import segment as segments
+from kos.testing.conformance.model import Trial
+from tests.comm.model import NAMES, Step
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core, run, through_slots
 from tests.comm.tcp_ranks import TCPRanks
-from tests.comm.test_programs import execute, programs
+from tests.comm.test_programs import execute, programs, with_long_parts
 
 pytestmark = needs_core
 
 
 @pytest.fixture(params=["slots", "direct"])
 def large(monkeypatch, request):
-    """Large parts take several stages in slots; then they take one copy, where that is possible."""
+    """Large parts take several stages in slots; then they take one copy, where that is possible.
+
+    Each on a CPU of its own, as the core takes them apart.
+    """
+    monkeypatch.setenv("KOS_CPU_VENDOR", "other" if request.param == "slots" else "intel")
     if request.param == "slots":
         through_slots(monkeypatch)
 
@@ -55,6 +61,18 @@ def test_a_factor_of_minus_zero_is_another_one(comm, /):
 def test_random_programs(program):
     """Operations and messages share slots and mailboxes; ranks are out of step, and waits are in any order."""
     TCPRanks(program.size).run(lambda comm: execute(comm, program))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_v")])
+@pytest.mark.usefixtures("large")
+def test_parts_of_any_lengths(name, size, seed):
+    def body(comm):
+        for number, count in enumerate((10, 300, 30_000, 200_000) * 5):
+            step = with_long_parts(Step(name, count=count, root=number), size, seed + number)
+            Trial(comm, step, seed + number).run()
+
+    TCPRanks(size).run(body)
 
 
 @on_each_rank(run, 2)

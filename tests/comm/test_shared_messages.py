@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kos.errors import CollectiveTimeout, RankLost
-from tests.comm.ranks import on_each_rank, time_out_beside_others
+from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import end_process, needs_core, run
 from tests.comm.tcp_ranks import TIMEOUT
 from tests.comm.test_host_messages import LONG, assert_nothing_is_left
@@ -28,10 +28,6 @@ def test_a_receive_does_not_take_a_later_message(comm, /):
         assert (comm.recv(np.zeros_like(x), 0, i) == x + i).all()
         assert comm.backend.calls.core.held()[0] == 0
     assert_nothing_is_left(comm)
-
-
-def test_timeout_of_a_message_gives_up_no_other():
-    run(time_out_beside_others, 2)
 
 
 @pytest.mark.parametrize("count", [1, LONG])

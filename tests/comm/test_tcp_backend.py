@@ -25,7 +25,6 @@ from tests.comm import test_conformance as conformance
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_threads
 from tests.comm.test_conformance import test_large, test_shapes_and_scalars  # noqa: F401 -- collected here, to run on the ranks below
-from tests.comm.test_message_failures import ERRORS, fail_on_one_rank
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
 
@@ -286,11 +285,6 @@ def test_many_collectives_in_flight(comm, /):
     for work in works:
         work.wait()
     assert (x == comm.size * np.arange(x.size)).all()
-
-
-@pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
-def test_an_error_of_one_rank(ranks, error, raised):
-    ranks.run(lambda comm: fail_on_one_rank(comm, error, raised))
 
 
 def test_communicators_that_are_dropped_give_their_descriptors_back(memory):

@@ -15,9 +15,8 @@ from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-from tests.comm.ranks import on_each_rank, on_hosts, time_out_beside_others
+from tests.comm.ranks import on_each_rank, on_hosts
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, both_ranks, free_port, run_processes, run_ranks, run_threads
-from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
@@ -50,10 +49,6 @@ def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm, /):
     comm.rendezvous.barrier()
     comm.backend.transport.poller.progress()
     assert (x == comm.rank).all()
-
-
-def test_a_message_given_up_leaves_the_others():
-    TCPRanks(2).run(time_out_beside_others)
 
 
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])
@@ -193,15 +188,6 @@ def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name():
         comm.barrier()
 
     TCPRanks(2).run(body)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_interrupted_before_it_starts(memory, name):
-    TCPRanks(2).run(lambda comm: interrupt_a_launch(comm, name))
-
-
-def test_a_rank_that_cannot_make_its_part_of_a_group(memory):
-    TCPRanks(3).run(fail_to_make_a_part)
 
 
 def test_a_rank_whose_backend_cannot_be_made(monkeypatch):

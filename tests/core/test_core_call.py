@@ -14,7 +14,7 @@ import pytest
 from kos import _core
 from kos.comm.communicator import Communicator
 from kos.comm.prepared import APART, CoreCall
-from tests.core.core_ranks import groups, interrupted, needs_core, on_threads, run_threads
+from tests.core.core_ranks import groups, needs_core, on_threads, run_threads
 from tests.core.group import CoreError
 
 pytestmark = needs_core
@@ -42,19 +42,6 @@ def test_a_wait_lasts_while_the_call_makes_progress():
             return complete
 
         assert any(completes_in_one_wait() for _ in range(20)), "on a busy machine a millisecond may take 10"
-
-
-def test_two_works_are_in_flight_and_may_be_waited_for_in_any_order():
-    with groups(2) as (a, b):
-        x, y = np.full(3, 1.0), np.full(500, 2.0)
-        first, second = a.start(x), a.start(y)
-        assert not first.done() and not second.done() and (x == 1).all() and (y == 2).all()
-        assert [first.missing(rank) for rank in range(2)] == [0, 1]
-        theirs = [b.start(np.full(3, 10.0)), b.start(np.full(500, 20.0))]
-        assert second.done() and first.done()
-        assert (x == 11).all() and (y == 22).all()
-        theirs[1].wait()
-        theirs[0].wait()
 
 
 def test_with_other_works_outstanding_a_start_neither_spins_nor_blocks():
@@ -150,15 +137,6 @@ def test_calls_of_several_threads_of_a_rank():
         return sums
 
     assert on_threads(2, body) == [[2.0] * 400] * 2
-
-
-def test_a_signal_interrupts_a_wait_and_the_call_completes_later():
-    with groups(2) as (a, b):
-        x, y = np.ones(2), np.ones(3)
-        with interrupted(0.05):
-            a.all_reduce(x)
-        run_threads(lambda: a.all_reduce(y), lambda: [b.all_reduce(np.ones(2)), b.all_reduce(np.ones(3))])
-        assert (x == 2).all() and (y == 2).all()
 
 
 def test_a_closed_group_releases_arrays_and_memory():

@@ -69,19 +69,6 @@ def test_who_needs_no_data_of_others_does_not_wait_for_them(operation):
                 assert calls[rank].start(*ends).done(), rank
 
 
-def test_calls_that_differ_between_ranks_that_do_not_wait_are_found_later():
-    """Both calls are over when the next one, which is the same, begins: its stamps tell the difference."""
-    with groups(2) as (a, b):
-        for group in (a, b):
-            group.core.publish(0, 5)
-        assert a.prepare("broadcast", "float64", 2).start(np.ones(2)).done()
-        assert b.prepare("reduce", "float64", 2).start(np.ones(2)).done()
-        works = [a.start(np.ones(3)), b.start(np.ones(3))]
-        for work in works:
-            with pytest.raises(CoreError, match="^MISMATCH of rank [01], 1, by rank 0"):
-                work.wait()
-
-
 def test_arrays_that_do_not_fit_are_refused():
     read_only = np.ones(3)
     read_only.flags.writeable = False

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -32,39 +31,6 @@ def test_a_rank_that_has_returned_finds_a_call_that_differs():
         for call in (works[1].wait, works[2].wait, theirs[1].wait, *last):
             with pytest.raises(CoreError, match="^MISMATCH of rank ., 1, by rank .$"):
                 call()
-
-
-def killed_with_works(group: CoreGroup) -> Any:
-    works = [group.start(np.ones(3)) for _ in range(3 if group.rank == 1 else 5)]
-    if group.rank == 1:
-        works[0].wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    said = []
-    for work in works:
-        try:
-            work.wait()
-        except CoreError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_killed_rank_fails_the_works_in_flight(tmp_path):
-    said, nothing = on_processes(2, killed_with_works, tmp_path)
-    assert nothing is None and 2 <= len(said) <= 4  # at least the first one is complete, and none of the last two
-    assert len(set(said)) == 1 and said[0].startswith("LOST of rank 1, ")
-
-
-def test_a_rank_that_has_closed_its_group_is_lost():
-    with groups(2) as (a, b):
-        x, y = np.ones(3), np.ones(3)
-        work = b.start(y)
-        b.close()
-        with pytest.raises(CoreError, match="^CLOSED"):
-            work.wait()
-        a.all_reduce(x)  # its data had come
-        assert (x == 2).all()
-        with pytest.raises(CoreError, match="^LOST of rank 1, 1, by rank 0"):
-            a.all_reduce(x)
 
 
 def forks(_: CoreGroup) -> str:

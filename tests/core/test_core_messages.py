@@ -10,15 +10,7 @@ import pytest
 from kos._core import native
 from kos.comm.host.shared.segment import PID, STARTED
 from kos.dtypes import DTYPES
-from tests.core.core_ranks import (
-    group,
-    groups,
-    interrupted,
-    needs_core,
-    run_threads,
-    segment,
-    together,
-)
+from tests.core.core_ranks import group, groups, interrupted, needs_core, run_threads, segment, together
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core
@@ -122,16 +114,6 @@ def test_a_message_that_was_received_gives_all_its_credit_back(pair):
         sent = send(a, x, 1)
         assert sent.done(), "it waits for its receive"
         end(recv(b, y, 0))
-
-
-def test_a_closed_group_ends_its_messages():
-    with groups(2) as (a, b):
-        work, theirs = recv(a, np.zeros(3, np.uint8), 1), send(b, np.zeros(500_000, np.uint8), 0)
-        b.close()
-        with pytest.raises(CoreError, match="^CLOSED"):
-            theirs.wait()
-        with pytest.raises(CoreError, match="^LOST of rank 1"):
-            work.wait()
 
 
 def test_memory_that_cannot_be_read_comes_in_pieces():

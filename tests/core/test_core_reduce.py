@@ -63,26 +63,6 @@ def bits(x: Array, op: str) -> bytes:
 CASES = [(dtype, op) for dtype in DTYPES for op in OPS if allowed(dtype, op)]
 
 
-@pytest.fixture(params=[1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
-def made(request):
-    with groups(request.param) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize(("dtype", "op"), CASES)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_all_reduce_has_the_bits_of_python(made, dtype, op):
-    rng, size = np.random.default_rng(7), len(made)
-    counts = [0, 1, 2, 3, 7, 15, 16, 17, 33, 63, 65, 200, 1021, 1024, 5000, 70_001]
-    for count in counts:
-        arrays = [random_bits(rng, dtype, count) for _ in range(size)]
-        mine = [x.copy() for x in arrays]
-        together([g.prepare("all_reduce", dtype, count, op=op) for g in made], [(x,) for x in mine])
-        expected = bits(reduced(arrays, dtype, op, size), op)
-        for rank, x in enumerate(mine):
-            assert bits(x, op) == expected, f"rank {rank}, {count} elements"
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_fuzz_of_starts():
     """4,000 calls of random operations, dtypes, sizes and alignments, in place or not."""
@@ -109,7 +89,7 @@ def one_call(made: list[Any], rng: np.random.Generator, draw: random.Random) -> 
     size = len(made)
     dtype, op = draw.choice(CASES)
     operation = draw.choice(("all_reduce", "reduce", "reduce_scatter", "scan", "exscan"))
-    count = draw.choice((draw.randrange(20), draw.randrange(300), draw.randrange(30_000)))
+    count = draw.randrange(draw.choice((20, 20, 300, 300, 6000)))
     root, in_place = draw.randrange(size), draw.random() < 0.5 and operation not in ("reduce_scatter",)
     total = count * size if operation == "reduce_scatter" else count
     inputs = [random_bits(rng, dtype, total) for _ in range(size)]
