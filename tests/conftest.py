@@ -26,7 +26,7 @@ heed_sigint()  # for the tests that send it to programs that they start
 def mentions_torch(item: pytest.Item) -> bool:
     code = getattr(getattr(item, "function", None), "__code__", None)
     names = (item.path.name, *((*code.co_names, *code.co_varnames, *code.co_consts) if code else ()))
-    return any("torch" in name for name in names if isinstance(name, str))
+    return hasattr(item.module, "torch") or any("torch" in name for name in names if isinstance(name, str))
 
 
 def mark_costly(items: list[pytest.Item]) -> None:
@@ -61,7 +61,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 
