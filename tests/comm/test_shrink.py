@@ -489,7 +489,7 @@ if {hosts!r} == "several":
 with kos.init("mpi", timeout=20) as comm:
     at_once = threading.Barrier(3, timeout=20)
     def splits(own, number):
-        for turn in range(40):
+        for turn in range(12):
             at_once.wait()
             with own.duplicate() if turn % 2 else own.split(0) as part:
                 assert set(part.all_gather_bytes(bytes([number]))) == {{bytes([number])}}
