@@ -31,7 +31,7 @@ RUN: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32, "l
                        "documents": "cross"}  # fmt: skip
 
 
-BITS: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 3, "deterministic": True}
+BITS: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 2, "deterministic": True}
 
 
 class Precise(CpuDevice):
