@@ -1,8 +1,6 @@
 """Packages that take seconds to import: the first test that needs one imports it, and not the collection of tests."""
 
-import gc
 import importlib
-from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,13 +16,7 @@ class Package:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of which pytest asks any object of a module
             raise AttributeError(name)
-        return getattr(self._module, name)
-
-    @cached_property
-    def _module(self) -> Any:
-        module = importlib.import_module(self._name)
-        gc.freeze()  # what it has made stays: collections in later tests are quick
-        return module
+        return getattr(importlib.import_module(self._name), name)
 
 
 def needs(*names: str) -> pytest.MarkDecorator:

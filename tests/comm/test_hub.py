@@ -194,16 +194,14 @@ def test_a_rank_that_gives_up_says_so(run, where, error):
      (KeyboardInterrupt(), "interrupted on rank {} by KeyboardInterrupt")],
 )  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_within_a_join_says_why(monkeypatch, rank, error, told):
+def test_a_rank_that_fails_within_a_join_says_why(before_call, rank, error, told):
     """Once it has reached the hub, which else reports that it closed the group."""
-    usual = Network.listen
 
     def listen(self, *given):
         if self is failing:
             raise error
-        return usual(self, *given)
 
-    monkeypatch.setattr(Network, "listen", listen)
+    before_call(Network, "listen", listen)
     failing = None
 
     def body(rendezvous):

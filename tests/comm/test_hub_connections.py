@@ -150,20 +150,14 @@ def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("opens", ["accept", "dup", "connect"])
-def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch, opens):
+def test_a_rank_without_file_descriptors_for_the_others_is_named(before_call, opens):
     lacking = None
 
-    def limit(name, owner):
-        usual = getattr(owner, name)
+    def limited(*given, **more):
+        if threading.current_thread() is lacking:
+            raise OSError(errno.EMFILE, "Too many open files")
 
-        def limited(*given, **more):
-            if threading.current_thread() is lacking:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return usual(*given, **more)
-
-        monkeypatch.setattr(owner, name, limited)
-
-    limit("create_connection" if opens == "connect" else opens, socket if opens == "connect" else socket.socket)
+    before_call(*((socket, "create_connection") if opens == "connect" else (socket.socket, opens)), limited)
 
     def body(rendezvous):
         nonlocal lacking

@@ -221,16 +221,15 @@ def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch, lo
 
 
 @pytest.fixture
-def in_call(monkeypatch):
+def in_call(before_call):
     """``in_call(rank, call)`` is set once that rank, a thread, waits for others in that call."""
-    events, wait = defaultdict[tuple[int, str], threading.Event](threading.Event), ThreadWorld.wait
+    events = defaultdict[tuple[int, str], threading.Event](threading.Event)
 
     def noted(world, rank, seconds, waits_for):
         for call, _ in waits_for():
             events[rank, call].set()
-        wait(world, rank, seconds, waits_for)
 
-    monkeypatch.setattr(ThreadWorld, "wait", noted)
+    before_call(ThreadWorld, "wait", noted)
     return lambda rank, call: events[rank, call]
 
 
