@@ -98,7 +98,7 @@ class Rotary:
             half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
             self.frequencies, self.length = config.rope_parameters["rope_theta"] ** -half, 1.0
         else:
-            with mock.patch.object(torch, "float", torch.float64):
+            with mock.patch("torch.float", torch.float64):
                 self.frequencies, self.length = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
             assert self.frequencies.dtype == torch.float64
 
