@@ -9,8 +9,9 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -23,10 +24,11 @@ from tests.run import ROOT, WITH_GPUS, WITH_MPI, costly, heed_sigint
 heed_sigint()  # for the tests that send it to programs that they start
 
 
-def mentions_torch(item: pytest.Item) -> bool:
-    code = getattr(getattr(item, "function", None), "__code__", None)
-    names = (item.path.name, *((*code.co_names, *code.co_varnames, *code.co_consts) if code else ()))
-    return any("torch" in name for name in names if isinstance(name, str))
+@cache
+def mentions_torch(function: Callable[..., None], module: ModuleType) -> bool:
+    code = function.__code__
+    names = (module.__name__, *code.co_names, *code.co_varnames, *code.co_consts)
+    return hasattr(module, "torch") or any("torch" in name for name in names if isinstance(name, str))
 
 
 def mark_costly(items: list[pytest.Item]) -> None:
@@ -51,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpus and (reason := cuda.unavailable()):
         for item in on_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
-    items.sort(key=lambda item: not mentions_torch(item))  # first: one worker takes them all, and imports it
+    # First: one worker takes them all, and imports it.
+    items.sort(key=lambda item: not mentions_torch(item.function, item.module))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,7 +64,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 

@@ -137,18 +137,16 @@ def test_commands_work_without_docstrings(words):
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "train"])
-def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, monkeypatch, capsys):
+def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, program):
     """With the usage, except by commands of several ranks: those refuse once for all ranks, on one line."""
-    monkeypatch.setattr(sys, "argv", ["kos"])
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--no-such-flag"])
-    said = capsys.readouterr().err
+    done = program("kos", f"{name} --no-such-flag")
+    said = done.err
     if name in ("bench", "doctor", "eval", "tune"):
         wrong = "the following arguments are required: CHECKPOINT" if name == "eval" else ""
         assert said == f"kos: error: {wrong or 'unrecognized arguments: --no-such-flag'}\n"
     else:
         assert said.startswith(f"usage: kos {name} ") and f"\nkos {name}: error: " in said
-    assert ended.value.code == 2
+    assert done.code == 2
     assert commands.typed == "", "of that command alone"
 
 

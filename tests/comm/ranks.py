@@ -4,13 +4,16 @@ A failed assertion on one rank must not leave the others waiting: ``run`` catche
 other how they fared, and every rank of the test fails, with the messages of all ranks that did.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
+import os
+import resource
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,18 @@ from kos.testing.conformance.values import ALL_DTYPES, SIZES, assert_bits, asser
 __all__ = ["ALL_DTYPES", "SIZES", "assert_bits", "assert_same_on_all_ranks", "inputs", "poison"]
 
 TIMEOUT = 30.0  # seconds
+
+
+@contextlib.contextmanager
+def no_file_may_be_opened() -> Iterator[None]:
+    """Meanwhile this process has as many files open as it may have."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.open("/dev/null", os.O_RDONLY))  # the lowest number that no file has
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def host_of(rank: int) -> str:

@@ -15,7 +15,7 @@ import kos
 from kos.comm import making
 from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
-from kos.comm.gpu import routes, works
+from kos.comm.gpu import works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -146,9 +146,9 @@ def test_routes_by_operation_size_and_dtype(comm, log, /):
     assert log == ["peer", "mock", "mock"]
 
 
-def way(comm: kos.Communicator, name: str, count: int, **options: Any) -> str:
+def way(comm: kos.Communicator, name: str, count: int, stream: Any = None, **options: Any) -> str:
     """The route of an operation in place."""
-    x = comm_buffer(zeros(count))
+    x = comm_buffer(zeros(count, stream=stream))
     return comm.backend.choices.of(Operation(name, comm.rank, Options(**options), x, x))[0].name
 
 
@@ -170,26 +170,26 @@ def test_operations_whose_bytes_differ_between_ranks_have_one_route(comm, log, /
     assert log == ["peer"]
 
 
-def test_routes_of_symmetric_buffers_and_graphs(monkeypatch):
+def test_routes_of_symmetric_buffers_and_graphs(fake):
     """Buffers and captures are queried only for the calls whose route depends on them."""
     state = SimpleNamespace(captured=False, asked=0)
 
-    def is_captured(stream):
-        state.asked += 1
-        return bool(state.captured)
+    def is_capturing(stream):
+        state.asked += stream == 5
+        return 0, int(state.captured)
 
-    monkeypatch.setattr(routes, "is_captured", is_captured)
+    fake.cu.cuStreamIsCapturing = is_capturing
 
     def body(comm, log):
         if comm.rank:
             return
-        ways = [way(comm, "broadcast", count) for count in (8, 1 << 20, 1024)]
+        ways = [way(comm, "broadcast", count, 5) for count in (8, 1 << 20, 1024)]
         assert ways == ["peer", "peer", "nccl"] and state.asked == 0
         comm.backend.routes[1].symmetric = True
-        assert way(comm, "broadcast", 1024) == "peer" and state.asked == 0
-        assert way(comm, "reduce", 8) == "nccl" and state.asked == 1
+        assert way(comm, "broadcast", 1024, 5) == "peer" and state.asked == 0
+        assert way(comm, "reduce", 8, 5) == "nccl" and state.asked == 1
         state.captured = True
-        assert way(comm, "reduce", 8) == "peer"
+        assert way(comm, "reduce", 8, 5) == "peer"
 
     run(body)
 

@@ -28,6 +28,8 @@ pytestmark = needs_core
 @pytest.fixture
 def pair():
     with both_ranks() as made:
+        gc.collect()
+        gc.freeze()  # collections are then quick
         yield made
 
 

@@ -196,13 +196,6 @@ def test_a_rank_on_the_host_says_nothing(no_launcher):
         assert (comm.size, comm.local_rank) == (1, 0)
 
 
-@pytest.fixture
-def short_wait_for_the_port(monkeypatch):
-    """Rank 0 waits less for its port to become free."""
-    monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 0.1)
-
-
-@pytest.mark.usefixtures("short_wait_for_the_port")
 def test_a_busy_port():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -211,7 +204,7 @@ def test_a_busy_port():
     assert error.endswith("Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))")
 
 
-def test_a_port_that_is_short_wait_for_the_port(monkeypatch):
+def test_a_port_that_becomes_free(monkeypatch):
     monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 20.0)
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
@@ -256,7 +249,6 @@ def test_a_rank_that_comes_twice():
     }
 
 
-@pytest.mark.usefixtures("short_wait_for_the_port")
 def test_a_second_rank_0(monkeypatch):
     port, refused = free_port(), threading.Event()
     come_first(monkeypatch, lambda present: refused.is_set())

@@ -180,9 +180,9 @@ def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(run(backend, 2, body, newcomer, timeout=60.0, device=0)) == [(rank, 3) for rank in range(3)]
 
 
-def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch):
+@pytest.mark.parametrize("grace", [{"control.grow": 0.1}], ids=[""])
+def test_a_leader_that_came_too_late_leads_the_next_time(grace):
     """The others know it as silent, and give way as soon as it answers."""
-    monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 0.1)
 
     def body(comm):
         comm.barrier()
@@ -202,9 +202,9 @@ def test_a_leader_that_came_too_late_leads_the_next_time(monkeypatch):
     assert results == [(rank, 4) for rank in range(4)]
 
 
-def test_ranks_do_not_call_again_at_a_leader_that_was_silent(monkeypatch):
+@pytest.mark.parametrize("grace", [{"control.grow": 2.0}], ids=[""])
+def test_ranks_do_not_call_again_at_a_leader_that_was_silent(grace):
     """They would be late for the next one, which waits for the silent one no longer than the timeout."""
-    monkeypatch.setattr("kos.comm.control.grow.GRACE_SECONDS", 2.0)
 
     def body(comm):
         comm.barrier()

@@ -36,10 +36,9 @@ def call(comm: kos.Communicator, name: str, x: np.ndarray, **options: Any) -> An
 
 
 @pytest.fixture
-def leaving(messages, monkeypatch):
+def leaving(messages, before_call):
     """Bytes that leave all hosts in one call."""
     sent, lock = [0], threading.Lock()
-    isend = ThreadTransport.isend
 
     def counting(self, array, peer, tag):
         local = self.ranks_per_host
@@ -47,9 +46,8 @@ def leaving(messages, monkeypatch):
         if peer // local != self.rank // local:
             with lock:
                 sent[0] += array.nbytes
-        return isend(self, array, peer, tag)
 
-    monkeypatch.setattr(ThreadTransport, "isend", counting)
+    before_call(ThreadTransport, "isend", counting)
 
     def count(hosts, name, **options):
         def body(comm):
@@ -138,30 +136,18 @@ def _calls(comm: kos.Communicator) -> None:
 
 
 @pytest.mark.skipif(native is None, reason="needs the compiled core")
-def test_messages_within_a_host_use_no_socket(monkeypatch):
+def test_messages_within_a_host_use_no_socket(monkeypatch, before_call):
     peers = set()
-    isend = TCPTransport.isend
-
-    def noting(self, array, peer, tag):
-        peers.add((self.rank, peer))
-        return isend(self, array, peer, tag)
-
-    monkeypatch.setattr(TCPTransport, "isend", noting)
+    before_call(TCPTransport, "isend", lambda self, array, peer, tag: peers.add((self.rank, peer)))
     on_hosts(monkeypatch, (2, 2))
     TCPRanks(4).run(_calls)
     assert peers and all(rank // 2 != peer // 2 for rank, peer in peers)
 
 
-def test_a_wait_for_another_host_sleeps(monkeypatch):
+def test_a_wait_for_another_host_sleeps(monkeypatch, before_call):
     """Rank 0 waits for the other host alone; rank 1 for rank 0, whose messages are no events."""
     polls = Counter()
-    poll = Engine.poll
-
-    def counting(self):
-        polls[self] += 1
-        return poll(self)
-
-    monkeypatch.setattr(Engine, "poll", counting)
+    before_call(Engine, "poll", lambda self: polls.update([self]))
 
     def body(comm):
         engine = comm.backend.engine

@@ -16,7 +16,7 @@ import pytest
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import RESULT, Hub, pair, send
-from kos.comm.control.wire import Connection, Network, admit_all, drive
+from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, admit_all, drive
 from kos.errors import CollectiveMismatch, CudaError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import TIMEOUT, come_first, environment, finish, free_port, run_ranks, start
@@ -186,16 +186,14 @@ def test_a_rank_that_gives_up_says_so(run, where, error):
      (KeyboardInterrupt(), "interrupted on rank {} by KeyboardInterrupt")],
 )  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_within_a_join_says_why(monkeypatch, rank, error, told):
+def test_a_rank_that_fails_within_a_join_says_why(before_call, rank, error, told):
     """Once it has reached the hub, which else reports that it closed the group."""
-    usual = Network.listen
 
     def listen(self, *given):
         if self is failing:
             raise error
-        return usual(self, *given)
 
-    monkeypatch.setattr(Network, "listen", listen)
+    before_call(Network, "listen", listen)
     failing = None
 
     def body(rendezvous):
@@ -399,8 +397,8 @@ def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch):
     assert rendezvous.allgather(b"question") == [b"question"] * 2
 
 
-def test_a_hub_that_stalls(monkeypatch):
-    monkeypatch.setattr("kos.comm.control.group.GRACE_SECONDS", 0.1)
+@pytest.mark.parametrize("grace", [{"control.group": 0.1}], ids=[""])
+def test_a_hub_that_stalls(grace):
     rendezvous, _hubs = of_two(0.2)
     with pytest.raises(RendezvousError, match=r"rank 0 gave no answer within 0\.2 s"):
         rendezvous.allgather(b"")
@@ -425,12 +423,11 @@ def test_an_exchange_that_cannot_be_compressed(monkeypatch):
     run_ranks(2, lambda rendezvous: rendezvous.allgather(os.urandom(149_970)))
 
 
-def test_an_exchange_of_too_many_bytes_is_refused(monkeypatch):
-    monkeypatch.setattr("kos.comm.control.hub.MAX_MESSAGE", 1000)
+def test_an_exchange_of_too_many_bytes_is_refused():
+    message = f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {MAX_MESSAGE // 100}[0-9][0-9]"
 
     def body(rendezvous):
-        message = "allgather: expected less than 1000 bytes in all, got 12[0-9][0-9]"
         with pytest.raises(RendezvousError, match=message):
-            rendezvous.allgather(bytes(600))
+            rendezvous.allgather(bytes(MAX_MESSAGE // 2 + 1))
 
     run_ranks(2, body)

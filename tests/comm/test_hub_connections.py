@@ -17,6 +17,7 @@ from kos.comm.control.env import env_rendezvous
 from kos.comm.control.hub import Hub, is_cut_off
 from kos.comm.control.wire import Connection, Network, admit_all
 from kos.errors import CollectiveTimeout, KosError, RendezvousError
+from tests.comm.ranks import no_file_may_be_opened
 from tests.comm.tcp_ranks import ROOT, TIMEOUT, environment, free_port, run_ranks, run_threads
 
 
@@ -116,11 +117,10 @@ def test_a_timeout_of_another_rank_is_no_lack_of_connections():
     run_ranks(3, body)
 
 
-def test_a_listener_without_an_acceptor_is_closed(monkeypatch):
+def test_a_listener_without_an_acceptor_is_closed():
     """Those who call there would wait for as long as it lasts."""
     listener = Network(b"secret", "127.0.0.1", "", True).listen()
-    monkeypatch.setattr("selectors.DefaultSelector", Mock(side_effect=OSError("too many open files")))
-    with pytest.raises(OSError, match="too many"):
+    with no_file_may_be_opened(), pytest.raises(OSError, match="Too many open files"):
         admit_all(listener, b"key", {1}, 2, time.monotonic() + TIMEOUT)
     assert listener.fileno() < 0
 
@@ -150,20 +150,14 @@ def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("opens", ["accept", "dup", "connect"])
-def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch, opens):
+def test_a_rank_without_file_descriptors_for_the_others_is_named(before_call, opens):
     lacking = None
 
-    def limit(name, owner):
-        usual = getattr(owner, name)
+    def limited(*given, **more):
+        if threading.current_thread() is lacking:
+            raise OSError(errno.EMFILE, "Too many open files")
 
-        def limited(*given, **more):
-            if threading.current_thread() is lacking:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return usual(*given, **more)
-
-        monkeypatch.setattr(owner, name, limited)
-
-    limit("create_connection" if opens == "connect" else opens, socket if opens == "connect" else socket.socket)
+    before_call(*((socket, "create_connection") if opens == "connect" else (socket.socket, opens)), limited)
 
     def body(rendezvous):
         nonlocal lacking
@@ -194,12 +188,14 @@ def test_a_hub_serves_more_ranks_than_processes_may_usually_open_files():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once(monkeypatch):
-    fail = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-    monkeypatch.setattr(socket, "create_connection", fail)
-    with pytest.raises(RendezvousError, match="rank 1 cannot open its connections: .*Too many open files") as caught:
-        env_rendezvous(5, environment(1, 2, free_port()))
-    assert caught.value.ranks == (1,) and fail.call_count == 1
+def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once():
+    place = environment(1, 2, free_port())
+    with (
+        no_file_may_be_opened(),
+        pytest.raises(RendezvousError, match="rank 1 cannot open its connections: .*Too many open files") as caught,
+    ):
+        env_rendezvous(3600, place)
+    assert caught.value.ranks == (1,)
 
 
 def interrupt_once(owner: Any, name: str, *, after: bool) -> None:

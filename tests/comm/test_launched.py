@@ -378,19 +378,18 @@ def orphaned() -> Iterator[tuple[int, int]]:
 
 
 @pytest.fixture
-def on_first_sleep(monkeypatch):
+def on_first_sleep(monkeypatch, before_call):
     """Calls a function when kos first waits for a process to end, which may take long; returns the waits in seconds."""
 
     def install(act):
-        sleep, waits = time.sleep, list[float]()
+        waits = list[float]()
 
         def noted(seconds):
             if not waits:
                 act()
             waits.append(seconds)
-            sleep(seconds)
 
-        monkeypatch.setattr("time.sleep", noted)
+        before_call(time, "sleep", noted)
         monkeypatch.setattr("kos.comm.control.identity.ENDING_SECONDS", 60.0)
         return waits
 

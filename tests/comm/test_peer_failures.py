@@ -15,7 +15,6 @@ from kos import ReduceOp
 from kos.comm import timeouts, tuning
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly
-from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig
@@ -362,8 +361,7 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu):
     assert check.call_count == 3
 
 
-def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu, monkeypatch):
-    monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.05)
+def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu):
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     backend.unwatch()
     backend.failures.world = [0, 1, 2]
@@ -466,9 +464,9 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous, /):
     comm.abort()
 
 
-def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu, monkeypatch):
-    monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
+def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu):
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    backend.unwatch()
     shared, nothing = backend.shared, lambda rank: None
     status = Mock(awaited=nothing, failure=nothing, cause=nothing, hosts={})
     status.last_call = lambda rank: ""

@@ -4,11 +4,9 @@ The core's results for every reduce operation and dtype are checked in ``tests/c
 """
 
 import contextlib
-import errno
 import os
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from kos import PremulSum, ReduceOp
 from kos.comm.host.shared import segment as segments
 from kos.testing.conformance.model import Trial
 from tests.comm.model import NAMES, Step
-from tests.comm.ranks import on_each_rank
+from tests.comm.ranks import no_file_may_be_opened, on_each_rank
 from tests.comm.shared_ranks import needs_core, run, through_slots
 from tests.comm.tcp_ranks import TCPRanks
 from tests.comm.test_programs import execute, programs, with_long_parts
@@ -110,15 +108,11 @@ def test_a_rank_far_ahead_of_the_others():
     run(body, 2)
 
 
-def test_who_can_open_no_file_calls_nobody_dead(monkeypatch):
-    def full(path, **options):
-        raise OSError(errno.EMFILE, "Too many open files")
-
+def test_who_can_open_no_file_calls_nobody_dead():
     def body(comm):
         comm.barrier()
         if comm.rank == 0:
-            with monkeypatch.context() as patch:
-                patch.setattr(Path, "read_text", full)
+            with no_file_may_be_opened():
                 assert comm.backend.calls.killed() is None
         comm.barrier()
 

@@ -216,19 +216,17 @@ def at_once(comm: kos.Communicator, calls_before: int = 0) -> None:
         comm.barrier()
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """A thread may be late on a busy machine."""
-    monkeypatch.setattr("kos.comm.one_thread.GRACE_SECONDS", 30.0)
+patient = pytest.mark.parametrize("grace", [{"one_thread": 30.0}], ids=[""])
+"""A thread may be late on a busy machine."""
 
 
-@pytest.mark.usefixtures("patient")
+@patient
 @pytest.mark.parametrize("calls_before", [0, 3])
 def test_ranks_that_share_memory(calls_before):
     shared_ranks.run(lambda comm: at_once(comm, calls_before), 2, close=False)
 
 
-@pytest.mark.usefixtures("patient")
+@patient
 def test_ranks_of_tcp(memory):
     def body(rendezvous):
         comm = kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT)
@@ -239,7 +237,7 @@ def test_ranks_of_tcp(memory):
 
 
 @pytest.mark.mpi
-@pytest.mark.usefixtures("patient")
+@patient
 def test_processes(mpi_world):
     for program in LEGAL if mpi_world.size == 2 else []:
         with mpi_world.duplicate() as comm:

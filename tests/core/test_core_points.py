@@ -34,7 +34,7 @@ VICTIM = 1
 def build(tmp_path_factory):
     """The extension module with points to stop at."""
     path = tmp_path_factory.mktemp("core") / "native.so"
-    options = ["-std=c11", "-O1", "-shared", "-fPIC", "-DKOS_POINTS", f"-I{HEADERS}", f"-I{CORE}"]
+    options = ["-std=c11", "-O0", "-shared", "-fPIC", "-DKOS_POINTS", f"-I{HEADERS}", f"-I{CORE}"]
     sources = [*CORE.glob("*.c"), Path(__file__).with_name("points.c")]
     command = [str(COMPILER), *options, *map(str, sources), "-lm", "-lpthread", "-o", str(path)]
     subprocess.run(command, check=True, timeout=120)

@@ -131,19 +131,11 @@ def test_another_call_on_the_same_memory_is_another(rank):
         assert rank.last()[:2] == ("broadcast", place)
 
 
-def test_factors_of_a_premultiplied_sum_are_different_calls(rank):
+def test_factors_of_a_premultiplied_sum_are_different_calls(rank, before_call):
     x, factors = ones(), list[float]()
-    binding = nccl_binding
-    usual = binding.premultiplied_sum
-
-    def noting(comm, factor, dtype):
-        factors.append(factor)
-        return usual(comm, factor, dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binding, "premultiplied_sum", noting)
-        for factor in (2.0, 2.0, 2.0, 3.0, 2.0):
-            rank.all_reduce(x, dist._make_nccl_premul_sum(factor))
+    before_call(nccl_binding, "premultiplied_sum", lambda comm, factor, dtype: factors.append(factor))
+    for factor in (2.0, 2.0, 2.0, 3.0, 2.0):
+        rank.all_reduce(x, dist._make_nccl_premul_sum(factor))
     assert factors == [2.0, 2.0, 2.0, 3.0, 2.0]
 
 

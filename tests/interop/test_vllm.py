@@ -17,8 +17,9 @@ from kos.errors import InvalidArgument
 from kos.interop.vllm import register
 from kos.transfer import Placement, Publisher
 from tests.interop.vllm_stand_in import TENSORS, install, make_engine, tensor
+from tests.packages import needs
 
-torch = pytest.importorskip("torch")
+pytestmark = needs("torch")
 ROOT = Path(__file__).parents[2]
 
 

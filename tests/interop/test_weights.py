@@ -1,5 +1,7 @@
 """``kos.interop.weights.bind``: the parameters of a torch module follow a publisher."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,17 +9,18 @@ import pytest
 from kos.errors import InvalidArgument
 from kos.interop.weights import bind
 from kos.transfer import Placement, Publisher, Subscriber
+from tests.packages import Package, needs
 
-torch = pytest.importorskip("torch")
+pytestmark = needs("torch")
+torch = Package("torch")
 
 
-class Fused(torch.nn.Module):
-    """A layer as vLLM has it, of rank ``rank`` of 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv_proj = torch.nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
-        self.o_proj = torch.nn.Linear(4, 4, bias=False)
+def fused() -> Any:
+    """A layer as vLLM has it, of a rank of 2."""
+    module = torch.nn.Module()
+    module.qkv_proj = torch.nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
+    module.o_proj = torch.nn.Linear(4, 4, bias=False)
+    return module
 
 
 TENSORS = {
@@ -33,7 +36,7 @@ def arrays(version: int) -> dict[str, tuple[np.ndarray, Placement]]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_module_with_fused_parameters(rank):
     held = arrays(0)
-    module = Fused()
+    module = fused()
     with Publisher(None, held) as publisher:
         publisher.publish(0)
         before = [each.data_ptr() for each in module.parameters()]
@@ -44,8 +47,8 @@ def test_a_module_with_fused_parameters(rank):
                 publisher.publish(version)
                 assert subscriber.update(30).version == version
                 rows = [held[f"{n}_proj.weight"][0] for n in "qkv"]
-                fused = np.concatenate([each[len(each) // 2 * rank :][: len(each) // 2] for each in rows])
-                right = torch.from_numpy(fused.astype(ml_dtypes.bfloat16).view(np.int16)).view(torch.bfloat16)
+                rows_of_rank = np.concatenate([each[len(each) // 2 * rank :][: len(each) // 2] for each in rows])
+                right = torch.from_numpy(rows_of_rank.astype(ml_dtypes.bfloat16).view(np.int16)).view(torch.bfloat16)
                 assert torch.equal(module.qkv_proj.weight, right)
                 columns = held["o_proj.weight"][0][:, 4 * rank : 4 * rank + 4]
                 assert torch.equal(module.o_proj.weight, torch.from_numpy(columns.copy()))
@@ -58,14 +61,13 @@ def test_a_parameter_that_the_publisher_lacks():
         bind(publisher.address, torch.nn.Linear(2, 2, bias=True))
 
 
-class Adapted(torch.nn.Module):
+def adapted(*adapters: str) -> Any:
     """A linear layer as peft wraps it."""
-
-    def __init__(self, *adapters):
-        super().__init__()
-        self.base_layer = torch.nn.Linear(4, 6)
-        self.lora_A = torch.nn.ModuleDict({each: torch.nn.Linear(4, 2, bias=False) for each in adapters})
-        self.lora_B = torch.nn.ModuleDict({each: torch.nn.Linear(2, 6, bias=False) for each in adapters})
+    module = torch.nn.Module()
+    module.base_layer = torch.nn.Linear(4, 6)
+    module.lora_A = torch.nn.ModuleDict({each: torch.nn.Linear(4, 2, bias=False) for each in adapters})
+    module.lora_B = torch.nn.ModuleDict({each: torch.nn.Linear(2, 6, bias=False) for each in adapters})
+    return module
 
 
 ADAPTERS = {"q_proj.lora_A.weight": (2, 4), "q_proj.lora_B.weight": (6, 2)}
@@ -77,7 +79,7 @@ def published_adapters():
 
 def test_adapters_of_peft():
     """The other parameters keep their values."""
-    module = torch.nn.ModuleDict({"q_proj": Adapted("my-own"), "norm": torch.nn.LayerNorm(3)})
+    module = torch.nn.ModuleDict({"q_proj": adapted("my-own"), "norm": torch.nn.LayerNorm(3)})
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with Publisher(None, published_adapters()) as publisher:
         publisher.publish(1)
@@ -90,7 +92,7 @@ def test_adapters_of_peft():
 def test_adapters_and_the_rest():
     """Of a publisher that has both."""
     held = published_adapters() | {"q_proj.base_layer.weight": (np.ones((6, 4), np.float32), Placement.whole((6, 4)))}
-    module = torch.nn.ModuleDict({"q_proj": Adapted("default")})
+    module = torch.nn.ModuleDict({"q_proj": adapted("default")})
     with Publisher(None, held) as publisher:
         publisher.publish(1)
         with pytest.raises(InvalidArgument, match="to have q_proj.base_layer.bias, got no such tensor; it has 3 "):
@@ -106,7 +108,7 @@ def test_adapters_that_cannot_be_followed():
         for module, expected in (
             (torch.nn.Linear(4, 6), "^expected the publisher to have weight, got no such tensor; it has 2 tensors: "
              "q_proj.lora_A.weight, q_proj.lora_B.weight; these are adapters only: --publish-merged publishes"),
-            (Adapted("first", "second"), "module: expected one adapter, got first, second"),
+            (adapted("first", "second"), "module: expected one adapter, got first, second"),
         ):  # fmt: skip
             with pytest.raises(InvalidArgument, match=expected):
                 bind(publisher.address, module)

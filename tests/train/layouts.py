@@ -31,7 +31,7 @@ RUN: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32, "l
                        "documents": "cross"}  # fmt: skip
 
 
-BITS: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 3, "deterministic": True}
+BITS: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 2, "deterministic": True}
 
 
 class Precise(CpuDevice):
@@ -51,7 +51,7 @@ def make_data(config: TrainConfig) -> Dataset:
     rng = np.random.default_rng(1)
     steps = rng.choice([1, 1, 1, 7, 11], max(4000, 8 * config.seq_len)).cumsum() % 40
     cut = len(steps) * 3 // 4
-    sizes = config.seed, config.batch_size, config.seq_len, 3
+    sizes = config.seed, config.batch_size, config.seq_len, 2
     places = [np.unique([0, *rng.integers(0, len(part), len(part) // 9)]) for part in (steps[:cut], steps[cut:])]
     packs = config.documents == "pack"
     masked = np.where(rng.random(len(steps)) < 0.25, ~steps, steps).astype(np.int8)

@@ -1,29 +1,27 @@
 """Models of transformers: with weights of kos, and random ones in a folder.
 
-Who imports this is skipped where transformers or torch is not installed.
+Who imports this has the mark ``needs_transformers``.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kos.train.checkpoint import huggingface
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
+from tests.packages import Package, needs
 from tests.train.models import tensors_of
 
-REASON = "the reference needs transformers and torch (pip install transformers torch)"
-transformers = pytest.importorskip("transformers", reason=REASON)
-torch = pytest.importorskip("torch", reason=REASON)
+needs_transformers = needs("transformers", "torch")
+transformers, torch = Package("transformers"), Package("torch")
 
 
-def theirs_of(config: LlamaConfig, weights: Parameters, dtype: Any = torch.float32) -> Any:
+def theirs_of(config: LlamaConfig, weights: Parameters, dtype: str = "float32") -> Any:
     """The model of a configuration of kos, with these weights."""
     settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
     made = transformers.AutoConfig.for_model(**settings, pad_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").to(getattr(torch, dtype))
     assert type(model).__name__ == config.architecture
     state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)

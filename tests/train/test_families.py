@@ -31,13 +31,15 @@ from kos.train.model.parameters import Parameters
 from kos.train.model.rope import RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import AXES, Layout, Mesh
+from tests.packages import Package
 from tests.train.layouts import Precise, make_data
 from tests.train.masks import visible
 from tests.train.models import loss_and_gradients, part_of, random_weights, read_weights
-from tests.train.of_transformers import theirs_of, torch, transformers
+from tests.train.of_transformers import needs_transformers, theirs_of, torch, transformers
 from tests.train.refusal import refused
 
-ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+pytestmark = needs_transformers
+rope_utils = Package("transformers.modeling_rope_utils")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -87,21 +89,20 @@ CASES: dict[str, LlamaConfig] = {
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 
 
-class Rotary(torch.nn.Module):
+class Rotary:
     """Their rotary embedding, with frequencies and angles in float64; theirs are float32."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
         kind = config.rope_parameters["rope_type"]
         if kind == "default":
             half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
             self.frequencies, self.length = config.rope_parameters["rope_theta"] ** -half, 1.0
         else:
-            with mock.patch.object(torch, "float", torch.float64):
-                self.frequencies, self.length = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+            with mock.patch("torch.float", torch.float64):
+                self.frequencies, self.length = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
             assert self.frequencies.dtype == torch.float64
 
-    def forward(self, x: Any, position_ids: Any = None, **_: Any) -> Any:
+    def __call__(self, x: Any, position_ids: Any = None, **_: Any) -> Any:
         angles = position_ids[..., None].double() * self.frequencies.repeat(2)
         return (angles.cos() * self.length).to(x.dtype), (angles.sin() * self.length).to(x.dtype)
 
@@ -111,10 +112,10 @@ def rms_norm(theirs: Any, x: Any) -> Any:
     return torch.nn.functional.rms_norm(x, theirs.weight.shape, theirs.weight, theirs.variance_epsilon)
 
 
-def precise(config: LlamaConfig, weights: Any, dtype: Any = torch.float64) -> Any:
+def precise(config: LlamaConfig, weights: Any, dtype: str = "float64") -> Any:
     """transformers' model with these weights, whose rotary positions and norms have the dtype of all else."""
     model = theirs_of(config, weights, dtype)
-    model.model.rotary_emb = Rotary(model.config)
+    model.model.rotary_emb.forward = Rotary(model.config)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = functools.partial(rms_norm, module)
@@ -299,7 +300,7 @@ def test_deterministic_runs_have_the_same_bits_in_every_layout(name):
 def test_folders_both_ways(config, tmp_path, rng):
     """Theirs into ours, and ours through theirs: the same configuration, the same bits."""
     weights = random_weights(config, rng, np.float32)
-    theirs = precise(config, weights, torch.float32)
+    theirs = precise(config, weights, "float32")
     theirs.save_pretrained(tmp_path)
     read = huggingface.read_config(tmp_path)
     assert dataclasses.replace(read, initializer_range=config.initializer_range) == config

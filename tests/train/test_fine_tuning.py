@@ -14,21 +14,23 @@ import pytest
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from tests.train.chat_templates import CHATML, SPECIAL
-from tests.train.of_transformers import save_random, torch, transformers
+from tests.train.of_transformers import needs_transformers, save_random, torch, transformers
 from tests.train.runs import run
 from tests.train.test_loss_masks import write_lines
 from tests.train.tokenizer_files import byte_level_bpe
+
+pytestmark = needs_transformers
 
 WORDS = ["ring", "tree", "rank", "barrier", "reduce", "gather", "hub", "wait"]
 SHAPE: dict[str, Any] = {
     "vocab_size": 340, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
-FAMILIES = {
-    "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False),
-    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
-    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=24),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 24},
 }
 STEPS, LR, WARMUP, DECAY, CLIP = 10, 1e-3, 3, 0.1, 1.0
 FLAGS = [
@@ -47,7 +49,7 @@ def folder(request, tmp_path_factory):
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
-    save_random(FAMILIES[request.param], folder)
+    save_random(transformers.AutoConfig.for_model(request.param, **SHAPE, **FAMILIES[request.param]), folder)
 
     def message(role):
         return {"role": role, "content": " ".join(rng.choice(WORDS, rng.integers(1, 9)))}

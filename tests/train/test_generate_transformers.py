@@ -14,8 +14,10 @@ from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
 from tests.train.generation import GREEDY, decoder, tokens_of
 from tests.train.models import random_weights
-from tests.train.of_transformers import theirs_of, torch, transformers
+from tests.train.of_transformers import needs_transformers, theirs_of, torch, transformers
 from tests.train.test_families import CASES
+
+pytestmark = needs_transformers
 
 GPT2 = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
         "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}  # fmt: skip

@@ -53,7 +53,7 @@ BITS = [
     *(run(each, stages(each), each.dp % 2 == 0 or each.pp % 2 == 0, each not in FIXED, seq_len=length(each.cp),
           batch_size=12 if ranks == 6 else 8)  # six micro-batches a rank: subtrees of several sizes
       for ranks in (2, 4, 6, 8) for each in layouts(ranks)),
-    *(run(each, 3, slow=each not in FIXED[:3:2], seq_len=length(2), documents="pack")
+    *(run(each, 3, slow=each not in FIXED[:3:2], seq_len=length(each.cp), documents="pack")
       for each in FIXED if each != Layout(dp=2, tp=2)),
     *(run(Layout(pp=2, dp=2, tp=1 + tied), 4, tied, tied or name != V, pp_schedule=name, batch_size=16)
       for name in SCHEDULES for tied in (False, True)),

@@ -14,23 +14,25 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from tests.packages import Package, needs
 from tests.train.models import loss_and_gradients
-from tests.train.of_transformers import save_random, torch, transformers
+from tests.train.of_transformers import needs_transformers, save_random, torch, transformers
 from tests.train.runs import run
 
-peft = pytest.importorskip("peft", reason="the reference needs peft (pip install peft)")
+pytestmark = [needs_transformers, needs("peft")]
+peft = Package("peft")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-FAMILIES = {
-    "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False),
-    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
-    "olmo2": transformers.Olmo2Config(**SHAPE, tie_word_embeddings=False),
-    "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0,
-                                    embd_pdrop=0.0, attn_pdrop=0.0),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SHAPE, "tie_word_embeddings": True},
+    "qwen2": {**SHAPE, "tie_word_embeddings": False},
+    "qwen3": {**SHAPE, "head_dim": 16, "tie_word_embeddings": True},
+    "olmo2": {**SHAPE, "tie_word_embeddings": False},
+    "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }  # fmt: skip
 TARGETS = {"gpt2": (["c_attn", "c_proj", "c_fc"], ["c_attn"])}
 LLAMAS = (["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ["q_proj", "v_proj"])
@@ -39,7 +41,7 @@ LLAMAS = (["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 @pytest.fixture(scope="module", params=FAMILIES)
 def base(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / request.param
-    save_random(FAMILIES[request.param], folder)
+    save_random(transformers.AutoConfig.for_model(request.param, **FAMILIES[request.param]), folder)
     return Path(folder)
 
 

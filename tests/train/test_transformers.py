@@ -16,10 +16,12 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout
 from tests.train.models import SCALING, random_weights, read_weights, tensors_of
-from tests.train.of_transformers import theirs_of, torch, transformers
+from tests.train.of_transformers import needs_transformers, theirs_of, torch, transformers
 from tests.train.runs import run
 from tests.train.sharded import save_in, whole_state
 from tests.train.tokenizer_files import byte_level_bpe
+
+pytestmark = needs_transformers
 
 CASES = {
     "llama3, tied": LlamaConfig(97, 128, 96, 2, 4, 1, 64, 4096, 1e-6, 10_000.0, SCALING, tie_word_embeddings=True),

@@ -58,15 +58,14 @@ def test_verification_reads_each_published_array_once(monkeypatch):
     assert sum(read) == 2 * 4 * size  # what is sent, and what was published
 
 
-def test_checksums_are_known_until_the_buffer_is_written(monkeypatch):
+def test_checksums_are_known_until_the_buffer_is_written(before_call):
     """A read with verification just before is right, and no bytes have changed."""
     arrays, mine = arrays_of(WHOLE), arrays_of(WHOLE)
-    writes, may_write, write = threading.Event(), threading.Event(), Buffers.write
+    writes, may_write = threading.Event(), threading.Event()
 
     def slow(*arguments):
         writes.set()
         may_write.wait(30)
-        write(*arguments)
 
     with Publisher(None, mine, patience=0.0, checksums=True, buffers=1) as publisher:
         set_version(mine, 1)
@@ -74,7 +73,7 @@ def test_checksums_are_known_until_the_buffer_is_written(monkeypatch):
         thread = threading.Thread(target=publisher.publish, args=(2,), daemon=True)
 
         def publish():
-            monkeypatch.setattr(Buffers, "write", slow)
+            before_call(Buffers, "write", slow)
             thread.start()
             assert writes.wait(30)
 
