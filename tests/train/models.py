@@ -17,13 +17,8 @@ from kos.train.ops import numpy as numpy_ops
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "untied": {},
     "tied": {"tie_word_embeddings": True},
     "llama3": {"rope_scaling": SCALING, "rope_theta": 100.0, "tie_word_embeddings": True},
-    "multi-query": {"num_key_value_heads": 1},
-    "multi-head": {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
-    "wide heads": {"head_dim": 10},
-    "width no multiple of heads": {"hidden_size": 25},
 }
 
 

@@ -1,4 +1,4 @@
-"""The model against an independent PyTorch implementation: logits, loss and every gradient."""
+"""The model: what it computes however it is asked, what it counts, and its initial weights."""
 
 import math
 import zlib
@@ -17,94 +17,7 @@ from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from tests.train.models import VARIANTS, loss_and_gradients, make, make_batch, small
-
-
-def torch_llama(torch, config, weights, tokens):
-    """The logits, by the book: K and V repeated, scores whole, frequencies as in transformers."""
-    F = torch.nn.functional
-    B, T = tokens.shape
-    H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-
-    inverse = 1.0 / config.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
-    if config.rope_scaling:
-        s, wavelength = config.rope_scaling, 2 * math.pi / inverse
-        context = s.original_max_position_embeddings
-        smooth = (context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        between = (1 - smooth) * inverse / s.factor + smooth * inverse
-        scaled = torch.where(wavelength > context / s.low_freq_factor, inverse / s.factor, between)
-        inverse = torch.where(wavelength < context / s.high_freq_factor, inverse, scaled)
-    angles = torch.arange(T, dtype=torch.float64)[:, None] * torch.cat([inverse, inverse])[None]
-    dtype = next(iter(weights.values())).dtype
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def norm(x, name):
-        return weights[name] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps))
-
-    def rotate(x):
-        return x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
-
-    x = weights["model.embed_tokens.weight"][tokens]
-    mask = torch.full((T, T), -torch.inf, dtype=dtype).triu(1)
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}."
-
-        def linear(x, name, layer=layer):
-            return x @ weights[f"{layer}{name}.weight"].T
-
-        y = norm(x, layer + "input_layernorm.weight")
-        q, k, v = (
-            linear(y, f"self_attn.{name}_proj").view(B, T, heads, d).transpose(1, 2)
-            for name, heads in (("q", H), ("k", K), ("v", K))
-        )
-        q, k = rotate(q), rotate(k)
-        k, v = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1)
-        p = (q @ k.transpose(-1, -2) / math.sqrt(d) + mask).softmax(-1)
-        x = x + linear((p @ v).transpose(1, 2).reshape(B, T, H * d), "self_attn.o_proj")
-        y = norm(x, layer + "post_attention_layernorm.weight")
-        x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
-    head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    return norm(x, "model.norm.weight") @ head.T
-
-
-def torch_reference(config, weights, tokens, targets):
-    torch = pytest.importorskip("torch", reason="the reference needs torch (pip install torch)")
-    tensors = {name: torch.tensor(array).requires_grad_() for name, array in weights.items()}
-    logits = torch_llama(torch, config, tensors, torch.tensor(tokens, dtype=torch.int64))
-    loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), torch.tensor(targets, dtype=torch.int64).flatten(), ignore_index=-1
-    )
-    loss.backward()
-    return logits.detach().numpy(), loss.item(), {name: tensor.grad.numpy() for name, tensor in tensors.items()}
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_loss_and_gradients_match_torch(variant, dtype):
-    config, model, weights, gradients = make(variant, dtype)
-    tokens, targets = make_batch(config, 3, 17, seed=1, ignored=0.3)
-    logits, loss, expected = torch_reference(config, weights, tokens, targets)
-    tolerance = 1e-10 if dtype is np.float64 else 2e-4
-    finished = []
-    got = loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append)
-    groups = config.fused_groups()
-    assert [part for name in finished for part in groups.get(name, (name,))] == list(config.parameter_shapes())
-    assert got == pytest.approx(loss, rel=tolerance)
-    assert model.loss(weights, Batch(tokens, targets)) == pytest.approx(loss, rel=tolerance)
-    np.testing.assert_allclose(model.logits(weights, tokens), logits, atol=tolerance * np.abs(logits).max())
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(gradients[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name)
-
-
-def test_several_query_blocks_and_head_chunks_match_torch(small_blocks):
-    config, model, weights, gradients = make("llama3", np.float64)
-    tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
-    logits, loss, expected = torch_reference(config, weights, tokens, targets)
-    assert loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False) == pytest.approx(loss)
-    assert model.loss(weights, Batch(tokens, targets)) == pytest.approx(loss)
-    np.testing.assert_allclose(model.logits(weights, tokens), logits, rtol=1e-9, atol=1e-9)
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-8, atol=1e-12, err_msg=name)
+from tests.train.models import loss_and_gradients, make, make_batch, small
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])

@@ -20,9 +20,9 @@ from kos.train.ops.cuda import CudaOps
 from kos.train.optim import LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CudaOptimizer
+from tests.train.beside_torch import torch_llama
 from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING, loss_and_gradients, queue, queue_loss_and_gradients
-from tests.train.test_model import torch_llama
 
 pytestmark = pytest.mark.gpu
 
