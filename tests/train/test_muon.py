@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError, ConfigError, InvalidArgument
+from kos.errors import CheckpointError, InvalidArgument
 from kos.memory.arena import Arena
 from kos.testing import spawn
 from kos.train import checkpoint, optim
@@ -268,11 +268,6 @@ def test_another_optimizers_state_is_refused(text, tmp_path, ranks, before, now)
     assert {error.settings for error in errors} == {("optimizer",)}  # an --init-from of the run's file is fine
     weights = {**HOW, "optimizer": now, "init_from": str(checkpoint.find(tmp_path).path)}
     assert len(_train(text, tmp_path / "new", steps=1, **weights)) == 1
-
-
-def test_a_learning_rate_of_matrices_needs_them():
-    with refused(ConfigError, "--muon-lr: expected none with --optimizer adamw, got 0.02"):
-        parse(["--muon-lr", "0.02"])
 
 
 def test_plans_count_its_state_and_its_work(text, tmp_path, small_buckets):
