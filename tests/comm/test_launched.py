@@ -454,14 +454,15 @@ def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched, on_fi
 @pytest.mark.parametrize("relation", ["unrelated", "parent"])
 def test_a_job_without_a_name(launched, relation):
     """Of a launcher that kos does not know: two of its jobs on a host cannot be told apart."""
-    environment = launched("mpi")
+    rank = os.getpid()  # no test of another process has it
+    environment = launched("mpi", PMI_RANK=f"{rank}", PMI_SIZE=f"{rank + 1}")
     with claiming(by_mpi=True):
         if relation == "unrelated":
             environment.setattr(Path, "read_text", lambda path, **_: "1 (other) S 0" + " 0" * 20)
             with claimed(True, 60):
                 assert claimant(True) != os.getpid()
         else:
-            with pytest.raises(kos.errors.RendezvousError, match="is already rank 0 of 2"), claimed(True, 0.1):
+            with pytest.raises(kos.errors.RendezvousError, match=f"is already rank {rank} of"), claimed(True, 0.1):
                 pass
 
 
@@ -474,7 +475,7 @@ def test_processes_of_other_users_may_be_hidden(no_launcher):
             raise PermissionError(1, "Operation not permitted", str(path))
         return read(path, *args, **options)
 
-    no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
+    no_launcher.setenv("OMPI_COMM_WORLD_RANK", f"{os.getpid()}")  # no test of another process has it
     no_launcher.setattr(Path, "read_text", read_own)
     with claimed(True, 60):
         assert claimant(True) == os.getpid()
