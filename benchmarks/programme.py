@@ -37,13 +37,13 @@ def hosts() -> Programme:
              "all_to_all_v,all_gather_v,gather_v", "reduce_scatter_v,scatter_v,scan,exscan")  # fmt: skip
     calls = {
         f"host-calls-{ranks}": [
-            Piece(f"taskset -c 0,1 mpirun -n {ranks} {bench} {peers} -n {each} --collective {ops}", 420)
+            Piece(f"taskset -c 0,1 mpirun -n {ranks} {bench} {peers} -n {each} --collective {ops}", seconds)
             for ops in parts
         ]
-        for ranks, each in ((2, 500), (4, 40))
+        for ranks, each, seconds in ((2, 500, 40), (4, 40, 80))
     }
     between = "python -m benchmarks.between_hosts --sizes 8 64K 1M 16M --rate"
-    return {**calls, "between-hosts": [Piece(f"{between} {rate}", 300) for rate in ("1gbit", "10gbit")]}
+    return {**calls, "between-hosts": [Piece(f"{between} {rate}", 150) for rate in ("1gbit", "10gbit")]}
 
 
 def collectives(gpus: int, backends: str, rows: str = "graph,eager") -> list[Piece]:
