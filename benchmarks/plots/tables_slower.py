@@ -53,7 +53,8 @@ REASONS = {
     "counts": "kos compares the counts; persistent calls are faster",
     "waits": "kos compares and records each call; in Open MPI a rank that only sends does not wait. "
     "Limit: a flag's way to another rank and back, {round_trip:.2f} µs",
-    "slots": "reductions copy through slots; Open MPI's messages are in one copy, and its exscan of 2 ranks is one message. Limit: memory",
+    "slots": "reductions copy through slots; Open MPI's messages are in one copy, and its exscan of 2 ranks is one "
+    "message. Limit: memory",
     "copies": "Open MPI copies once; kos too, or twice within the caches. Limit: memory",
 }
 """Why calls on a host are slower than Open MPI's, by kind of call."""
