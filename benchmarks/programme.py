@@ -40,7 +40,7 @@ def hosts() -> Programme:
             Piece(f"taskset -c 0,1 mpirun -n {ranks} {bench} {peers} -n {each} --collective {ops}", seconds)
             for ops in parts
         ]
-        for ranks, each, seconds in ((2, 2500, 120), (4, 200, 240))
+        for ranks, each, seconds in ((2, 1000, 120), (4, 100, 240))
     }
     between = "python -m benchmarks.between_hosts --sizes 8 64K 1M 16M --rate"
     return {**calls, "between-hosts": [Piece(f"{between} {rate}", 150) for rate in ("1gbit", "10gbit")]}
