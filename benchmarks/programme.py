@@ -37,7 +37,7 @@ def hosts() -> Programme:
              "all_to_all_v,all_gather_v,gather_v", "reduce_scatter_v,scatter_v,scan,exscan")  # fmt: skip
     calls = {
         f"host-calls-{ranks}": [
-            Piece(f"taskset -c 0,1 mpirun -n {ranks} {bench} {peers} -n {each} --collective {ops}", seconds)
+            Piece(f"taskset -c 0,1 mpirun -n {ranks} {bench} -n {each} --collective {ops}", seconds)
             for ops in parts
         ]
         for ranks, each, seconds in ((2, 1000, 120), (4, 100, 240))
