@@ -89,9 +89,9 @@ class PartsOps:
     def parts_of_tokens(self, tokens: int, dtype: Any, outputs: int) -> int:
         """The number of parts into which a weight gradient's sum over tokens is split.
 
-        The number is a power of two. It is the smallest with which each part has at most ``MAX_TOKENS_OF_A_PART``
-        tokens. The sum is not split, and the number is 1, if that power of two does not divide ``tokens``, if there are
-        more than ``MAX_OUTPUTS_TO_SPLIT`` outputs, or if ``bits_of_parts`` is false.
+        The number is the smallest power of two for which a part has at most ``MAX_TOKENS_OF_A_PART`` tokens. The sum
+        is not split, and the number is 1, if that power of two does not divide ``tokens``, if there are more than
+        ``MAX_OUTPUTS_TO_SPLIT`` outputs, or if ``bits_of_parts`` is false.
 
         ``Matmul`` with ``sequential`` never splits a sum itself. If there are many tokens and few outputs, the
         algorithms that cuBLASLt chooses without splitting leave most of the GPU idle. On an H200, with 32,768 tokens
