@@ -29,7 +29,7 @@ from tests.train import layouts_on_host as layouts
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.emulated_runs import emulated as emulated_runs
 from tests.train.host_kernels.engine import QueuedOps, on_host
-from tests.train.layouts import compare, length, named
+from tests.train.layouts import named
 from tests.train.layouts_on_host import HEAD_ALONE, emulated
 from tests.train.sharded import tensors_of_run
 
@@ -236,22 +236,6 @@ def test_layout(emulated, layout, changes):
         assert got["loss"] == pytest.approx(expected["loss"], rel=NEAR)
 
 
-FIXED = [
-    (Layout(dp=2), {"tied": True, "zero": 1}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
-    (Layout(cp=2), {"tied": True}),
-    (Layout(pp=2, cp=2), {"tied": True, "zero": 1, "pp_schedule": "zero-bubble-v"}),
-]
-
-
-@pytest.mark.parametrize(("layout", "changes"), FIXED, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
-def test_deterministic(emulated, layout, changes, monkeypatch):
-    """The bits of one rank."""
-    how = {**IN_8, "seq_len": 32 * layout.cp, **changes}  # two pieces of 16 tokens a rank
-    layouts.check_bits(layout, how, monkeypatch, least=8)
-
-
 GATHERED = [
     (Layout(dp=2), {"tied": True}),
     (Layout(dp=2), {"optimizer": "muon", "lr": 1e-3}),
@@ -284,13 +268,6 @@ def test_zero_gathers_in_8_bits_on_cpus(elastic, gather_in_16_bits):
     for got, expected in zip(ours, on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), strict=True):
         assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
         assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2, cp=2)], ids=named)
-def test_deterministic_on_cpus(layout):
-    how = {**IN_8, "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
-    alone = of_one_rank("cpu", 2, **how)
-    compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
 
 
 def test_the_rows_of_logits_in_a_fixed_order_are_a_multiple_of_16():
