@@ -119,18 +119,6 @@ def test_a_head_in_8_bits_is_for_fp8(settings, said):
         TrainConfig.from_preset(**settings, fp8_head=True).for_world(1)
 
 
-def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
-    """Bit for bit: a step depends on no scale of an earlier one."""
-    whole, tensors = train(text, tmp_path / "whole", **RUN), tensors_of_run(tmp_path / "whole")
-    for name, changes in {
-        "eager": {"graph": False}, "norms": {"recompute": "norms"}, "block": {"recompute": "block"},
-        "rest": {"resume": str(tmp_path / "whole" / "checkpoints" / "step-2")},
-    }.items():  # fmt: skip
-        rows = train(text, tmp_path / name, **RUN, **changes)
-        assert column(rows) == column(whole)[-len(rows) :], name
-        assert tensors_of_run(tmp_path / name) == tensors, name
-
-
 @pytest.mark.parametrize(
     ("broken", "value", "first"),
     [
@@ -298,11 +286,6 @@ def test_other_settings(emulated_runs, text, tmp_path, changes):
     rows = train(text, tmp_path / "fp8", **RUN | changes)
     np.testing.assert_allclose(column(rows), column(near), rtol=NEAR)
     assert column(rows) != column(near)
-
-
-def test_parts_of_features_are_not_fixed():
-    with pytest.raises(ConfigError, match="--tp: expected 1 with --deterministic in fp8, where sums over .* got 2"):
-        on_cpus.train(Layout(tp=2), CpuDevice, 1, True, **IN_8 | {"seq_len": 32}, deterministic=True)
 
 
 def test_what_is_refused(emulated):

@@ -146,26 +146,6 @@ def test_a_path_may_have_colons(folder, tmp_path):
     assert parse(["--config", str(tmp_path / "one.toml")]).data == "stdlib"
 
 
-WRONG = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different names"
-
-
-@pytest.mark.parametrize(
-    ("data", "more", "said"),
-    [
-        (["a", "b:1"], [], [f"--data: expected {WRONG}, such as a:0.7, got 'a'"]),
-        (["a:1", "b:0"], [], [f"--data: expected {WRONG}, got 'b:0'"]),
-        (["a:1", "b:-1"], [], [f"--data: expected {WRONG}, got 'b:-1'"]),
-        (["a:1", "b:nan"], [], ["got 'b:nan'"]),
-        (["a:1", ":2"], [], ["got ':2'"]),
-        (["a:1", "a:2"], [], [f"--data: expected {WRONG}, got 'a:2'"]),
-        (["a:1", ""], [], ["--data: expected names or paths of at least 1 character, got ''"]),
-            ],
-)  # fmt: skip
-def test_wrong_mixtures_are_refused(data, more, said):
-    with refused(ConfigError, *said):
-        parse([*(word for each in data for word in ("--data", each)), *more])
-
-
 def test_errors_name_the_source(folder, tmp_path):
     with refused(ConfigError, "--data: expected stdlib, tinyshakespeare, or the path", f"{tmp_path / 'none'}"):
         load_data(parse(["--data=stdlib:1", f"--data={tmp_path / 'none'}:1"]))
