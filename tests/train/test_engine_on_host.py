@@ -46,7 +46,8 @@ def test_a_step_lasts_from_the_one_before(emulated, text, tmp_path, monkeypatch,
 
 
 AT_ONCE: dict[str, Any] = {"dtype": "bfloat16", "micro_batch_size": None}
-IN_8 = {"seq_len": 16, "dtype": "fp8", "model": {**SMALL["model"], "hidden_size": 32, "intermediate_size": 48}}
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+IN_8 = {"seq_len": 16, "dtype": "fp8", "model": {**SMALL["model"], **WIDE}}
 RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}), ({**IN_8, "lr": 1e-3}, {}), ({"optimizer": "muon", "zero": 1, "ranks": 2}, {}),
     ({"dtype": "bfloat16", "deterministic": True, "master_weights": "none"}, {"master_weights": "float32"}),
