@@ -1,5 +1,4 @@
-"""Files of Hugging Face transformers' own LLaMA and GPT-2 both ways, and its tokenizers and texts beside ours."""
-
+"""Folders that ranks of any layout save, and a chat model that kos fine-tunes, in Hugging Face transformers."""
 
 import numpy as np
 import pytest
@@ -10,19 +9,11 @@ from kos.train.config.flags import parse
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from kos.train.parallel.mesh import Layout
-from tests.train.models import random_weights
-from tests.train.of_transformers import needs_transformers, theirs_of, torch, transformers
+from tests.train.of_transformers import needs_transformers, torch, transformers
 from tests.train.runs import run
 from tests.train.sharded import save_in, whole_state
-from tests.train.tokenizer_files import byte_level_bpe
 
 pytestmark = needs_transformers
-
-def assert_near(got, expected, limit, name):
-    error = np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected)
-    assert error < limit, f"{name}: {error:.2e}, expected at most {limit:.0e}"
-
-
 GPT2 = GPT2Config(83, 64, 200, 3, 4, 4, 16, 130, tie_word_embeddings=True)
 
 
@@ -37,59 +28,6 @@ def test_what_ranks_of_any_layout_save_is_read_by_them(tmp_path, layout):
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, parameter in theirs.named_parameters():
         assert np.array_equal(parameter.detach().float().numpy(), huggingface.as_saved(name, whole[name])), name
-
-
-# Tokenizers
-
-DOCUMENTS = [
-    "the ring of one tree\n",
-    "two rings, naïve ones",
-    "a <|end|> that is text",
-    "def f(x):\n\treturn x\n",
-] * 10
-
-
-@pytest.fixture(params=[["<|begin|>"], ["<|end|>"], ["<|begin|>", "<|end|>"], []], ids=["bos", "eos", "both", "none"])
-def own_tokenizer(request, tmp_path):
-    """A folder with a byte-level BPE trained here, whose post-processor adds BOS, EOS, both or none."""
-    bpe = byte_level_bpe(DOCUMENTS, 300, request.param)
-    bpe.enable_truncation(7)  # which transformers ignores unless it is asked for
-    folder = tmp_path / "own"
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<|begin|>", eos_token="<|end|>"
-    ).save_pretrained(folder)
-    return folder
-
-
-def test_text_is_encoded_as_transformers_encodes_it(own_tokenizer, tmp_path, rng):
-    """Special tokens that are added, or spelled out; token numbers, logits and the likeliest text.
-
-    transformers ends a text at the tokens of generation_config.json (here 2, its default for a LLaMA), and kos at them
-    and at the tokenizer's.
-    """
-    config = LlamaConfig(300, 32, 48, 2, 4, 2, 8, max_position_embeddings=64, tie_word_embeddings=True)
-    theirs = theirs_of(config, random_weights(config, rng, spread=0.2))
-    theirs.save_pretrained(own_tokenizer)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(own_tokenizer)
-    ours = kos.train.load(own_tokenizer)
-    for text in ("the ring of one tree", "<|begin|>the<|end|> ring", "\n", "né\r\n  two"):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        assert ours.tokenizer.encode(text).tolist() == ids[0].tolist()
-        with torch.no_grad():
-            assert_near(ours.logits(text), theirs(ids).logits[0].numpy(), 1e-5, text)
-    assert ours.tokenizer.encode("").tolist() == tokenizer("").input_ids
-    prompt = "the ring"
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    ids = ids[:, : ids.shape[1] - (ids[0, -1].item() == tokenizer.eos_token_id)]  # a prompt goes on
-    ends = [tokenizer.eos_token_id, theirs.generation_config.eos_token_id]
-    assert ours.ends == tuple(ends) and None not in ends
-    with torch.no_grad():
-        out = theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=1,
-            eos_token_id=ends,
-        )  # fmt: skip
-    new = [token for token in out[0, ids.shape[1] :].tolist() if token not in ends]
-    assert ours.generate(prompt, 9, temperature=0) == prompt + tokenizer.decode(new)
 
 
 def test_fine_tuning_a_model_of_transformers_and_loading_it_there(tmp_path, monkeypatch):
