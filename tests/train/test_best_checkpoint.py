@@ -11,7 +11,6 @@ import pytest
 from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train import checkpoint
-from kos.train.config.flags import parse
 from kos.train.data.batch import Batch
 from kos.train.data.batches import load_data
 from kos.train.device.cpu import CpuDevice
@@ -218,14 +217,3 @@ def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path, capsys, ranks):
     assert (found, (tmp_path / "checkpoints" / "best").readlink().name) == ([4, 6], "step-4")
     said = "val_loss has not fallen in 2 validations (--patience): stopped after step 6; resume"
     assert said in capsys.readouterr().out
-
-
-def test_a_run_resumes_from_another_folder(text, tmp_path, monkeypatch):
-    """Relative paths of --eval-data are those of the folder where it began."""
-    run(text, tmp_path / "run", monkeypatch, steps=2)
-    values = json.loads((tmp_path / "run" / "config.json").read_text())
-    values["config"]["eval_data"] = ["zig=zig.txt", "other=stdlib"]
-    (tmp_path / "config.json").write_text(json.dumps({**values, "cwd": str(text.parent)}))
-    assert parse(["--config", str(tmp_path / "config.json")]).eval_data == (
-        f"zig={text.parent / 'zig.txt'}", "other=stdlib",
-    )  # fmt: skip

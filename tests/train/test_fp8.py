@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -239,21 +240,20 @@ GATHERED = [
 )  # fmt: skip
 def test_zero_gathers_in_8_bits(emulated, layout, changes, scales, gather_in_16_bits):
     """With the bits of a gather in 16 bits."""
-    how = {**IN_8, "batch_size": 4, "zero": 1, "layers": layouts.layers_of(layout), **changes}
-    layers = how.pop("layers")
-    ours = layouts.train(layout, layers, **how)
-    gather_in_16_bits()
-    for got, expected in zip(ours, layouts.train(layout, layers, **how), strict=True):
-        assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
-        assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
+    how = {**IN_8, "batch_size": 4, "zero": 1, **changes}
+    check_gathered(lambda: layouts.train(layout, layouts.layers_of(layout), **how), gather_in_16_bits)
 
 
 @pytest.mark.parametrize("elastic", [None, "2"])
 def test_zero_gathers_in_8_bits_on_cpus(elastic, gather_in_16_bits):
     how = {**IN_8, "lr": 1e-3, "zero": 1, "elastic": elastic}
-    ours = on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how)
+    check_gathered(lambda: on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), gather_in_16_bits)
+
+
+def check_gathered(train: Callable[[], list[dict[str, Any]]], gather_in_16_bits: Callable[[], None]) -> None:
+    ours = train()
     gather_in_16_bits()
-    for got, expected in zip(ours, on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), strict=True):
+    for got, expected in zip(ours, train(), strict=True):
         assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
         assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
 

@@ -236,15 +236,6 @@ def test_other_weights_are_other_data(folder, tmp_path, whole, caplog):
     assert "resuming with another data: its results will differ" in caplog.text
 
 
-def test_a_run_resumes_from_another_folder(folder, tmp_path, whole, monkeypatch):
-    """Relative paths in its config.json are those of the folder where it began."""
-    path = tmp_path / "config.json"
-    values = json.loads((whole[0] / "config.json").read_text())
-    values["config"]["data"] = ["pairs.jsonl:1", "a:0.5.txt:.5", "stdlib:1"]
-    path.write_text(json.dumps({**values, "cwd": str(folder)}))
-    assert parse(["--config", str(path)]).data == (f"{folder}/pairs.jsonl:1", f"{folder}/a:0.5.txt:.5", "stdlib:1")
-
-
 def test_the_loss_of_a_mixture_is_that_of_the_sources_with_validation_data(folder, tmp_path):
     (named := tmp_path / "named").mkdir()
     for name in ("train", "val"):
