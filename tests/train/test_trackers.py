@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,6 @@ def test_a_package_that_is_missing_is_refused_with_what_installs_it(text, tmp_pa
     assert not (tmp_path / "run").exists(), "refused before anything is written"
 
 
-Fake = Callable[..., None]
 SIGNATURES = {"__init__": "self, **options", "log": "self, values, step", "finish": "self"}
 
 
