@@ -6,13 +6,13 @@ import os
 import numpy as np
 import pytest
 
-from kos.train import machine, optim, run
+from kos.train import machine, run
 from kos.train.data import documents, packing, pieces, prepared, token_files
 from kos.train.data.batches import Dataset, load_data
-from kos.train.device import cpu, memory_plan
+from kos.train.device import cpu
 from kos.train.layers import vocabulary
-from kos.train.model import initial
 from kos.train.ops import numpy_attention, numpy_blocks
+from tests.train import layouts
 from tests.train.emulated_runs import emulated
 from tests.train.tokenizer_files import huggingface_file
 
@@ -56,10 +56,7 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    """The weights of a small model are drawn and updated in many blocks, and exchanged in many buckets."""
-    blocks = (optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (initial, "BLOCK", 500)
-    for module, name, value in (*blocks, (memory_plan, "HOST_BUCKET_BYTES", 4096)):
-        monkeypatch.setattr(module, name, value)
+    layouts.small_buckets(monkeypatch)
 
 
 @pytest.fixture

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from kos.testing import spawn
+from kos.train import optim
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
+from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, Uncached, generate
+from kos.train.model import initial
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops.fixed_order import LEAST_CHUNK
@@ -88,11 +91,18 @@ def settings(layout: Layout, **values: Any) -> TrainConfig:
     return TrainConfig.from_preset("tiny", **of_run, **axes, model={**SHAPE, **of_model})
 
 
+def small_buckets(patch: pytest.MonkeyPatch) -> None:
+    """The weights of a small model are drawn and updated in many blocks, and exchanged in many buckets."""
+    blocks = (optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (initial, "BLOCK", 500)
+    for module, name, value in (*blocks, (memory_plan, "HOST_BUCKET_BYTES", 4096)):
+        patch.setattr(module, name, value)
+
+
 def train(
     layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, kv_heads: int = 0,
     hosts: Sequence[int] = (), **changes: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What each rank of a run knows at its end."""
+    """What each rank of a run knows at its end.  Its buckets are small."""
     shape = {"num_hidden_layers": layers, "tie_word_embeddings": tied}
     if kv_heads:
         shape |= {"num_key_value_heads": kv_heads}
@@ -108,7 +118,9 @@ def train(
         own.read(InMemory(whole))
         return run_to_its_end(own, steps, np.copy, context=20)
 
-    return spawn(run, layout.ranks, timeout=200, hosts=hosts)
+    with pytest.MonkeyPatch.context() as patch:
+        small_buckets(patch)
+        return spawn(run, layout.ranks, timeout=200, hosts=hosts)
 
 
 @functools.cache

@@ -1,25 +1,31 @@
 """Every field that a batch has arrives at the model, cut into micro-batches, ranks and columns as its tokens are."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kos.errors import DataError
 from kos.memory.array import Array
+from kos.train.config.flags import parse
 from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset, Tokens
+from kos.train.data.batches import Dataset, Tokens, load_data
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import DryCudaOps
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.data import shard_batch
 from kos.train.parallel.tensor import ALONE
 from tests.train.emulated_runs import text, train
 from tests.train.host_kernels.engine import on_host
 from tests.train.refusal import refused
+from tests.train.test_data import make
+from tests.train.test_mixture import flags, folder
+from tests.train.test_packing import dataset, lengths_of, row_of
 
-__all__ = ["text"]
+__all__ = ["folder", "text"]
 DRY = DryOps, DryCudaOps
 
 
@@ -39,6 +45,29 @@ def _elements(batch: Batch) -> list[tuple[float, ...]]:
     batch = batch.map(lambda field: on_host(field) if isinstance(field, Array) else field)
     assert [field.dtype for field in batch] == [np.int32] * 3 + [np.float32]
     return [*zip(*(field.ravel().tolist() for field in batch), strict=True)]
+
+
+DATA: dict[str, Callable[[Path], Dataset]] = {
+    "drawn": lambda folder: make(np.arange(999), batch_size=8),
+    "epochs": lambda folder: make(np.arange(4 * 29 + 1), batch_size=8, epochs=3),
+    "packed": lambda folder: dataset(row_of(lengths_of(200, 30)), 30, batch_size=8),
+    "packed epochs": lambda folder: dataset(row_of(lengths_of(200, 30)), 30, batch_size=8, epochs=3),
+    "mixed": lambda folder: load_data(parse(flags(folder))),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_any_number_of_ranks_sees_the_same_batches(kind, folder):
+    data = DATA[kind](folder)
+    for step in range(12):
+        whole = data.batch(step)
+        whole.check()
+        for size, micro in ((1, 2), (2, 2), (4, 2), (8, 1)):
+            of_ranks = [data.rows(step, rows) for rank in range(size) for rows in shard_batch(8, micro, rank, size)]
+            for field, parts in zip(whole, zip(*of_ranks, strict=True), strict=True):
+                assert field is None or (np.concatenate(parts) == field).all()
+        assert (data.rows(step, [5, 0, 7, 2]).targets == whole.targets[[5, 0, 7, 2]]).all()
+    assert (data.batch(0).tokens != data.batch(1).tokens).any()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

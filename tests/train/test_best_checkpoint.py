@@ -11,7 +11,6 @@ import pytest
 from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train import checkpoint
-from kos.train.config.flags import parse
 from kos.train.data.batch import Batch
 from kos.train.data.batches import load_data
 from kos.train.device.cpu import CpuDevice
@@ -116,29 +115,6 @@ def test_tokens_of_kos_tokenize(text, others, tmp_path):
         load_data(_config(text, None, tokenizer="chars", seq_len=8, eval_data=named[:1]))
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--eval-data", "x"], "--eval-data: expected NAME=PATH, each NAME once, got 'x'"),
-        (["--eval-data", "a/b=x"], "--eval-data: expected NAME=PATH"),
-        (["--eval-data", "a="], "--eval-data: expected NAME=PATH"),
-        (["--eval-data", "a=x", "--eval-data", "a=y"], "each NAME once, got 'a=x'"),
-        (["--data", "b:1", "--data", "c:1", "--eval-data", "b=x"], "--eval-data: expected another NAME than a source"),
-        (["--keep-best", "loss"], "--keep-best: expected one of val_loss, got loss"),
-        (["--keep-best", "val_loss/b", "--eval-data", "a=x"], "expected one of val_loss, val_loss/a, got val_loss/b"),
-        (["--keep-best", "val_loss", "--eval-batches", "0"], "--eval-batches: expected at least 1 (--keep-best)"),
-        (["--patience", "2", "--eval-batches", "0"], "--eval-batches: expected at least 1 (--patience), got 0"),
-        (["--patience", "2", "--eval-every", "0"], "--eval-every: expected at least 1 (--patience), got 0"),
-        (["--patience", "2", "--elastic"], "--patience: expected none (--elastic), got 2"),
-        (["--keep-best", "val_loss", "--elastic"], "--keep-best: expected none (--elastic), got val_loss"),
-    ],
-)
-def test_what_is_refused(flags, expected):
-    with refused(ConfigError, expected):
-        parse(flags)
-    parse(["--data", "b:1", "--data", "c:1", "--keep-best", "val_loss/b", "--patience", "1"])
-
-
 # --- the best checkpoint ----------------------------------------------------------------------------------------
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 2.5, 12: 2.75, 14: 2.6, 16: 2.55, 18: 2.0}
@@ -241,31 +217,3 @@ def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path, capsys, ranks):
     assert (found, (tmp_path / "checkpoints" / "best").readlink().name) == ([4, 6], "step-4")
     said = "val_loss has not fallen in 2 validations (--patience): stopped after step 6; resume"
     assert said in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "program", "expected"),
-    [
-        ({"keep_best": "val_loss"}, {"batches": ()},
-         "--keep-best: expected none with batches of one's own, got val_loss"),
-        ({"patience": 1}, {"batches": ()}, "--patience: expected none with batches of one's own, got val_loss"),
-        ({"eval_data": ["a=x"]}, {"batches": ()}, "--eval-data: expected none with batches of one's own, got a=x"),
-        ({"eval_data": ["a=x"]}, {"val_batches": ()}, "--eval-data: expected none with batches of one's own, got a=x"),
-        ({"data": ["a:1", "b:1"], "keep_best": "val_loss/a"}, {"val_batches": ()},
-         "--keep-best: expected none or val_loss with batches of one's own, got val_loss/a"),
-    ],
-)  # fmt: skip
-def test_what_is_refused_of_a_program(changes, program, expected, tmp_path):
-    with refused(ConfigError, expected):
-        Trainer(fits.config_of(tmp_path, backend="mock", **changes), **program)
-
-
-def test_a_run_resumes_from_another_folder(text, tmp_path, monkeypatch):
-    """Relative paths of --eval-data are those of the folder where it began."""
-    run(text, tmp_path / "run", monkeypatch, steps=2)
-    values = json.loads((tmp_path / "run" / "config.json").read_text())
-    values["config"]["eval_data"] = ["zig=zig.txt", "other=stdlib"]
-    (tmp_path / "config.json").write_text(json.dumps({**values, "cwd": str(text.parent)}))
-    assert parse(["--config", str(tmp_path / "config.json")]).eval_data == (
-        f"zig={text.parent / 'zig.txt'}", "other=stdlib",
-    )  # fmt: skip

@@ -16,6 +16,7 @@ from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.tokens import Tokens
 from tests.train.chat_templates import CHATML, GEMMA, LLAMA, MISTRAL, MISTRAL_LAST, QWEN, SPECIAL, THINKING, bare
 from tests.train.refusal import refused
+from tests.train.test_loss_masks import CHATML as NO_TOOLS
 from tests.train.test_loss_masks import data_text, read, write_lines
 from tests.train.tokenizer_files import byte_level_bpe
 
@@ -406,6 +407,12 @@ OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "a",
 PARTS = [{"type": "text", "text": "hi"}] * 2
 JSON, OBJECT = (f"{what} as the arguments of a tool call, got " for what in ("JSON", "a JSON object"))
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": "x"}, "a list of messages, got 'x'"), (of(), "a list of messages, got []"),
+    (of({"content": "x"}), "messages with role and content, got {'content': 'x'}"),
+    (of({"role": "bot", "content": "x"}), "a role of system, developer, user, assistant, tool"),
+    (of({**USER, "weight": 0.5}), "a weight of 0 or 1, got 0.5"),
+    (of(USER, ANSWER, tools={"a": 1}), "a list of tools and a table of chat_template_kwargs, got {'"),
+    (of({**USER, "content": "a\ud800"}), "text in the field 'messages', got '\\ud800' at"),
     (of(USER, calling(None, tool_calls=[])), "content or tool_calls in message 2, got neither"),
     (of(USER, calling(None, tool_calls="x")), "tool_calls of message 2, got 'x'"),
     (of(USER, calling(None, tool_calls=["x"])), "a list of tables as the tool_calls of message 2, got ['x']"),
@@ -442,6 +449,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 WRONG_IN_TEMPLATES: list[tuple[dict[str, Any], str, str]] = [
     (of(*CHATS["answered"]), "does not change a turn for those after it", CHANGING),
     (of(USER, calling("x")), "got 'tool_calls' in message 2", CHATML),
+    (of(TOOL), "chat_template.jinja renders, got no tools", NO_TOOLS),
     (of(USER, ANSWER, tools=TOOLS), "a chat template that uses tools, got one that does not, of /", CHATML),
     *((called(arguments), said, bare(QWEN)) for arguments, said in (
         ("{not", f"{JSON}'{{not' ("), ('{"city": NaN}', JSON), ({"city": float("nan")}, JSON),

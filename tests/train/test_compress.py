@@ -87,36 +87,6 @@ def test_ranks_hold_the_same_weights(layout, changes):
     assert all(got["rows"].tobytes() == rows.tobytes() for got in ranks) and rows[-1, 0] < rows[0, 0]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_lost_is_sent_later(sharded):
-    """Of T sums each is some percent off; their sum is off by what the residuals hold, with ZeRO-1 by no more."""
-    steps, size = 30, 640
-
-    def sums(comm):
-        gradients = Parameters({"a": (size // 2,), "b": (size // 2,)}, multiple=128)
-        parallel = DataParallel(Mesh(comm).dense, gradients, sharded=sharded, bucket_bytes=1024, compress="int4")
-        assert parallel.residual is not None and len(parallel.buckets) > 1
-        total, first, exact = np.zeros(size), np.zeros(size), np.zeros(size)
-        for step in range(steps):
-            terms = np.random.default_rng(step).standard_normal((comm.size, size)).astype(np.float32)
-            gradients.flat[:] = terms[comm.rank]
-            for name in gradients:
-                parallel.gradient_ready(name)
-            parallel.finish()
-            exact += terms.sum(0, np.float64)
-            total += gradients.flat
-            first = first if step else total - exact
-        left = comm.all_reduce(parallel.residual.flat.astype(np.float64))
-        mine = np.concatenate([np.arange(size)[part] for part in parallel.parts()]) if sharded else np.arange(size)
-        return total[mine] + left[mine] - exact[mine], first[mine], total[mine] - exact[mine]
-
-    for off, first, without in spawn(sums, 2):
-        once = np.linalg.norm(first)
-        assert once > 2 and np.linalg.norm(without) < (2 if sharded else 4) * once < 0.8 * np.sqrt(steps) * once
-        if sharded:
-            np.testing.assert_allclose(off, 0, atol=1e-5 * steps)
-
-
 BETWEEN: dict[str, Any] = {"compress": "int8", "hosts": [2, 2]}
 RESUMED: list[tuple[int, dict[str, Any]]] = [
     (2, {"compress": "int8"}),
@@ -336,7 +306,7 @@ def between_hosts(form: Format, sums: list[np.ndarray], residuals: list[np.ndarr
     return total if sharded else decoded(form, total)
 
 
-@pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("hosts", [(2, 2), (3, 3), (2, 2, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bits_of_sums_and_residuals(hosts, sharded, rng):
     """Hosts add in rank order. Their compressed sums are added in host order. A rank keeps the residual of a piece."""
@@ -373,14 +343,6 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
     for host, residual in enumerate(residuals):
         np.testing.assert_array_equal(kept[host], residual)
     assert all(np.count_nonzero(residual) <= 3 * bucket // local for _, residual, _ in got)
-
-
-def test_losses_between_hosts_are_near_those_without(text, tmp_path):
-    how = {**HOSTED, "steps": 20, "save_every": 0, "hosts": [2, 2]}
-    exact = _losses(_train(text, tmp_path / "exact", 4, **{**how, "compress": "none"}))
-    for zero in (0, 1):
-        losses = _losses(_train(text, tmp_path / f"{zero}", 4, zero=zero, **how))
-        assert 0 < np.abs(losses / exact - 1).max() < 1e-3 and losses[-1] < 0.7 * losses[0], "it learns"
 
 
 def test_ranks_of_one_host_compress_what_they_send(text, tmp_path):

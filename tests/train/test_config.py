@@ -164,6 +164,9 @@ def test_a_config_is_frozen():
         TrainConfig.from_preset().steps = 1
 
 
+MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different names"
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
@@ -189,8 +192,28 @@ def test_a_config_is_frozen():
         (["--schedule", "linear"], ["--schedule", "'cosine', 'wsd' or 'constant'", "got 'linear'"]),
         (["--backend", "gloo"], ["--backend", "'auto', 'mpi', 'tcp', 'nccl', 'peer' or 'mock'", "got 'gloo'"]),
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
-        (["--data", "a", "--steps=2", "--data=b"],
-         ["--data: expected NAME:WEIGHT or PATH:WEIGHT for each of", "got 'a'"]),
+        (["--data", "a", "--steps=2", "--data=b:1"], [f"--data: expected {MIXED}, such as a:0.7, got 'a'"]),
+        *((["--data=a:1", f"--data={wrong}"], [f"--data: expected {MIXED}", f"got '{wrong}'"])
+          for wrong in ("b:0", "b:-1", "b:nan", ":2", "a:2")),
+        (["--data=a:1", "--data="], ["--data: expected names or paths of at least 1 character, got ''"]),
+        (["--eval-data", "x"], ["--eval-data: expected NAME=PATH, each NAME once, got 'x'"]),
+        (["--eval-data", "a/b=x"], ["--eval-data: expected NAME=PATH"]),
+        (["--eval-data", "a="], ["--eval-data: expected NAME=PATH"]),
+        (["--eval-data", "a=x", "--eval-data", "a=y"], ["each NAME once, got 'a=x'"]),
+        (["--data=b:1", "--data=c:1", "--eval-data=b=x"], ["--eval-data: expected another NAME than a source"]),
+        (["--keep-best", "loss"], ["--keep-best: expected one of val_loss, got loss"]),
+        (["--keep-best=val_loss/b", "--eval-data=a=x"], ["expected one of val_loss, val_loss/a, got val_loss/b"]),
+        (["--keep-best", "val_loss", "--eval-batches", "0"], ["--eval-batches: expected at least 1 (--keep-best)"]),
+        (["--patience", "2", "--eval-batches", "0"], ["--eval-batches: expected at least 1 (--patience), got 0"]),
+        (["--patience", "2", "--eval-every", "0"], ["--eval-every: expected at least 1 (--patience), got 0"]),
+        (["--patience", "2", "--elastic"], ["--patience: expected none (--elastic), got 2"]),
+        (["--keep-best", "val_loss", "--elastic"], ["--keep-best: expected none (--elastic), got val_loss"]),
+        (["--lora-alpha", "8"], ["--lora-alpha: expected none without adapters"]),
+        (["--lora-targets", "q_proj"], ["--lora-targets: expected none without adapters"]),
+        (["--lora", "0"], ["--lora: expected a number greater than or equal to 1"]),
+        (["--lora", "4", "--optimizer", "muon"], ["--optimizer: expected adamw with adapters"]),
+        (["--lora-dropout", "0.1"], ["has none: docs/guides/not-in-the-trainer.md"]),
+        (["--lora-r", "8"], ["here: --lora"]),
         (["--val-data=a", "--val-data=b"], ["--val-data: expected one value, got a and b"]),
         (["--config=a.toml", "--config=b.toml"], ["--config: expected one value, got a.toml and b.toml"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),

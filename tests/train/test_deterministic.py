@@ -16,22 +16,8 @@ from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, run_program
-from tests.train.layouts import BITS, compare, length, named, train
+from tests.train.layouts import BITS, train
 from tests.train.sharded import tensors_of_run
-
-
-def test_shards_cut_a_tied_embedding(small_buckets):
-    """With ZeRO-1 the two ends of a pipeline hold different parts of it."""
-    (alone,) = train(Layout(), CpuDevice, 3, True, **BITS, vocab_size=400)
-    for got in train(Layout(dp=2, pp=2), CpuDevice, 3, True, **BITS, vocab_size=400, zero=1):
-        assert got["rows"].tobytes() == alone["rows"].tobytes()
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2, tp=2)], ids=named)
-def test_biases(layout):
-    """Also of matrices that ranks split by columns: the first part of a product has it."""
-    of_one_rank, ranks = runs(layout, seq_len=length(layout.cp), attention_bias=True, mlp_bias=True)
-    compare(ranks, *of_one_rank, layout)
 
 
 def runs(layout: Layout, **changes: Any) -> list[list[dict[str, Any]]]:

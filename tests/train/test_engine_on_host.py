@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,14 +45,51 @@ def test_a_step_lasts_from_the_one_before(emulated, text, tmp_path, monkeypatch,
     assert column(rows, "step_seconds") == [1] * 8
 
 
-def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
-    """Bit for bit on the same device, and on the other from the same checkpoint."""
-    whole = train(text, tmp_path / "whole")
-    eager = train(text, tmp_path / "eager", graph=False)
-    assert column(eager) == column(whole) and tensors_of_run(tmp_path / "eager") == tensors_of_run(tmp_path / "whole")
+AT_ONCE: dict[str, Any] = {"dtype": "bfloat16", "micro_batch_size": None}
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+IN_8 = {"seq_len": 16, "dtype": "fp8", "model": {**SMALL["model"], **WIDE}}
+RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}), ({**IN_8, "lr": 1e-3}, {}), ({"optimizer": "muon", "zero": 1, "ranks": 2}, {}),
+    ({"dtype": "bfloat16", "deterministic": True, "master_weights": "none"}, {"master_weights": "float32"}),
+    ({"deterministic": True, "deterministic_parts": 2, "model": {**SMALL["model"], "intermediate_size": 32}}, {}),
+    *(({**AT_ONCE, "ranks": 1 + zero, "zero": zero, "grad_dtype": "bfloat16"}, {"grad_dtype": "float32"})
+      for zero in (0, 1)),
+    *(({**AT_ONCE, "ranks": sum(hosts) or 2, "hosts": hosts, "zero": zero, "grad_dtype": kind, "compress": name},
+       {"compress": "none"})
+      for hosts in ((), (2, 2)) for name, kind in (("int8", "float32"), ("fp8", "bfloat16")) for zero in (0, 1)),
+]  # fmt: skip
+"""Settings of runs, and others beside which their losses are near."""
+
+
+@pytest.mark.parametrize(("settings", "others"), RUNS, ids=str)
+def test_a_run_has_the_same_bits_eager_and_resumed(emulated, text, tmp_path, settings, others):
+    """Also computed again, or on other ranks, where that changes no order of sums. The first run of a graph has no
+    effect on what compressed gradients have lost."""
+    whole, tensors = train(text, tmp_path / "whole", **settings), tensors_of_run(tmp_path / "whole")
     step2 = tmp_path / "whole" / "checkpoints" / "step-2"
-    rest = train(text, tmp_path / "rest", resume=str(step2))
-    assert column(rest) == column(whole)[2:] and tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
+    if others:
+        near = train(text, tmp_path / "near", **settings | others)
+        for name in ("loss", "val_loss"):
+            np.testing.assert_allclose(column(whole, name), column(near, name), rtol=5e-3)
+        assert tensors_of_run(tmp_path / "near") != tensors
+    if "master_weights" in settings:
+        weights = load_file(step2 / "model.safetensors")
+        assert all(np.array_equal(w, w.astype(BFLOAT16).astype(np.float32)) for w in weights.values())
+    runs: list[dict[str, Any]] = [{"graph": False}, {"resume": str(step2)}]
+    if "deterministic" in settings:
+        layouts = [{"zero": 1}, {"pp": 2}, *([{"tp": 2}] if "deterministic_parts" in settings else [])]
+        runs += [{"ranks": 2}, *({"ranks": 2, "resume": str(step2), **layout} for layout in layouts)]
+    if settings.get("dtype") == "fp8":
+        runs += [{"recompute": "norms"}, {"recompute": "block"}]
+    for number, changes in enumerate(runs):
+        rows = train(text, tmp_path / f"{number}", **settings | changes)
+        assert column(rows) == column(whole)[-len(rows) :], changes
+        assert tensors_of_run(tmp_path / f"{number}") == tensors, changes
+
+
+def test_from_the_gpu_to_the_cpu_and_back(emulated, text, tmp_path):
+    whole = train(text, tmp_path / "whole")
+    step2 = tmp_path / "whole" / "checkpoints" / "step-2"
     back = train(text, tmp_path / "back", "cpu", resume=str(step2))
     np.testing.assert_allclose(column(back), column(whole)[2:], rtol=1e-5)
     forth = train(text, tmp_path / "forth", resume=str(tmp_path / "back"), steps=6)
@@ -99,84 +137,15 @@ def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monke
     assert resumed("new", **all_else) == []
 
 
-def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
-    """From its checkpoints: a pipeline's, a part in fp32 each, on tensor-parallel ranks and on one."""
-    settings = {"model": {**SMALL["model"], "intermediate_size": 30}, "sample_tokens": 2}
-    one = train(text, tmp_path / "one", **settings)
-    rows = train(text, tmp_path / "pp", ranks=2, pp=2, **settings)
-    step2 = str(tmp_path / "pp" / "checkpoints" / "step-2")
-    runs = {
-        "pp": rows,
-        "tp": train(text, tmp_path / "tp", ranks=2, tp=2, resume=step2, **settings),
-        "alone": train(text, tmp_path / "alone", resume=step2, **settings),
-        "unseen": train(text, tmp_path / "unseen", ranks=2, pp=2, eval_batches=0, hold_out=0.1, **settings),
-    }
-    for layout, got in runs.items():
-        for name in ("loss", "grad_norm", "val_loss")[: 2 if layout == "unseen" else 3]:
-            expected = column(one, name)[-len(column(got, name)) :]
-            np.testing.assert_allclose(column(got, name), expected, rtol=1e-5, err_msg=f"{layout} {name}")
-
-
-def test_without_master_weights(emulated, text, tmp_path):
-    """Weights are bfloat16, in checkpoints too; the same bits eager, resumed, on other ranks and with ZeRO-1."""
-    settings = {"dtype": "bfloat16", "master_weights": "none", "deterministic": True}
-    near = train(text, tmp_path / "near", dtype="bfloat16")
-    one = train(text, tmp_path / "one", **settings)
-    np.testing.assert_allclose(column(one), column(near), rtol=5e-3)
-    assert tensors_of_run(tmp_path / "one") != tensors_of_run(tmp_path / "near")
-    step2 = tmp_path / "one" / "checkpoints" / "step-2"
-    weights = load_file(step2 / "model.safetensors")
-    assert all(np.array_equal(w, w.astype(BFLOAT16).astype(np.float32)) for w in weights.values())
-    for name, changes in {
-        "eager": {"graph": False}, "resumed": {"resume": str(step2)}, "two": {"ranks": 2},
-        "sharded resumed": {"ranks": 2, "zero": 1, "resume": str(step2)},
-    }.items():  # fmt: skip
-        rows = train(text, tmp_path / name, **settings, **changes)
-        assert column(rows) == column(one)[-len(rows) :], name
-        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "one"), name
-
-
-def test_bfloat16_gradients(emulated, text, tmp_path, capsys):
-    """Of one micro-batch a rank: near fp32's, the same bits eager and resumed, over ranks too.  Several add up in fp32,
-    and weights and moments come whole through a checkpoint whatever gradients are."""
-    settings = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": "bfloat16"}
-    near = train(text, tmp_path / "near", **settings | {"grad_dtype": "float32"})
-    for ranks, zero in ((1, 0), (2, 1)):
-        out, how = tmp_path / f"{ranks}", {**settings, "ranks": ranks, "zero": zero}
-        rows = train(text, out, **how)
-        assert "gradients, bfloat16" in capsys.readouterr().out
-        for name in ("loss", "grad_norm", "val_loss"):
-            np.testing.assert_allclose(column(rows, name), column(near, name), rtol=5e-3)
-        assert tensors_of_run(out) != tensors_of_run(tmp_path / "near")
-        eager = train(text, tmp_path / f"{ranks} eager", **how, graph=False)
-        assert column(eager) == column(rows) and tensors_of_run(tmp_path / f"{ranks} eager") == tensors_of_run(out)
-        rest = train(text, tmp_path / f"{ranks} rest", **how, resume=str(out / "checkpoints" / "step-2"))
-        assert column(rest) == column(rows)[2:] and tensors_of_run(tmp_path / f"{ranks} rest") == tensors_of_run(out)
+def test_several_bfloat16_gradients_add_up_in_float32(emulated, text, tmp_path, capsys):
+    train(text, tmp_path / "one", **AT_ONCE, grad_dtype="bfloat16", steps=1)
+    assert "gradients, bfloat16" in capsys.readouterr().out
     several = {"dtype": "bfloat16", "micro_batch_size": 2}
-    assert column(train(text, tmp_path / "bf16", **several, grad_dtype="bfloat16")) == column(
-        train(text, tmp_path / "fp32", **several)
-    )
-    assert tensors_of_run(tmp_path / "bf16") == tensors_of_run(tmp_path / "fp32")
+    bf16, fp32 = (train(text, tmp_path / name, **several, grad_dtype=name) for name in ("bfloat16", "float32"))
+    assert column(bf16) == column(fp32)
+    assert tensors_of_run(tmp_path / "bfloat16") == tensors_of_run(tmp_path / "float32")
     said = "--grad-dtype bfloat16: gradients are float32, since a rank adds up 4 micro-batches of a step"
     assert capsys.readouterr().out.count(said) == 1, "of the run that asked for it and got another"
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize(("compress", "grad_dtype"), [("int8", "float32"), ("fp8", "bfloat16")])
-@pytest.mark.parametrize("hosts", [(), (2, 2)], ids=str)
-def test_compressed_gradients(emulated, text, tmp_path, hosts, compress, grad_dtype, zero):
-    """Near the others; the same bits in a graph, whose first run has no effect on the residual, eager and resumed."""
-    how = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": grad_dtype, "zero": zero}
-    how |= {"ranks": sum(hosts) or 2, "hosts": hosts}
-    near, how = train(text, tmp_path / "near", **how), {**how, "compress": compress}
-    rows = train(text, tmp_path / "graph", **how)
-    np.testing.assert_allclose(column(rows), column(near), rtol=5e-3)
-    assert tensors_of_run(tmp_path / "near") != tensors_of_run(tmp_path / "graph")
-    step2 = str(tmp_path / "graph" / "checkpoints" / "step-2")
-    for name, changes in {"eager": {"graph": False}, "resumed": {"resume": step2}}.items():
-        again = train(text, tmp_path / name, **how, **changes)
-        assert column(again) == column(rows)[-len(again) :], name
-        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "graph"), name
 
 
 def test_fp8_needs_a_gpu_that_has_it(emulated, text, tmp_path):

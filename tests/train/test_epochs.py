@@ -13,7 +13,6 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
 from kos.train.data.permutation import permuted
-from kos.train.parallel.data import shard_batch
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _losses, run
 from tests.train.sharded import tensors_of_run
@@ -78,17 +77,6 @@ def test_every_sequence_is_seen_once_an_epoch(windows, rest):
         assert sorted(orders[-1].ravel().tolist()) == list(range(1, 4 * windows + 1))
         assert (orders[-1] == orders[-1][:, :1] + np.arange(4)).all()
     assert windows < 12 or (orders[0] != orders[1]).any()
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_any_number_of_ranks_sees_the_same_order(size):
-    data = make(np.arange(4 * 29 + 1), epochs=3, batch_size=8)
-    for step in range(3 * data.steps_per_epoch):
-        rows = [rows for rank in range(size) for rows in shard_batch(8, 2, rank, size)]
-        parts = [data.rows(step, each) for each in rows]
-        whole = data.batch(step)
-        for name in ("tokens", "targets"):
-            assert (np.concatenate([getattr(part, name) for part in parts]) == getattr(whole, name)).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -37,7 +37,6 @@ FLAGS = [
     "--steps=10", "--lr=1e-3", "--warmup-steps=3", "--schedule=constant", "--weight-decay=0.1", "--grad-clip=1",
     "--seq-len=128", "--batch-size=4", "--micro-batch-size=1", "--eval-batches=1", "--sample-tokens=0", "--device=cpu",
 ]  # fmt: skip
-LAYOUTS: list[tuple[int, list[str]]] = [(2, ["--dp=2"]), (2, ["--tp=2"]), (2, ["--pp=2"]), (2, ["--cp=2"])]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -122,11 +121,3 @@ def test_ten_steps_are_those_of_transformers(folder, one_rank):
     assert losses[0] - losses[-1] > 0.02 and max(norms) > CLIP, "it learns, and gradients are clipped"
     np.testing.assert_allclose([row["loss"] for row in one_rank], losses, rtol=1e-5)
     np.testing.assert_allclose([row["grad_norm"] for row in one_rank], norms, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=[layout[0][2:] for _, layout in LAYOUTS])
-def test_layouts_have_the_losses_of_one_rank(folder, one_rank, tmp_path, ranks, layout):
-    rows = train(folder, tmp_path / "out", ranks, *layout)
-    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-        np.testing.assert_allclose([row[key] for row in rows], [row[key] for row in one_rank], rtol=tolerance)
-    assert rows[-1]["val_loss"] == pytest.approx(one_rank[-1]["val_loss"], rel=1e-5)

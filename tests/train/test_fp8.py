@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from tests.train import layouts_on_host as layouts
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.emulated_runs import emulated as emulated_runs
 from tests.train.host_kernels.engine import QueuedOps, on_host
-from tests.train.layouts import compare, length, named
+from tests.train.layouts import named
 from tests.train.layouts_on_host import HEAD_ALONE, emulated
 from tests.train.sharded import tensors_of_run
 
@@ -117,18 +118,6 @@ def test_a_run_with_a_head_in_8_bits_is_resumed_and_evaluated(text, tmp_path, ca
 def test_a_head_in_8_bits_is_for_fp8(settings, said):
     with pytest.raises(ConfigError, match=said):
         TrainConfig.from_preset(**settings, fp8_head=True).for_world(1)
-
-
-def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
-    """Bit for bit: a step depends on no scale of an earlier one."""
-    whole, tensors = train(text, tmp_path / "whole", **RUN), tensors_of_run(tmp_path / "whole")
-    for name, changes in {
-        "eager": {"graph": False}, "norms": {"recompute": "norms"}, "block": {"recompute": "block"},
-        "rest": {"resume": str(tmp_path / "whole" / "checkpoints" / "step-2")},
-    }.items():  # fmt: skip
-        rows = train(text, tmp_path / name, **RUN, **changes)
-        assert column(rows) == column(whole)[-len(rows) :], name
-        assert tensors_of_run(tmp_path / name) == tensors, name
 
 
 @pytest.mark.parametrize(
@@ -236,22 +225,6 @@ def test_layout(emulated, layout, changes):
         assert got["loss"] == pytest.approx(expected["loss"], rel=NEAR)
 
 
-FIXED = [
-    (Layout(dp=2), {"tied": True, "zero": 1}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
-    (Layout(cp=2), {"tied": True}),
-    (Layout(pp=2, cp=2), {"tied": True, "zero": 1, "pp_schedule": "zero-bubble-v"}),
-]
-
-
-@pytest.mark.parametrize(("layout", "changes"), FIXED, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
-def test_deterministic(emulated, layout, changes, monkeypatch):
-    """The bits of one rank."""
-    how = {**IN_8, "seq_len": 32 * layout.cp, **changes}  # two pieces of 16 tokens a rank
-    layouts.check_bits(layout, how, monkeypatch, least=8)
-
-
 GATHERED = [
     (Layout(dp=2), {"tied": True}),
     (Layout(dp=2), {"optimizer": "muon", "lr": 1e-3}),
@@ -267,30 +240,22 @@ GATHERED = [
 )  # fmt: skip
 def test_zero_gathers_in_8_bits(emulated, layout, changes, scales, gather_in_16_bits):
     """With the bits of a gather in 16 bits."""
-    how = {**IN_8, "batch_size": 4, "zero": 1, "layers": layouts.layers_of(layout), **changes}
-    layers = how.pop("layers")
-    ours = layouts.train(layout, layers, **how)
-    gather_in_16_bits()
-    for got, expected in zip(ours, layouts.train(layout, layers, **how), strict=True):
-        assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
-        assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
+    how = {**IN_8, "batch_size": 4, "zero": 1, **changes}
+    check_gathered(lambda: layouts.train(layout, layouts.layers_of(layout), **how), gather_in_16_bits)
 
 
 @pytest.mark.parametrize("elastic", [None, "2"])
 def test_zero_gathers_in_8_bits_on_cpus(elastic, gather_in_16_bits):
     how = {**IN_8, "lr": 1e-3, "zero": 1, "elastic": elastic}
-    ours = on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how)
+    check_gathered(lambda: on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), gather_in_16_bits)
+
+
+def check_gathered(train: Callable[[], list[dict[str, Any]]], gather_in_16_bits: Callable[[], None]) -> None:
+    ours = train()
     gather_in_16_bits()
-    for got, expected in zip(ours, on_cpus.train(Layout(dp=2), CpuDevice, 2, False, **how), strict=True):
+    for got, expected in zip(ours, train(), strict=True):
         assert got["rows"].tobytes() == expected["rows"].tobytes() and got["loss"] == expected["loss"]
         assert all(value.tobytes() == expected["weights"][name].tobytes() for name, value in got["weights"].items())
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2, cp=2)], ids=named)
-def test_deterministic_on_cpus(layout):
-    how = {**IN_8, "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
-    alone = of_one_rank("cpu", 2, **how)
-    compare(on_cpus.train(layout, CpuDevice, 2, True, **how), alone, layout)
 
 
 def test_the_rows_of_logits_in_a_fixed_order_are_a_multiple_of_16():
@@ -321,11 +286,6 @@ def test_other_settings(emulated_runs, text, tmp_path, changes):
     rows = train(text, tmp_path / "fp8", **RUN | changes)
     np.testing.assert_allclose(column(rows), column(near), rtol=NEAR)
     assert column(rows) != column(near)
-
-
-def test_parts_of_features_are_not_fixed():
-    with pytest.raises(ConfigError, match="--tp: expected 1 with --deterministic in fp8, where sums over .* got 2"):
-        on_cpus.train(Layout(tp=2), CpuDevice, 1, True, **IN_8 | {"seq_len": 32}, deterministic=True)
 
 
 def test_what_is_refused(emulated):

@@ -71,13 +71,13 @@ def test_the_odds_of_tokens(settings, seed):
     taken = []
 
     class Draws:
-        """The generator of random numbers, which keeps the odds."""
+        """The generator of random numbers, which keeps the odds, and draws the likeliest."""
 
         def choice(self, size, p):
             taken.append(p)
-            return 0
+            return np.argmax(p)
 
-    how.draw(logits, before, Draws())
+    assert how.draw(logits, before, Draws()) == expected.argmax()
     np.testing.assert_allclose(taken[0], expected, rtol=1e-4, atol=1e-7)
     greedy, penalized = dataclasses.replace(how, temperature=0), steps[0](torch.tensor([before]), scores_of(logits))
     assert greedy.draw(logits, before, rng) == int(penalized.argmax())

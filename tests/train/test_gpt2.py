@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError, ConfigError
+from kos.errors import ConfigError
 from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.model.gpt2 import GPT2Config
@@ -57,12 +57,5 @@ def test_settings():
     settings = huggingface.to_huggingface(CONFIG)
     assert huggingface.from_huggingface(settings) == CONFIG
     assert huggingface.from_huggingface({**settings, "n_inner": None}).intermediate_size == 4 * 24
-    with pytest.raises(CheckpointError, match="expected activation_function 'gelu_new', got 'relu'"):
-        huggingface.from_huggingface({**settings, "activation_function": "relu"})
-    for setting, other in (("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True)):
-        with pytest.raises(CheckpointError, match=f"expected {setting} {not other}, got {other}"):
-            huggingface.from_huggingface({**settings, setting: other})
-    with pytest.raises(CheckpointError, match="expected an integer n_head, got None"):
-        huggingface.from_huggingface({**settings, "n_head": None})
     with pytest.raises(ConfigError, match="num_key_value_heads: expected 4 in a GPT-2, got 2"):
         dataclasses.replace(CONFIG, num_key_value_heads=2)

@@ -26,6 +26,14 @@ def stages(layout: Layout) -> int:
 TWO, V = Layout(pp=2), "zero-bubble-v"
 QUICK = Layout(dp=2), Layout(tp=2), Layout(dp=2, tp=2), Layout(pp=3), Layout(pp=2), Layout(cp=2)
 EVERY = [layout for ranks in (2, 4, 8) for layout in layouts(ranks)] + [Layout(pp=3, tp=2), Layout(pp=6), Layout(pp=3)]
+MUON: dict[str, Any] = {"optimizer": "muon"}
+LORA: dict[str, Any] = {"lora": 4, "lr": 3e-2}
+LARGE = Layout(tp=4), Layout(dp=4), Layout(dp=2, tp=2, pp=2)
+SOME: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(dp=2), {}), (Layout(tp=2), {}), (TWO, {"pp_schedule": V}), (Layout(cp=2), {}), (Layout(tp=4), {}),
+    *((each, {"zero": 1}) for each in (Layout(dp=2), Layout(cp=2), Layout(dp=2, tp=2), Layout(dp=2, pp=2))),
+    (Layout(dp=4), {"zero": 1}), (LARGE[-1], {"zero": 1}),
+]  # fmt: skip
 NEAR = [
     *(run(each, stages(each), each.dp % 2 == 0 or each.pp % 3 == 0, each not in QUICK) for each in EVERY),
     run(Layout(dp=2), documents="pack"), run(Layout(tp=2), documents="pack", recompute="norms"),
@@ -40,6 +48,11 @@ NEAR = [
       for how in ("norms", "none", "block")),
     run(Layout(dp=2, tp=2), 3, True, zero=1), run(Layout(pp=2, dp=2), 3, True, zero=1),
     run(Layout(dp=4, tp=2), 3, True, slow=True, zero=1),
+    *(run(each, 4, each.dp % 2 == 0, each in LARGE, **more, **how)
+      for each, how in SOME for more in ({**MUON, "muon_lr": 4e-3}, LORA)),
+    run(Layout(tp=2), **LORA, recompute="norms", lora_targets=("q_proj", "down_proj")),
+    run(TWO, 5, **LORA, pp_schedule=V, recompute="block"), run(Layout(cp=2), **LORA, recompute="block"),
+    run(Layout(dp=2, cp=2, tp=2), slow=True, **LORA, documents="pack", zero=1),
 ]  # fmt: skip
 
 
@@ -58,6 +71,13 @@ BITS = [
     *(run(Layout(pp=2, dp=2, tp=1 + tied), 4, tied, tied or name != V, pp_schedule=name, batch_size=16)
       for name in SCHEDULES for tied in (False, True)),
     run(Layout(dp=2), 3, zero=1), run(Layout(dp=2, pp=2), 3, True, zero=1),
+    run(Layout(dp=2, pp=2), 3, True, zero=1, vocab_size=400),  # the ends of a pipeline hold different parts of it
+    *(run(each, seq_len=length(each.cp), attention_bias=True, mlp_bias=True)  # of the first part of a product
+      for each in (Layout(tp=2), Layout(cp=2, tp=2))),
+    *(run(each, 4, each.dp % 2 == 0, each in LARGE, seq_len=length(each.cp), **more, **how)
+      for each, how in SOME for more in (MUON, LORA)),
+    *(run(each, 2, True, dtype="fp8", intermediate_size=32, seq_len=length(2), batch_size=4)
+      for each in (Layout(dp=2), TWO, Layout(cp=2), Layout(dp=2, cp=2))),
     run(Layout(dp=4, tp=2), 3, slow=True, zero=1), run(Layout(cp=2, dp=2), 3, slow=True, zero=1, seq_len=length(2)),
     run(Layout(tp=4, dp=2), 3, slow=True, micro_batch_size=4),
     run(Layout(dp=3), 3, slow=True, batch_size=18, micro_batch_size=2),  # micro-batches that are no power of two
@@ -101,6 +121,7 @@ def test_documents_change_the_losses():
 
 COPIES = [
     (Layout(tp=4), {"kv_heads": 2}), (Layout(tp=2), {"kv_heads": 1, "recompute": "block", "zero": 1}),
+    (Layout(tp=4), {"kv_heads": 2, **LORA}), (Layout(dp=2, tp=4), {"kv_heads": 2, "zero": 1, **MUON}),
 ]  # fmt: skip
 SLOW_COPIES = [
     (Layout(tp=2), {"kv_heads": 1}), (Layout(dp=2, tp=4), {"kv_heads": 2, "zero": 1}),

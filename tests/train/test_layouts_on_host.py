@@ -1,5 +1,10 @@
 """Layouts on the emulated GPU give the run of one rank, as ``test_layouts.py`` has it of CPUs."""
 
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from kos.errors import ConfigError
@@ -7,57 +12,51 @@ from kos.train.ops import Attend, fixed_order
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
 from tests.train.host_kernels import engine as host_kernels
-from tests.train.layouts import cases
+from tests.train.layouts import cases, layouts
 from tests.train.layouts_on_host import HEAD_ALONE, check, check_bits, check_memory, emulated, train
 
 __all__ = ["emulated"]
 
+V = "zero-bubble-v"
+MUON: dict[str, Any] = {"optimizer": "muon", "muon_lr": 0.05}
+LORA: dict[str, Any] = {"lora": 4, "lr": 3e-2}
 QUICK = [
     (Layout(tp=2), {"tied": True, "recompute": "norms", "graph": False}),
     (Layout(tp=4), {"micro_batch_size": 4}),
     (Layout(cp=2), {"zero": 1}),
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "micro_batch_size": 8}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
+    (Layout(pp=2), {"pp_schedule": V, "recompute": "norms", "micro_batch_size": 8}),
+    (Layout(pp=2), {"pp_schedule": V, "tied": True, "layers": HEAD_ALONE}),
+    (Layout(pp=2, dp=2), {"pp_schedule": V, "zero": 1, "tied": True}),
     (Layout(tp=2), {"micro_batch_size": 2, "documents": "pack"}),
     (Layout(cp=2), {"documents": "pack"}),
     (Layout(tp=2), {"family": "qwen3", "micro_batch_size": 2}),
     (Layout(cp=2), {"family": "olmo2", "recompute": "block"}),
+    (Layout(tp=2), {**MUON, "graph": False}),
+    (Layout(dp=2, tp=2), {**MUON, "zero": 1}),
+    (Layout(pp=2, dp=2), {**MUON, "pp_schedule": V, "zero": 1, "tied": True}),
+    (Layout(tp=2), {**LORA, "micro_batch_size": 2, "recompute": "norms"}),
+    (Layout(dp=2), {**LORA, "zero": 1}),
+    (Layout(pp=2), {**LORA, "pp_schedule": V}),
+    (Layout(cp=2), {**LORA, "recompute": "block", "graph": False}),
 ]
-SLOW = [
-    (Layout(tp=2), {"recompute": "block", "micro_batch_size": 2}),
-    (Layout(dp=2, tp=2), {"zero": 1}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block", "graph": False}),
-    (Layout(dp=2), {"documents": "pack", "zero": 1}),
-    (Layout(pp=2), {"documents": "pack", "micro_batch_size": 2}),
-    (Layout(tp=4), {"family": "qwen3", "kv_heads": 2}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "olmo2", "recompute": "norms"}),
-    (Layout(dp=2, tp=2), {"kv_heads": 1, "zero": 1, "micro_batch_size": 2}),
-    (Layout(cp=2, tp=2), {"family": "qwen3"}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "qwen3"}),
-    (Layout(pp=2, cp=2), {"family": "olmo2", "zero": 1, "graph": False}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "documents": "pack"}),
-    (Layout(cp=2, tp=2), {"micro_batch_size": 2, "documents": "pack"}),
-    *((Layout(pp=2), {"pp_schedule": name, "tied": False}) for name in SCHEDULES if name != "1f1b"),
-    (Layout(pp=4), {"pp_schedule": "1f1b", "recompute": "norms"}),
-    (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
-    (Layout(tp=2), {"recompute": "norms", "micro_batch_size": 2}),
-    (Layout(tp=4), {"recompute": "block"}),
-    (Layout(cp=2, tp=2), {"micro_batch_size": 2}),
-    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "micro_batch_size": 2}),
-    (Layout(cp=4), {"recompute": "block"}),
-    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
-    (Layout(pp=2, tp=2), {"recompute": "norms", "graph": False}),
-    (Layout(cp=2), {"recompute": "norms"}),
-    (Layout(cp=2, tp=2), {"tied": True, "graph": False}),
-    (Layout(dp=2, cp=2), {"zero": 1}),
-    (Layout(pp=2, cp=2), {"pp_schedule": "zero-bubble-v"}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
-    (Layout(tp=2), {}),
-    (Layout(cp=2, tp=2), {"graph": False}),
-    (Layout(dp=2, tp=2), {"tied": True}),
-]
+def drawn(**of: Sequence[Any]) -> list[tuple[Layout, dict[str, Any]]]:
+    """Every layout of 2 and of 4 ranks twice: half of the settings have values, which are drawn from those of ``of``.
+    Each schedule comes in turn."""
+    draw, schedules = random.Random(0), itertools.cycle(SCHEDULES)
+    found = []
+    for layout in 2 * [*layouts(2), *layouts(4)]:
+        how = {name: draw.choice(values) for name, values in of.items() if draw.random() < 0.5}
+        if layout.dp * layout.cp == 1:
+            how.pop("zero", None)
+        found.append((layout, how | ({"pp_schedule": next(schedules)} if layout.pp > 1 else {})))
+    return found
+
+
+SLOW = drawn(
+    tied=[True], zero=[1], recompute=["norms", "block"], graph=[False], micro_batch_size=[2], documents=["pack"],
+    family=["qwen3", "olmo2"], kv_heads=[1, 2],
+)
 
 
 @cases(QUICK, SLOW)
@@ -76,27 +75,28 @@ def test_validation_batches_that_micro_batches_do_not_divide(emulated):
 FIXED = [
     (Layout(dp=2), {"tied": True, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1, "tied": True}),
+    (Layout(pp=2, dp=2), {"pp_schedule": V, "zero": 1, "tied": True}),
     (Layout(cp=2), {"tied": True, "seq_len": 16}),
     (Layout(tp=2), {"tied": True, "deterministic_parts": 4}),
-]
+    *((Layout(tp=2), {**LORA, "deterministic_parts": 2, "dtype": dtype, "tied": True})
+      for dtype in ("bfloat16", "float32")),
+    (Layout(dp=2), {**MUON, "zero": 1, "dtype": "bfloat16", "tied": True}),
+    (Layout(pp=2, dp=2), {**MUON, "zero": 1, "master_weights": "none", "tied": True}),
+    *((layout, {"dtype": "fp8", "intermediate_size": 32, "seq_len": 32 * layout.cp, "tied": True, **how})
+      for layout, how in (
+          (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {}), (Layout(pp=2, dp=2), {"pp_schedule": V, "zero": 1}),
+          (Layout(pp=2), {"pp_schedule": V, "recompute": "norms", "tied": False, "graph": False}),
+          (Layout(pp=2, cp=2), {"zero": 1, "pp_schedule": V}),
+      )),
+]  # fmt: skip
 FIXED_SLOW = [
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "master_weights": "none", "tied": False, "zero": 1}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
-    (Layout(pp=2, cp=2), {"tied": True, "seq_len": 16, "zero": 1, "pp_schedule": "zero-bubble-v", "dtype": "bfloat16"}),
+    (Layout(pp=2), {"pp_schedule": V, "tied": True, "layers": HEAD_ALONE}),
     (Layout(cp=4, dp=2), {"tied": False, "seq_len": 32, "recompute": "block", "graph": False}),
     (Layout(cp=8), {"tied": True, "seq_len": 32, "micro_batch_size": 2, "zero": 1}),
-    *((Layout(pp=2), {"pp_schedule": name, "tied": True}) for name in SCHEDULES if name != "1f1b"),
-    (Layout(pp=4), {"pp_schedule": "1f1b", "recompute": "block", "tied": True}),
-    (Layout(pp=2, dp=4), {"pp_schedule": "1f1b", "tied": True}),
-    (Layout(tp=4), {"deterministic_parts": 4, "tied": False, "dtype": "bfloat16", "micro_batch_size": 2}),
-    (Layout(tp=2), {"deterministic_parts": 2, "family": "qwen3", "tied": True, "recompute": "norms", "graph": False}),
-    (Layout(dp=2, tp=2), {"deterministic_parts": 8, "tied": True, "zero": 1, "dtype": "bfloat16"}),
-    (Layout(cp=2, tp=2), {"deterministic_parts": 2, "tied": False, "seq_len": 16, "recompute": "block"}),
-    (Layout(pp=2, tp=2), {"deterministic_parts": 4, "tied": True, "pp_schedule": "zero-bubble-v",
-                          "dtype": "bfloat16", "recompute": "norms"}),
-    *((Layout(pp=2), {"pp_schedule": name, "tied": False, "micro_batch_size": 2}) for name in SCHEDULES),
+    *((layout, {"tied": False, "seq_len": 8 * layout.cp, "deterministic_parts": 4 if layout.tp > 1 else None, **how})
+      for layout, how in drawn(
+          tied=[True], zero=[1], recompute=["norms", "block"], graph=[False], micro_batch_size=[2], dtype=["bfloat16"],
+          family=["qwen3"])),
 ]
 
 
@@ -143,15 +143,15 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
 PLANNED = [
     (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {}),
     (Layout(dp=4), {"compress": "int8", "hosts": (2, 2), "zero": 1}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
+    (Layout(pp=2), {"pp_schedule": V, "tied": True}),
 ]  # fmt: skip
 PLANNED_SLOW = [
     (Layout(dp=2), {"deterministic": True}), (Layout(), {}), (Layout(tp=2), {}),
     *((layout, {"deterministic": True, "deterministic_parts": 4}) for layout in (Layout(tp=2), Layout())),
     (Layout(cp=2), {"compress": "int8"}),
     (Layout(pp=2), {"tied": True, "deterministic": True}), (Layout(cp=2), {"deterministic": True}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms"}),
-    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}),
+    (Layout(pp=2), {"pp_schedule": V, "recompute": "norms"}),
+    (Layout(pp=2, tp=2), {"pp_schedule": V, "recompute": "block"}),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Adapters (LoRA), frozen weights and settings by pattern: layouts, dtypes, plans, and what is refused."""
+"""Adapters (LoRA), frozen weights and settings by pattern: dtypes, plans, and what is refused."""
 
 from typing import Any
 
@@ -8,84 +8,18 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.layers.lora import A, B, is_adapter
+from kos.train.layers.lora import A, B
 from kos.train.model.initial import init_weights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout
-from tests.train import layouts, layouts_on_host
-from tests.train.layouts import CpuDevice, Precise
-from tests.train.layouts_on_host import emulated
+from tests.train import layouts
+from tests.train.layouts import CpuDevice
 from tests.train.models import part_of, small
-from tests.train.test_parameter_groups import plan_of
-
-__all__ = ["emulated"]
 
 LORA: dict[str, Any] = {"lora": 4, "lr": 3e-2}
-
-QUICK: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(tp=2), {}), (Layout(tp=2), {"recompute": "norms", "lora_targets": ["q_proj", "down_proj"]}),
-    (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {"recompute": "block"}), (Layout(tp=4), {"kv_heads": 2}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}), (Layout(pp=2), {}),
-]  # fmt: skip
-SLOW: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(dp=2, cp=2, tp=2), {"documents": "pack", "zero": 1}), (Layout(pp=2, tp=2, dp=2), {"zero": 1}),
-    (Layout(pp=2, tp=4), {"pp_schedule": "zero-bubble-v", "kv_heads": 2}), (Layout(tp=8), {"recompute": "block"}),
-    (Layout(pp=4, cp=2), {"recompute": "norms"}), (Layout(dp=8), {"zero": 1}), (Layout(cp=8), {"seq_len": 64}),
-]  # fmt: skip
-
-
-@layouts.cases(QUICK, SLOW)
-def test_layouts_agree(layout, changes):
-    """Losses, norms, adapters and text are those of one rank."""
-    changes = {**changes, **({"lora_targets": (*changes["lora_targets"],)} if "lora_targets" in changes else {})}
-    layouts.check(layout, Precise, 5 if layout.pp > 1 else 2, False, 4, batch_size=8, **LORA, **changes)
-
-
-IN_ORDER: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(tp=2), {}), (Layout(cp=2), {"recompute": "block"}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"}),
-    (Layout(dp=2, cp=2, tp=2), {}), (Layout(tp=8), {}), (Layout(dp=4, tp=2), {"zero": 1}),
-]  # fmt: skip
-
-
-@layouts.cases(IN_ORDER[:3], IN_ORDER[3:])
-def test_deterministic(layout, changes):
-    """The same bits as one rank, of two adapters of one matrix too."""
-    layouts.check_bits(layout, 3, False, seq_len=layouts.length(layout.cp), **LORA, **changes)
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        (Layout(tp=2), {"micro_batch_size": 2, "recompute": "norms"}), (Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}),
-        (Layout(pp=2), {"pp_schedule": "zero-bubble-v"}), (Layout(cp=2), {"recompute": "block", "graph": False}),
-        pytest.param(Layout(dp=2, tp=2), {"zero": 1}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_layouts_on_an_emulated_gpu(layout, changes):
-    """Where arrays are contiguous, and a matrix's part of stacked features is a view that only products take."""
-    layers = 5 if layout.pp > 1 else 2
-    alike = {name: value for name, value in changes.items() if name in ("micro_batch_size", "dtype")}
-    (alone,) = layouts_on_host.train(Layout(), layers, lora=4, **alike)
-    close = 2e-2 if changes.get("dtype") == "bfloat16" else 3e-5
-    for rank, got in enumerate(layouts_on_host.train(layout, layers, lora=4, **changes)):
-        np.testing.assert_allclose(got["rows"], alone["rows"], rtol=close, err_msg=f"rank {rank}")
-        moved = [np.abs(value).max() for name, value in got["weights"].items() if name.endswith(B)]
-        assert min(moved) > 0
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_deterministic_on_an_emulated_gpu(dtype):
-    how = {"lora": 4, "dtype": dtype, "deterministic": True, "deterministic_parts": 2}
-    (alone,) = layouts_on_host.train(Layout(), 2, **how)
-    for got in layouts_on_host.train(Layout(tp=2), 2, **how):
-        assert got["rows"].tobytes() == alone["rows"].tobytes()
-
 
 @pytest.mark.parametrize("targets", [(), ("q_proj",), ("o_proj", "down_proj"), ("gate_proj",)], ids=str)
 def test_products_in_8_bits(targets):
@@ -98,17 +32,6 @@ def test_products_in_8_bits(targets):
     for recompute in ("norms", "block"):
         (again,) = layouts.train(Layout(), CpuDevice, 2, False, 3, dtype="fp8", recompute=recompute, **how)
         assert again["rows"].tobytes() == saved["rows"].tobytes()
-
-
-def test_a_plan_counts_adapters_alone():
-    """The base has no gradient and no moments, and is not held twice."""
-    settings = {**layouts.RUN, "device": "cpu", "model": {**layouts.SHAPE, "num_hidden_layers": 2}}
-    config = TrainConfig.from_preset("tiny", **{**settings, **LORA}).for_world(1)
-    sizes = {name: 4 * int(np.prod(shape)) for name, shape in config.model_config_for(40).parameter_shapes().items()}
-    adapters = sum(size for name, size in sizes.items() if is_adapter(name))
-    uses = {name.partition(",")[0]: size for name, size in plan_of(config, Layout()).uses.items()}
-    assert uses["frozen weights"] == sum(sizes.values()) - adapters
-    assert uses["weights"] == uses["gradients"] == adapters and uses["both Adam moments"] == 2 * adapters
 
 
 def test_initial_adapters_change_nothing():
@@ -135,7 +58,7 @@ def initial(model: LlamaConfig) -> Parameters:
 
 
 @pytest.mark.parametrize("changes", [{"tp": 2}, {"optimizer": "muon"}, {"deterministic": True}], ids=str)
-def test_frozen_by_pattern(changes):
+def test_frozen_by_pattern(changes, small_buckets):
     layout = Layout(tp=changes.get("tp", 1))
     more = {name: value for name, value in changes.items() if name != "tp"}
     frozen = ("model.layers.0.*", "*embed_tokens*")
@@ -144,13 +67,6 @@ def test_frozen_by_pattern(changes):
             before = part_of(name, initial(got["model"])[name], got["model"], layout.tp, rank)
             still = name.startswith("model.layers.0.") or "embed_tokens" in name
             assert np.array_equal(value, before) == still, name
-
-
-def test_a_run_without_patterns_has_the_groups_that_it_had():
-    for optimizer in ("adamw", "muon"):
-        plain = TrainConfig.from_preset(optimizer=optimizer)
-        groups = plain.all_groups(small())
-        assert len(groups) == (2 if optimizer == "adamw" else 3) and not any(group.frozen for group in groups)
 
 
 TABLES = """
@@ -198,24 +114,6 @@ def test_a_table_trains_its_tensors_at_its_rate():
 
 
 # --- what is refused -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--lora-alpha", "8"], "--lora-alpha: expected none without adapters"),
-        (["--lora-targets", "q_proj"], "--lora-targets: expected none without adapters"),
-        (["--lora", "0"], "--lora: expected a number greater than or equal to 1"),
-        (["--lora", "4", "--optimizer", "muon"], "--optimizer: expected adamw with adapters"),
-        (["--lora-dropout", "0.1"], "has none: docs/guides/not-in-the-trainer.md"),
-        (["--lora-r", "8"], "here: --lora"),
-    ],
-    ids=str,
-)
-def test_flags_that_are_refused(flags, said):
-    with pytest.raises(ConfigError) as caught:
-        parse(flags)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

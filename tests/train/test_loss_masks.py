@@ -183,25 +183,6 @@ def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path, kind, small_pieces):
     assert data_text(folder, ones).replace(" ", "") == "fouryes"
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": "x"}, "expected a list of messages, got 'x'"),
-    ({"messages": []}, "expected a list of messages, got []"),
-    ({"messages": [{"content": "x"}]}, "expected messages with role and content, got {'content': 'x'}"),
-    ({"messages": [{"role": "bot", "content": "x"}]}, "expected a role of system, developer, user, assistant, tool"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "tokenizer_config.json renders, got no tools"),
-    ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "expected a weight of 0 or 1, got 0.5"),
-    ({"messages": CHAT, "tools": {"a": 1}}, "expected a list of tools and a table of chat_template_kwargs, got {'"),
-    ({"messages": [{"role": "user", "content": "a\ud800"}]}, "expected text in the field 'messages', got '\\ud800' at"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
-def test_a_wrong_line_is_named(tmp_path, folder, line, message):
-    path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, {"messages": CHAT}, line, {"text": "x"}])
-    with refused(DataError, f"--data {path}, line 3: expected", message):
-        read(path, "--tokenizer", str(folder))
-
-
 def test_a_chat_needs_a_template(tmp_path, folder, monkeypatch):
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 9)
     with refused(DataError, f"--data {path}, line 1: expected a tokenizer with a chat template", "; put a file"):

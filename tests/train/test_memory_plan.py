@@ -24,6 +24,14 @@ def plan(*flags, ranks=1, rank=0, local=1, one_scale=False, **axes):
     return plan_memory(config, model, gpu, mesh, schedule, reaches=False, free=int(138.9 * GIB))
 
 
+def on_cpu(*flags, ranks=2):
+    config = parse(["--device", "cpu", *flags]).for_world(ranks)
+    schedule = build("1f1b", 1, config.batch_size // config.micro_batch_size // ranks)
+    return plan_memory(
+        config, config.model_config_for(256), cpu.DryOps(), Mesh.dry(Layout(dp=ranks)), schedule, sharing=ranks
+    )
+
+
 def test_the_plan_of_published_models():
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
     knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none or a smaller model$"
@@ -109,15 +117,10 @@ def test_the_plan_has_the_residual_of_compressed_gradients():
 
 
 def test_the_plan_of_a_cpu_has_the_residual():
-    def uses(*flags, ranks=2):
-        config = parse(["--device", "cpu", *flags]).for_world(ranks)
-        mesh, schedule = Mesh.dry(Layout(dp=ranks)), build("1f1b", 1, 1)
-        return plan_memory(config, config.model_config_for(256), cpu.DryOps(), mesh, schedule, sharing=ranks).uses
-
-    exact, both = uses(), uses("--compress", "fp8")
+    exact, both = on_cpu().uses, on_cpu("--compress", "fp8").uses
     assert both.pop("residual of gradients sent as fp8") == 4 * parse([]).model_config_for(256).num_parameters()
     assert both.pop("tensors to be saved") >= exact.pop("tensors to be saved") and both == exact
-    assert uses("--compress", "fp8", ranks=1) == uses(ranks=1)
+    assert on_cpu("--compress", "fp8", ranks=1).uses == on_cpu(ranks=1).uses
 
 
 def test_the_plan_has_the_published_versions():
@@ -162,21 +165,12 @@ def test_the_plan_of_layouts():
 
 @pytest.mark.timeout(60)
 def test_a_model_that_fits_nowhere_is_refused_at_once():
-    config = parse(["--hidden-size", "400000"]).for_world(2)
-    model, schedule = config.model_config_for(256), build("1f1b", 1, 1)
     with pytest.raises(ConfigError, match="memory: expected at most"):
-        plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout(dp=2)), schedule, sharing=2).check()
+        on_cpu("--hidden-size", "400000").check()
 
 
 def test_a_cpu_and_a_gpu_are_planned_by_one_rule():
     """Weights, gradients and state are listed apart, and the same options are named."""
-
-    def on_cpu(*flags, ranks=2):
-        config = parse(["--device", "cpu", *flags]).for_world(ranks)
-        schedule = build("1f1b", 1, config.batch_size // config.micro_batch_size // ranks)
-        model, mesh = config.model_config_for(256), Mesh.dry(Layout(dp=ranks))
-        return plan_memory(config, model, cpu.DryOps(), mesh, schedule, sharing=ranks)
-
     whole, sharded = on_cpu(), on_cpu("--zero", "1")
     assert "--zero 1" in whole.savings and "--zero 1" not in sharded.savings and "fewer ranks" in whole.savings[0]
     assert sharded.uses["both Adam moments, float32, 1/2 (ZeRO-1)"] < whole.uses["both Adam moments, float32"]

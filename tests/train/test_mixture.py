@@ -17,7 +17,6 @@ from kos.train.data import packing
 from kos.train.data.batches import Dataset, counted, load_data
 from kos.train.data.mixture import terms_below
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.parallel.data import shard_batch
 from kos.train.tools import plan
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _losses, run
@@ -95,6 +94,7 @@ def test_a_source_has_each_sequence_once_before_any_again(folder):
         once = [row.tobytes() for step in range(alone.steps_per_epoch) for row in alone.batch(step).tokens]
         assert sorted(first) == sorted(once[:count])
         assert len(second) > 9 and Counter(second) <= Counter(first) and first[: len(second)] != second
+    assert seen(load_data(parse(flags(folder, "--seed=5"))), 1)[1] != rows[:8]
 
 
 @pytest.mark.parametrize("weights", [("0.5", "1", "0.25"), ("1", "0.000001"), ("0.003", "1", "1")], ids=str)
@@ -105,20 +105,6 @@ def test_epochs_are_those_of_the_first_source(folder, weights):
     assert data.mixture is not None
     before, after = (data.mixture.sequences(8 * each)[0] for each in (steps - 1, steps))
     assert before < count <= after
-
-
-def test_any_number_of_ranks_sees_the_same_batches(folder):
-    data = load_data(parse(flags(folder)))
-    for step in (0, 1, 7, 1000):
-        whole = data.batch(step)
-        whole.check()
-        for size in (1, 2, 4, 8):
-            parts = [data.rows(step, rows) for rank in range(size) for rows in shard_batch(8, 1, rank, size)]
-            for name, field in whole._asdict().items():
-                assert field is None or (np.concatenate([getattr(part, name) for part in parts]) == field).all()
-        shuffled = data.rows(step, [5, 0, 7, 2])
-        assert (shuffled.targets == whole.targets[[5, 0, 7, 2]]).all()
-    assert (load_data(parse(flags(folder, "--seed=5"))).batch(0).tokens != data.batch(0).tokens).any()
 
 
 # --- settings -------------------------------------------------------------------------------------------------
@@ -158,26 +144,6 @@ def test_a_path_may_have_colons(folder, tmp_path):
     assert mixture.weights.tolist() == [3 / 3.5, 0.5 / 3.5]
     (tmp_path / "one.toml").write_text('data = ["stdlib"]')
     assert parse(["--config", str(tmp_path / "one.toml")]).data == "stdlib"
-
-
-WRONG = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different names"
-
-
-@pytest.mark.parametrize(
-    ("data", "more", "said"),
-    [
-        (["a", "b:1"], [], [f"--data: expected {WRONG}, such as a:0.7, got 'a'"]),
-        (["a:1", "b:0"], [], [f"--data: expected {WRONG}, got 'b:0'"]),
-        (["a:1", "b:-1"], [], [f"--data: expected {WRONG}, got 'b:-1'"]),
-        (["a:1", "b:nan"], [], ["got 'b:nan'"]),
-        (["a:1", ":2"], [], ["got ':2'"]),
-        (["a:1", "a:2"], [], [f"--data: expected {WRONG}, got 'a:2'"]),
-        (["a:1", ""], [], ["--data: expected names or paths of at least 1 character, got ''"]),
-            ],
-)  # fmt: skip
-def test_wrong_mixtures_are_refused(data, more, said):
-    with refused(ConfigError, *said):
-        parse([*(word for each in data for word in ("--data", each)), *more])
 
 
 def test_errors_name_the_source(folder, tmp_path):
@@ -268,15 +234,6 @@ def test_other_weights_are_other_data(folder, tmp_path, whole, caplog):
     train(folder, tmp_path / "out", data=data, resume=str(whole[0] / "checkpoints" / "step-11"), deterministic=True,
           micro_batch_size=1)  # fmt: skip
     assert "resuming with another data: its results will differ" in caplog.text
-
-
-def test_a_run_resumes_from_another_folder(folder, tmp_path, whole, monkeypatch):
-    """Relative paths in its config.json are those of the folder where it began."""
-    path = tmp_path / "config.json"
-    values = json.loads((whole[0] / "config.json").read_text())
-    values["config"]["data"] = ["pairs.jsonl:1", "a:0.5.txt:.5", "stdlib:1"]
-    path.write_text(json.dumps({**values, "cwd": str(folder)}))
-    assert parse(["--config", str(path)]).data == (f"{folder}/pairs.jsonl:1", f"{folder}/a:0.5.txt:.5", "stdlib:1")
 
 
 def test_the_loss_of_a_mixture_is_that_of_the_sources_with_validation_data(folder, tmp_path):

@@ -29,7 +29,6 @@ from kos.train.tools.dry_step import TimedDryRun
 from kos.train.tools.plan import make_job
 from tests.train.dry_runs import SHAPE as PLANNED
 from tests.train.dry_runs import SLOW as SLOW_RATES
-from tests.train.layouts import Precise, cases, check, check_bits, length
 from tests.train.models import small
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
@@ -161,31 +160,6 @@ def test_which_matrices_are_muons():
 def gpt2() -> LlamaConfig:
     shape = dataclasses.asdict(small(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True))
     return GPT2Config(**shape)
-
-
-LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(dp=2), {}), (Layout(tp=2), {}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"}), (Layout(cp=2), {}),
-    (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {"zero": 1}), (Layout(dp=2, tp=2), {"zero": 1}),
-    (Layout(dp=2, pp=2), {"zero": 1}),
-]  # fmt: skip
-SLOW: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(tp=4), {}), (Layout(dp=4), {"zero": 1}), (Layout(tp=2, pp=2, dp=2), {"zero": 1}),
-]  # fmt: skip
-
-
-@cases(LAYOUTS, SLOW)
-def test_layout(layout, changes, small_buckets):
-    check(layout, Precise, 4, layout.dp % 2 == 0, batch_size=8, **MUON, muon_lr=4e-3, **changes)
-
-
-@cases([(Layout(tp=4), {}), (Layout(dp=2, tp=4), {"zero": 1})])
-def test_more_ranks_than_kv_heads(layout, changes, small_buckets):
-    check(layout, Precise, 3, True, batch_size=8, **MUON, muon_lr=4e-3, kv_heads=2, **changes)
-
-
-@cases(LAYOUTS, SLOW)
-def test_deterministic(layout, changes, small_buckets):
-    check_bits(layout, 4, layout.dp % 2 == 0, seq_len=length(layout.cp), **MUON, **changes)
 
 
 def test_whole_matrices_are_cut_off_and_shared_out(rng):

@@ -1,4 +1,4 @@
-"""Muon on an emulated GPU: its kernels beside the host's in float64, layouts, checkpoints, and memory."""
+"""Muon on an emulated GPU: its kernels beside the host's in float64, checkpoints, and memory."""
 
 from typing import Any
 
@@ -11,15 +11,10 @@ from kos.train.optim import Group, LearningRate, Optimizer, clip_coefficient
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CudaOptimizer
 from kos.train.optim.muon import Muon
-from kos.train.parallel.mesh import Layout
-from tests.train import emulated_runs
-from tests.train import layouts_on_host as on_host
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler, ops
-from tests.train.layouts import cases
 from tests.train.models import queue
-from tests.train.sharded import tensors_of_run
-from tests.train.test_muon import HIDDEN, MUON, SHAPES, groups
+from tests.train.test_muon import HIDDEN, SHAPES, groups
 
 __all__ = ["ops"]
 
@@ -94,36 +89,6 @@ def test_batches_are_single_matrices_together(ops, rng):
         results.append(weights.flat.numpy())
     assert calls == [10] + [1] * 10
     assert abs(results[0]).max() > 0 and results[0].tobytes() == results[1].tobytes()
-
-
-@needs_compiler
-@cases(
-    [(Layout(tp=2), {"graph": False}), (Layout(dp=2, tp=2), {"zero": 1}),
-     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "zero": 1})],
-    [(Layout(tp=4), {}), (Layout(tp=4), {"kv_heads": 2}), (Layout(cp=2), {"zero": 1})],
-)  # fmt: skip
-def test_layout_on_a_gpu(emulated, layout, changes):
-    on_host.check(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
-
-
-@needs_compiler
-@cases(
-    [(Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}), (Layout(pp=2, dp=2), {"zero": 1, "master_weights": "none"})],
-    [(Layout(cp=2), {"seq_len": 16})],
-)
-def test_deterministic_on_a_gpu(emulated, layout, changes, monkeypatch):
-    on_host.check_bits(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
-
-
-@needs_compiler
-def test_a_gpus_run_is_saved_and_resumed(emulated, text, tmp_path):
-    """Two ranks of ZeRO-1, bit for bit."""
-    how = {**MUON, "zero": 1, "keep": 9}
-    rows = emulated_runs.train(text, tmp_path / "whole", ranks=2, **how)
-    emulated_runs.train(text, tmp_path / "on", ranks=2, **{**how, "steps": 2})
-    on = emulated_runs.train(text, tmp_path / "on", ranks=2, resume="auto", **how)
-    assert [row["loss"] for row in on] == [row["loss"] for row in rows]
-    assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
 
 
 def test_an_update_takes_the_memory_that_was_planned(monkeypatch):

@@ -18,7 +18,6 @@ from kos.train.data.batches import Dataset, load_data
 from kos.train.data.packing import PackedTokens, best_fit, counted, make_plan, pack
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Tokens
-from kos.train.parallel.data import shard_batch
 from kos.train.parallel.mesh import Layout
 from tests.train import emulated_runs, layouts
 from tests.train.corpora import overwrite, token_bytes
@@ -202,19 +201,6 @@ def test_a_later_start_reads_no_tokens(tmp_path, all_is_kept):
     assert "of 623 tokens, of which the loss counts 445, in " in again.fit_in_words().splitlines()[0]
 
 
-@pytest.mark.parametrize("epochs", [None, 3])
-def test_any_number_of_ranks_sees_the_same_batches(epochs):
-    data = dataset(row_of(lengths_of(200, 30)), 30, epochs=epochs, batch_size=8)
-    for step in range(9):
-        whole = data.batch(step)
-        for size in (1, 2, 4):
-            parts = [data.rows(step, rows) for rank in range(size) for rows in shard_batch(8, 2, rank, size)]
-            for name, field in whole._asdict().items():
-                if field is not None:
-                    assert (np.concatenate([getattr(part, name) for part in parts]) == field).all()
-    assert (data.batch(0).tokens != data.batch(1).tokens).any()
-
-
 # --- losses ---------------------------------------------------------------------------------------------------
 
 CHATS = [13, 9, 32, 5, 27, 14, 18, 21, 8, 11, 30, 2, 16, 16, 7, 23, 25, 31, 32, 32]
@@ -313,30 +299,6 @@ def test_the_first_lines_say_what_is_packed(pairs, tmp_path, ranks, capsys):
         f"sequences of 64, {fill:.1%} full; {longer} documents longer than"
     ) == 1
     assert len(rows) == -(-sequences // 8) and f"1 epoch of {len(rows)} steps" in said
-
-
-def test_ranks_and_layouts_have_the_bits_of_one_rank(pairs, tmp_path):
-    how = {"deterministic": True, "micro_batch_size": 1}
-    one, *others = [
-        train(pairs, tmp_path / str(number), ranks, **layout, **how)
-        for number, (ranks, layout) in enumerate([(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"zero": 1})])
-    ]
-    for number, other in enumerate(others, 1):
-        assert all(_losses(one, key).tobytes() == _losses(other, key).tobytes() for key in ("loss", "grad_norm"))
-        assert one[-1]["val_loss"] == other[-1]["val_loss"]
-        assert tensors_of_run(tmp_path / "0") == tensors_of_run(tmp_path / str(number))
-        assert (tmp_path / "0" / packing.FILE).read_bytes() == (tmp_path / str(number) / packing.FILE).read_bytes()
-
-
-def test_a_gpu_has_the_losses_of_a_cpu(emulated, pairs, tmp_path):
-    how = {"seq_len": 32, "model": {**emulated_runs.SMALL["model"], "intermediate_size": 30}}
-    cpu, *others = (
-        emulated_runs.train(pairs, tmp_path / device / str(ranks), device, ranks, **how)
-        for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
-    )
-    for other in others:
-        np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
-        assert other[-1]["val_loss"] == pytest.approx(cpu[-1]["val_loss"], rel=1e-5)
 
 
 def test_resuming_gives_the_bits_of_an_uninterrupted_run(pairs, tmp_path, before_call, caplog):

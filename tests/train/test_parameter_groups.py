@@ -14,7 +14,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos.errors import CheckpointError, ConfigError
-from kos.testing import Fault
 from kos.train import checkpoint
 from kos.train.config.optimizers import OPTIMIZERS
 from kos.train.config.options import TrainConfig
@@ -27,14 +26,13 @@ from kos.train.parallel import schedules
 from kos.train.parallel.mesh import DENSE, Layout, Mesh
 from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
-from tests.train import elastic_runs, layouts, layouts_on_host, runs, test_elastic_joins
-from tests.train.elastic_runs import no_dry_run
+from tests.train import layouts, layouts_on_host, runs
 from tests.train.layouts import Precise, compare
 from tests.train.layouts_on_host import HEAD_ALONE, emulated
 from tests.train.models import part_of
 from tests.train.sharded import tensors_of_run
 
-__all__ = ["emulated", "no_dry_run"]
+__all__ = ["emulated"]
 
 OVER_TP = (*DENSE, "tp")
 Kind = Callable[[str], dict[str, Any]]
@@ -227,17 +225,6 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(text, tmp_path, use):
     use(all_but_the_mlp_of_one_layer)
     with pytest.raises(CheckpointError, match="is frozen, got one in which it is trained"):
         steps(text, tmp_path / "third", resume=str(tmp_path / "first"))
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_an_elastic_run_keeps_frozen_tensors(zero, text, tmp_path, use, before_call):
-    """A rank is lost, or two join: they have the frozen weights too, and go on with the same bits."""
-    use(matrices_of_attention)
-    plain = elastic_runs.train(text, tmp_path / "plain", elastic=None)
-    faults = [Fault("crash", 2, 4, call="all_to_all")]
-    assert elastic_runs.train(text, tmp_path / "hurt", faults, zero=zero) == plain
-    assert elastic_runs.ranks_of(tmp_path / "hurt")[-1] == (3, 1)
-    test_elastic_joins.test_newcomers_get_all_from_the_ranks(zero, 2, text, tmp_path / "joined", plain, before_call)
 
 
 @pytest.mark.usefixtures("emulated")

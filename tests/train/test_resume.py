@@ -4,6 +4,7 @@ import errno
 import fcntl
 import importlib.util
 import io
+import json
 import os
 import shlex
 import shutil
@@ -265,7 +266,8 @@ def test_a_run_resumes_in_a_moved_folder(text, tmp_path):
 
 
 def test_relative_paths_are_those_of_the_folder_where_the_run_began(text, tmp_path, monkeypatch):
-    """The run is resumed in a folder that has another file of that name.  A run may be moved with its data."""
+    """Also those of several sources and of --eval-data.  The run is resumed in a folder that has another file of that
+    name.  A run may be moved with its data."""
     for name in ("home", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "words.txt").write_text(text.read_text() if name == "home" else "other words " * 999)
@@ -276,6 +278,12 @@ def test_relative_paths_are_those_of_the_folder_where_the_run_began(text, tmp_pa
     monkeypatch.chdir(tmp_path / "other")
     config = parse([*file, "--resume", "auto"])
     assert config.data == str(tmp_path / "home/words.txt") and parse([*file, "--data", "words.txt"]).data == "words.txt"
+    several = json.loads(Path(file[1]).read_text())
+    several["config"] |= {"data": ["words.txt:.5", "stdlib:1"], "eval_data": ["words=words.txt", "other=stdlib"]}
+    (tmp_path / "several.json").write_text(json.dumps(several))
+    config = parse(["--config", str(tmp_path / "several.json")])
+    assert config.data == (f"{tmp_path}/home/words.txt:.5", "stdlib:1")
+    assert config.eval_data == (f"words={tmp_path}/home/words.txt", "other=stdlib")
     (tmp_path / "home").rename(tmp_path / "moved")
     monkeypatch.chdir(tmp_path / "moved")
     assert parse(["--config", "run/config.json"]).data == "words.txt"

@@ -1,7 +1,6 @@
 """One optimizer step against float64, for any cut of the batch; and when a run evaluates, prints and saves."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim.adamw import AdamW
 from tests.train import runs
-from tests.train.beside_torch import losses_beside_torch
 from tests.train.models import loss_and_gradients
 
 SHORT: dict[str, Any] = {"steps": 7, "schedule": "constant", "eval_batches": 1, "sample_tokens": 0, "keep": 99}
@@ -76,18 +74,6 @@ def test_the_gradient_is_the_mean_and_clipped(text, tmp_path, ranks, micro_batch
     exact = np.abs(gradient).max()
     np.testing.assert_allclose(exp_avg / (1 - config.beta1), gradient, rtol=2e-5, atol=2e-5 * exact)
     np.testing.assert_allclose(exp_avg_sq / (1 - config.beta2), gradient**2, rtol=4e-5, atol=4e-5 * exact**2)
-
-
-@pytest.mark.parametrize("documents", ["long", "short"])
-def test_steps_are_those_of_torch(documents, tmp_path):
-    """Few sequences have the end of a long document, each has those of short ones."""
-    flags, lines = ["--batch-size", "4", "--num-hidden-layers", "1"], Path(__file__).read_text().splitlines()
-    if documents == "short":
-        (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines if line))
-        flags += ["--data", str(tmp_path / "data.jsonl")]
-    ours, theirs = losses_beside_torch("cpu", "float32", 6, *flags)
-    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
-    assert theirs[-1] < 0.9 * theirs[0]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])])

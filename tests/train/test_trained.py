@@ -183,17 +183,9 @@ def test_logits_that_are_not_finite(temperature, bad):
         _draw(1, np.full(LOGITS.size, bad, np.float32), temperature=temperature)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 50.0, "top_k": 1}])
-def test_the_likeliest(settings):
-    rng = np.random.default_rng(3)
-    for seed in range(20):
-        logits = rng.standard_normal(50).astype(np.float32)
-        assert _draw(3, logits, seed=seed, **settings) == [int(np.argmax(logits))] * 3
-
-
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-3])
-@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-320, 1e-300, 1e-3])
+@pytest.mark.parametrize("top_k", [0, 1, 3])
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1e30])
 def test_a_temperature_near_zero_takes_the_likeliest(temperature, top_k, scale):
     logits = np.array([1, 2, 4, 3, -5, 0], np.float32) * np.float32(scale)

@@ -1,157 +1,33 @@
-"""Files of Hugging Face transformers' own LLaMA and GPT-2 both ways, and its tokenizers and texts beside ours."""
-
-import json
-import subprocess
-import sys
+"""Folders that ranks of any layout save, and a chat model that kos fine-tunes, in Hugging Face transformers."""
 
 import numpy as np
 import pytest
 
 import kos.train
-from kos.train import checkpoint
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout
-from tests.train.models import SCALING, random_weights, read_weights, tensors_of
-from tests.train.of_transformers import needs_transformers, theirs_of, torch, transformers
+from tests.train.of_transformers import needs_transformers, torch, transformers
 from tests.train.runs import run
 from tests.train.sharded import save_in, whole_state
-from tests.train.tokenizer_files import byte_level_bpe
 
 pytestmark = needs_transformers
-
-CASES = {
-    "llama3, tied": LlamaConfig(97, 128, 96, 2, 4, 1, 64, 4096, 1e-6, 10_000.0, SCALING, tie_word_embeddings=True),
-    "GPT-2": GPT2Config(83, 64, 200, 3, 4, 4, 16, 130, tie_word_embeddings=True),
-}
+GPT2 = GPT2Config(83, 64, 200, 3, 4, 4, 16, 130, tie_word_embeddings=True)
 
 
-def assert_near(got, expected, limit, name):
-    error = np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected)
-    assert error < limit, f"{name}: {error:.2e}, expected at most {limit:.0e}"
-
-
-@pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
-def test_ours_is_read_by_them_and_comes_back(tmp_path, rng, config):
-    """Our folder into transformers, saved there again, and read: the same configuration, the same bits."""
-    from safetensors.numpy import save_file
-
-    weights = random_weights(config, rng, spread=0.2)
-    tensors = tensors_of(weights)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.to_huggingface(config)))
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert isinstance(theirs, transformers.LlamaForCausalLM | transformers.GPT2LMHeadModel)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    for name, parameter in theirs.named_parameters():
-        assert np.array_equal(parameter.detach().float().numpy(), tensors[name]), name
-    theirs.save_pretrained(tmp_path / "again")
-    assert huggingface.read_config(tmp_path / "again") == config
-    again = Parameters(config.parameter_shapes())
-    read_weights(tmp_path / "again", again)
-    assert np.array_equal(again.flat, weights.flat)
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(tp=2, pp=2), Layout(dp=2, tp=4)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(tp=2, pp=2), Layout(dp=2, tp=4), Layout()], ids=str)
 def test_what_ranks_of_any_layout_save_is_read_by_them(tmp_path, layout):
-    config = LlamaConfig(80, 64, 88, 3, 8, 4, 8, tie_word_embeddings=layout.pp > 1)
+    """Of a LLaMA, and of a GPT-2 by one rank."""
+    config = LlamaConfig(80, 64, 88, 3, 8, 4, 8, tie_word_embeddings=layout.pp > 1) if layout.ranks > 1 else GPT2
     whole = whole_state(config)
-    path = save_in(layout, tmp_path, 1, config, whole, zero=True)
-    assert (path / huggingface.INDEX).exists()
+    path = save_in(layout, tmp_path, 1, config, whole, zero=layout.ranks > 1)
+    assert (path / huggingface.INDEX).exists() == (layout.ranks > 1)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, parameter in theirs.named_parameters():
-        assert np.array_equal(parameter.detach().float().numpy(), whole[name]), name
-
-
-# Tokenizers
-
-DOCUMENTS = [
-    "the ring of one tree\n",
-    "two rings, naïve ones",
-    "a <|end|> that is text",
-    "def f(x):\n\treturn x\n",
-] * 10
-
-
-@pytest.fixture(params=[["<|begin|>"], ["<|end|>"], ["<|begin|>", "<|end|>"], []], ids=["bos", "eos", "both", "none"])
-def own_tokenizer(request, tmp_path):
-    """A folder with a byte-level BPE trained here, whose post-processor adds BOS, EOS, both or none."""
-    bpe = byte_level_bpe(DOCUMENTS, 300, request.param)
-    bpe.enable_truncation(7)  # which transformers ignores unless it is asked for
-    folder = tmp_path / "own"
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<|begin|>", eos_token="<|end|>"
-    ).save_pretrained(folder)
-    return folder
-
-
-def test_text_is_encoded_as_transformers_encodes_it(own_tokenizer, tmp_path, rng):
-    """Special tokens that are added, or spelled out; token numbers, logits and the likeliest text.
-
-    transformers ends a text at the tokens of generation_config.json (here 2, its default for a LLaMA), and kos at them
-    and at the tokenizer's.
-    """
-    config = LlamaConfig(300, 32, 48, 2, 4, 2, 8, max_position_embeddings=64, tie_word_embeddings=True)
-    theirs = theirs_of(config, random_weights(config, rng, spread=0.2))
-    theirs.save_pretrained(own_tokenizer)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(own_tokenizer)
-    ours = kos.train.load(own_tokenizer)
-    for text in ("the ring of one tree", "<|begin|>the<|end|> ring", "\n", "né\r\n  two"):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        assert ours.tokenizer.encode(text).tolist() == ids[0].tolist()
-        with torch.no_grad():
-            assert_near(ours.logits(text), theirs(ids).logits[0].numpy(), 1e-5, text)
-    assert ours.tokenizer.encode("").tolist() == tokenizer("").input_ids
-    prompt = "the ring"
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    ids = ids[:, : ids.shape[1] - (ids[0, -1].item() == tokenizer.eos_token_id)]  # a prompt goes on
-    ends = [tokenizer.eos_token_id, theirs.generation_config.eos_token_id]
-    assert ours.ends == tuple(ends) and None not in ends
-    with torch.no_grad():
-        out = theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=1,
-            eos_token_id=ends,
-        )  # fmt: skip
-    new = [token for token in out[0, ids.shape[1] :].tolist() if token not in ends]
-    assert ours.generate(prompt, 9, temperature=0) == prompt + tokenizer.decode(new)
-
-
-def test_training_on_json_lines_with_a_new_tokenizer(own_tokenizer, tmp_path):
-    """Data, some steps, and the weights in transformers, as in the guides."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"id": 7, "body": text}) + "\n" for text in DOCUMENTS))
-    run = tmp_path / "run"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "kos.train", f"--data={data}", "--text-field=body", f"--tokenizer={own_tokenizer}"),
-            *("--device=cpu", "--steps=3", "--batch-size=4", "--seq-len=16", "--eval-batches=1", "--sample-tokens=4"),
-            *("--hidden-size=32", "--num-hidden-layers=1", "--num-attention-heads=4", "--intermediate-size=48"),
-            *("--num-key-value-heads=2", f"--out={run}", "--prompt=the ring"),
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    folder = checkpoint.find(run).path
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = [tokenizer(text, split_special_tokens=True).input_ids for text in DOCUMENTS]
-    begins, ends = ids[0][0] == tokenizer.bos_token_id, ids[0][-1] == tokenizer.eos_token_id
-    said = f"documents {'begin with <|begin|> and ' * begins}end with <|end|>"
-    said += "; attention stays within a document (--documents)"
-    assert f"held out for validation: the last tenth of data.jsonl; {said}\n" in done.stdout
-    documents = [[*each, *[tokenizer.eos_token_id] * (not ends)] for each in ids]
-    expected = [sum(map(len, documents[:36])), sum(map(len, documents[36:]))]
-    assert f"{expected[0]:,} + {expected[1]:,} tokens of data.jsonl" in done.stdout
-
-    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(folder), kos.train.load(run)
-    for text in DOCUMENTS[:4]:
-        with torch.no_grad():
-            logits = theirs(tokenizer(text, return_tensors="pt").input_ids[:, :16]).logits[0].numpy()
-        assert_near(ours.logits(ours.tokenizer.encode(text)[:16]), logits, 1e-5, text)
-    assert ours.logits("two rings").shape[0] == len(tokenizer("two rings").input_ids)
+        assert np.array_equal(parameter.detach().float().numpy(), huggingface.as_saved(name, whole[name])), name
 
 
 def test_fine_tuning_a_model_of_transformers_and_loading_it_there(tmp_path, monkeypatch):
