@@ -128,27 +128,6 @@ def test_mismatch_on_gpus(hosts, tmp_path, launcher, kind):
     assert len(lines) == 3 and all(re.search(called, line) for line in lines), lines
 
 
-@pytest.mark.parametrize("call", ["all_reduce(x)", pytest.param("recv(x, src=1)", marks=pytest.mark.slow)])
-def test_a_killed_rank_is_named_between_hosts(hosts, tmp_path, call):
-    """On the other host too, where no memory is shared with it; and those that are left go on."""
-    text = f"""
-import os, kos, numpy as np
-comm = kos.init(timeout=60)
-me, x = comm.rank, np.ones(4)
-try:
-    comm.all_reduce(x)  # which may end on rank 1 before it does on the others
-    if me == 1:
-        os.kill(os.getpid(), 9)
-    while True:
-        comm.{call}
-except kos.errors.RankLost as error:
-    print(error, flush=True)
-assert comm.shrink().all_gather(np.array(me)).tolist() == [0, 2, 3]
-"""
-    lines = hosts.run(tmp_path, 4, sys.executable, "-c", text, options=("--with-ft", "ulfm")).splitlines()
-    assert len(lines) == 3 and all("rank 1 is gone: its " in line for line in lines), lines
-
-
 def test_a_host_that_is_cut_off_is_named_on_both(hosts):
     """By all its ranks, though each rank waits for one: the host acknowledges nothing."""
     text = f"""
