@@ -48,7 +48,6 @@ WITH_MPI = (
     "tests/comm/test_any_source.py",
     "tests/comm/test_bytes_and_probes.py",
     "tests/comm/test_conformance.py",
-    "tests/comm/test_device_buffers.py",
     "tests/comm/test_failures.py",
     "tests/comm/test_interrupts.py",
     "tests/comm/test_long_waits.py",

@@ -227,6 +227,14 @@ def test_the_trainer_says_it_once_for_all_ranks(tmp_path):
     assert ran.stderr.count("--steps is given twice: 3 counts, not 4") == 1
 
 
+@pytest.mark.parametrize("name", ["eval", "sample", "chat", "export"])
+def test_help_names_no_default_of_none(name, program):
+    pytest.importorskip("pydantic", reason="needs the extra 'train'")
+    text = " ".join(program(COMMANDS[name][0], "--help").out.split())
+    assert not re.search(r"[Dd]efault: (None|\[\])", text)
+    assert ("--seq-len N " in text) == ("Default: the model's context" in text) == (name == "eval")
+
+
 def test_every_command_has_such_a_parser():
     folder = Path(kos.__path__[0])
     others = [path for path in folder.rglob("*.py") if re.search(r"argparse\.ArgumentParser\(\w", path.read_text())]

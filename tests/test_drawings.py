@@ -6,10 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from docs.drawings import IMAGES, pictures
-from docs.drawings.collectives import steps_of
-from docs.drawings.house import imports, rows_of
 from docs.drawings.svg import exchange
-from kos.comm.schedules import build
 
 COMMITTED = {file.stem: file.read_text() for file in IMAGES.glob("*")}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -53,15 +50,6 @@ def test_words_stay_inside_and_apart(name):
         assert over == [words], over
 
 
-def test_a_ring_as_it_is_drawn():
-    states, arrows = steps_of(build("all_reduce", "ring", 4))
-    assert len(states) == 7 and [len(each) for each in arrows] == [4] * 6
-    assert [state[1] for state in states[:3]] == [dict.fromkeys(range(4), 2), {0: 3, 1: 2, 2: 2, 3: 2},
-                                                  {0: 3, 1: 2, 2: 2, 3: 11}]  # fmt: skip
-    assert states[-1] == [dict.fromkeys(range(4), 15)] * 4
-    assert [all(a.adds for a in each) for each in arrows] == [True] * 3 + [False] * 3
-
-
 def test_the_house_has_no_arrows_and_its_boxes_are_apart():
     root = ET.fromstring(COMMITTED["house"])
     assert not root.findall(f"{SVG}line") and not root.findall(f"{SVG}polygon")
@@ -73,28 +61,6 @@ def test_the_house_has_no_arrows_and_its_boxes_are_apart():
             apart = x >= a + c or a >= x + w or y >= b + d or b >= y + h
             within = x > a and y > b and x + w < a + c and y + h < b + d
             assert apart or within, ((x, y, w, h), (a, b, c, d))
-
-
-def test_local_rounds_belong_to_the_step_before_them():
-    states, arrows = steps_of(build("all_reduce", "two_shot", 4))
-    assert len(arrows) == 2 and [len(each) for each in arrows] == [12, 12]
-    assert states[1] == [{chunk: 15 if chunk == rank else 1 << rank for chunk in range(4)} for rank in range(4)]
-
-
-def test_the_house_of_a_small_package(tmp_path):
-    for module, text in {
-        "__init__": "", "train/__init__": "from kos.comm import work\nfrom kos import errors", "errors": "",
-        "comm/__init__": "import kos.errors", "comm/work": "from kos.comm.host import wire",
-        "comm/host/__init__": "", "comm/host/wire": "from kos.comm.tree.build import x\nfrom kos.comm.tree import y",
-        "comm/tree/__init__": "", "comm/tree/build": "", "comm/tree/back": "from kos.comm.host import wire",
-    }.items():  # fmt: skip
-        file = tmp_path / "kos" / f"{module}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    packages, rooms = imports(tmp_path / "kos")
-    assert packages == {"comm": {"errors"}, "train": {"comm", "errors"}, "errors": set()}
-    assert rooms == {"comm/host": {"comm/tree"}, "comm/tree": set()}, "two statements against one"
-    assert rows_of(packages) == [["train"], ["comm"], ["errors"]]
 
 
 @pytest.mark.parametrize("name", sorted(COMMITTED))

@@ -2,12 +2,14 @@
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -87,6 +89,20 @@ def test_the_table_of_costly_tests_names_tests():
         file, test = row.split("::")
         written = f"\ndef {test}(" in (ROOT / file).read_text()
         assert written or hasattr(import_module(file.removesuffix(".py").replace("/", ".")), test), row
+
+
+def test_the_table_of_mended_defects_names_tests():
+    """Each entry of "Fixed" since the first release has a row, in the same order."""
+    table = (ROOT / "tests" / "defects.txt").read_text()
+    pages = [(ROOT / page).read_text() for page in ("CHANGELOG.md", "docs/releases/0.3.0.md")]
+    sections = chain(*(re.findall(r"^(##+) Fixed$(.*?)(?=^(?:\1|##) |\Z)", page, re.M | re.S) for page in pages))
+    fixed = [" ".join(entry.split()) for _, section in sections for entry in section.split("\n- ")[1:]]
+    rows = re.findall(r"^(?!#)(\S.*)\n(?: {4}.+\n)+", table, re.M)
+    assert len(fixed) > 100 and [row for row, entry in zip(rows, fixed, strict=True) if not entry.startswith(row)] == []
+    for test in re.findall(r"^ {4}(?!no test: )(.+)", table, re.M):
+        file, name, case = re.fullmatch(r"(tests/\S+\.py)::(\w+)(?:\[(.+)\])?", test).groups()
+        written = (ROOT / file).read_text()
+        assert f"\ndef {name}(" in written and (case or "") in written, test
 
 
 def test_the_stub_is_current():

@@ -36,17 +36,17 @@ def training() -> str:
 
 
 def training_types() -> str:
-    """In 8 bits beside bfloat16."""
-    rows = []
-    for preset, found in measured.eight_bits().items():
+    """In 8 bits beside bfloat16; beside torchao if the newest run has it."""
+    rows, measurements = [], measured.eight_bits()
+    peers = any("torchao" in found for found in measurements.values())
+    for preset, found in measurements.items():
         sixteen, eight, peer = found["bfloat16"], found["fp8"], found.get("torchao")
         model = f"{preset}, {eight['batch_size']} x {eight['seq_len']:,}"
         speed = ratio(sixteen["step_ms"] / eight["step_ms"])
-        rows.append(
-            [model, tokens(sixteen), tokens(eight), tokens(peer) if peer else "", gib(sixteen), gib(eight), speed]
-        )
-    head = ["bfloat16, tokens/s", "fp8, tokens/s", "torchao float8", "bfloat16, GiB", "fp8, GiB", "fp8 / bfloat16"]
-    return table([f"{gpus(newest('train-fp8', 1))}, sequences x tokens", *head], rows)
+        of_peer = [tokens(peer) if peer else ""] * peers
+        rows.append([model, tokens(sixteen), tokens(eight), *of_peer, gib(sixteen), gib(eight), speed])
+    head = ["bfloat16, tokens/s", "fp8, tokens/s", *["torchao float8"] * peers, "bfloat16, GiB", "fp8, GiB"]
+    return table([f"{gpus(newest('train-fp8', 1))}, sequences x tokens", *head, "fp8 / bfloat16"], rows)
 
 
 def loss(row: Row) -> str:

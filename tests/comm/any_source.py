@@ -1,6 +1,5 @@
 """Ranks for tests of receives from any rank, of bytes and of probes: threads, ``tcp`` and ``mpi``."""
 
-import threading
 
 import numpy as np
 import pytest
@@ -36,13 +35,6 @@ def run(kind, request):
     if kind == "mock":
         return lambda fn: spawn(fn, SIZE, timeout=TIMEOUT, buffer_bytes=1 << 16)  # as processes of one host
     return TCPRanks(SIZE).run
-
-
-@pytest.fixture
-def meet(kind):
-    """Waits for all ranks, outside of kos where ranks are threads: a rank that waits in kos is not named as late."""
-    barrier = threading.Barrier(SIZE)
-    return (lambda comm: comm.rendezvous.barrier()) if "mpi" in kind else (lambda comm: barrier.wait(TIMEOUT))
 
 
 def wait_for_marks(comm: kos.Communicator, tag: int = 99) -> None:

@@ -12,11 +12,11 @@ import kos
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
-from tests.comm.any_source import kind, meet, run, wait_for_marks
+from tests.comm.any_source import kind, run, wait_for_marks
 from tests.comm.ranks import MockRanks, on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_ranks
 
-__all__ = ["kind", "meet", "run"]  # fixtures
+__all__ = ["kind", "run"]  # fixtures
 
 
 @on_each_rank("run")

@@ -25,7 +25,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_deterministic_is_in_rank_order,
     test_graph_capture_and_replay,
     test_messages,
-    test_mismatch_raises_on_all_ranks,
+    test_promise,
     test_several_communicators,
     test_uneven_shards_in_place_in_a_graph,
 )

@@ -239,7 +239,7 @@ class Program:
             events.append(self.beside_a_receive)
         for _ in range(EVENTS):
             self.choose(events)(self.choose(self.pool))
-        assert hits(self.twin) == 0
+        assert hits(self.twin) == 0 and self.comm.all_reduce.__doc__ == self.twin.all_reduce.__doc__
         self.twin.close()
 
     def may_hit(self, arrays: Arrays) -> bool:
@@ -332,6 +332,8 @@ class Program:
         mine, twins = (last[comm.name] for comm in (self.comm, self.twin))
         for name in ("profiling_name", "reduce_op", "root", "timeout_ms", "state", "input_sizes", "frames"):
             assert mine[name] == twins[name], name
+        if mine["state"] == "completed":
+            assert mine["time_created_ns"] <= mine["time_discovered_completed_ns"]
 
     def wrong_call(self, call: Call) -> None:
         """Calls like one that is known, but for something that is wrong with them: nothing is sent."""

@@ -33,10 +33,11 @@ from kos.comm.host_compressed import IN_PHASES
 from kos.comm.tuning import Table, key, parse, user_path
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.testing.conformance import order, results
+from kos.testing.conformance import results
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
 from kos.tune import measure as tune
+from tests.comm import test_conformance as conformance
 from tests.comm import test_nccl
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, Group, of_nccl, waits_that_are_bounded
@@ -132,14 +133,13 @@ def test_results(ranks, seed, name, dtype, op):
     ranks.run(lambda comm: results.correct(comm, seed, Step(name, dtype=dtype, op=op or ReduceOp.SUM)))
 
 
-@pytest.mark.parametrize("name", ["split_of_a_split", "close"])
-def test_promises(ranks, name):
-    ranks.run(getattr(order, name))
-
-
-@pytest.mark.parametrize("name", ["several_in_flight", "persistent"])
-def test_calls_on_hosts(ranks, seed, name):
-    ranks.run(lambda comm: getattr(order, name)(comm, seed))
+@pytest.mark.parametrize(
+    "name",
+    ["split_of_a_split", "close", "several_in_flight", "persistent", "feedback_keeps_what_is_lost fp8 float32",
+     *(f"all_reduce {dtype} {op} with NaN" for dtype in ("float32", "bfloat16") for op in ("MIN", "MAX"))],
+)  # fmt: skip
+def test_promises(ranks, seed, name):
+    conformance.check(ranks, seed, name)
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
@@ -154,11 +154,6 @@ def test_compressed_between_hosts(comm, /, seed, form, dtype):
         results.correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("fp8", "float32"), ("int8", "bfloat16"), ("int4", "float16")])
-def test_error_feedback_between_hosts(ranks, seed, form, dtype):
-    ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
-
-
 @on_each_rank("ranks.run")
 def test_compressed_sums_go_in_phases_and_all_else_does_not(gpu, /):
     comm, ways = gpu.comm, Ways(gpu.comm)
@@ -171,9 +166,9 @@ def test_compressed_sums_go_in_phases_and_all_else_does_not(gpu, /):
     assert ways.of(comm.all_to_all, filled(comm, 600), compress="int8") == "nccl"
 
 
+test_error_feedback = conformance.test_error_feedback
 test_batch_and_persistent = test_nccl.test_batch_and_persistent
 test_deterministic_is_in_rank_order = test_nccl.test_deterministic_is_in_rank_order
-test_minimum_keeps_nan = test_nccl.test_minimum_keeps_nan
 test_several_communicators = test_nccl.test_several_communicators
 
 

@@ -14,10 +14,11 @@ import kos
 from kos import PremulSum, ReduceOp, cuda
 from kos.comm.gpu.nccl_binding import ranks_may_share_a_gpu
 from kos.cuda import driver, streams
-from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance.model import check, in_rank_order
 from kos.testing.conformance.values import LARGE
+from tests.comm import test_conformance as conformance
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import ALL_DTYPES, assert_bits, assert_same_on_all_ranks, inputs, on_each_rank, poison
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
@@ -33,6 +34,11 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture
 def ranks(gpu_world, mpi_world):
     return GPURanks(gpu_world, mpi_world)
+
+
+@pytest.mark.parametrize("name", conformance.names_of(gpu=True))
+def test_promise(ranks, seed, name):
+    conformance.check(ranks, seed, name)
 
 
 def on_gpu(comm: Any, x: np.ndarray, stream: Any = None) -> Array:
@@ -68,17 +74,6 @@ def test_deterministic_is_in_rank_order(gpu, /, seed, dtype, op):
     xs = inputs(seed, n, 33 * n, dtype)
     part = gpu.reduce_scatter(xs[me], op=mine, deterministic=True)
     assert_bits(part, in_rank_order(xs, op, factors)[33 * me : 33 * me + 33], "reduce_scatter")
-
-
-@on_each_rank("ranks.run")
-def test_minimum_keeps_nan(gpu, /):
-    for dtype in (np.float32, BF16):
-        for op in (ReduceOp.MIN, ReduceOp.MAX):
-            x = np.full(5, gpu.rank, dtype)
-            x[gpu.rank % 5] = np.nan
-            gpu.all_reduce(x, op)
-            hit = {rank % 5 for rank in range(gpu.size)}
-            assert [bool(np.isnan(v)) for v in x] == [k in hit for k in range(5)]
 
 
 @on_each_rank("ranks.run")
@@ -376,26 +371,6 @@ def test_auto_takes_both(mpi_world, gpu_world, seed):
         assert comm.all_gather_bytes(b"%d" % comm.rank) == [b"%d" % rank for rank in range(comm.size)]
 
 
-def test_mismatch_raises_on_all_ranks(mpi_world, gpu_world):
-    if mpi_world.size == 1:
-        pytest.skip("needs two ranks or more")
-    comm = gpu_world.duplicate()
-    x = on_gpu(comm, np.ones(1000 + comm.rank // (comm.size - 1), np.float32))  # the last rank has one more
-
-    def all_reduce():
-        comm.all_reduce(x)
-        comm.synchronize(TIMEOUT)
-
-    with pytest.raises(CollectiveMismatch, match="count 100. against 100."):
-        all_reduce()
-    with pytest.raises(KosError):
-        comm.all_reduce(x)
-    comm.close()
-    mpi_world.barrier()
-    x = on_gpu(gpu_world, np.ones(1000, np.float32))
-    assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"
-
-
 @pytest.mark.parametrize("met", [True, False])
 def test_a_rank_that_does_not_come(mpi_world, gpu_world, met):
     """The host's wait ends in time, whether or not the ranks had been connected; the GPU is fit afterwards."""
@@ -421,30 +396,6 @@ def test_a_rank_that_does_not_come(mpi_world, gpu_world, met):
         assert SHORT <= time.monotonic() - begun < SHORT + 8
     mpi_world.barrier()
     comm.abort() if comm.rank == late else comm.close()
-    mpi_world.barrier()
-    x = on_gpu(gpu_world, np.ones(1000, np.float32))
-    assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"
-
-
-def test_shrink(mpi_world, gpu_world):
-    """Without the last rank."""
-    if mpi_world.size < 2:
-        pytest.skip("needs two ranks or more")
-    comm = gpu_world.duplicate()
-    comm.all_reduce(on_gpu(comm, np.ones(7, np.float32)))
-    comm.synchronize()
-    last = comm.size - 1
-    rest = mpi_world.rendezvous.split(None if comm.rank == last else 0)
-    if rest is None:
-        comm.abort()
-    else:
-        comm.backend.abort("a test")
-        part = comm.backend.split(rest, 0, rest.rank)
-        assert part is not None
-        smaller = kos.Communicator(part, rest, comm.probes, TIMEOUT)
-        x = on_gpu(comm, np.ones(7, np.float32))
-        assert (smaller.all_reduce(x).numpy() == last).all()
-        smaller.close()
     mpi_world.barrier()
     x = on_gpu(gpu_world, np.ones(1000, np.float32))
     assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +10,7 @@ import pytest
 
 from kos import PremulSum, ReduceOp
 from kos.comm.communicator import Communicator
+from kos.comm.compression import FORMATS
 from kos.comm.gpu.peer import bind as peer_bind
 from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer import exchange as peer_exchange
@@ -20,7 +20,7 @@ from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results
-from kos.testing.conformance.model import Step
+from kos.testing.conformance.model import MOVING, REDUCING, Step
 from tests.comm import gpu_programs
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
@@ -29,15 +29,11 @@ from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus, of_peer
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
-from tests.comm.test_conformance import (  # noqa: F401 -- collected here
-    test_compressed_errors_are_within_the_bounds,
-    test_shapes_and_scalars,
-)
+from tests.comm.test_conformance import test_compressed_errors_are_within_the_bounds  # noqa: F401 -- collected here
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_any_bytes_to_and_from_anybody,
     test_messages,
     test_messages_of_a_batch_wait_for_none_of_it,
-    test_minimum_keeps_nan,
     test_parts_of_any_size_go_by_one_kernel,
     test_refusals,
     test_what_overlaps_goes_by_copy_engines,
@@ -54,10 +50,7 @@ REDUCTIONS = [  # one of each way in which kernels treat a type
     (np.dtype(np.int8), ReduceOp.SUM), (np.dtype(np.complex64), ReduceOp.AVG),
     (np.dtype(np.complex128), ReduceOp.PROD),
 ]  # fmt: skip
-OPERATIONS = (
-    "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
-    "gather_v_and_scatter_v", "scan",
-)  # fmt: skip
+OPERATIONS = ("reduce_scatter_v", "scan", "exscan", *MOVING[:-1])
 
 
 @on_each_rank(ThreadRanks(SIZE).run_bare)
@@ -107,49 +100,35 @@ def test_random_programs(gpu, /, seed):
         assert gpu_programs.run_program(gpu, rng)
 
 
-def suite() -> Iterator[Any]:
-    """The tests of the conformance suite and of GPUs, with their arguments."""
-
-    def case(module: Any, name: str, *arguments: Any, slow: bool = False) -> Any:
-        label = "-".join([name, *(getattr(x, "name", str(x)) for x in arguments)])
-        return pytest.param(module, name, arguments, marks=pytest.mark.slow if slow else (), id=label)
-
-    for n, pair in enumerate(REDUCTIONS):
-        yield case(conformance, "all_reduce", *pair, slow=n in (1, 5))
-    yield case(on_gpus, "blocks_of_one_role_each", BF16, ReduceOp.AVG)
-    yield case(on_gpus, "blocks_of_one_role_each", np.dtype(np.float32), ReduceOp.SUM, slow=True)
-    for i, name in enumerate(OPERATIONS):
-        for j, dtype in enumerate((BF16, np.dtype(np.int64))):
-            yield case(conformance, name, dtype, slow=(i + j) % 2 == 1)
-    yield case(conformance, "reduce", BF16, False)
-    for algorithm in ("two_shot", "ring", "tree"):
-        yield case(on_gpus, "named_algorithms", algorithm)
+NAMES = [f"{name} {dtype}{' SUM' * (name in REDUCING)}" for name in OPERATIONS for dtype in ("bfloat16", "int64")]
+NAMES += [f"{name} {dtype} {op.name}" for dtype, op in REDUCTIONS for name in ("all_reduce", "reduce_scatter")]
+NAMES += [f"{name} bfloat16 SUM deterministic" for name in ("reduce", "reduce_scatter")]
+NAMES += [f"compressed {form} {dtype}" for form, dtype in (("fp8", BF16), ("int8", "float32"), ("int4", BF16))]
+NAMES += ["shapes_and_scalars", *(f"feedback_keeps_what_is_lost {form} float32" for form in FORMATS)]
+NAMES += [f"all_reduce {dtype} {op} with NaN" for dtype in ("float32", BF16) for op in ("MIN", "MAX")]
 
 
-@pytest.mark.parametrize(("module", "name", "arguments"), [*suite()])
-def test_suite_on_emulated_kernels(ranks, seed, module, name, arguments):
-    getattr(module, f"test_{name}")(ranks, seed, *arguments)
+@pytest.mark.parametrize("name", NAMES)
+def test_promise(ranks, seed, name):
+    conformance.check(ranks, seed, name)
 
 
-@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS[::2], ids=lambda x: getattr(x, "name", str(x)))
-def test_reduce_scatter(ranks, seed, dtype, op):
-    for deterministic in (False, True):
-        step = Step("reduce_scatter", dtype=dtype, op=op, deterministic=deterministic)
-        ranks.run(lambda comm, step=step: results.correct(comm, seed, step))
+ON_GPUS: list[Any] = [("named_algorithms", algorithm) for algorithm in ("two_shot", "ring", "tree")]
+ON_GPUS += [("blocks_of_one_role_each", *pair) for pair in ((BF16, ReduceOp.AVG), (np.dtype("f4"), ReduceOp.SUM))]
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
-def test_compressed(ranks, seed, form, dtype):
-    ranks.run(lambda comm: results.compressed(comm, seed, form, dtype))
-    ranks.run(lambda comm: results.feedback_keeps_what_is_lost(comm, seed, form, dtype))
+@pytest.mark.parametrize("case", ON_GPUS, ids=str)
+def test_as_on_gpus(ranks, seed, case):
+    name, *arguments = case
+    getattr(on_gpus, f"test_{name}")(ranks, seed, *arguments)
 
 
 def test_what_no_kernel_takes_is_exchanged_and_added(ranks, seed, monkeypatch):
     monkeypatch.setattr(peer_engine, "_SCANNED_UP_TO", 0)
-    conformance.test_scan(ranks, seed, BF16)
     kind, op = np.dtype(np.complex64), ReduceOp.PROD
-    for name in ("scan", "reduce_scatter_v"):
-        ranks.run(lambda comm, name=name: results.correct(comm, seed, Step(name, dtype=kind, op=op)))
+    steps = [Step(name, dtype=BF16, op=ReduceOp.PREMUL_SUM) for name in ("scan", "exscan")]
+    for step in (*steps, *(Step(name, dtype=kind, op=op) for name in ("scan", "reduce_scatter_v"))):
+        ranks.run(lambda comm, step=step: results.correct(comm, seed, step))
 
 
 @on_each_rank("ranks.run")

@@ -213,12 +213,19 @@ def test_large_messages_of_mpi_progress_while_a_rank_waits_within_its_host(befor
 
 
 KILLED = """
-import os
+import os, signal
 import numpy as np, kos
 if "OMPI_COMM_WORLD_RANK" in os.environ:
     os.environ["KOS_HOST"] = {names}[int(os.environ["OMPI_COMM_WORLD_RANK"])]
 comm = kos.init(timeout=60)
-me, x = comm.rank, np.ones(4)
+me, x, child = comm.rank, np.ones(4), 0
+if me == 1 and not {names}:
+    child = os.fork()
+    if not child:
+        os.closerange(0, 3)
+        signal.alarm(100)
+        signal.pause()
+children = comm.all_gather(np.array(child))
 try:
     comm.all_reduce(x)
     if me == 1:
@@ -231,6 +238,8 @@ rest = comm.shrink()
 left = rest.all_gather(np.array(me)).tolist()
 print(*named, left, [left[rank] for rank in rest.node], rest.split("host").world_ranks, flush=True)
 rest.close()
+if me == 0 and children[1]:
+    os.kill(children[1], signal.SIGKILL)
 os._exit(0)
 """
 
@@ -245,6 +254,7 @@ def after_a_kill(hosts: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
 def test_a_killed_rank_on_tcp(hosts, monkeypatch):
+    """Also if a process that it has forked goes on."""
     on_hosts(monkeypatch, hosts)
     results = run_processes(KILLED.format(names=[]), 4)
     assert [text.strip() for code, text in results if code == 0] == after_a_kill(hosts), results

@@ -17,14 +17,10 @@ from kos.comm.control.thread_rendezvous import single_rendezvous
 from kos.comm.failures import Late
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import RECENT, TCPTransport
-from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout
-from kos.testing.conformance import cases
-from kos.testing.conformance.values import ALL_DTYPES
 from tests.comm import test_conformance as conformance
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_threads
-from tests.comm.test_conformance import test_large, test_shapes_and_scalars  # noqa: F401 -- collected here, to run on the ranks below
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
 
@@ -41,57 +37,18 @@ def _apart(request):
         request.getfixturevalue("apart")
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "memory", "dtype"),
-    [  # each on sockets or in shared memory
-        pytest.param(name, memory, dtype, id=f"{name}-{memory}", marks=() if i % 2 == j else pytest.mark.slow)
-        for i, name in enumerate(algorithms("all_reduce"))
-        for j, (memory, dtype) in enumerate((("none", np.float32), ("shared", np.int64)))
-    ],
-    indirect=["memory"],
-)
-def test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype):
-    conformance.test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype)
-
-
-MOVING = (
-    "all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather_and_scatter", "gather_v_and_scatter_v",
-    "messages",
-)  # fmt: skip
-PAIRS = [  # each operation with a dtype of each size, each of both on sockets and in shared memory
-    pytest.param(("none", "shared")[(i + j) % 2], name, dtype, id=f"{name}-{dtype}")
-    for i, name in enumerate(MOVING)
-    for j, dtype in enumerate(conformance.MOVED)
-]
-
-
-@pytest.mark.parametrize(("memory", "name", "dtype"), PAIRS, indirect=["memory"])
-def test_moving(ranks, seed, name, dtype):
-    getattr(conformance, f"test_{name}")(ranks, seed, dtype)
-
-
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_reduce(ranks, seed, memory, dtype):
-    """Each dtype in both orders of addition, each on one of both memories."""
-    fixed = ALL_DTYPES.index(dtype) % 2 == (memory == "shared")
-    conformance.test_reduce(ranks, seed, dtype, fixed)
-
-
-WITH_MEMORY = ("views_put_and_get",)  # what ranks of several hosts cannot do
-OF_SCHEDULES = re.compile(rf"({conformance.CALLS}) .*")
-"""The results of calls, which the schedules compute alike on all backends."""
-NAMES = {name for name in conformance.checked_here(full=False) if not OF_SCHEDULES.fullmatch(name)}
-CASES = [case for case in cases() if case.name in NAMES]
+MORE = re.compile(r"\w+ (int64|complex128)( SUM)?( deterministic)?|.* by every schedule")
+"""Promises beside those of the short suite: elements of 8 and of 16 bytes, and schedules."""
+NAMES = [*conformance.names_of(full=False), *filter(MORE.fullmatch, conformance.names_of())]
+SHARED = {"views_put_and_get", *(name for name in NAMES[::2] if " " in name)}
+"""Those that are checked in shared memory: what ranks of several hosts cannot do, and half of the results of calls."""
 
 
 @pytest.mark.parametrize(
-    ("case", "memory"),
-    [(case, "shared" if case.name in WITH_MEMORY else "none") for case in CASES],
-    ids=str,
-    indirect=["memory"],
+    ("name", "memory"), [(name, "shared" if name in SHARED else "none") for name in NAMES], indirect=["memory"]
 )
-def test_promise(ranks, case):
-    ranks.run(lambda comm: case.applies(comm) and case.call(comm))
+def test_promise(ranks, seed, name):
+    conformance.check(ranks, seed, name)
 
 
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
@@ -213,8 +170,9 @@ def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
         first.wait()
         assert me not in Epoll.slept
         second.wait()
-        transport.sleep(0.001)  # what has arrived since the last sleep may have ended an operation
         Epoll.slept.clear()
+        transport.sleep(0.001)  # what has arrived since the last sleep may have ended an operation
+        assert me not in Epoll.slept
         transport.sleep(0.001)
         assert me in Epoll.slept
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_hosts import ADDRESSES, CABLE, HOSTS, Hosts, Impossible, two_hosts
-from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, finish, free_port, start
 from tests.forked import PATHS
 from tests.launcher import run_program
@@ -27,31 +25,6 @@ with kos.init(timeout=60) as comm:
     part.close()
     print(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}, local {comm.local_rank} of "
           f"{comm.local_size}, on {comm.backend_name}: {x[-1]:g}, {y[0]:g}", flush=True)
-"""
-
-
-MISMATCH = """
-import kos, numpy as np
-comm = kos.init(timeout=60)
-comm.all_reduce(np.ones(4))
-try:
-    comm.all_reduce(np.ones(4, np.int32 if comm.rank == 1 else np.float32))
-except kos.errors.CollectiveMismatch as error:
-    print(" ".join(str(error).split()[-3:]), flush=True)
-"""
-
-ON_GPUS = """
-import pytest
-from kos.comm.control.bootstrap import default_rendezvous
-from tests.comm.fake_nccl import quiet
-from tests.comm.test_gpu_hosts import all_raise, {kind}, on_gpu
-with pytest.MonkeyPatch.context() as patch, quiet(patch):
-    comm = {kind}(default_rendezvous(60.0))
-    comm.all_reduce(on_gpu(10))
-    comm.all_reduce(on_gpu(10 + (comm.rank == 1)))
-    print(all_raise(comm), flush=True)
-    comm.rendezvous.barrier()
-    comm.close()
 """
 
 
@@ -107,48 +80,6 @@ def test_environment(hosts, master):
     ]
 
 
-def test_mismatch(hosts, tmp_path):
-    """Of the one rank on the second host with two that share memory."""
-    lines = hosts.run(tmp_path, 3, sys.executable, "-c", MISMATCH).splitlines()
-    assert len(lines) == 3 and set(lines) <= {"float32 against int32", "int32 against float32"}
-
-
-@needs_core
-@pytest.mark.parametrize(
-    ("launcher", "kind"), [("environment", "nccl"), pytest.param("mpirun", "auto", marks=pytest.mark.slow)]
-)
-def test_mismatch_on_gpus(hosts, tmp_path, launcher, kind):
-    """Of one rank on the second host with two that share memory; the GPUs are stand-ins."""
-    program = sys.executable, "-c", ON_GPUS.format(kind=kind)
-    if launcher == "mpirun":
-        lines = hosts.run(tmp_path, 3, *program).splitlines()
-    else:
-        lines = [output.strip() for _, output in hosts.start([0, 1, 0], *program)]
-    called = r"world: rank 0 called all_reduce #1 of float32\[10\] .* but rank 1 called all_reduce #1 of float32\[11\] "
-    assert len(lines) == 3 and all(re.search(called, line) for line in lines), lines
-
-
-@pytest.mark.parametrize("call", ["all_reduce(x)", pytest.param("recv(x, src=1)", marks=pytest.mark.slow)])
-def test_a_killed_rank_is_named_between_hosts(hosts, tmp_path, call):
-    """On the other host too, where no memory is shared with it; and those that are left go on."""
-    text = f"""
-import os, kos, numpy as np
-comm = kos.init(timeout=60)
-me, x = comm.rank, np.ones(4)
-try:
-    comm.all_reduce(x)  # which may end on rank 1 before it does on the others
-    if me == 1:
-        os.kill(os.getpid(), 9)
-    while True:
-        comm.{call}
-except kos.errors.RankLost as error:
-    print(error, flush=True)
-assert comm.shrink().all_gather(np.array(me)).tolist() == [0, 2, 3]
-"""
-    lines = hosts.run(tmp_path, 4, sys.executable, "-c", text, options=("--with-ft", "ulfm")).splitlines()
-    assert len(lines) == 3 and all("rank 1 is gone: its " in line for line in lines), lines
-
-
 def test_a_host_that_is_cut_off_is_named_on_both(hosts):
     """By all its ranks, though each rank waits for one: the host acknowledges nothing."""
     text = f"""
@@ -194,16 +125,3 @@ time.sleep(8)
     finally:
         subprocess.run(["ip", "-n", HOSTS[1], "link", "set", CABLE, "up"], check=True, timeout=20)
     assert results[1][1].startswith("(0, 2) ") and f"host {HOSTS[0]} (ranks [0, 2])" in results[1][1], results
-
-
-def test_environment_without_a_secret(hosts, tmp_path):
-    """Users whose hosts do not share their home have none in common."""
-    code = "import os, kos; os.environ['XDG_CACHE_HOME'] += os.environ['RANK']\n"
-    code += "try: kos.init(timeout=5)\nexcept kos.errors.RendezvousError as error: print(error)"
-    unset = ["env", "-u", "KOS_SECRET", f"XDG_CACHE_HOME={tmp_path}/"]
-    here, there = hosts.start([0, 1], *unset, sys.executable, "-c", code)
-    assert "expected the same secret (KOS_SECRET) on all ranks, got different ones" in there[1]
-    warning, error = here[1].splitlines()
-    rejected = "rank 0 rejected rank 1 at 192.0.2.2: expected the same secret (KOS_SECRET) on all ranks, got another"
-    assert warning == f"rendezvous: {rejected}" and error.endswith(f"; {rejected}")
-    assert error.startswith("rendezvous: ranks [1] of 2 did not arrive within 5 s")

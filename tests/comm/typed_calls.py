@@ -11,6 +11,8 @@ import kos
 from kos.comm import Batch, Persistent
 from kos.comm.operation import Operation
 from kos.errors import KosError, RankLost
+from kos.interop import jax, ray
+from kos.interop.flashinfer import CommBackend
 from kos.memory.array import Array
 from kos.testing import Fault, spawn
 
@@ -51,19 +53,11 @@ def overlaps(comm: kos.Communicator, x: Host, later: bool) -> None:
     """Calls whose ``async_op`` is known only at run time."""
     assert_type(comm.all_reduce(x, deterministic=True, async_op=later), Host | kos.Work[Host])
     assert_type(comm.reduce(x, async_op=later), Host | kos.Work[Host | None] | None)
-    assert_type(comm.reduce_scatter(x, async_op=later), Host | kos.Work[Host])
-    assert_type(comm.reduce_scatter_v(x, [1, 2], async_op=later), Host | kos.Work[Host])
-    assert_type(comm.scan(x, async_op=later), Host | kos.Work[Host])
     assert_type(comm.exscan(x, async_op=later), Host | kos.Work[Host | None] | None)
     assert_type(comm.broadcast(x, algorithm="tree", async_op=later), Host | kos.Work[Host])
-    assert_type(comm.all_gather(x, async_op=later), Host | kos.Work[Host])
-    assert_type(comm.all_gather_v(x, async_op=later), Host | kos.Work[Host])
-    assert_type(comm.all_to_all(x, async_op=later), Host | kos.Work[Host])
     assert_type(comm.all_to_all_v(x, [1, 2], async_op=later), Host | kos.Work[Host])
-    assert_type(comm.gather(x, async_op=later), Host | kos.Work[Host | None] | None)
     assert_type(comm.gather_v(x, async_op=later), Host | kos.Work[Host | None] | None)
     assert_type(comm.scatter(x, x, async_op=later), Host | kos.Work[Host])
-    assert_type(comm.scatter_v(x, None, x, async_op=later), Host | kos.Work[Host])
     assert_type(comm.barrier(async_op=later), kos.Work[None] | None)
     assert_type(comm.send(x, 1, async_op=later), kos.Work[None] | None)
     assert_type(comm.recv(x, 1, async_op=later), Host | kos.Work[Host])
@@ -107,6 +101,12 @@ def program(x: Host) -> float:
     kos.init(nccl={"max_ctas": "8"})  # type: ignore[arg-type]
     kos.init(backend=7)  # type: ignore[arg-type]
     return float(x.sum())
+
+
+def of_other_libraries(comm: kos.Communicator, x: Host) -> None:
+    jax.all_reduce(comm, {"a": x}, kos.PremulSum(0.5))
+    CommBackend(comm).allgather(1)
+    assert_type(kos.init(rendezvous=ray.rendezvous("group", 0, 1)), kos.Communicator)
 
 
 def in_tests() -> list[float | None]:

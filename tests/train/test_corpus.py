@@ -238,7 +238,7 @@ def test_a_line_of_json_is_a_document(tmp_path, name):
         (b'{"prompt": 5, "completion": "x"}', ["text in the field 'prompt', got prompt: 5"]),
         (b'{"prompt": "a\\ud800", "completion": "x"}', ["in the field 'prompt', got '\\ud800' at character 1"]),
         (b'["x"]', ["got ['x']"]),
-        (b'{"text": "x"', ["expected JSON", "column"]),
+        (b'{"text": "x"', ["expected JSON", "at column 13)"]),
         (b"plain text", ["expected JSON", "plain text"]),
         (b'{"text": "caf\xe9"}', ["expected UTF-8", "0xe9", "--encoding"]),
         (b"[" * 100_000, ["expected JSON"]),

@@ -8,7 +8,7 @@ import pytest
 
 from kos.errors import InvalidArgument
 from kos.train.data.tokenizers import ByteTokenizer, NumberTokenizer
-from kos.train.generate import Decoder, Uncached, continue_texts
+from kos.train.generate import Decoder, Sampling, Uncached, continue_texts
 from kos.train.model.families import FAMILIES
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
@@ -54,6 +54,29 @@ def test_sampled_text_is_that_of_the_prompt_alone():
     assert texts == [model.generate(p, 20, seed=3, top_p=0.9, min_p=0.01, repetition_penalty=1.3) for p in prompts]
     assert texts[0] == texts[3] != texts[1] and texts != model.generate(prompts, 20, seed=4)
     assert model.generate([], 5) == []
+
+
+def test_frequencies_are_those_of_the_limits():
+    """Of 4000 draws, each token's number is within four standard deviations of what its odds give."""
+    logits = np.array([1.2, -0.5, 3.0, 2.0, 0.0, 2.5, -4.0, 1.0], np.float32)
+    before, penalty, temperature, rng = [2, 1, 2], 2.0, 1.5, np.random.default_rng(2)
+    scores = logits.astype(float)
+    scores[2], scores[1] = scores[2] / penalty, scores[1] * penalty
+    odds = np.exp(scores / temperature)
+    odds /= odds.sum()
+    ranked = np.argsort(-odds)
+    least = np.searchsorted(np.cumsum(odds[ranked]), 0.8)
+    likely = np.flatnonzero(odds >= 0.4 * odds.max())
+    kept = {"top_p": {*ranked[: least + 1]}, "min_p": {*likely}, "top_k": {*ranked[:3]}}
+    assert all(2 < len(each) < 8 for each in kept.values())
+    for name, value in {"top_p": 0.8, "min_p": 0.4, "top_k": 3}.items():
+        how = Sampling(penalty, temperature, **{"top_k": 0, name: value})
+        drawn = np.bincount([how.draw(logits, before, rng) for _ in range(4000)], minlength=8)
+        among = np.where(np.isin(range(8), [*kept[name]]), odds, 0)
+        expected = 4000 * among / among.sum()
+        sigma = np.sqrt(expected * (1 - expected / 4000))
+        assert np.all(np.abs(drawn - expected) <= 4 * sigma), (name, drawn, expected)
+    assert Sampling(penalty, 0).draw(logits, before, rng) == 5 and Sampling(1.0, 0).draw(logits, before, rng) == 2
 
 
 @pytest.mark.parametrize(

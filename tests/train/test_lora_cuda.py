@@ -19,7 +19,7 @@ from tests.train.test_publish import Server, saved
 SECONDS = 80  # of a run
 SHAPE = """
 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --num-key-value-heads 4
---vocab-size 4096
+--vocab-size 4096 --max-position-embeddings 4096
 """.split()  # noqa: SIM905 (as it is typed)
 FLAGS = """
 --preset tiny --device cuda --steps 6 --eval-batches 2 --save-every 0 --sample-tokens 4 --timeout 20 --lr 5e-3
@@ -77,6 +77,20 @@ def test_two_ranks(flags, backend, base, alone, tmp_path):
     for name, tensor in tensors.items():
         if not name.startswith("exp_avg"):
             np.testing.assert_allclose(tensor, alone[1][name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.skipif(not MPIRUN, reason="needs mpirun")
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+def test_deterministic_ranks_of_tensor_parallelism_have_the_bits_of_one(backend, base, tmp_path):
+    """With 4,096 tokens, collectives overlap matmuls, and sums over tokens are split too."""
+    if backend != "peer" and nccl_ranks() < 2:
+        pytest.skip(f"nccl needs 2 GPUs, can have {nccl_ranks()} ranks")
+    how = ["--init-from", base, "--lora", "8", "--dtype", "bfloat16", "--deterministic", "--deterministic-parts", "4"]
+    how += ["--seq-len", "4096", "--micro-batch-size", "4"]
+    rows, tensors = run(tmp_path / "alone", 1, *how)
+    others, again = run(tmp_path / "two", 2, *how, "--backend", backend, "--tp", "2")
+    assert others.tobytes() == rows.tobytes()
+    assert all(again[key].tobytes() == tensors[key].tobytes() for key in tensors)
 
 
 def test_merged_adapters_are_published(base, tmp_path):

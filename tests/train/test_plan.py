@@ -310,6 +310,7 @@ def test_the_ways_between_hosts_are_compared(capsys):
     assert main(["--plan", "--ranks=4", "--dp=4", *SHAPE, *hosts]) == 0
     out = capsys.readouterr().out
     assert "2 hosts with 0.001 Gbit/s each" in out and "no run on several machines has confirmed its prediction" in out
+    assert "note: the time to compress and to add what came compressed is left out" in out
     rows = re.findall(r"^(exact, .+?|--compress .+?)  +(\S+) +(\S+) +\S+$", out, re.MULTILINE)
     assert [name for name, *_ in rows] == [
         "exact, a ring of all ranks", "exact, in phases", "--compress int8"
