@@ -41,22 +41,35 @@ QUICK = [
     (Layout(cp=2), {**LORA, "recompute": "block", "graph": False}),
 ]
 def drawn(**of: Sequence[Any]) -> list[tuple[Layout, dict[str, Any]]]:
-    """Every layout of 2 and of 4 ranks twice: half of the settings have values, which are drawn from those of ``of``.
-    Each schedule comes in turn."""
-    draw, schedules = random.Random(0), itertools.cycle(SCHEDULES)
-    found = []
-    for layout in 2 * [*layouts(2), *layouts(4)]:
+    """Every layout of 2 and of 4 ranks: half of the settings have values, which are drawn from those of ``of``.
+
+    Two stages of a pipeline have each schedule in turn.
+    """
+    draw, schedules, found = random.Random(0), itertools.cycle(SCHEDULES), []
+    for layout in [*layouts(2), *layouts(4)]:
         how = {name: draw.choice(values) for name, values in of.items() if draw.random() < 0.5}
         if layout.dp * layout.cp == 1:
             how.pop("zero", None)
-        found.append((layout, how | ({"pp_schedule": next(schedules)} if layout.pp > 1 else {})))
+        if layout.pp > 1:
+            how["pp_schedule"] = next(schedules) if layout.pp == 2 else "1f1b"
+        found.append((layout, how))
     return found
 
 
-SLOW = drawn(
-    tied=[True], zero=[1], recompute=["norms", "block"], graph=[False], micro_batch_size=[2], documents=["pack"],
-    family=["qwen3", "olmo2"], kv_heads=[1, 2],
-)
+SLOW = [
+    *drawn(tied=[True], zero=[1], recompute=["norms", "block"], graph=[False], micro_batch_size=[2],
+           documents=["pack"]),
+    *((Layout(pp=2), {"pp_schedule": name, "tied": name == V}) for name in SCHEDULES),
+    (Layout(pp=2), {"pp_schedule": V, "recompute": "block", "graph": False}),
+    (Layout(pp=2), {"pp_schedule": V, "documents": "pack"}),
+    (Layout(tp=4), {"family": "qwen3", "kv_heads": 2}),
+    (Layout(pp=2), {"pp_schedule": V, "family": "olmo2", "recompute": "norms"}),
+    (Layout(dp=2, tp=2), {"kv_heads": 1, "zero": 1, "micro_batch_size": 2}),
+    (Layout(cp=2, tp=2), {"family": "qwen3"}),
+    (Layout(pp=2), {"pp_schedule": V, "family": "qwen3"}),
+    (Layout(pp=2, cp=2), {"family": "olmo2", "zero": 1, "graph": False}),
+    (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
+]  # fmt: skip
 
 
 @cases(QUICK, SLOW)
@@ -91,13 +104,16 @@ FIXED = [
 ]  # fmt: skip
 FIXED_SLOW = [
     (Layout(pp=2), {"pp_schedule": V, "tied": True, "layers": HEAD_ALONE}),
+    (Layout(pp=2, dp=2), {"pp_schedule": V, "master_weights": "none", "tied": False, "zero": 1}),
     (Layout(cp=4, dp=2), {"tied": False, "seq_len": 32, "recompute": "block", "graph": False}),
     (Layout(cp=8), {"tied": True, "seq_len": 32, "micro_batch_size": 2, "zero": 1}),
-    *((layout, {"tied": False, "seq_len": 8 * layout.cp, "deterministic_parts": 4 if layout.tp > 1 else None, **how})
-      for layout, how in drawn(
-          tied=[True], zero=[1], recompute=["norms", "block"], graph=[False], micro_batch_size=[2], dtype=["bfloat16"],
-          family=["qwen3"])),
-]
+    (Layout(tp=2), {"deterministic_parts": 2, "family": "qwen3", "tied": True, "recompute": "norms", "graph": False}),
+    *((Layout(pp=2), {"pp_schedule": name, "tied": name == V, "micro_batch_size": 2}) for name in SCHEDULES),
+    *((layout, {"tied": False, **({"seq_len": 8 * layout.cp} if layout.cp > 1 else {}),
+                **({"deterministic_parts": 4} if layout.tp > 1 else {}), **how})
+      for layout, how in drawn(tied=[True], zero=[1], recompute=["norms", "block"], graph=[False],
+                               micro_batch_size=[2], dtype=["bfloat16"])),
+]  # fmt: skip
 
 
 @cases(FIXED, FIXED_SLOW)

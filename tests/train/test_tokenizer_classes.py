@@ -106,6 +106,14 @@ def test_a_folder_that_names_no_class_has_that_of_its_model(tmp_path, model_type
     assert (said in data.held_out) == bool(name)
 
 
+def test_the_class_of_gpt_neox_normalizes(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTNeoXTokenizerFast"}')
+    byte_level_bpe([TEXT * 9], 400, []).save(str(tmp_path / "tokenizer.json"))
+    ours = make_tokenizer(str(tmp_path))
+    assert ours.rules == "GPTNeoXTokenizer"
+    assert ours.encode("cafe\u0301").tolist() == ours.encode("caf\u00e9").tolist()
+
+
 def test_the_file_of_gpt_2_has_the_rules_of_its_class(tmp_path):
     """It lacks an option that is on by default.  Nothing is reported."""
     byte_level_bpe([TEXT * 9], 400, []).save(str(tmp_path / "tokenizer.json"))
