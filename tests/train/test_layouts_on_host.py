@@ -40,6 +40,8 @@ QUICK = [
     (Layout(pp=2), {**LORA, "pp_schedule": V}),
     (Layout(cp=2), {**LORA, "recompute": "block", "graph": False}),
 ]
+
+
 def drawn(**of: Sequence[Any]) -> list[tuple[Layout, dict[str, Any]]]:
     """Every layout of 2 and of 4 ranks: half of the settings have values, which are drawn from those of ``of``.
 

@@ -21,6 +21,7 @@ from tests.train.models import part_of, small
 
 LORA: dict[str, Any] = {"lora": 4, "lr": 3e-2}
 
+
 @pytest.mark.parametrize("targets", [(), ("q_proj",), ("o_proj", "down_proj"), ("gate_proj",)], ids=str)
 def test_products_in_8_bits(targets):
     """Adapters read inputs and gradients in 16 bits, whichever others are in 8 bits, saved or computed again."""
