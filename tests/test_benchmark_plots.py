@@ -6,11 +6,10 @@ import re
 import pytest
 
 from benchmarks.plots import __main__ as command
-from benchmarks.plots import measured, results, tables, tables_slower
+from benchmarks.plots import measured, results, tables
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots.pictures import PICTURES
 from benchmarks.plots.results import RESULTS, ROOT, us
-from benchmarks.plots.tables_slower import REASONS, summary
 from kos.bench.report import size
 
 README = ROOT / "README.md"
@@ -103,28 +102,6 @@ def test_a_picture_is_drawn_alike_twice(drawing, tmp_path):
 def test_sizes_and_times():
     assert ", ".join(map(size, (8, 1024, 512 << 10, 1 << 20, 1 << 30))) == "8 B, 1 KB, 512 KB, 1 MB, 1 GB"
     assert " ".join(map(us, (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2))) == "3.24 10.0 24.9 100 362 5,353"
-
-
-def test_sizes_at_which_kos_is_slower():
-    """On hosts: by more than two measurements of Open MPI differ, with the reason of each kind of call."""
-    assert summary([("scan", 1 << 20, 1.5), ("scan", 8, 1.1)]) == ["scan", "8 B to 1 MB", "1.10 to 1.50"]
-    values = {"same array": 1.0, "arrays in rotation": 1.0, "persistent": 0.6, "noise": 1.0}
-    cells = [
-        ("send_recv", 8, values),
-        ("reduce", 8, {**values, "same array": 1.3}),
-        ("scatter", 8, {**values, "arrays in rotation": 1.3, "noise": 0.7}),
-        ("gather_v", 1024, {**values, "arrays in rotation": 2.0}),
-        ("broadcast", 16 << 20, {**values, "same array": 1.05, "noise": 1.04}),
-        ("exscan", 16 << 20, {**values, "same array": 1.4, "persistent": 1.4}),
-    ]
-    lines = tables_slower.hosts({2: cells}).splitlines()[2:]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    reasons = [REASONS[name] for name in ("counts", "copies", "slots")]
-    assert [row[:4] for row in rows] == [
-        ["2", "reduce", "8 B", "1.30"], ["2", "gather_v", "1 KB", "2.00"], ["2", "broadcast", "16 MB", "1.05"],
-        ["2", "exscan", "16 MB", "1.40"],
-    ]  # fmt: skip
-    assert [row[4] for row in rows[1:]] == reasons and "compares and records" in rows[0][4]
 
 
 @pytest.fixture

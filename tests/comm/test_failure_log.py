@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,27 +86,64 @@ class _Waits(PeerStatus):
         return True
 
 
-@pytest.mark.parametrize(
-    ("waits", "all_wait", "named"),
-    [({}, True, (1,)), ({1: (0,)}, True, ()), ({}, False, ())],
-    ids=["late", "both wait", "its GPU may wait"],
-)
-def test_the_only_other_rank_is_late_if_it_would_wait(waits, all_wait, named):
-    """As in a barrier of mpi between hosts, which does not know who has not arrived."""
-    late = Late(words=timeouts.UNKNOWN, others=[1], all_wait=all_wait)
-    error = FailureLog(range(2), 0, _Waits(waits, {})).overdue(late, "barrier #1", 1.0)
-    assert error.ranks == named and ("rank" in str(error)) and ("not known" in str(error)) != bool(named)
+HOSTS = {0: ("host a", (0, 1)), 1: ("host a", (0, 1)), 2: ("host b", (2, 3)), 3: ("host b", (2, 3)), 4: ("c", (4,))}
+ONE, TWO = (partial(Late, words=timeouts.UNKNOWN, others=[*range(1, size)], all_wait=True) for size in (2, 3))
+THIRD = partial(Late, [3], "ranks [3] did not arrive")
+BEYOND = f"ranks [2] {timeouts.GO_ON}, for which ranks [1] wait"
+OVERDUE: dict[str, tuple[Late, dict[int, tuple[int, ...]], tuple[int, ...], str]] = {
+    # In a barrier of mpi between hosts nobody knows who has not arrived; its GPU may wait.
+    "the only other": (ONE(), {}, (1,), "ranks [1]"),
+    "the only other, which waits": (ONE(), {1: (0,)}, (), "not known"),
+    "the only other may wait for its GPU": (ONE(all_wait=False), {}, (), "not known"),
+    # A native collective of mpi all ranks have begun, and some may have completed.
+    "none waits": (TWO(), {}, (1, 2), "ranks [1, 2]"),
+    "none waits: one may be done": (TWO(may_be_complete=True), {}, (), ""),
+    "one waits": (TWO(may_be_complete=True), {1: (0,)}, (2,), "ranks [2]"),
+    "all wait": (TWO(may_be_complete=True), {1: (2,), 2: (0,)}, (), ""),
+    # A rank waits elsewhere, for ranks that wait for it; those of ``arrived`` wait for a stream, which nobody shows.
+    "it waits for all": (THIRD(), {3: (0, 1, 2)}, (1, 2), "ranks [1, 2] did not arrive"),
+    "the others have arrived": (THIRD((1, 2)), {3: (0, 1, 2)}, (3,), "ranks [3] did not arrive"),
+    # A rank that is absent waits in another call, for one that may have begun both and stopped.
+    "beyond the absent": (Late([1], absent=True), {1: (2,)}, (2,), BEYOND),
+    "two in a cycle": (Late([1]), {1: (0,)}, (1,), "; ranks [0, 1] wait for one another"),
+    "three in a cycle": (Late([1]), {1: (2,), 2: (0,)}, (1,), "; ranks [0, 1, 2] wait for one another"),
+    "no cycle": (Late([1]), {1: (2,)}, (2,), BEYOND),
+    # One that runs may wait for one that is stopped where nobody sees that: in a call of a library, for one.
+    "rank 2 is stopped": (Late([1, 2]), {}, (2,), f"{BEYOND}; ranks [2] were stopped by a signal or a debugger"),
+    # A rank that is not known to be absent may have stopped within the call.
+    **{f"{ranks} of hosts{', absent' * absent}": (Late(ranks, absent=absent), {}, tuple(ranks), named.format(how))
+       for ranks, named in (([2, 3], "host b (ranks [2, 3]) {}"), ([3], "ranks [3] {}; rank 3 is on host b"),
+                            ([1, 2, 3], "ranks [1, 2, 3] {}; rank 1 is on host a; ranks [2, 3] are on host b"),
+                            ([4], "ranks [4] {}; rank 4 is on c"))
+       for absent, how in ((True, timeouts.ARRIVE), (False, timeouts.GO_ON))},
+}  # fmt: skip
+"""Who is late, what ranks show of their waits, which ranks are named, and the words."""
 
 
-@pytest.mark.parametrize(
-    ("waits", "complete", "named"),
-    [({}, False, (1, 2)), ({}, True, ()), ({1: (0,)}, True, (2,)), ({1: (2,), 2: (0,)}, True, ())],
-    ids=["none waits", "none waits: one may be done", "one waits", "all wait"],
-)
-def test_of_several_ranks_that_may_have_completed_the_call_none_is_late(waits, complete, named):
-    """As in a native collective of mpi between hosts, which all ranks have begun."""
-    late = Late(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True, may_be_complete=complete)
-    assert FailureLog(range(3), 0, _Waits(waits, {})).overdue(late, "broadcast #1", 1.0).ranks == named
+@pytest.mark.parametrize("case", OVERDUE)
+def test_who_is_late(case):
+    late, waits, named, words = OVERDUE[case]
+    status = _Waits(waits, {})
+    status.halted = lambda rank: rank == 2 and "stopped" in case
+    status.hosts = HOSTS if "of hosts" in case else {}
+    error = FailureLog(range(5), 0, status).overdue(late, "all_reduce #1", 1.0)
+    assert error.ranks == named and words in str(error), error
+    assert ("wait for one another" in str(error)) == ("in a cycle" in case)
+    assert "of hosts" not in case or str(error) == f"all_reduce #1: not complete after 1.0 s; {words}"
+
+
+@pytest.mark.parametrize(("failures", "arrived", "named"), [({1: (3,), 2: (3,)}, (), (3,)), ({1: (1,)}, (2,), (1,))])
+def test_a_rank_that_others_waited_for_when_their_time_was_up(failures, arrived, named):
+    errors = {rank: CollectiveTimeout("late", ranks=list(ranks)) for rank, ranks in failures.items()}
+    log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
+    assert log.overdue(THIRD(arrived), "all_reduce #1", 1.0).ranks == named
+
+
+def test_a_wait_for_ranks_of_other_groups():
+    """The GPU runs the kernels of all communicators one after another."""
+    failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
+    error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
+    assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -232,49 +270,6 @@ def test_a_hub_that_does_not_answer_is_named_with_ranks_that_are_stopped_or_gone
 
 
 @pytest.mark.parametrize(
-    ("failures", "arrived", "named"),
-    [
-        ({}, (), "ranks [1, 2] did not arrive"),
-        ({}, (1, 2), "ranks [3] did not arrive"),  # they wait for a stream, which nobody shows
-        ({1: (3,), 2: (3,)}, (), "ranks [3] did not arrive"),  # their time was up first
-        ({1: (1,)}, (2,), "ranks [1] did not arrive"),
-    ],
-)
-def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(failures, arrived, named):
-    errors = {rank: CollectiveTimeout("late", ranks=list(ranks)) for rank, ranks in failures.items()}
-    log = FailureLog(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
-    assert named in str(log.overdue(Late([3], "ranks [3] did not arrive", arrived), "all_reduce #1", 1.0))
-
-
-def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs():
-    """Which may wait for it where nobody sees that: in a call of a library, for one."""
-    status = _Waits({}, {})
-    status.halted = lambda rank: rank == 2
-    error = FailureLog(range(4), 0, status).overdue(Late([1, 2]), "all_reduce #1", 1.0)
-    assert error.ranks == (2,) and str(error).endswith(
-        f"ranks [2] {timeouts.GO_ON}, for which ranks [1] wait; ranks [2] were stopped by a signal or a debugger"
-    )
-
-
-def test_a_rank_beyond_the_absent_ones_may_have_begun_the_call():
-    """Rank 1 is absent, as it waits for rank 2 in another call; rank 2 may have begun both and stopped."""
-    error = FailureLog(range(3), 0, _Waits({1: (2,)}, {})).overdue(Late([1], absent=True), "all_reduce #1", 1.0)
-    late = f"ranks [2] {timeouts.GO_ON}, for which ranks [1] wait"
-    assert str(error) == f"all_reduce #1: not complete after 1.0 s; {late}"
-
-
-@pytest.mark.parametrize(
-    ("waits", "cycle"),
-    [({1: (0,)}, "; ranks [0, 1] wait"), ({1: (2,), 2: (0,)}, "; ranks [0, 1, 2] wait"), ({1: (2,)}, None)],
-)
-def test_ranks_that_wait_for_one_another(waits, cycle):
-    """Ranks wait in different groups, in a cycle; there is no cycle if one of them does not wait."""
-    text = str(FailureLog(range(3), 0, _Waits(waits, {})).overdue(Late([1]), "all_reduce #1", 1.0))
-    assert ("wait for one another" in text) == (cycle is not None)
-    assert cycle is None or cycle in text
-
-
-@pytest.mark.parametrize(
     ("call", "expected"),
     [
         ("world: send_recv #3 of float32[7], to and from rank 0 with tag 0 at train.py:6", "wait for one another"),
@@ -315,38 +310,11 @@ def test_the_failure_of_the_earliest_collective_counts():
         log.raise_reported(3)
 
 
-def test_a_wait_for_ranks_of_other_groups():
-    """The GPU runs the kernels of all communicators one after another."""
-    failures = FailureLog([3, 0], 0, _Waits({2: (1,)}, {}))
-    error = failures.overdue(Late(elsewhere=[2]), "all_reduce #1", 1.0)
-    assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)
-
-
-HOSTS = {0: ("host a", (0, 1)), 1: ("host a", (0, 1)), 2: ("host b", (2, 3)), 3: ("host b", (2, 3)), 4: ("c", (4,))}
-
-
 def on_hosts(world: Sequence[int] = range(5)) -> FailureLog:
     """That of rank 0 of five ranks on three hosts."""
     log = FailureLog(world, 0)
     log.status.hosts = HOSTS
     return log
-
-
-@pytest.mark.parametrize(
-    ("late", "named"),
-    [
-        ([2, 3], "host b (ranks [2, 3]) {}"),
-        ([3], "ranks [3] {}; rank 3 is on host b"),
-        ([1, 2, 3], "ranks [1, 2, 3] {}; rank 1 is on host a; ranks [2, 3] are on host b"),
-        ([4], "ranks [4] {}; rank 4 is on c"),
-    ],
-)
-@pytest.mark.parametrize("absent", [True, False])
-def test_late_ranks_are_named_with_their_hosts(late, named, absent):
-    """A rank that is not known to be absent may have stopped within the call."""
-    error = on_hosts().overdue(Late(late, absent=absent), "all_reduce #1", 1.0)
-    named = named.format(timeouts.ARRIVE if absent else timeouts.GO_ON)
-    assert str(error) == f"all_reduce #1: not complete after 1.0 s; {named}" and error.ranks == tuple(late)
 
 
 def test_a_group_names_the_host_of_its_ranks():

@@ -16,11 +16,9 @@ import kos
 from kos import ReduceOp, cuda
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError
 from kos.memory.array import Array
-from tests.comm.model import Step
 from tests.comm.test_nccl import on_gpu
 from tests.comm.test_operations import check_persistent_forms
 from tests.comm.test_operations import on_gpu as arrays_on
-from tests.comm.test_repeated_on_hosts import check_cached
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -82,19 +80,6 @@ def comm(world, mpi_world):
 def test_persistent_forms(world, seed, together):
     assert world.device is not None
     check_persistent_forms(world, seed, together, *arrays_on(world.device))
-
-
-@pytest.mark.parametrize(
-    "name", ["all_to_all_v", "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v", "scan", "exscan", "send_recv"]
-)
-def test_repeated_calls_are_cached(world, seed, name):
-    if world.size == 1 and name == "send_recv":
-        pytest.skip("needs another rank")
-    comm = world.duplicate()
-    assert comm.device is not None
-    connects = int(comm.backend_name == "nccl")  # the first call of a kind may wait for the other ranks
-    check_cached(comm, Step(name, root=1, dtype=np.int32), seed, *arrays_on(comm.device), connects=connects)
-    comm.close()
 
 
 @pytest.mark.parametrize("library", ["kos", "torch"])

@@ -187,11 +187,11 @@ def test_a_message_that_times_out_gives_up_no_other(comm, /):
 def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(comm, /):
     x, y = np.full(1 << 18, float(comm.rank)), np.zeros(1 << 18)
     if comm.rank == 0:
-        with pytest.raises(CollectiveMismatch, match="send_recv #0 .* to and from rank 1 with .* got 3 elements"):
+        with pytest.raises(CollectiveMismatch, match="send_recv #0 .* to and from rank 1 .* got 3 elements of int8"):
             comm.send_recv(x, y, 1, 1)
         x[:] = -7
     elif comm.rank == 1:
-        comm.send(np.zeros(3), 0)
+        comm.send(np.zeros(3, np.int8), 0)
         comm.recv(y, 0)
         assert (y == 0).all()
     comm.barrier()

@@ -299,26 +299,26 @@ def test_sizes_do_not_travel_in_a_graph(gpu, /):
 def test_a_window_outlives_the_graphs_that_captured_it(gpu, /):
     """On one rank or on all: calls of other ranks reach into it as long as any graph is replayed."""
     comm = gpu.comm
-    x, other = comm.allocate(1 << 12, np.float32), comm.allocate(1 << 12, np.float32)
-    x.stream = 5
+    x, y, other = (comm.allocate(1 << 12, np.float32) for _ in range(3))
+    x.stream = y.stream = 5
     prepared = Prepared(comm)
     for _ in range(3):
         comm.all_reduce(other)  # the first connects, on another thread
-        comm.all_reduce(x)
+        comm.all_reduce(x, out=y)
     assert prepared == ["all_reduce"] * (3 if "nccl" in comm.backend_name else 2)  # one more that connects
     with captures() as graph:
-        comm.all_reduce(x)
+        comm.all_reduce(x, out=y)
     comm.all_reduce(other)  # or the last operation keeps its array
-    windows, pointer = comm.backend.routes[0]._windows.memories, x.pointer
-    del x
+    windows, pointers = comm.backend.routes[0]._windows.memories, {x.pointer, y.pointer}
+    del x, y
     for ends in ([], [1], [0, 2]):
-        alive = any(window.pointer == pointer for window in windows.values())
-        assert alive, "a graph on some rank uses it"
+        alive = {window.pointer for window in windows.values()}
+        assert pointers <= alive, "a graph on some rank uses them"
         if comm.rank in ends:
             graph.destroy()
         comm.rendezvous.barrier()
         comm.allocate(1, np.float32)
-    assert all(window.pointer != pointer for window in windows.values())
+    assert pointers.isdisjoint(window.pointer for window in windows.values())
 
 
 def test_addresses_of_a_freed_window_never_come_back(fake):

@@ -103,7 +103,7 @@ def same(got: np.ndarray, want: np.ndarray, exact: bool) -> None:
 
 def reduce_once(
     rendezvous: Rendezvous, device: int, engine: PeerEngine, launch: KernelConfig, inputs: list[np.ndarray],
-    ops: list[Any], *, offset: int = 0, in_place: bool = False, memory: SymmetricMemory | None = None,
+    ops: list[Any], *, offset: int = 0, in_place: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """This rank's result; guards around the output must stay as they were."""
     x, op = inputs[rendezvous.rank], ops[rendezvous.rank]
@@ -112,11 +112,7 @@ def reduce_once(
     stream = cuda.create_stream(device)
     guard = 16
     room = guard + offset + x.size + guard
-    if memory:
-        halves = (memory.pointer, memory.pointer + memory.nbytes // 2)
-        source, target = (Array(half, (room,), x.dtype, device) for half in halves)
-    else:
-        source, target = (Array.empty(room, x.dtype, device, stream=stream) for _ in range(2))
+    source, target = (Array.empty(room, x.dtype, device, stream=stream) for _ in range(2))
     host = np.zeros(room, x.dtype)
     host[guard + offset :][: x.size] = x
     source.copy_from(host, stream)
@@ -209,29 +205,6 @@ def ring_order(rendezvous: Rendezvous, device: int, start: int) -> None:
 
 def test_ring_adds_in_ring_order():
     on_ranks(ring_order, 4, seed())
-
-
-def zero_copy(rendezvous: Rendezvous, device: int, start: int) -> None:
-    rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 16)
-    with SymmetricMemory(rendezvous, 64 << 20, device) as memory:
-        engine.register(memory)
-        others = KernelConfig("direct", blocks=8, threads=256), KernelConfig("copies", pieces=3), SPECIALIZED
-        for launch in (*LAUNCHES[-3:], *others):
-            for count in (1, 8, 100, 65536, 300_007):
-                for in_place in (False, True):
-                    for offset in (0, 3):
-                        inputs = [draw(rng, np.dtype(ml_dtypes.bfloat16), count) for _ in range(rendezvous.size)]
-                        ops = [ReduceOp.SUM] * rendezvous.size
-                        got = reduce_once(rendezvous, device, engine, launch, inputs, ops, offset=offset,
-                                          in_place=in_place, memory=memory)  # fmt: skip
-                        same(got, expected(inputs, ReduceOp.SUM, launch.algorithm), exact=True)
-        engine.unregister(memory)
-    engine.close()
-
-
-def test_symmetric_buffers():
-    on_ranks(zero_copy, 2, seed())
 
 
 def storm(

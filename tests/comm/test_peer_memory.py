@@ -16,7 +16,7 @@ from kos.cuda import streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_gpu import Memory, captures
+from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import launching_alone
 from tests.comm.fake_peer import ThreadRanks
 from tests.comm.gpu_ranks import Prepared
@@ -178,47 +178,6 @@ def test_windows_keep_their_numbers_when_others_are_freed(gpu, /):
     comm.allocate(1, np.float32)
     assert len(comm.backend.routes[0]._windows.memories) == 2
     assert comm.all_reduce_init(x)._work.prepared.kernel == early._work.prepared.kernel
-
-
-@pytest.mark.parametrize("name", ["all_to_all_v", "reduce_scatter_v", "scan"])
-@on_each_rank("ranks.run")
-def test_repeated_calls_on_windows(gpu, /, name):
-    """A graph that captures a prepared call holds its windows.  A call on new windows is prepared again."""
-    comm, me = gpu.comm, gpu.comm.rank
-    prepared, sent = Prepared(comm), [7, 5, 9]
-    counts = {"all_to_all_v": ([3] * SIZE, [3] * SIZE), "reduce_scatter_v": (sent,)}.get(name, ())
-    expected = {"all_to_all_v": np.repeat(np.arange(SIZE), 3), "scan": np.full(21, sum(range(me + 1)))}.get(
-        name, np.full(sent[me], sum(range(SIZE)))
-    )
-    size = {"all_to_all_v": 9}.get(name, 21)
-    for _ in range(2):
-        x, out = comm.allocate(size, np.int32), comm.allocate(21, np.int32)[: expected.size]
-        x.stream = out.stream = 5
-
-        def call(x=x, out=out):
-            x.copy_from(np.full(size, me, np.int32))
-            out.fill_bytes(255)
-            found = not prepared.by(lambda: getattr(comm, name)(x, *counts, out=out))
-            assert out.numpy().tolist() == expected.tolist()
-            return found
-
-        assert [call() for _ in range(3)] == [False, True, True]
-        persistent = getattr(comm, f"{name}_init")(x, *counts, out=out)
-        out.fill_bytes(255)
-        persistent.start().wait()
-        assert out.numpy().tolist() == expected.tolist()
-        windows = comm.backend.routes[0]._windows
-        assert not any(memory.in_graphs() for memory in windows.memories.values())
-        with captures() as graph:
-            assert call()
-        assert [memory.in_graphs() for memory in windows.memories.values()] == [True] * 2
-        comm.barrier()  # else the last operation would hold its arrays
-        del x, out, call, persistent
-        gc.collect()
-        comm.barrier()
-        assert not windows.unused_everywhere()
-        graph.destroy()
-        assert len(windows.unused_everywhere()) == 2
 
 
 @pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])

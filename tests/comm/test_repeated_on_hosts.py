@@ -3,8 +3,6 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,41 +11,9 @@ import kos
 from kos.comm.prepared import MOST_STORED
 from kos.errors import InvalidArgument
 from kos.testing import spawn
-from kos.testing.conformance import model as promised
-from tests.comm import model, shared_ranks
+from tests.comm import shared_ranks
 from tests.comm.gpu_ranks import Prepared
-from tests.comm.model import Step
-from tests.comm.ranks import assert_bits, on_each_rank
-
-
-def check_cached(
-    comm: kos.Communicator,
-    step: Step,
-    seed: int,
-    new: Callable[[int, Any], Any] = np.zeros,
-    fill: Callable[[Any, np.ndarray], Any] = lambda array, values: np.copyto(array, values),
-    read: Callable[[Any], np.ndarray] = np.asarray,
-    connects: int = 0,
-) -> None:
-    """The first call is prepared, and later ones on any arrays use that and give what is right for what these hold.
-
-    Before the first calls, ``connects`` of them, the ranks have to connect.
-    """
-    everyone, prepared = list(range(comm.size)), Prepared(comm)
-    xs = model.inputs(seed, 0, step, everyone)
-    expected = model.result(step, xs, comm.rank)
-    for turn in range(6):
-        if turn in (0, 3, 4):
-            x = new(xs[comm.rank].size, step.dtype)
-            out = None if expected is None else new(expected.size, step.dtype)
-        xs = model.inputs(seed, turn, step, everyone)
-        fill(x, xs[comm.rank])
-        if out is not None:
-            fill(out, np.full(out.size, 99, step.dtype))
-        found = not prepared.by(lambda x=x, out=out: promised.call(comm, step, x, out))
-        assert found == (turn > connects), turn
-        if (expected := model.result(step, xs, comm.rank)) is not None:
-            assert_bits(read(x if step.in_place else out), expected, f"turn {turn}")
+from tests.comm.ranks import on_each_rank
 
 
 @pytest.fixture
