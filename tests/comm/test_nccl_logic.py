@@ -74,6 +74,19 @@ def test_batch_is_one_group(gpu, /, fake):
     assert fake.groups == 2  # one on each rank
 
 
+@on_each_rank(FakeRanks(3).run)
+def test_messages_of_a_batch_come_before_what_adds_in_rank_order(gpu, /, fake):
+    """Also on a rank with one of them: NCCL would wait for ever in another order."""
+    comm, (x, sent, received) = gpu.comm, [Array.from_numpy(np.full(4, gpu.rank, np.float32), 0) for _ in range(3)]
+    with comm.batch():
+        comm.all_reduce(x, deterministic=True)
+        if gpu.rank > 0:
+            comm.recv(received, gpu.rank - 1)
+        if gpu.rank < 2:
+            comm.send(sent, gpu.rank + 1)
+    assert (x.numpy().tolist(), received.numpy().tolist()) == ([3] * 4, [max(gpu.rank - 1, 0)] * 4)
+
+
 @on_each_rank("ranks.run")
 def test_calls_with_error_feedback_in_a_batch(gpu, /, seed):
     """Their kernels run between their exchanges, which a group would put off to its end."""
