@@ -229,9 +229,9 @@ def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(tmp_path):
     assert said.count(HIDE) == said.count(SHOW) == 1 and said.endswith("\x1b[2K"), "the bar's line is erased"
 
 
-def test_both_mfus_by_the_names_of_results():
+def test_both_mfus_by_the_names_of_results_and_the_memory_in_gib():
     columns = {f"mfu_{name}": share for name, share in zip(FlopsPerToken._fields, (0.486, 0.52), strict=True)}
-    assert describe(ROW | columns)[-1] == "MFU 48.6%/52.0%" and columns.keys() < set(ROW_KEYS)
+    assert describe(FULL | columns)[-2:] == ["MFU 48.6%/52.0%", "140.0 GiB"] and columns.keys() < set(ROW_KEYS)
 
 
 FULL = ROW | {
