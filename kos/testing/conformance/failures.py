@@ -234,7 +234,7 @@ def _late(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> None
     meet(comm, limit)  # not in kos: a rank that waited there would be late because of the others
     # A rank that could not begin, or not yet show for whom it waits, may be named too.
     everyone = [json.loads(each) for each in comm.rendezvous.allgather(json.dumps([start, mine.seconds]).encode())]
-    slow = {rank for rank, (began, held_up) in enumerate(everyone) if max(began - start, held_up) > 0.5 * limit}
+    slow = {i for i, (began, held_up) in enumerate(everyone) if max(began - min(everyone)[0], held_up) > 0.5 * limit}
     if comm.rank != culprit and not _may_not_name(comm):
         assert (named or not _fills_ranks(comm)) and named <= {culprit} | slow, caught[0]
         assert slow or re.search(NAMED.format(culprit=culprit), str(caught[0])), caught[0]
