@@ -11,6 +11,7 @@ from kos.train.data import documents, packing, pieces, prepared, token_files
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device import cpu
 from kos.train.layers import vocabulary
+from kos.train.model import initial
 from kos.train.ops import numpy_attention, numpy_blocks
 from tests.train import layouts
 from tests.train.emulated_runs import emulated
@@ -56,7 +57,9 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def small_buckets(monkeypatch):
+    """The weights of a small model are drawn in many blocks too."""
     layouts.small_buckets(monkeypatch)
+    monkeypatch.setattr(initial, "BLOCK", 500)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, Uncached, generate
-from kos.train.model import initial
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops.fixed_order import LEAST_CHUNK
@@ -92,9 +91,9 @@ def settings(layout: Layout, **values: Any) -> TrainConfig:
 
 
 def small_buckets(patch: pytest.MonkeyPatch) -> None:
-    """The weights of a small model are drawn and updated in many blocks, and exchanged in many buckets."""
-    blocks = (optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (initial, "BLOCK", 500)
-    for module, name, value in (*blocks, (memory_plan, "HOST_BUCKET_BYTES", 4096)):
+    """The weights of a small model are updated in many blocks, and exchanged in many buckets."""
+    blocks = (optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (memory_plan, "HOST_BUCKET_BYTES", 4096)
+    for module, name, value in blocks:
         patch.setattr(module, name, value)
 
 
