@@ -1,6 +1,5 @@
 """Ranks for tests of receives from any rank, of bytes and of probes: threads, ``tcp`` and ``mpi``."""
 
-
 import numpy as np
 import pytest
 
