@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from kos.cuda import driver
-from kos.memory import array
-from kos.transfer import gpu, scales
+from kos.memory import Array, array
+from kos.transfer import Placement, Publisher, Subscriber, gpu, scales
 from tests.comm.fake_driver import Config
 from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import no_gpu
@@ -105,6 +105,24 @@ class Kernel(HostKernel):
 def _handle() -> Any:
     held = ctypes.create_string_buffer(64)
     return SimpleNamespace(getPtr=lambda: ctypes.addressof(held))
+
+
+WHOLE = Placement.whole((4,))
+
+
+def of(value: float) -> Array:
+    return Array.from_numpy(np.full(4, value, np.float32), 0)
+
+
+@contextmanager
+def both(source: Array, into: Any, **options: Any) -> Iterator[tuple[Publisher, Subscriber]]:
+    """A publisher that has published ``source``, and a subscriber with these options."""
+    with (
+        Publisher(None, {"w": (source, WHOLE)}) as publisher,
+        Subscriber(publisher.address, {"w": (into, WHOLE)}, **options) as subscriber,
+    ):
+        publisher.publish(1)
+        yield publisher, subscriber
 
 
 @contextmanager
