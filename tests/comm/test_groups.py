@@ -14,7 +14,10 @@ from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.testing import spawn
 from tests.comm.fake_nccl import usable
 from tests.comm.ranks import MockRanks
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_threads
+from tests.comm.test_jobs import needs_mpirun
+from tests.comm.test_shared_failures import job
 
 
 def members(comm: kos.Communicator) -> list[int]:
@@ -224,3 +227,44 @@ def test_options_are_set_in_the_config_of_nccl(fake):
     fake.Config, fake.comm_init_rank_scalable = config, comm_init_rank_scalable
     assert nccl_binding.join(2, b"id", 0, "kos", {"max_ctas": 8, "net_name": "IB"}) == "a communicator"
     assert vars(configs[0]) == {"max_ctas": 8, "net_name": "IB", "blocking": 1, "comm_name": "kos"}
+
+
+@needs_core
+@needs_mpirun
+def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path):
+    """In Open MPI 5.0.11 a rank may crash if another one dies while a communicator is created."""
+    text = """
+from mpi4py import MPI
+with kos.init("mpi", timeout=60) as comm:
+    first = MPI.COMM_WORLD.Dup().py2f()
+    groups = [comm.split(0), comm.duplicate(), comm.group([1, 0])]
+    print(sum(group.all_reduce(np.ones(1))[0] for group in groups), MPI.COMM_WORLD.Dup().py2f() - first, flush=True)
+"""
+    assert job(tmp_path, 2, text) == ["6.0 1"] * 2
+
+
+@needs_mpirun
+@pytest.mark.parametrize("hosts", ["one", "several"])
+def test_threads_split_their_communicators_at_a_time(tmp_path, hosts):
+    """Communicators are independent: no two groups get the same tags, or the same communicator, of MPI."""
+    text = f"""
+import threading
+if {hosts!r} == "several":
+    os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
+with kos.init("mpi", timeout=20) as comm:
+    at_once = threading.Barrier(3, timeout=20)
+    def splits(own, number):
+        for turn in range(12):
+            at_once.wait()
+            with own.duplicate() if turn % 2 else own.split(0) as part:
+                assert set(part.all_gather_bytes(bytes([number]))) == {{bytes([number])}}
+        ended.append(number)
+    ended = []
+    threads = [threading.Thread(target=splits, args=(comm.duplicate(), number)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(sorted(ended), flush=True)
+"""
+    assert job(tmp_path, 2, text) == ["[0, 1, 2]"] * 2

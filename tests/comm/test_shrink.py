@@ -21,7 +21,6 @@ from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError
 from kos.testing import spawn
 from tests.comm.ranks import MockRanks, on_each_rank, on_threads
-from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
@@ -460,47 +459,6 @@ with kos.init("mpi", timeout=60) as comm:
     os._exit(0)
 """
     assert job(tmp_path, 4, text, *ULFM) == ["[0, 2] [2 2 2]"] * 2
-
-
-@needs_core
-@needs_mpirun
-def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path):
-    """In Open MPI 5.0.11 a rank may crash if another one dies while a communicator is created."""
-    text = """
-from mpi4py import MPI
-with kos.init("mpi", timeout=60) as comm:
-    first = MPI.COMM_WORLD.Dup().py2f()
-    groups = [comm.split(0), comm.duplicate(), comm.group([1, 0])]
-    print(sum(group.all_reduce(np.ones(1))[0] for group in groups), MPI.COMM_WORLD.Dup().py2f() - first, flush=True)
-"""
-    assert job(tmp_path, 2, text) == ["6.0 1"] * 2
-
-
-@needs_mpirun
-@pytest.mark.parametrize("hosts", ["one", "several"])
-def test_threads_split_their_communicators_at_a_time(tmp_path, hosts):
-    """Communicators are independent: no two groups get the same tags, or the same communicator, of MPI."""
-    text = f"""
-import threading
-if {hosts!r} == "several":
-    os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
-with kos.init("mpi", timeout=20) as comm:
-    at_once = threading.Barrier(3, timeout=20)
-    def splits(own, number):
-        for turn in range(12):
-            at_once.wait()
-            with own.duplicate() if turn % 2 else own.split(0) as part:
-                assert set(part.all_gather_bytes(bytes([number]))) == {{bytes([number])}}
-        ended.append(number)
-    ended = []
-    threads = [threading.Thread(target=splits, args=(comm.duplicate(), number)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    print(sorted(ended), flush=True)
-"""
-    assert job(tmp_path, 2, text) == ["[0, 1, 2]"] * 2
 
 
 @needs_mpirun
