@@ -88,6 +88,13 @@ def test_buckets_are_whole_and_begin_where_vectors_do(multiple):
     assert lengths == sorted(lengths, reverse=True) and lengths[-1] <= 9_654_800 < lengths[0] <= 38_619_200
 
 
+def test_a_large_last_tensor_has_few_buckets_of_its_own():
+    buckets = make_buckets(1000, 8, 320, 80, last=405)
+    assert buckets == [slice(0, 96), slice(96, 176), slice(176, 256), slice(256, 336), slice(336, 400), slice(400, 720),
+                       slice(720, 1000)]  # fmt: skip
+    assert make_buckets(1000, 8, 320, 80, last=921) == make_buckets(1000, 8, 320, 80)
+
+
 @pytest.mark.parametrize(("batch", "micro", "size"), [(16, 2, 1), (16, 2, 4), (12, 3, 2), (8, 1, 8), (16, 2, 3)])
 def test_every_row_is_in_one_shard(batch, micro, size):
     shards = [shard_batch(batch, micro, rank, size) for rank in range(size)]

@@ -158,16 +158,21 @@ def shard_batch(batch_size: int, micro_batch_size: int, rank: int, size: int) ->
     return [range(micro_batch_size * number, micro_batch_size * (number + 1)) for number in numbers]
 
 
-def make_buckets(total: int, multiple: int, largest: int, least: int, start: int = 0) -> list[slice]:
+def make_buckets(
+    total: int, multiple: int, largest: int, least: int, start: int = 0, last: int | None = None
+) -> list[slice]:
     """Split the elements from ``start`` to ``total`` into buckets of about ``largest`` elements.
 
     Sizes are rounded to ``multiple``.  Towards the end, a bucket has a quarter of the remaining elements, but not less
     than ``least``.  The backward finishes the last bucket last, so its sum overlaps no computation and should be short.
+
+    ``last`` is where the last tensor begins.  If this tensor has at least ``least`` elements, it has buckets of its
+    own, of ``largest`` elements: all of it is complete at once, and fewer sums take less time.
     """
-    buckets = []
+    buckets, end = [], total if last is None or total - last < least else last // multiple * multiple
     while start < total:
-        size = max(min(largest, (total - start) // 4), least)
-        stop = min(start + max(1, size // multiple) * multiple, total)
+        size = max(min(largest, (end - start) // 4), least) if start < end else largest
+        stop = min(start + max(1, size // multiple) * multiple, end if start < end else total)
         buckets.append(slice(start, stop))
         start = stop
     return buckets
@@ -242,7 +247,8 @@ class DataParallel:
         self.more, total, spans = more, gradients.flat.size, gradients.spans
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
         first, *further = gradients.regions
-        self.buckets = even = make_buckets(first.stop, gradients.multiple, *sizes)
+        last = max((span.start for span in spans.values() if span.start < first.stop), default=0)
+        self.buckets = even = make_buckets(first.stop, gradients.multiple, sizes[0], sizes[1], last=last)
         self._replicas: dict[int, Axis] = {}  # of the buckets of further regions, by start
         for region, (replicas, *_) in zip(further, self.more, strict=True):
             buckets = make_buckets(region.stop, gradients.multiple, sizes[0], sizes[1], region.start)
@@ -284,21 +290,18 @@ class DataParallel:
         """The ranks that hold the same weights of a bucket."""
         return self._replicas.get(bucket.start, self.replicas)
 
-    def _sum(self, bucket: slice) -> Work:
+    def _sum(self, bucket: slice) -> Any:
         """Start to sum a bucket over the ranks."""
         comm, x, how = self.of(bucket).comm, self.gradients.flat[bucket], dict[str, Any](async_op=True)
         if self._owners:
-            work: Work = comm.reduce(x, self._owners[bucket.start], **how)
-            return work
+            return comm.reduce(x, self._owners[bucket.start], **how)
         if self.compress != "none":
             how["compress"] = self.compress
         if self.residual is not None:
             how["residual"] = self.residual.flat[bucket.start // self.exact : bucket.stop // self.exact]
         if self.sharded:
-            work = comm.reduce_scatter(x, self.gradients.flat[self._part(bucket)], **how)
-        else:
-            work = comm.all_reduce(x, **how)
-        return work
+            return comm.reduce_scatter(x, self.gradients.flat[self._part(bucket)], **how)
+        return comm.all_reduce(x, **how)
 
     def _compressed(self, bucket: slice) -> list[slice]:
         """The slices of a bucket that this rank compresses: one, or with ZeRO-1 the parts of all ranks of its rail."""
