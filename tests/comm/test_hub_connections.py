@@ -14,71 +14,11 @@ from unittest.mock import Mock
 import pytest
 
 from kos.comm.control.env import env_rendezvous
-from kos.comm.control.hub import Hub, is_cut_off
+from kos.comm.control.hub import is_cut_off
 from kos.comm.control.wire import Connection, Network, admit_all
 from kos.errors import CollectiveTimeout, KosError, RendezvousError
 from tests.comm.ranks import no_file_may_be_opened
 from tests.comm.tcp_ranks import ROOT, TIMEOUT, environment, free_port, run_ranks, run_threads
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("rank", [1, 2])
-def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(monkeypatch, rank, early):
-    """The hub has admitted it, and perhaps takes no second call: all ranks have come."""
-    full, reported, usual_admit = threading.Event(), threading.Event(), Hub._admit_all
-
-    def admit(self):
-        slots = usual_admit(self)
-        self._acceptor.close()
-        full.set()
-        return slots
-
-    def interrupted(rendezvous):
-        unjoined = rendezvous._unjoined
-
-        def make(ranks):
-            child = unjoined(ranks)
-            usual = child._call_hub
-
-            def call(*given):
-                child._call_hub = usual
-                connection = usual(*given)
-                assert early or full.wait(TIMEOUT)
-                connection.close()
-                raise KeyboardInterrupt
-
-            child._call_hub = call
-            return child
-
-        rendezvous._unjoined = make
-        with pytest.raises(KeyboardInterrupt):
-            rendezvous.split(0)
-        reported.set()
-        last = rendezvous.failures.status.last
-        assert last is not None and last.ranks == (rank,) and "KeyboardInterrupt" in str(last)
-
-    def body(rendezvous):
-        if rendezvous.rank == rank:
-            return interrupted(rendezvous)
-        if rendezvous.rank == 0:
-            monkeypatch.setattr(Hub, "_admit_all", admit)
-        elif early:
-            monkeypatch.setattr(rendezvous, "_unjoined", lambda ranks, usual=rendezvous._unjoined: late(usual(ranks)))
-        with pytest.raises(KosError, match=f"interrupted on rank {rank} .*Keyboard" if early else "rank") as caught:
-            rendezvous.split(0)
-        assert caught.value.ranks == (rank,)
-
-    def late(child):
-        usual = child._join_at
-
-        def join(*given):
-            assert reported.wait(TIMEOUT)
-            usual(*given)
-
-        child._join_at = join
-        return child
-
-    run_ranks(3, body)
 
 
 def test_a_rank_that_waits_for_connections_hears_of_a_failure():
@@ -198,51 +138,60 @@ def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once():
     assert caught.value.ranks == (1,)
 
 
-def interrupt_once(owner: Any, name: str, *, after: bool) -> None:
-    """Ctrl-C at the next call of that method, or after it."""
+def fail_once(owner: Any, name: str, error: BaseException, *, after: bool) -> None:
+    """The next call of that method raises ``error``, before or after what it does."""
     usual = getattr(owner, name)
 
     def call(*given: Any) -> None:
         delattr(owner, name)
         if after:
             usual(*given)
-        raise KeyboardInterrupt
+        raise error
 
     setattr(owner, name, call)
 
 
-@pytest.mark.parametrize("where", ["within the barrier", "after the barrier", "before it joins"])
+CTRL_C, NO_FILES = KeyboardInterrupt(), OSError("too many open files")
+INTERRUPTED = "interrupted on rank {} .*by KeyboardInterrupt"
+STEPS: dict[str, tuple[str, bool, BaseException, str]] = {
+    "within the barrier": ("_exchange", True, CTRL_C, INTERRUPTED),
+    "after the barrier": ("barrier", True, CTRL_C, INTERRUPTED),
+    "before it joins": ("_join", False, CTRL_C, INTERRUPTED),
+    "once the hub has admitted it": ("_call_hub", True, CTRL_C, "rank {}"),  # which may take no second call
+    "once it has joined": ("_own_location", False, CTRL_C, INTERRUPTED),
+    "no file is left": ("_own_location", False, NO_FILES, "rank {} cannot open its connections: too many"),
+}
+"""The method that raises; whether it does so at its end; what it raises, and what the others hear."""
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank, where):
-    """Rank 0 runs the hub of the new group."""
+def test_a_rank_that_fails_within_a_split_is_named_on_all(rank, step):
+    """Unless the hub of the new group, which rank 0 runs, has told them, what the rank itself knows of it tells them."""
+    name, after, error, told = STEPS[step]
 
     def body(rendezvous):
         if rendezvous.rank != rank:
-            with pytest.raises(KosError, match=f"interrupted on rank {rank} .*by KeyboardInterrupt") as caught:
+            began = time.monotonic()
+            with pytest.raises(KosError, match=told.format(rank)) as caught:
                 rendezvous.split(0, rendezvous.rank)
-            assert caught.value.ranks == (rank,)
+            assert caught.value.ranks == (rank,) and time.monotonic() - began < 0.5 * TIMEOUT
             return
-        unjoined, barrier = rendezvous._unjoined, rendezvous.barrier
+        unjoined = rendezvous._unjoined
 
         def make(ranks):
             child = unjoined(ranks)
-            interrupt_once(child, "_join", after=False)
+            fail_once(rendezvous if name in ("_exchange", "barrier") else child, name, error, after=after)
             return child
 
-        def last():
-            interrupt_once(rendezvous, "_exchange", after=True)
-            barrier()
-
-        if where == "within the barrier":
-            rendezvous.barrier = last
-        elif where == "after the barrier":
-            interrupt_once(rendezvous, "barrier", after=True)
-        else:
-            rendezvous._unjoined = make
-        with pytest.raises(KeyboardInterrupt):
+        rendezvous._unjoined = make
+        with pytest.raises(KeyboardInterrupt if error is CTRL_C else RendezvousError):
             rendezvous.split(0, rendezvous.rank)
+        last = rendezvous.failures.status.last
+        assert name == "_own_location" or (last is not None and last.ranks == (rank,))
 
-    run_ranks(3, body)
+    if rank or name != "_call_hub":  # rank 0 calls no hub
+        run_ranks(3, body)
 
 
 def test_a_host_whose_rank_reads_nothing_is_not_cut_off():
