@@ -46,7 +46,6 @@ MORE_MPI_SIZES = (2, 3, 4)  # with --all
 # Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
 WITH_MPI = (
     "tests/comm/test_any_source.py",
-    "tests/comm/test_bytes_and_probes.py",
     "tests/comm/test_conformance.py",
     "tests/comm/test_failures.py",
     "tests/comm/test_interrupts.py",

@@ -48,10 +48,14 @@ def host_of(rank: int) -> str:
     return ""
 
 
+def host_names(hosts: Sequence[int]) -> list[str]:
+    """The name of each rank's host: so many ranks are on a first host, on a second one, and so on."""
+    return [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
+
+
 def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int]) -> None:
-    """Let so many ranks pretend to be on a first host, on a second one, and so on."""
-    names = [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
-    monkeypatch.setattr("tests.comm.ranks.host_of", names.__getitem__)
+    """Let so many ranks pretend to be on each host."""
+    monkeypatch.setattr("tests.comm.ranks.host_of", host_names(hosts).__getitem__)
 
 
 class MockRanks:

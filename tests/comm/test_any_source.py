@@ -1,50 +1,63 @@
-"""Receives from any rank, on threads, over ``tcp`` and ``mpi``."""
+"""Receives from any rank, messages of bytes, probes, and waits of every kind, on threads, over ``tcp`` and ``mpi``."""
 
+import gc
 import threading
 from contextlib import suppress
-from math import inf
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import kos
-from kos.comm.host.mpi import MPITransport
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from kos import _core
+from kos.comm.contract import Backend
+from kos.comm.host.threads import ThreadTransport
+from kos.comm.matching import Expected
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    RankLost,
+)
 from kos.testing import Fault, spawn
-from tests.comm.any_source import kind, run, wait_for_marks
-from tests.comm.ranks import MockRanks, on_each_rank
-from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_ranks
+from tests.comm.conftest import UNDER_MPIRUN
+from tests.comm.ranks import MockRanks, MPIRanks, on_each_rank
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
 
-__all__ = ["kind", "run"]  # fixtures
+SIZE, LONG = 3, 5 << 20
+ON_MPI = [pytest.param(name, marks=pytest.mark.mpi) for name in ("mpi", "mpi apart")]
 
 
-@on_each_rank("run")
-def test_receives_match_in_the_order_in_which_they_were_posted(comm, /):
-    """From any rank or from one, of arrays or of bytes, cached calls of the core and send_recv."""
-    if comm.rank == 1:
-        comm.send(np.full(2, -1.0), 0)
-        comm.recv(np.zeros(2), 0)  # the core of rank 0 knows both calls from now on
-        comm.barrier()
-        for number in range(4):
-            comm.send(np.full(2, float(number)), 0)
-        comm.send_bytes(b"four", 0)
-        comm.send_recv(np.full(2, 5.0), np.zeros(2), 0, 0)
-    elif comm.rank == 0:
-        x = np.zeros(2)
-        comm.recv(x, 1)
-        comm.send(x, 1)
-        first = comm.recv(np.zeros(2), 1, async_op=True)
-        wild = [comm.recv(np.zeros(2), async_op=True) for _ in range(2)]
-        named = comm.recv(x, 1, async_op=True)
-        data = comm.recv_bytes(1, async_op=True)
-        both = comm.send_recv(np.ones(2), np.zeros(2), 1, 1, async_op=True)
-        comm.barrier()
-        assert both.wait()[0] == 5 and data.wait() == b"four" and named.wait()[0] == 3
-        assert [work.wait()[0][0] for work in wild] == [1, 2] and first.wait()[0] == 0
-        assert all(work.wait()[1] == 1 for work in wild)
-    else:
-        comm.barrier()
+@pytest.fixture(params=[*(() if UNDER_MPIRUN else ("mock", "tcp", "tcp apart")), *ON_MPI])
+def kind(request):
+    if request.param.endswith("apart"):
+        request.getfixturevalue("apart")
+    elif request.param != "mock" and _core.native is None:
+        pytest.skip(str(_core.unavailable))
+    return request.param
+
+
+@pytest.fixture
+def run(kind, request):
+    """Runs a function of a communicator on three ranks, or under mpirun on all of them."""
+    if "mpi" in kind:
+        world = request.getfixturevalue("mpi_world")
+        if world.size == 1:
+            pytest.skip("needs mpirun with two ranks or more")
+        return MPIRanks(world).run
+    if kind == "mock":
+        return lambda fn: spawn(fn, SIZE, timeout=TIMEOUT, buffer_bytes=1 << 16)  # as processes of one host
+    return TCPRanks(SIZE).run
+
+
+def wait_for_marks(comm: kos.Communicator, tag: int = 99) -> None:
+    """Rank 0 waits until what the others have sent before has arrived."""
+    if comm.rank:
+        comm.send(np.zeros(0), 0, tag)
+        return
+    for rank in range(1, comm.size):
+        comm.recv(np.zeros(0), rank, tag)
 
 
 @pytest.mark.parametrize("posted", ["before", "after"])
@@ -104,6 +117,7 @@ def test_a_wait_that_another_thread_aborts(comm, /, memory, call):
         with pytest.raises(CollectiveError, match=": the communicator was aborted$") as caught:
             waiting.wait()
         assert type(caught.value) is CollectiveError and caught.value.ranks == ()
+        assert str(caught.value) == f"{caught.value.call}: the communicator was aborted"
     comm.rendezvous.barrier()
     part.abort()
 
@@ -191,41 +205,6 @@ def test_a_receive_behind_another_is_named_at_its_timeout(comm, /, memory):
     comm.abort()
 
 
-def test_mpi_shows_no_more_messages_than_are_taken():
-    """Messages that no receive takes yet stay in MPI."""
-    shown = list[int]()
-
-    def probe(source):
-        shown.append(source)
-        rank, tag = (2, 3) if len(shown) == 2 else (1, 3 if len(shown) > 2 else 4)
-        return None if len(shown) > 100 else ((rank, tag), (object(), 8, tag))
-
-    mpi = SimpleNamespace(next_check=inf, _arrived={}, _posted={}, _probe=probe, _MPI=SimpleNamespace(ANY_SOURCE=-1))
-    for _ in range(2):  # the second time it is known
-        assert MPITransport.arrived(mpi, [1, 2], 3)[:1] == (2,)
-        assert shown == [-1, -1]
-
-
-@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-def test_a_failure_with_the_text_of_an_orderly_end(on):
-    """It ends a receive from any rank, though another rank could still send."""
-    raised, left = threading.Event(), threading.Barrier(3, timeout=TIMEOUT)
-
-    def body(comm):
-        comm.barrier()
-        left.wait()  # over messages, a rank may still be in the barrier when another has left it
-        if comm.rank == 1:
-            comm.abort(reason="ValueError: it closed its communicator")
-        elif comm.rank == 2:
-            assert raised.wait(TIMEOUT)
-        else:
-            with pytest.raises(RankLost, match="rank 1 is gone: .*ValueError: it closed its communicator"):
-                comm.recv(np.zeros(1), timeout=10)
-            raised.set()
-
-    on(3).run(body)
-
-
 def test_a_progress_thread_receives_from_any_rank():
     def body(comm):
         if comm.rank == 0:
@@ -243,3 +222,172 @@ def test_a_progress_thread_receives_from_any_rank():
             body(comm)
 
     run_ranks(3, rank)
+
+
+@on_each_rank("run")
+def test_a_receive_of_bytes_holds_up_no_other_sender(comm, /):
+    if comm.size < 3:
+        return
+    if comm.rank == 0:
+        data = comm.recv_bytes(1, async_op=True)
+        assert comm.recv(np.zeros(2), 2, timeout=20)[0] == 2
+        assert comm.recv(np.zeros(2), timeout=20)[1] == 2
+        comm.send(np.zeros(1), 1, 5)
+        assert data.wait() == b"late"
+    elif comm.rank == 1:
+        comm.recv(np.zeros(1), 0, 5)
+        comm.send_bytes(b"late", 0)
+    elif comm.rank == 2:
+        comm.send(np.full(2, 2.0), 0)
+        comm.send(np.full(2, 2.0), 0)
+
+
+@on_each_rank("run")
+def test_bytes_are_arrays_of_uint8(comm, /):
+    if comm.rank == 0:
+        assert comm.recv(np.zeros(3, np.uint8), 1).tobytes() == b"abc"
+        assert comm.recv_bytes(1) == b"\1\2"
+        expected = "recv_bytes #2, from rank 1.* with tag 0: rank 0 expected elements of uint8 from rank 1, got 2 "
+        with pytest.raises(CollectiveMismatch, match=f"{expected}elements of float64"):
+            comm.recv_bytes(1)
+        assert comm.recv_bytes(1) == b"next"
+    elif comm.rank == 1:
+        comm.send_bytes(memoryview(b"a-b-c-")[::2], 0)
+        comm.send(np.array([1, 2], np.uint8), 0)
+        comm.send(np.zeros(2), 0)
+        comm.send_bytes(b"next", 0)
+    comm.barrier()
+
+
+@on_each_rank("run")
+def test_a_probe_takes_nothing(comm, /):
+    if comm.rank == 0:
+        assert comm.probe(tag=6, wait=False) is None
+        comm.barrier()
+        for source in (1, None):
+            for _ in range(2):
+                envelope = comm.probe(source, 6)
+                assert envelope == comm.probe(source, 6, wait=False) == (1, np.int32, 5) and envelope.nbytes == 20
+        assert comm.probe(tag=5, wait=False) is None
+        assert comm.recv(np.zeros(5, np.int32), tag=6)[1] == 1
+        assert comm.probe(tag=6, wait=False) is None
+        waiting = comm.recv(np.zeros(1), tag=6, async_op=True)
+        comm.barrier()
+        wait_for_marks(comm)
+        assert comm.probe(tag=6, wait=False) is None, "its message is for the receive that waits"
+        assert waiting.wait()[0][0] == 8
+        comm.barrier()
+    else:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(np.ones(5, np.int32), 0, 6)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(np.full(1, 8.0), 0, 6)
+        wait_for_marks(comm)
+        comm.barrier()
+
+
+@on_each_rank(spawn, 1)
+def test_a_group_of_one_has_no_other_rank(comm, /):
+    for call in (lambda: comm.recv(np.zeros(1)), comm.recv_bytes, comm.probe):
+        with pytest.raises(InvalidArgument, match="src: expected another rank, got None in a group of one"):
+            call()
+
+
+DEAD = """
+import os, sys
+import numpy as np, kos
+comm = kos.init("tcp", timeout=30)
+if comm.rank == 1:
+    comm.send_bytes(b"last", 0, 2)
+    comm.barrier()
+    os._exit(7)
+comm.barrier()
+if comm.rank == 2:
+    try:
+        comm.recv(np.zeros(1), 0)
+    except kos.errors.CollectiveError as error:
+        print(error)
+    os._exit(0)
+try:
+    print(comm.recv_bytes(tag=2))
+    {call}
+except kos.errors.RankLost as error:
+    print(error.ranks, error, flush=True)
+os._exit(0)
+"""
+CALLS = ["comm.recv(np.zeros(1))", "comm.recv_bytes()", "comm.probe()", "while True: comm.probe(wait=False)"]
+
+
+@pytest.mark.parametrize("core", ["1", "0"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_whose_process_ends_is_named(call, core):
+    (code, output), _, _ = run_processes(DEAD.replace("{call}", call), 3, KOS_CORE=core)
+    assert code == 0 and "(b'last', 1)" in output, output
+    assert "(1,) " in output and "rank 1 is gone" in output, output
+
+
+@pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
+@on_each_rank(TCPRanks(2).run)
+def test_a_message_whose_sender_has_cancelled_it_is_passed(comm, /):
+    """Not as a probe's, and not by a receive of bytes, whose length would be that of the cancelled one."""
+    if comm.rank == 1:
+        work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
+        comm.rendezvous.barrier()
+        comm.rendezvous.barrier()
+        work.cancel(CollectiveMismatch("cancelled, as after the loss of another rank"))
+        comm.rendezvous.barrier()
+        comm.rendezvous.barrier()
+        comm.send_bytes(b"next", 0)
+    else:
+        comm.rendezvous.barrier()
+        assert comm.probe() == (1, np.uint8, LONG)
+        comm.rendezvous.barrier()
+        comm.rendezvous.barrier()
+        assert comm.probe(wait=False) is None
+        waiting = comm.recv_bytes(async_op=True)
+        comm.rendezvous.barrier()
+        assert waiting.wait() == (b"next", 1)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
+def test_polls_of_many_tags_leave_nothing_behind(on):
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            for tag in range(500):
+                assert comm.probe(tag=tag, wait=False) is None
+        left = sum(isinstance(each, Expected) for each in gc.get_objects())
+        comm.barrier()
+        return left
+
+    assert max(on(2).run(body)) < 10
+
+
+def test_a_transport_without_envelopes_refuses(monkeypatch):
+    monkeypatch.setattr(ThreadTransport, "arrived", Backend.arrived)
+
+    def body(comm):
+        calls = {
+            "recv from any rank": lambda: comm.recv(np.zeros(1)), "recv_bytes": lambda: comm.recv_bytes(0),
+            "probe": comm.probe, "send_bytes": lambda: comm.send_bytes(b"", 1),
+        }  # fmt: skip
+        for name, call in calls.items():
+            with pytest.raises(BackendUnavailable, match=f"{name}: expected a backend .*, got mock"):
+                call()
+
+    spawn(body, 2)
+
+
+@on_each_rank("gpu_run")
+def test_backends_for_gpus_refuse(comm, /):
+    x, name = comm.allocate(3, np.float32), comm.backend_name
+    for what, call in {
+        "recv from any rank": lambda: comm.recv(x), "recv_bytes": comm.recv_bytes, "probe": comm.probe,
+        "send_bytes": lambda: comm.send_bytes(b"", 1 - comm.rank),
+    }.items():  # fmt: skip
+        with pytest.raises(BackendUnavailable, match=f"{what}: expected a backend for host memory.*, got {name}"):
+            call()
+    comm.barrier()

@@ -4,6 +4,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import pytest
 import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.cuda.streams import LEGACY
 from kos.dtypes import DTYPES, dtype_of
 from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer
+from kos.memory.array import Array
 from kos.testing import Fault, spawn
 from tests import stubs
 from tests.comm.ranks import on_each_rank
+from tests.fake_cuda import Stream
 
 
 @pytest.fixture
@@ -74,6 +78,13 @@ class OnDevice:
         raise AssertionError("asked for")
 
 
+def described(
+    pointer: int = 4096, shape: tuple[int, ...] = (4,), dtype: Any = np.float32, device: int = 0, **more: Any
+) -> Array:
+    """An Array on a GPU without memory: enough for what only looks at it."""
+    return Array(pointer, shape, dtype, device, **more)
+
+
 def overlapping(call: Callable[[kos.Communicator, Any, Any], Any]) -> Callable[[kos.Communicator], Any]:
     memory = np.zeros(6, np.float32)
     return lambda c: call(c, memory[:4], memory[2:])
@@ -88,12 +99,31 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "list": (lambda c: c.all_reduce([1.0]), "x: expected an array, got list"),
     "strided": (lambda c: c.all_reduce(np.zeros(8)[::2]), r"x: expected a C-contiguous .* strides \(16,\)"),
     "fortran": (lambda c: c.all_reduce(np.zeros((2, 3), order="F")), r"C-contiguous .* shape \(2, 3\)"),
+    "small grid": (lambda c: c.grid((1, 1)), r"shape: expected a product of 2, .*, got \(1, 1\)"),
+    "empty axis": (lambda c: c.grid((-1, 0)), r"shape: expected a product of 2, .*, got \(-1, 0\)"),
     "read-only in place": (lambda c: c.all_reduce(READ_ONLY), "x: expected a writable array"),
     "read-only out": (lambda c: c.all_reduce(F, out=READ_ONLY), "out: expected a writable array"),
     "read-only recv": (lambda c: c.recv(READ_ONLY, 1), "x: expected a writable array"),
     "nowhere": (lambda c: c.recv(Nowhere(), 1), "x: expected an array that DLPack can share, got Nowhere: Unknown"),
     "gpu": (lambda c: c.all_reduce(OnGPU()), "x: (expected memory of the host, got OnGPU on a GPU|.*failed)"),
     "device": (lambda c: c.send(OnDevice(), 1), "x: (expected memory of the host, got OnDevice on a GPU|.*)"),
+    "read-only on a gpu": (
+        lambda c: c.all_reduce(described(readonly=True)), "x: expected a writable array, got a read-only Array"),
+    "freed": (
+        lambda c: c.all_reduce(described(owner=SimpleNamespace(closed=True))),
+        "x: expected an array with memory, got one that was freed"),
+    "to a host": (
+        lambda c: c.all_reduce(described(), out=F), "out: expected memory of cuda:0, got memory of the host"),
+    "to a gpu": (
+        lambda c: c.all_reduce(F, out=described()), "out: expected memory of the host, got memory of cuda:0"),
+    "to another gpu": (
+        lambda c: c.all_reduce(described(), out=described(device=1)),
+        "out: expected memory of cuda:0, got memory of cuda:1"),
+    "overlap on a gpu": (
+        lambda c: c.all_reduce(described(), out=described(4100)), "out: expected memory that does not overlap x"),
+    "no backend for it": (
+        lambda c: c.all_reduce(described()),
+        "x: expected memory of the host .backend mock., got Array in memory of cuda:0; nccl, peer and auto"),
     "object": (lambda c: c.all_reduce(np.array([None])), r"dtype: expected one of .* got dtype\('O'\)"),
     "big-endian": (lambda c: c.all_reduce(np.zeros(2, ">f4")), "dtype: expected one of .* got dtype"),
     "out dtype": (lambda c: c.all_reduce(F, out=np.zeros(4)), "out: expected dtype float32, got float64"),
@@ -161,6 +191,22 @@ def test_refused(comm, case):
     with pytest.raises(InvalidArgument, match=message) as caught:
         call(comm)
     assert "\n" not in str(caught.value)
+
+
+def test_neighbours_on_a_gpu_do_not_overlap():
+    def buffer(start, device=0):
+        return as_buffer(described(start, (10,), np.uint8, device), "x", True)
+
+    assert not any(buffer(100).overlaps(each) for each in (buffer(90), buffer(110), buffer(100, device=1)))
+
+
+def test_a_stream_that_its_owner_closed_is_not_used():
+    """Its handle is then that of the legacy stream."""
+    x, stream = described(), Stream(40)
+    assert as_buffer(x, "x", True, stream).stream == 40
+    stream.handle = 0
+    buffer = as_buffer(x, "x", True, stream)
+    assert (buffer.stream, buffer.queue) == (LEGACY, None)
 
 
 class Wrapped:
@@ -256,6 +302,8 @@ def test_tensors(name):
 
     def body(comm):
         mine = torch.full((3, 3), comm.rank + 1.0).to(getattr(torch, name))[1:]
+        gathered = comm.all_gather(mine), comm.all_gather(mine, async_op=True).wait()
+        assert all(type(each) is torch.Tensor and each.shape == (2, 2, 3) for each in gathered)
         return comm.all_reduce(mine), mine
 
     for result, tensor in spawn(body, 2, timeout=10):
@@ -265,14 +313,6 @@ def test_tensors(name):
     assert (kept.flat == 1).all()
     with pytest.raises(InvalidArgument, match=r"x: expected an array that DLPack can share, .* C-contiguous"):
         as_buffer(torch.ones(2, 3).to(getattr(torch, name)).t(), "x", writable=True)
-
-
-def test_buffer():
-    x = np.arange(12.0).reshape(3, 4)
-    buffer = as_buffer(x, "x", writable=True)
-    assert (buffer.count, buffer.nbytes, str(buffer)) == (12, 96, "float64[3, 4]")
-    assert buffer.array is x
-    assert np.shares_memory(buffer.flat, x)
 
 
 def test_dtype_table():
@@ -312,7 +352,7 @@ WRONG: dict[str, list[Any]] = {
     "compress": ["", "int2", 8, True, [], np.zeros(2), np.float16],
     "residual": [0, "x", [], np.zeros(2)],
     "deterministic": [None, -1, "yes", [], np.zeros(2)],
-    "color": ["0", 1.5, True, [0], NAN, -1, 1 << 31],
+    "color": ["0", "rack", 1.5, True, [0], NAN, -1, 1 << 31],
     "key": [*NO_NUMBER, 1 << 31],
     "data": [None, "abc", 5, [1], np.zeros(2)],
     "shape": [None, "4", -1, 1.5, (2, -1), (2, "2"), True, (1,) * 65],
@@ -395,8 +435,9 @@ def test_every_parameter(comm, name, parameter):
     *((spawn, f"check_{what}", [None, 2, "no"]) for what in ("deadlock", "messages", "arrays")),
     (spawn, "world_size", [*NO_NUMBER, 0, -1]),
     (spawn, "timeout", [None, *WRONG["timeout"]]),
-    (spawn, "faults", [5, "x", [5], [None]]),
+    (spawn, "faults", [5, "x", [5], [None], [Fault("drop", 2)]]),
     (Fault, "kind", [None, "x", 5]),
+    (Fault, "call", [3]),
     (Fault, "rank", [*NO_NUMBER, -1]),
     (Fault, "operation", [*NO_NUMBER, -1]),
     (Fault, "seconds", ["1", 0, -1.0, NAN, float("inf")]),

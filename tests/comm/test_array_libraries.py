@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from kos.comm.gpu.works import free_finished
 from kos.cuda import driver, streams
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from kos.testing import spawn
 from tests.comm.fake_nccl import alone
 from tests.comm.test_streams import Device, Stream
 
@@ -233,32 +231,6 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(fake, torch):
     comm.close()
 
 
-def test_two_threads_that_free_at_once_keep_the_order():
-    """The second one looks at the next call, or at the same, while the first one does."""
-    looked, returned = threading.Event(), threading.Event()
-
-    class Call:
-        def __init__(self, number):
-            self.number, self.over_now = number, False
-
-        def over(self):
-            if threading.current_thread() is not second:
-                second.start()
-                assert looked.wait(20)
-            else:
-                looked.set()
-                assert self.number == 0 or returned.wait(20)
-            return self.over_now
-
-    calls = [Call(number) for number in range(3)]
-    in_flight = deque([each] for each in calls)
-    second = threading.Thread(target=free_finished, args=(in_flight,))
-    free_finished(in_flight)
-    returned.set()
-    second.join(20)
-    assert [each.number for (each,) in in_flight] == [0, 1, 2]
-
-
 def test_threads_free_no_call_that_is_not_over():
     """Another thread frees the first call while this one looks at it."""
 
@@ -275,38 +247,6 @@ def test_threads_free_no_call_that_is_not_over():
     in_flight = deque([Call(number)] for number in range(3))
     free_finished(in_flight)
     assert [each.number for (each,) in in_flight] == [1, 2]
-
-
-def test_results_for_a_host_tensor_are_tensors(monkeypatch):
-    class HostTensor:
-        __module__ = "torch"
-        is_cuda = False
-
-        def __init__(self, memory):
-            self.memory = memory
-
-        def is_neg(self):
-            return False
-
-        def new_empty(self, shape):
-            return HostTensor(np.empty(shape, self.memory.dtype))
-
-        def __dlpack_device__(self):
-            return self.memory.__dlpack_device__()
-
-        def __dlpack__(self, **options):
-            return self.memory.__dlpack__(**options)
-
-    monkeypatch.setitem(sys.modules, "torch", Torch())
-
-    def body(comm):
-        x = HostTensor(np.full(2, comm.rank + 1.0))
-        out = comm.all_gather(x)
-        assert type(out) is HostTensor and out.memory.tolist() == [[1, 1], [2, 2]]
-        assert comm.all_reduce(x) is x and x.memory.tolist() == [3, 3]
-        assert comm.all_gather(x, async_op=True).wait().memory.shape == (2, 2)
-
-    spawn(body, 2)
 
 
 def test_managed_memory_is_gpu_memory(torch):

@@ -121,6 +121,10 @@ def zeros(count: int, dtype: Any = np.float16, stream: Any = None) -> Array:
     return Array.zeros(count, dtype, 0, stream=stream)
 
 
+def ones(count: int, dtype: Any = np.float16) -> Array:
+    return Array.from_numpy(np.ones(count, dtype), 0)
+
+
 @on_each_rank(run)
 def test_routes_by_operation_size_and_dtype(comm, log, /):
     f2, f4 = np.float16, np.float32
@@ -215,20 +219,6 @@ def test_register_uses_the_first_backend_that_accepts_the_memory(comm, log, /):
     assert found == ["peer", "nccl", "peer: not of peer; nccl: not of nccl"]
 
 
-@on_each_rank(run)
-def test_a_batch_is_launched_backend_by_backend(comm, log, /):
-    counts = (4096, 8, 5000, 16)
-    xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
-    host = np.full(3, comm.rank + 1, np.float32)
-    with comm.batch() as batch:
-        for x in xs:
-            comm.all_reduce(x)
-        comm.all_reduce(host)
-    assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
-    assert [work.prepared.route.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
-    assert [work.operation.send.count for work in batch.works] == [*counts, 3]
-
-
 @needs_core
 @on_each_rank(run, host=SharedOnly)
 def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
@@ -241,12 +231,15 @@ def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
     node._core = SimpleNamespace(
         prepare=core.prepare, start=lambda *call: (begun.append(call[1]), core.start(*call))[1], spin_ns=0
     )
+    arrays = ones(8), np.ones(3), ones(5000), ones(8)
     for turn in range(3):
         with comm.batch() as batch:
-            for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
+            for array in arrays:
                 comm.all_reduce(array)
         assert [work.prepared.route.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
+        assert [work.operation.send.count for work in batch.works] == [8, 3, 5000, 8]
         assert begun == list(range(4 * turn + 4))
+    assert all(((x.numpy() if isinstance(x, Array) else x) == SIZE**3).all() for x in arrays)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,6 +1,5 @@
 """Many calls compared at a time, of ranks that go on, or end, while they are looked at."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +7,9 @@ import pytest
 
 import kos
 from kos.comm.host.shared import CallRing
-from kos.comm.host.shared.segment import ARRIVED, PID, RING
+from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.prepared import Fingerprints
 from kos.comm.work import Work
-from kos.errors import RankLost
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core, run
 from tests.comm.works import work_of
@@ -42,12 +40,6 @@ def together(body: Callable[[list[CallRing]], None], size: int = 2) -> None:
         comm.rendezvous.barrier()
 
     run(rank, size, close=False)
-
-
-def wait(calls: CallRing, o: Work[Any]) -> None:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        calls.compare(o, 0)
 
 
 class Words:
@@ -115,25 +107,3 @@ def test_own_calls_that_are_no_longer_on_record(calls, /):
     for sequence in range(11):
         calls[1].announce(varied(sequence))
     assert calls[0].compare(varied(10), 0) == 11
-
-
-@on_each_rank(together, 3)
-def test_several_ranks_that_are_gone(calls, /):
-    mine = calls[0]
-    for local in (1, 2):
-        mine.segment.words[mine.segment.line(local) + PID] = (1 << 22) + 1  # no process has it
-    mine.announce(call(0))
-    with pytest.raises(RankLost, match=r"barrier #0.*rank [12] is gone: its process"):
-        wait(mine, call(0))
-
-
-@on_each_rank(together)
-def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make(calls, /):
-    mine, theirs = calls
-    mine.announce(call(0))
-    assert mine.compare(call(0), 0) == 0
-    theirs.announce(call(0))
-    theirs.close()
-    mine.announce(call(1))
-    with pytest.raises(RankLost, match="barrier #1.*rank 1 is gone: it closed"):
-        wait(mine, call(1))

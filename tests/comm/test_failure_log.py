@@ -1,23 +1,18 @@
 """Which failure a rank raises and which ranks it names: ``FailureLog`` and ``PeerStatus``, without ranks."""
 
 import pickle
-import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from kos.comm import timeouts
 from kos.comm.failures import HOST_SECONDS, FailureLog, Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, from_record, to_record
-from kos.testing import Fault, spawn
 from tests.comm.works import work_of
 
 
@@ -50,23 +45,6 @@ def test_what_is_queued_may_change_while_another_thread_reads_it():
     status.post_queued(second, [2])
     assert list(reading) == [(first, (1,))]
     assert status.queued == {first: (1,), second: (2,)}
-
-
-def test_a_lost_rank_is_posted_once(monkeypatch):
-    """By each rank that finds it: a post goes to every rank of other hosts."""
-
-    def body(comm):
-        with pytest.raises(RankLost, match="rank 1 is gone"):
-            comm.all_reduce(np.ones(1))
-
-    def post_failure(self, error):
-        posted.append(self._rank)
-        post(self, error)
-
-    posted, post = list[int](), PeerStatus.post_failure
-    monkeypatch.setattr(PeerStatus, "post_failure", post_failure)
-    spawn(body, 3, faults=[Fault("crash", rank=1, operation=0)])
-    assert sorted(posted) == [0, 2]
 
 
 class _Waits(PeerStatus):
@@ -378,30 +356,6 @@ def test_a_lost_rank_waits_for_the_ends_of_its_host():
         assert silent > 0 or time.monotonic() - began >= HOST_SECONDS
 
 
-def test_the_parts_of_a_mismatch_and_of_a_timeout():
-    """On every rank; what a rank was told of has the parts too."""
-    found, overdue = list[KosError](), threading.Event()
-
-    def body(comm):
-        part = comm.split(0)
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout) as late:
-                part.barrier(timeout=0.1)
-            overdue.set()
-            assert (late.value.call, late.value.ranks) == (f"{part.name}: barrier #0", (1,))
-        assert overdue.wait(20)
-        with pytest.raises(CollectiveMismatch) as caught:
-            comm.all_reduce(np.ones(2 + comm.rank))
-        found.append(caught.value)
-
-    spawn(body, 2, timeout=30)
-    assert len(found) == 2
-    for error in found:
-        assert (error.call, error.ranks) == ("world", (0, 1)), error
-        assert error.expected == "all_reduce #1 of float64[2] by SUM", error
-        assert error.got == "all_reduce #1 of float64[3] by SUM", error
-
-
 def test_the_parts_of_an_error_are_copied_sent_and_pickled():
     cause = RankLost("rank 3 is gone: boom", ranks=[3])
     error = CollectiveMismatch(ranks=[1, 2], call="world: recv #1", expected="2 elements", got="3")
@@ -413,35 +367,3 @@ def test_the_parts_of_an_error_are_copied_sent_and_pickled():
     later = cause.copy(f"{cause}; rank 1 aborted because of it", "world: barrier #2", cause)
     assert (later.call, later.cause, later.ranks) == ("world: barrier #2", cause, (3,))
     assert str(later) == "world: barrier #2: rank 3 is gone: boom; rank 1 aborted because of it"
-
-
-def test_errors_have_their_call_as_a_part():
-    """Of a call that was aborted, that failed by an exception which is not of kos, or that was interrupted."""
-
-    def body(comm):
-        part = comm.duplicate()
-        if comm.rank == 0:
-            work = part.all_reduce(np.ones(2), async_op=True)
-            part.abort()
-            with pytest.raises(KosError) as caught:
-                work.wait()
-            errors.extend([caught.value, comm.backend.failures.named(work, ValueError("no memory"))])
-            comm.backend.start_all = _interrupt
-            with suppress(KeyboardInterrupt), comm.batch():
-                comm.all_reduce(np.ones(2))
-            errors.append(comm.failure)
-            comm.abort()
-        else:
-            with pytest.raises(KosError):
-                comm.recv(np.ones(2), 0)
-
-    errors = list[Any]()
-    spawn(body, 2, strict=False)
-    for error, text in zip(errors, ("the communicator was aborted", "ValueError: no memory",
-                                    "interrupted by KeyboardInterrupt"), strict=True):  # fmt: skip
-        assert " of float64[2] by SUM" in error.call
-        assert str(error) == f"{error.call}: {text}"
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt

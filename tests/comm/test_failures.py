@@ -15,7 +15,6 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous, Th
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.group_backend import UNMADE
 from kos.comm.host.host_backend import HostBackend
-from kos.comm.host.threads import ThreadMessage
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves
 from kos.errors import (
@@ -35,21 +34,6 @@ from tests.comm.tcp_ranks import TCPRanks, run_threads
 
 def F4() -> np.ndarray:
     return np.zeros(4, np.float32)
-
-
-@pytest.mark.mpi
-@on_each_rank("ranks_of_mpi.run")
-def test_a_call_that_mpi_still_holds_is_named(comm, /, apart, caplog):
-    part = comm.duplicate()
-    if comm.rank == 0:  # takes no part in the call of MPI
-        part.backend.transport._native_request = lambda *_: part.backend.transport._MPI.REQUEST_NULL
-        part.all_reduce(np.ones(3))
-    else:
-        with pytest.raises(CollectiveTimeout):
-            part.all_reduce(np.ones(3), timeout=0.2)
-        assert "all_reduce #0 of float64[3] by SUM: MPI may still use the arrays of this call" in caplog.text
-    comm.barrier()
-    part.abort()
 
 
 @pytest.mark.mpi
@@ -271,48 +255,6 @@ def test_a_message_sent_before_leaving_arrives():
         assert spawn(body, 2, timeout=60, buffer_bytes=8) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "recv"])
-def test_an_interrupted_operation_is_not_complete(monkeypatch, name):
-    interrupts = []
-    came, over = threading.Event(), threading.Event()
-    done = ThreadMessage.done
-
-    def interrupted(self):
-        if interrupts:
-            raise interrupts.pop()
-        return done(self)
-
-    def body(comm):
-        if comm.rank == 1:
-            if name == "all_reduce":
-                comm.all_reduce(np.ones(4), algorithm="ring", async_op=True)
-            came.set()
-            over.wait(20)  # it comes, and does nothing more
-            comm.abort()
-            return
-        try:
-            x = np.ones(4)
-            came.wait(20)
-            if name == "all_reduce":
-                work = comm.all_reduce(x, algorithm="ring", async_op=True)
-            else:
-                work = comm.recv(x, 1, async_op=True)
-            interrupts.append(KeyboardInterrupt())
-            with pytest.raises(KeyboardInterrupt):
-                work.wait()
-            for again in (work.wait, work.done):
-                with pytest.raises(CollectiveError, match=f"{name} #0 .*: interrupted by KeyboardInterrupt"):
-                    again()
-            assert comm.backend.engine.outstanding() == []
-            with pytest.raises(CollectiveError, match=f"synchronize: .* {name} #0 .*: interrupted"):
-                comm.synchronize()  # also where an operation that waits by itself left nobody a Work to ask
-        finally:
-            over.set()
-
-    monkeypatch.setattr(ThreadMessage, "done", interrupted)
-    spawn(body, 2, timeout=60)
-
-
 def test_spawn_names_ranks_that_hang(monkeypatch):
     release = threading.Event()
     threads = {}
@@ -330,30 +272,6 @@ def test_spawn_names_ranks_that_hang(monkeypatch):
         assert caught.value.ranks == (1,)
     finally:
         release.set()
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "split", "recv"])
-def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name, monkeypatch):
-    release = threading.Event()
-    comms = {}
-
-    def body(comm):
-        comms[comm.rank] = comm
-        if comm.rank == 1:
-            release.wait(30)
-            return
-        calls = {"all_reduce": lambda: comm.all_reduce(F4()), "split": lambda: comm.split(0)}
-        calls.get(name, lambda: comm.recv(F4(), 1))()
-
-    time_is_up(monkeypatch, lambda: len(comms) == 2 and bool(comms[0].backend.engine.outstanding()))
-    what = "rank 1 sent nothing" if name == "recv" else r"ranks \[1\] did not arrive"
-    message = rf"^world: {name} #0.*: not complete after 0.3 s; {what}"
-    try:
-        with pytest.raises(CollectiveTimeout, match=message) as caught:
-            spawn(body, 2, timeout=0.3)
-    finally:
-        release.set()
-    assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
 def test_a_missing_rank_at_init():

@@ -1,9 +1,14 @@
-"""Calls on GPUs that the compiled core makes: they are as those through Python, and Python makes all others.
+"""Calls on GPUs that the compiled core makes are as those through Python, which makes all others.
 
-The driver, NCCL and memory are stand-ins; kernels of peer run on the host.
+What a launch depends on, and what ends one.  The driver, NCCL and memory are stand-ins.  Kernels of peer run on the
+host.
 """
 
+import ctypes
+import gc
 import os
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -14,16 +19,22 @@ import pytest
 
 import kos
 from kos.comm.communicator import Communicator
-from kos.comm.failures import EndedEarly
+from kos.comm.gpu.backend import GPUBackend
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.host.host_backend import HostBackend
+from kos.comm.host.threads import ThreadTransport
 from kos.comm.recorder import SLOTS
 from kos.cuda import driver
-from kos.errors import CollectiveTimeout, CudaError
+from kos.errors import CollectiveError, CollectiveTimeout, CudaError, KosError
 from tests.comm.fake_gpu import Status, captures
-from tests.comm.fake_nccl import FakeRanks
-from tests.comm.gpu_eager import by, call_during_start, known, on_gpu
-from tests.comm.ranks import on_each_rank
+from tests.comm.fake_nccl import WAIT, Comm, FakeRanks, Group
+from tests.comm.fake_peer import ThreadRanks
+from tests.comm.gpu_eager import by, call_during_start, hits, known, on_gpu
+from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import needs_core
 from tests.fake_cuda import Stream
+from tests.host_compiler import needs_compiler
 
 pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 
@@ -112,52 +123,7 @@ def test_works_of_persistent_starts(comm, /):
     assert x.numpy().tolist() == [2.0**17] * 4
 
 
-@on_each_rank(FakeRanks(2).run)
-def test_a_persistent_start_in_a_capture(gpu, /, fake):
-    """Of memory in a window, which is kept for the graph."""
-    comm, stream = gpu.comm, Stream(40)
-    start = comm.all_reduce_init(comm.allocate(4, np.float32), stream=stream).start
-    for _ in range(3):
-        start()
-    with captures() as graph, by(comm, 0):
-        start()
-    with by(comm, 1):
-        start()
-    graph.destroy()
-
-
 # A communicator of one rank, whose calls are copies.
-
-
-@on_each_rank("gpu_alone")
-def test_in_place_nothing_is_queued(comm, fake, /):
-    """A call may be in place, and the next one not."""
-    x, y = on_gpu([1.0, 2.0]), on_gpu([0.0, 0.0])
-    known(comm, x)
-    comm.all_reduce(x, out=x)
-    known(comm, x, out=y)
-    before = fake.launches
-    with by(comm, 4):
-        for out in (x, y, x, y):
-            comm.all_reduce(x, out=out)
-    assert fake.launches - before == 2
-
-
-@on_each_rank("gpu_alone")
-def test_no_output_and_no_data(comm, fake, /):
-    x, y = on_gpu([1.0]), on_gpu([9.0])
-    comm.exscan(x, out=y)
-    comm.exscan(x, out=y)
-    with by(comm, 2):
-        comm.exscan(x, out=y)
-        comm.exscan(x, out=y)
-    for _ in range(4):
-        comm.barrier(stream=Stream(40))
-    assert x.numpy().tolist() == [1.0] and y.numpy().tolist() == [9.0]
-    known(comm, x)
-    fake.current = 0  # nothing is launched, so no context is needed
-    with by(comm, 1):
-        comm.all_reduce(x)
 
 
 @on_each_rank("gpu_alone")
@@ -169,16 +135,6 @@ def test_a_timeout_names_the_last_call(comm, driver, /):
     driver.bindings.cuStreamQuery = lambda stream: (Status.CUDA_ERROR_NOT_READY,)
     with pytest.raises(CollectiveTimeout, match="all_reduce #2 "):
         comm.synchronize(timeout=0.2)
-
-
-@on_each_rank("gpu_alone")
-def test_a_failure_of_one_rank_waits_for_no_report(comm, fake, /):
-    x = on_gpu([1.0])
-    work = comm.all_reduce(x, out=on_gpu([0.0]), async_op=True)
-    shared = getattr(comm.backend, "gpus", [comm.backend])[0].shared
-    began = time.monotonic()
-    shared.cause(work, EndedEarly("ended early"))
-    assert time.monotonic() - began < 0.5
 
 
 @on_each_rank("gpu_alone")
@@ -205,19 +161,16 @@ def test_a_thread_without_the_context(comm, fake, /):
 
 
 @on_each_rank("gpu_alone")
-def test_graphs_of_one_rank_keep_windows(comm, fake, /):
-    stream = Stream(40)
-    x, y = (comm.allocate(4, np.float32) for _ in range(2))
-    known(comm, x, out=y, stream=stream)
-    with captures() as graph, by(comm, 0):
-        comm.all_reduce(x, out=y, stream=stream)
-    graph.destroy()
-
-
-@on_each_rank("gpu_alone")
 def test_a_copy_that_is_refused(comm, fake, /):
+    """In place there is none."""
     x, y = on_gpu([1.0]), on_gpu([0.0])
+    known(comm, x)
     known(comm, x, out=y)
+    before = fake.launches
+    with by(comm, 2):
+        comm.all_reduce(x)
+        comm.all_reduce(x, out=y)
+    assert fake.launches == before + 1
     fake.instead["cuMemcpyDtoDAsync_v2"] = lambda *words: 1
     with pytest.raises(CudaError, match="cuMemcpyDtoDAsync failed: status 1"):
         comm.all_reduce(x, out=y)
@@ -290,3 +243,183 @@ def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(comm, /)
     for count in range(3):
         assert x.numpy().tolist() == [2 * 2**count] * 4
         comm.all_reduce(x)
+
+
+@on_each_rank("gpu_run")
+def test_whatever_a_launch_depends_on(comm, /):
+    """One by one, the core finds what Python would find; the next call after that is the core's again."""
+    x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
+    known(comm, x)
+    changes = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
+    changes.append((backend.shared.streams, "party", object()))
+    for where, name, value in changes:
+        setattr(where, name, value)
+        with by(comm, 0):
+            comm.all_reduce(x)
+        with by(comm, 1):
+            comm.all_reduce(x)
+    backend.shared.calls.core.fail(10**6)  # another rank reports that a later call fails
+    with by(comm, 0):
+        comm.all_reduce(x)
+    comm.timeout = 19.0  # the Prepared are other ones
+    with by(comm, 0):
+        comm.all_reduce(x)
+
+
+@needs_compiler
+@on_each_rank(ThreadRanks(2).run)
+def test_other_communicators_leave_too_little_room(gpu, /, peers):
+    comm = gpu.comm
+    other = comm.duplicate()
+    x = on_gpu(np.ones(4, np.float32))
+    for _ in range(3):
+        other.all_reduce(x)
+    known(comm, x)
+    room = comm.backend.routes[0]._room
+    blocks, per_sm = room
+    for less in ((blocks - 1, per_sm), (blocks, per_sm + 1)):
+        room[0], room[1] = less
+        with by(comm, 0):
+            comm.all_reduce(x)
+    room[0], room[1] = blocks + 1, per_sm - 1
+    with by(comm, 1):
+        comm.all_reduce(x)
+    other.close()
+
+
+@needs_compiler
+@on_each_rank(ThreadRanks(2).run)
+def test_the_legacy_stream_is_that_of_the_current_device(gpu, /, peers):
+    comm, x = gpu.comm, on_gpu(np.ones(4, np.float32))
+    known(comm, x)
+    peers.driver.current += 1
+    with by(comm, 0):
+        comm.all_reduce(x)
+    comm.rendezvous.barrier()
+    peers.driver.current -= 1
+
+
+@on_each_rank(FakeRanks(2).run)
+def test_every_64th_call_compares(gpu, /, fake):
+    comm, x = gpu.comm, on_gpu([1.0])
+    known(comm, x)
+    for _ in range(400):
+        comm.all_reduce(x)
+    at = comm.backend.shared.calls.core.compare_at
+    assert at > 300 and 390 <= hits(comm) <= 403
+    assert comm.backend.shared._confirmed > 300
+
+
+@on_each_rank("gpu_run")
+def test_cached_calls_keep_few_streams(comm, /):
+    """If a program creates one per step; streams used again are kept."""
+    x, alive = on_gpu(np.zeros(4, np.float32)), weakref.WeakSet[Stream]()
+    for step in range(60):
+        alive.add(stream := Stream(40 + step))
+        for _ in range(4):
+            comm.all_reduce(x, stream=stream)
+        assert hits(comm) > 2 * step
+        alive.add(stream := Stream(140 + step))
+        y = on_gpu(np.zeros(4, np.float32), stream)
+        for _ in range(4):
+            comm.all_reduce(y)
+    del stream, y
+    comm.synchronize()
+    gc.collect()
+    assert len(alive) < 20
+    streams = [Stream(200 + i) for i in range(8)]
+    for _ in range(3):
+        for each in streams:
+            for _ in range(3):
+                comm.all_reduce(x, stream=each)
+    with by(comm, 16):
+        for each in streams:
+            for _ in range(3):
+                comm.all_reduce(x, stream=each)
+
+
+LONG = 100  # seconds
+
+
+@pytest.fixture
+def blocking(fake):
+    """An all_reduce by the core is nanosleep: its first address is that of how long it blocks, if no signal comes."""
+    nanosleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
+    fake.address_of = lambda operation: nanosleep
+    fake.all_reduce = lambda *_: None
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def end_block(thread: int, over: threading.Event) -> None:
+    """Send that thread signals, which end its nanosleep, until its call is over."""
+    while not over.wait(0.002):
+        signal.pthread_kill(thread, signal.SIGUSR1)
+
+
+def call_that_blocks(comm: Any, x: Any, over: threading.Event) -> float:
+    """The seconds that the call has taken, which a signal has ended."""
+    began = time.monotonic()
+    try:
+        with pytest.raises(KosError):
+            comm.all_reduce(x)
+    finally:
+        over.set()
+    return time.monotonic() - began
+
+
+def test_two_threads_are_found_while_a_launch_blocks(fake, blocking):
+    found = threading.Event()
+
+    def body(gpu):
+        comm, x, y, over = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0])), threading.Event()
+        known(comm, y)
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            assert found.wait(LONG)
+            comm.all_reduce(y)  # the one that the other rank has begun
+            comm.all_reduce(y)
+            with pytest.raises(CollectiveError, match="two threads"):
+                comm.synchronize()
+            return
+        seconds = []
+        first = threading.Thread(target=lambda: seconds.append(call_that_blocks(comm, x, over)))
+        first.start()
+        while comm._active is None:
+            time.sleep(0.001)
+        with pytest.raises(CollectiveError, match=r"two threads call .*all_reduce #4 .* and all_reduce"):
+            comm.all_reduce(y)
+        found.set()
+        assert first.ident is not None
+        end_block(first.ident, over)
+        first.join()
+        assert seconds[0] < LONG
+
+    FakeRanks(2).run(body)
+
+
+@needs_compiler
+def test_of_two_backends_python_orders_each_turn(peers):
+    """Deterministic calls go by peer, others by NCCL."""
+    group = Group(2)
+
+    def rank(rendezvous):
+        host = HostBackend(rendezvous, ThreadTransport)
+        nccl = NCCLBackend(rendezvous, host.engine, 0, Comm(group, rendezvous.rank))
+        routes = [nccl, PeerBackend(rendezvous, host.engine, 0)]
+        with kos.Communicator(GPUBackend(rendezvous, routes, host), rendezvous, {}, WAIT) as comm:
+            x, ways = on_gpu(np.ones(4, np.float32)), [{}, {"deterministic": True}]
+            parts = set()
+            for options in ways:
+                known(comm, x, **options)
+                parts.add(comm.backend.order.party.name)
+            assert parts == {"nccl", "peer"}
+            for options in (*ways, *ways):
+                with by(comm, 0):
+                    comm.all_reduce(x, **options)
+                with by(comm, 1):
+                    comm.all_reduce(x, **options)
+            assert comm.all_reduce(np.ones(3)).sum() == 6  # of host memory, by Python
+
+    on_threads(2, rank, WAIT, group.barrier.abort)

@@ -37,7 +37,10 @@ __all__ = ["known"]  # a fixture of every test
 @both
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_group_grows(backend, members):
-    """Members keep their order, newcomers come after them; the old communicator and its groups are closed."""
+    """Again too, also from a newcomer's address.  Members keep their order, newcomers come after them.
+
+    The old communicator and its groups are closed.
+    """
 
     def body(comm):
         comm.barrier()
@@ -48,44 +51,24 @@ def test_a_group_grows(backend, members):
         for old in (comm, half):
             with pytest.raises(CollectiveError, match="is closed"):
                 old.barrier()
-        return comm.rank, check(new)
+        return comm.rank, check(new.grow(1))
 
     def newcomer(address):
         comm = join(address)
         assert comm.timeout == 20.0 and comm.backend_name == backend
-        return check(comm)
-
-    results = run(backend, members, body, newcomer, newcomer)
-    size = members + 2
-    assert results[:members] == [(rank, (rank, size)) for rank in range(members)]
-    assert sorted(results[members:]) == [(members, size), (members + 1, size)]
-
-
-@both
-def test_it_grows_again(backend):
-    def body(comm):
-        for _ in range(2):
-            comm = comm.grow(1)
-            comm.barrier()
-        return check(comm)
-
-    def first(address):
-        comm = join(address)
-        comm.barrier()
         addresses.append(comm.address)
-        comm = comm.grow(1)
-        comm.barrier()
-        return check(comm)
+        return check(comm.grow(1))
 
-    def second(address):
+    def last(address):
         while not addresses:
             time.sleep(0.01)
-        comm = join(addresses[0])
-        comm.barrier()
-        return check(comm)
+        return check(join(addresses[0]))
 
     addresses = list[str]()
-    assert sorted(run(backend, 2, body, first, second)) == [(rank, 4) for rank in range(4)]
+    results = run(backend, members, body, newcomer, newcomer, last)
+    size = members + 3
+    assert results[:members] == [(rank, (rank, size)) for rank in range(members)]
+    assert sorted(results[members:]) == [(rank, size) for rank in range(members, size)]
 
 
 @both

@@ -43,7 +43,7 @@ from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, Group, of_nccl, waits_that_are_bounded
 from tests.comm.fake_peer import ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import OnGPU, noting_who_adds
-from tests.comm.ranks import on_each_rank
+from tests.comm.ranks import host_names, on_each_rank
 from tests.comm.test_tuning import measure_quickly
 from tests.host_compiler import COMPILER
 
@@ -61,7 +61,7 @@ class HostRanks(ThreadRanks):
 
     def __init__(self, hosts: Sequence[int], routes: Any = ALWAYS) -> None:
         super().__init__(sum(hosts))
-        self.names = [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
+        self.names = host_names(hosts)
         self.routes, self.flat = routes, Group(self.size)
 
     def run(self, fn: Callable[[Any], Any], timeout: float = 3 * WAIT) -> list[Any]:

@@ -3,13 +3,12 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kos
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
@@ -21,42 +20,18 @@ from kos.errors import CollectiveError, KosError, RankLost
 from tests.comm.interleavings import LIMIT, Interleaving
 from tests.comm.ranks import TIMEOUT, on_each_rank
 from tests.comm.shared_ranks import needs_core, run, shared_only
-from tests.comm.tcp_ranks import environment, free_port, run_threads
+from tests.comm.tcp_ranks import both_ranks, environment, free_port, run_threads
 
 
 def _failure(rank: int, text: str = "a failure that the watchdog has found") -> KosError:
     return RankLost(text, ranks=[rank])
 
 
-def _places(port: int) -> list[Callable[[], TCPRendezvous]]:
-    """What makes the rendezvous of each of two ranks."""
-    return [lambda rank=rank: env_rendezvous(TIMEOUT, environment(rank, 2, port)) for rank in (0, 1)]
-
-
-@contextlib.contextmanager
-def _pair(timeout: float = TIMEOUT) -> Iterator[tuple[kos.Communicator, kos.Communicator]]:
-    """Two ranks of tcp in this process."""
-    port = free_port()
-
-    def make(rank: int) -> kos.Communicator:
-        return kos.init("tcp", rendezvous=env_rendezvous(timeout, environment(rank, 2, port)), timeout=timeout)
-
-    comms = run_threads(lambda: make(0), lambda: make(1))
-    for comm in comms:
-        if isinstance(comm, BaseException):
-            raise comm
-    try:
-        yield comms[0], comms[1]
-    finally:
-        for comm in comms:
-            comm.abort()
-
-
 @pytest.mark.usefixtures("apart")
 def test_a_report_of_the_watchdog_beside_a_message():
     interleaving, count, left = Interleaving("host/tcp_messages.py", "host/tcp.py"), 0, True
     while left:
-        with _pair() as (comm, other):
+        with both_ranks() as (comm, other):
             with contextlib.suppress(RankLost):  # it may know of the failure first
                 transport = comm.backend.transport
                 left = interleaving(
@@ -131,7 +106,9 @@ def test_a_group_is_closed_beside_another_thread(name):
     """Nobody is taken for dead, and only errors of kos are raised."""
     interleaving, left = Interleaving("control/group.py", "control/inbox.py", "control/notices.py"), True
     while left:
-        one, two = run_threads(*_places(free_port()))
+        port = free_port()
+        places = [partial(env_rendezvous, TIMEOUT, environment(rank, 2, port)) for rank in (0, 1)]
+        one, two = run_threads(*places)
 
         def wait(one=one):
             with contextlib.suppress(KosError):
@@ -188,7 +165,7 @@ def test_another_thread_aborts_a_waiting_call(name, memory, monkeypatch):
         "async": lambda comm: comm.all_reduce(np.ones(3), async_op=True, timeout=0.02).wait(),
     }
     while left:
-        with _pair() as (comm, _):
+        with both_ranks() as (comm, _):
             def call(comm=comm):
                 with contextlib.suppress(KosError):
                     calls[name](comm)
@@ -257,5 +234,6 @@ def test_a_work_that_the_core_has_begun_is_aborted(comm, /):
     if comm.rank == 0:
         work = comm.all_reduce(x, async_op=True)
         comm.abort()
-        with pytest.raises(CollectiveError):
+        with pytest.raises(CollectiveError) as caught:
             work.wait()
+        assert str(caught.value) == f"{caught.value.call}: the communicator was aborted"

@@ -149,11 +149,12 @@ def test_a_program_between_mpirun_and_the_rank(tmp_path, wrapper):
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n" * 2, "")
 
 
-BEFORE = """
+# What calls ``kos.init`` before the rank does, or once the process ``rank`` has claimed the rank.
+RUN = """
 import multiprocessing, subprocess, time
 from kos.comm.control.identity import claimant
 def run(rank=None):
-    while rank is not None and claimant({by_mpi}) != rank:  # until the rank has called kos.init
+    while rank is not None and claimant(False) != rank:
         time.sleep(0.01)
     try:
         kos.init(timeout=60)
@@ -161,30 +162,7 @@ def run(rank=None):
         print(error, flush=True)
     else:
         print("is the rank", flush=True)
-def begin():
-    program = [sys.executable, __file__, str(os.getpid())]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-def said(child):
-    return child.communicate(timeout=100)[0].strip()
 """
-
-# A rank whose child calls ``kos.init`` before it does.
-EARLY = """if len(sys.argv) > 1:
-    sys.exit(run(int(sys.argv[1])))
-child = begin()
-comm = kos.init(timeout=60)
-assert f"init: process {os.getpid()}, which has started this one, is already rank {comm.rank} of 2" in said(child)
-assert comm.all_reduce(np.ones(1)) == 2
-comm.close()
-"""
-
-
-@needs_mpirun
-def test_a_program_that_starts_before_its_rank_of_mpi_is_refused(tmp_path):
-    text = f"""{BEFORE.format(by_mpi=True)}
-{EARLY}print("done", flush=True)
-"""
-    assert output(tmp_path, text, 2, fresh=True) == "done\n" * 2
 
 
 @needs_mpirun
@@ -193,7 +171,7 @@ def test_multiprocessing_starts_no_rank_of_mpi(tmp_path, method):
     """Not even a process that starts, calls ``kos.init`` and ends before its rank does: MPI could not start again."""
     if method == "spawn":
         skip_without_semaphores()
-    text = f"""{BEFORE.format(by_mpi=True)}
+    text = f"""{RUN}
 if __name__ == "__main__":
     child = multiprocessing.get_context("{method}").Process(target=run)
     child.start()
@@ -210,10 +188,18 @@ if __name__ == "__main__":
     assert len(refused) == 2 and sorted(done) == [*["done"] * 2, *sorted(refused)], done
 
 
-def test_a_program_that_starts_before_its_rank_without_mpi_is_refused(tmp_path):
+def test_a_program_that_starts_before_its_rank_is_refused(tmp_path):
     (path := tmp_path / "program.py").write_text(f"""import os, sys, numpy as np, kos
-{BEFORE.format(by_mpi=False)}
-{EARLY}""")
+{RUN}
+if len(sys.argv) > 1:
+    sys.exit(run(int(sys.argv[1])))
+child = subprocess.Popen([sys.executable, __file__, str(os.getpid())], stdout=subprocess.PIPE, text=True)
+comm = kos.init(timeout=60)
+refused = f"init: process {{os.getpid()}}, which has started this one, is already rank {{comm.rank}} of 2"
+assert refused in child.communicate(timeout=100)[0]
+assert comm.all_reduce(np.ones(1)) == 2
+comm.close()
+""")
     assert run_processes(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", 2) == [(0, "")] * 2
 
 

@@ -142,22 +142,6 @@ def test_a_range_without_a_free_port(no_launcher, taken_port):
     assert said == [expected] * 2
 
 
-def test_a_range_without_a_free_port_on_one_rank(taken_port):
-    text = f"""
-import os, kos
-if os.environ["RANK"] == "1":
-    os.environ["KOS_PORTS"] = "{taken_port}-{taken_port}"
-    os.environ["KOS_BIND"] = "127.0.0.1"
-try:
-    kos.init(timeout=60)
-except kos.errors.KosError as error:
-    print(error)
-"""
-    expected = none_free(taken_port)
-    told = f"rendezvous: rank 1: {expected}; rank 1 aborted because of it"
-    assert run_processes(text, 2) == [(0, f"{told}\n"), (0, f"{expected}\n")]
-
-
 @pytest.mark.parametrize("call", ["split(0)", "shrink()", "grow(1)"])
 def test_a_range_without_a_free_port_for_a_new_group(taken_port, call):
     """All ranks raise the cause, and at once."""
@@ -182,20 +166,6 @@ except kos.errors.KosError as error:
     expected = f"world: rendezvous: rank 0 cannot open its connections: {none_free(taken_port)}"
     for code, output in run_processes(text, 3):
         assert code == 0 and output.strip().removesuffix("; rank 0 aborted because of it") == expected, output
-
-
-@needs_mpirun
-def test_a_range_without_a_free_port_under_mpirun(tmp_path, taken_port):
-    text = """
-try:
-    kos.init(timeout=60)
-except kos.errors.RendezvousError as error:
-    print(error, flush=True)
-"""
-    more = {"KOS_PORTS": f"{taken_port}-{taken_port}", "KOS_BIND": "127.0.0.1"}
-    command = MPIRUN, "-n", "2", *python(), program(tmp_path, text)
-    done = run_program(*command, env={**environment_of_jobs(), **more}, cwd="/")
-    assert done.stdout == f"rendezvous: rank 0 cannot listen: {none_free(taken_port)}\n" * 2, done
 
 
 @needs_mpirun

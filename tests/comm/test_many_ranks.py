@@ -2,20 +2,20 @@
 
 import json
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
-from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.wire import MAX_MESSAGE
-from kos.comm.group_backend import GroupBackend
 from kos.comm.host.shared.segment import FAILURE_BYTES, PID, STARTED, Segment, started
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.operation import Operation, Options
 from kos.comm.prepared import TEXT_BYTES, Fingerprints, Prepared, described
+from kos.comm.work import Work
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError
 from kos.memory import as_buffer
 from kos.testing import spawn
@@ -43,22 +43,9 @@ class _Many(Rendezvous):
         return None
 
 
-class _Named(GroupBackend):
-    name = "a backend with a long name" * 3
-
-    @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        return Probe(True, "")
-
-    def waiter(self) -> Any:
-        raise NotImplementedError
-
-    def prepare(self, o: Operation) -> Prepared:
-        raise NotImplementedError
-
-
 def _prepared(o: Operation, kernel: str | None = None) -> Prepared:
-    return Prepared(o, _Named(_Many()), lambda work: None, kernel=kernel)
+    backend = SimpleNamespace(name="a backend with a long name" * 3, work=Work, group_suffix="")
+    return Prepared(o, backend, lambda work: None, kernel=kernel)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:10])
@@ -162,19 +149,8 @@ def _in_a_group_of_all(comm: kos.Communicator) -> Any:
     return total, float(comm.all_reduce(np.ones(1))[0])
 
 
-@pytest.mark.parametrize("start", [
-    lambda body: spawn(body, 64, timeout=60), pytest.param(lambda body: run(body, 64), marks=needs_core),
-], ids=["mock", "shared"])  # fmt: skip
-def test_64_ranks(start):
-    assert start(_in_a_group_of_all) == [(10**6, 64.0)] * 64
-
-
-@needs_core
-def test_a_group_of_150_ranks():
-    def body(comm):
-        group = comm.group(range(150))
-        assert group is not None
-        group.close()
-        return group.size
-
-    assert run(body, 150) == [150] * 150
+@pytest.mark.parametrize(
+    ("start", "size"), [(spawn, 64), pytest.param(run, 150, marks=needs_core)], ids=["mock", "shared"]
+)
+def test_a_group_of_many_ranks(start, size):
+    assert start(_in_a_group_of_all, size) == [(10**6, size)] * size

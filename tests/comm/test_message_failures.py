@@ -11,7 +11,7 @@ import pytest
 import kos
 from kos.comm.host import mpi_messages
 from kos.comm.transport import ScheduledCalls
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError
 from tests.comm.ranks import MockRanks, on_each_rank
 from tests.comm.tcp_ranks import TCPRanks
 from tests.comm.test_failures import F4
@@ -26,6 +26,7 @@ def test_which_ranks_are_of_the_group_and_which_of_the_world(comm, /):
         with pytest.raises(CollectiveTimeout) as late:
             group.recv(F4(), 0, timeout=0.1)
         text = str(late.value)
+        assert late.value.call.startswith(f"{group.name}: recv #0 ") and text.startswith(late.value.call)
         assert ", from rank 0 of the group with tag 0: " in text and f"rank {last} of world sent nothing" in text
     comm.barrier()
 
@@ -35,9 +36,10 @@ def test_which_ranks_are_of_the_group_and_which_of_the_world(comm, /):
 
     with pytest.raises(CollectiveMismatch) as differs:
         calls()
-    called = [f"rank {rank} of world called broadcast #{{}} of float32[4], root {int(rank == 0)} of the group"
-              for rank in differs.value.ranks]  # fmt: skip
-    assert all(re.search(re.escape(text).replace(r"\{\}", r"\d+"), str(differs.value)) for text in called)
+    assert differs.value.call.partition(": ")[0] == group.name
+    for rank, call in zip(differs.value.ranks, (differs.value.expected, differs.value.got), strict=True):
+        assert re.fullmatch(rf"broadcast #\d+ of float32\[4\], root {int(rank == 0)} of the group", call)
+        assert f"rank {rank} of world called {call}" in str(differs.value)
     with pytest.raises(KosError):
         group.barrier()
 
@@ -82,6 +84,8 @@ def test_an_error_of_one_rank(comm, /, error, raised):
         comm.backend.scheduled.messages.irecv = Mock(side_effect=error)
     with pytest.raises(raised if comm.rank == 1 else CollectiveError) as caught:
         comm.all_reduce(np.ones(4), algorithm="ring")
+    if comm.rank == 1 and raised is CollectiveError:
+        assert str(caught.value).startswith(f"{caught.value.call}: MemoryError")
     if comm.rank != 1:
         message = r"rank 1: .*all_reduce #\d .*: (MemoryError|interrupted by KeyboardInterrupt)"
         assert re.match(message, str(caught.value))
@@ -136,21 +140,23 @@ def test_a_call_that_is_interrupted_before_it_starts(comm, /, name):
     if comm.rank == 1:
         with pytest.raises(CollectiveError, match="interrupted by KeyboardInterrupt"):
             comm.barrier()
+        assert str(comm.failure) == f"{comm.failure.call}: interrupted by KeyboardInterrupt"
     else:
         assert re.match(r".*rank 1: .* #\d.*: interrupted by KeyboardInterrupt", str(caught.value)), caught.value
         assert caught.value.ranks == (1,)
 
 
+@pytest.mark.parametrize("error", [MemoryError("all is used"), CudaError("all is used")], ids=repr)
 @on_each_rank("several.run")
-def test_a_rank_that_cannot_make_its_part_of_a_group(comm, /):
+def test_a_rank_that_cannot_make_its_part_of_a_group(comm, /, error):
     """The others do not wait for a rank that cannot make its part of a new group's backend."""
     usual = comm.backend.split
     if comm.rank == 1:
-        comm.backend.split = Mock(side_effect=MemoryError("all is used"))
-    with pytest.raises(MemoryError if comm.rank == 1 else KosError) as caught:
+        comm.backend.split = Mock(side_effect=error)
+    with pytest.raises(type(error) if comm.rank == 1 else KosError) as caught:
         comm.split(0).rendezvous.barrier()
     if comm.rank != 1:
-        assert "was interrupted on rank 1 by MemoryError: all is used" in str(caught.value)
+        assert f"was interrupted on rank 1 by {type(error).__name__}: all is used" in str(caught.value)
         assert caught.value.ranks == (1,)
     comm.backend.split = usual
     assert comm.all_reduce(np.ones(2)).tolist() == [comm.size] * 2

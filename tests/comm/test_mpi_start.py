@@ -48,22 +48,6 @@ kos.init(timeout=0.5)
 
 
 @needs_mpirun
-def test_a_rank_may_come_late(tmp_path):
-    here = tmp_path / "here"
-    text = f"""
-if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-    while not os.path.exists("{here}"):
-        time.sleep(0.01)
-    time.sleep(0.5)
-else:
-    open("{here}", "w").close()
-with kos.init(timeout=60) as comm:
-    print(comm.all_reduce(np.ones(1)), flush=True)
-"""
-    assert output(tmp_path, text, 2) == "[2.]\n" * 2
-
-
-@needs_mpirun
 def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path):
     """The timeout has passed when MPI_Init returns, and the turn of the last rank comes 4 s later."""
     text = """
