@@ -206,19 +206,10 @@ def ends_of(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 @needs_mpirun
 def test_samples_on_ranks_of_mpirun(folder):
-    """Rank 0 alone prints; what is wrong is one line."""
-    flags = ["--tokens=9", "--temperature=0", "--tp=2"]
-    done = kos_on_2_ranks("sample", folder, "--prompt=ring", *flags)
+    """Rank 0 alone prints."""
+    done = kos_on_2_ranks("sample", folder, "--prompt=ring", "--tokens=9", "--temperature=0", "--tp=2")
     expected = kos.train.load(folder).generate("ring", 9, temperature=0)
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
-    for more, said in (
-        (["--tp=3"], "--tp: expected 2, the number of ranks, got 3"),
-        (["--top-p=7"], "--top-p: expected more than 0, at most 1, got 7.0"),
-        (["--device=cuda:7"], "device: expected cpu, or the GPU of the communicator, got 'cuda:7' with "),
-    ):
-        done = kos_on_2_ranks("sample", folder, *flags, *more)
-        errors = [line for line in done.stderr.splitlines() if line.startswith("kos: error: ")]
-        assert done.returncode == 2 and not done.stdout and len(errors) == 1 and said in errors[0], done.stderr
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpirun), "environment"])
