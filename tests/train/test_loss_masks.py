@@ -295,13 +295,6 @@ def test_a_mask_written_as_text_is_refused(tmp_path):
         read(tmp_path / "b.bin", "--val-data", str(tmp_path / "a.bin"))
 
 
-def test_one_masked_token_is_too_few(tmp_path):
-    (tmp_path / "a.bin").write_bytes(token_bytes([7]))
-    (tmp_path / "a.mask").write_bytes(b"\1")
-    with pytest.raises(DataError, match="to train on, got none"):
-        read(tmp_path / "a.bin")
-
-
 def test_training_and_validation_are_means_over_what_counts(pairs, tmp_path):
     """Of the whole batch, and of all validation windows, however many count in each."""
     config = _config(pairs, None, documents="cross")
@@ -376,16 +369,6 @@ def test_documents_that_sequences_cut_are_counted(tmp_path):
     assert share and 65 < int(share[1]) < 90, "a completion's last token is 11 places after the first: 79% on average"
     text = write_lines(tmp_path / "text.jsonl", [{"text": "x" * 12}] * 50)
     assert cuts(text, *trained, "6") == "", "text is cut as it comes"
-
-
-def test_documents_of_token_files_that_sequences_cut_are_counted(tmp_path):
-    document = [50256, *range(11)]
-    (tmp_path / "a_train.bin").write_bytes(token_bytes(document * 50))
-    (tmp_path / "a_train.mask").write_bytes(bytes([0] * 8 + [1] * 4) * 50)
-    (tmp_path / "a_val.bin").write_bytes(token_bytes(document * 50))
-    trained = ["--epochs", "1", "--batch-size", "5", "--seq-len"]
-    assert cuts(tmp_path, *trained, "12") == ""
-    assert cuts(tmp_path, *trained, "6").startswith("sequences of 6 tokens cut documents: about 100% of the counted")
 
 
 @pytest.mark.parametrize(
