@@ -148,6 +148,8 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
         (["--num-hidden-layers", "100001"], ["--num-hidden-layers", "less than or equal to 100000", "got 100001"]),
         (["--init-from", "x" * 5000], ["--init-from", "File name too long"]),
         (["--steps", "0"], ["--steps", "greater than or equal to 1", "got 0"]),
+        (["--epochs", "0"], ["--epochs: expected a number greater than or equal to 1, got 0"]),
+        (["--epochs", "2", "--steps", "9"], ["--epochs: expected either epochs or steps, got 2 and 9"]),
         (["--steps"], ["--steps", "one argument", "got none"]),
         (["--deterministic=yes"], ["--deterministic", "no value", "got 'yes'"]),
         (["--lr", "nan"], ["--lr", "finite", "got nan"]),
@@ -231,6 +233,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, parts):
         ("run.toml", "[model]\nn_layer = 3", ["model.n_layer: expected a known key (here: --num-hidden-layers), got"]),
         ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["rope_scaling.x: expected a known key, got 'x'"]),
         ("run.toml", "preset = 'huge'", ["tiny, baby", "got 'huge'"]),
+        ("run.toml", "epochs = 3\nsteps = 4\n", ["run.toml: epochs: expected either epochs or steps, got 3 and 4"]),
         ("run.toml", "steps = = 3", ["TOML", "run.toml"]),
         ("run.json", "{steps: 3}", ["JSON", "run.json"]),
         ("run.json", "[1, 2]", ["table", "run.json", "got"]),
@@ -372,6 +375,7 @@ def test_a_fine_tune_is_three_epochs_long(tmp_path):
     assert epochs("--config", write(tmp_path / "mine.toml", "epochs = 2\n"), "--steps", "9") is None
     unset = write(tmp_path / "mine.json", '{"epochs": null}')
     assert epochs("--config", unset) == 3 and epochs("--config", unset, "--steps", "9") is None
+    assert parse(["--config", write(tmp_path / "mine.toml", "steps = 3\n"), "--epochs", "4"]).epochs == 4
 
 
 def test_a_program_fine_tunes_as_the_command_does(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError, ConfigError
+from kos.errors import CheckpointError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
@@ -135,25 +135,6 @@ def test_another_order_is_warned_of(text, tmp_path, caplog):
         flags = ["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto", "--steps", "14"]
         run(parse(flags))
     assert "resuming with another order of sequences (--epochs): its results will differ" in caplog.text
-
-
-def test_epochs_or_steps(tmp_path):
-    with refused(ConfigError, "--epochs: expected either epochs or steps, got 2 and 9"):
-        parse(["--epochs", "2", "--steps", "9"])
-    file = tmp_path / "mine.toml"
-    file.write_text("epochs = 3\nsteps = 4\n")
-    with refused(ConfigError, f"{file}: epochs: expected either epochs or steps, got 3 and 4"):
-        parse(["--config", str(file)])
-    file.write_text("epochs = 3\n")
-    assert parse(["--config", str(file)]).epochs == 3
-    assert parse(["--config", str(file), "--epochs", "4"]).epochs == 4
-    later = parse(["--config", str(file), "--steps", "9"])
-    assert (later.epochs, later.steps) == (None, 9)
-    file.write_text("steps = 3\n")
-    assert parse(["--config", str(file), "--epochs", "4"]).epochs == 4
-    assert TrainConfig.from_preset("tiny", steps=101, warmup_steps=None).learning_rate().warmup_steps == 4
-    with refused(ConfigError, "--epochs: expected a number greater than or equal to 1, got 0"):
-        parse(["--epochs", "0"])
 
 
 def test_epochs_are_not_resumed_with_other_data(text, tmp_path):
