@@ -105,16 +105,3 @@ def test_documents_that_begin_where_they_cannot(starts, message):
     for context in (ContextParallel(numpy_ops), ContextParallel(numpy_ops, ALONE._replace(size=2))):
         with refused(DataError, message):
             context.take(batch)
-
-
-@pytest.mark.parametrize(("ranks", "pieces"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
-def test_context_parallelism_cuts_every_field_that_is_present(ranks, pieces):
-    places = np.arange(24 * ranks * pieces, dtype=np.int32).reshape(3, -1)
-    whole = Batch(places, targets=places + 1)
-    parts = [
-        ContextParallel(numpy_ops, ALONE._replace(rank=rank, size=ranks), pieces).take(whole) for rank in range(ranks)
-    ]
-    for part in parts:
-        assert part.tokens.shape == (3 * pieces, 8)
-        assert part.document_starts is None and np.array_equal(part.targets, part.tokens + 1)
-    assert sorted(np.concatenate([part.tokens.ravel() for part in parts])) == sorted(places.ravel())

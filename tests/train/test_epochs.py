@@ -1,6 +1,5 @@
 """``--epochs``: every sequence once an epoch, in an order that neither ranks nor resuming change."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -112,19 +111,6 @@ def test_rows_that_fill_a_batch_are_no_tokens(text, tmp_path):
         tokens = row["tokens_per_second"] * row["step_seconds"]
         assert tokens == pytest.approx(row["tokens"] - before)
         before = row["tokens"]
-
-
-def test_the_first_lines_say_how_many_steps_an_epoch_has(text, tmp_path, capfd):
-    _train(text, tmp_path / "run", epochs=2, min_lr=1e-3)
-    out = capfd.readouterr().out
-    assert "8 x 32 tokens a step, 2 epochs of 6 steps\n" in out and "step 12/12" in out
-    assert "--resume auto --epochs 4\n" in out
-    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
-    assert (config["epochs"], config["steps"]) == (2, 12)
-    again = parse(["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto"])
-    assert again.epochs == 2
-    run(again)
-    assert "(nothing to do: --epochs is 2; for more steps, set it higher)" in capfd.readouterr().out
 
 
 def test_another_order_is_warned_of(text, tmp_path, caplog):

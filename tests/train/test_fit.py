@@ -98,15 +98,6 @@ def test_the_model_of_a_trainer_ends_texts_as_a_loaded_one(tmp_path, monkeypatch
         assert trainer.model.ends == (3,)
 
 
-def test_a_program_that_makes_the_steps_resumes(tmp_path):
-    for out, steps, resume in (("whole", 4, None), ("run", 2, None), ("run", 4, "auto")):
-        with Trainer(config_of(tmp_path / out, backend="mock", resume=resume), batches=()) as trainer:
-            while trainer.steps_done < steps:
-                trainer.step(batch_of(trainer.steps_done))
-            trainer.save()
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
-
-
 def test_a_trainer_of_data_takes_a_batch_too(tmp_path):
     (text := tmp_path / "text").write_bytes(bytes(range(97, 123)) * 40)
     config = config_of(tmp_path / "run", data=str(text), backend="mock", model={**SHAPE, "vocab_size": 256})

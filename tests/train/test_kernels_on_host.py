@@ -97,12 +97,17 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
         assert (optimizer.step_count, optimizer.read()["halted"]) == ((5, 0) if skip else (1, 1))
 
 
-def test_an_update_needs_the_same_step_of_all_ranks(ops):
-    """A rank whose collectives were ended has others' reports of an earlier step, or none; what it has counts later."""
+def constant(ops):
+    """A weight, its gradient, and an optimizer of a constant rate."""
     weights = Parameters({"a": (9, 11)}, "float32", None, ops.zeros)
     gradients = weights.like()
     gradients["a"].copy_from(np.full((9, 11), 0.5, np.float32))
-    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0))
+    return weights, gradients, CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0))
+
+
+def test_an_update_needs_the_same_step_of_all_ranks(ops):
+    """A rank whose collectives were ended has others' reports of an earlier step, or none; what it has counts later."""
+    weights, gradients, optimizer = constant(ops)
     moved, report = [], np.array([0.0, 2.0, 7.0, 0.0, 1.5])
     for column, value in ((0, 1.0), (1, 1.0), (2, 6.0), (2, 0.0), (3, 2.0)):
         reports = np.stack([report, report, report])
@@ -124,10 +129,7 @@ def test_an_update_needs_the_same_step_of_all_ranks(ops):
 
 def test_what_is_halted_keeps_its_steps(ops):
     """A run without effect may be ended: this rank must not seem to be behind, and make up for updates."""
-    weights = Parameters({"a": (9, 11)}, "float32", None, ops.zeros)
-    gradients = weights.like()
-    gradients["a"].copy_from(np.full((9, 11), 0.5, np.float32))
-    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0))
+    weights, gradients, optimizer = constant(ops)
     optimizer.step_count = 5
     optimizer.halt()
     before = weights.flat.numpy()
@@ -139,9 +141,7 @@ def test_what_is_halted_keeps_its_steps(ops):
 
 
 def test_a_rank_whose_collectives_were_ended_has_a_report_for_which_no_step_counts(ops):
-    weights = Parameters({"a": (9, 11)}, "float32", None, ops.zeros)
-    gradients = weights.like()
-    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0))
+    _, gradients, optimizer = constant(ops)
     words, report = np.zeros(2, np.uint64), ops.zeros(5, np.float64)
     addresses = ops.zeros(2, np.uint64)
     addresses.copy_from(np.array([words.ctypes.data, words.ctypes.data + 8], np.uint64))
