@@ -271,23 +271,6 @@ def test_products_in_8_bits(library):
     assert types == [28, 29, 14]  # of b, a and out
 
 
-@pytest.mark.parametrize(("changes", "options"), [
-    ({}, {"scales": False}),
-    ({}, {"transpose_b": False}),
-    ({"forms": ("float8_e5m2", "float8_e5m2")}, {}),
-    ({"forms": ("bfloat16", "bfloat16")}, {}),
-    ({"forms": ("float8_e4m3fn", "bfloat16")}, {}),
-    ({"out": "float8_e4m3fn"}, {}),
-])  # fmt: skip
-def test_products_in_8_bits_that_are_refused(library, changes, options):
-    forms = changes.pop("forms", ("float8_e4m3fn", "float8_e4m3fn"))
-    a, b, out, scales = eights(*forms, sizes=(64, 64, 64), **changes)
-    how = {"transpose_b": True, "scales": True, **options}
-    how["scales"] = scales if how["scales"] else None
-    with pytest.raises(InvalidArgument, match="matmul: expected float32 or bfloat16, or float8 that lies along"):
-        Matmul(0, 0)(a, b, out, **how)
-
-
 def test_finer_scales(library):
     """The shape of the scales says which they are; cuBLASLt is told, once for a shape."""
     told, of = [], library.MatmulDescAttribute
@@ -308,12 +291,6 @@ def test_finer_scales(library):
     scales[0].shape = 5, 8
     with pytest.raises(InvalidArgument, match=r"one of the shapes \(1,\), \(256,\), \(5, 256\), \(2, 8\), got"):
         matmul(a, b, out, transpose_b=True, scales=scales)
-
-
-def test_sizes_of_products_in_8_bits(library):
-    a, b, out, scales = eights("float8_e4m3fn", "float8_e4m3fn", sizes=(24, 32, 64))
-    with pytest.raises(InvalidArgument, match="sizes of float8 operands that are multiples of 16, got 24"):
-        Matmul(0, 0)(a, b, out, transpose_b=True, scales=scales)
 
 
 @pytest.fixture

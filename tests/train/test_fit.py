@@ -53,7 +53,8 @@ def test_the_same_batches_give_the_run_of_the_command(rows, ranks, layout, tmp_p
 
     last = on_ranks(ranks, own, of, rows=rows)[-1]
     assert result(tmp_path / "own") == result(tmp_path / "data")
-    assert last.step == STEPS and not last.stopped and last.checkpoint == tmp_path / "own" / "checkpoints" / "step-4"
+    assert last.step == last.metrics["step"] == STEPS and not last.stopped
+    assert last.checkpoint == tmp_path / "own" / "checkpoints" / "step-4"
 
 
 def test_validation_is_the_mean_over_all_targets(tmp_path):

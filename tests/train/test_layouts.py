@@ -61,6 +61,14 @@ def test_layout(layout, layers, tied, changes):
     check(layout, Precise, layers, tied, **changes)
 
 
+SLIDES, FULL = "sliding_attention", "full_attention"
+FAMILIES: list[tuple[Layout, dict[str, Any]]] = [  # of which the layout is the one that is quick
+    (Layout(tp=2), {"model_type": "qwen3", "attention_bias": True, "sliding_window": 7,
+                    "layer_types": (SLIDES, FULL, SLIDES)}),
+    (Layout(dp=2), {"model_type": "olmo2"}),
+    (Layout(cp=2), {"model_type": "smollm3", "no_rope_layers": (1, 0, 0), "sliding_window": 4, "mlp_bias": True,
+                    "layer_types": (FULL, SLIDES, FULL)}),
+]  # fmt: skip
 FIXED = Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(dp=2, tp=2), Layout(pp=2, cp=2)
 BITS = [
     *(run(each, stages(each), each.dp % 2 == 0 or each.pp % 2 == 0, each not in FIXED, seq_len=length(each.cp),
@@ -74,6 +82,8 @@ BITS = [
     run(Layout(dp=2, pp=2), 3, True, zero=1, vocab_size=400),  # the ends of a pipeline hold different parts of it
     *(run(each, seq_len=length(each.cp), attention_bias=True, mlp_bias=True)  # of the first part of a product
       for each in (Layout(tp=2), Layout(cp=2, tp=2))),
+    *(run(each, 3, slow=each != quick, seq_len=length(each.cp), **how)
+      for quick, how in FAMILIES for each in FIXED if each.tp == 1 or how["model_type"] != "olmo2"),
     *(run(each, 4, each.dp % 2 == 0, each in LARGE, seq_len=length(each.cp), **more, **how)
       for each, how in SOME for more in (MUON, LORA)),
     *(run(each, 2, True, dtype="fp8", intermediate_size=32, seq_len=length(2), batch_size=4)

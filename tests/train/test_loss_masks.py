@@ -326,28 +326,6 @@ def test_what_is_kept_is_made_again_when_it_is_another(tmp_path, folder, all_is_
     assert prints[0] != prints[1]
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_checkpoint_has_the_template_for_the_next_run(tmp_path, folder, alone):
-    """Which begins from its weights, or resumes where the folder of these is gone."""
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 30)
-    beside = tmp_path / "tokenizer"
-    shutil.copytree(folder, beside)
-    if alone:
-        (beside / "chat_template.jinja").write_text(CHATML)
-        (beside / "tokenizer_config.json").write_text('{"bos_token": "<|begin|>", "eos_token": "<|end|>"}')
-    _train(path, tmp_path / "a", steps=1, tokenizer=str(beside))
-    shutil.rmtree(beside)
-    start = tmp_path / "a" / "checkpoints" / "step-1"
-    _train(path, tmp_path / "b", steps=1, init_from=str(start))
-    shutil.rmtree(tmp_path / "a")
-    _train(path, tmp_path / "b", steps=2, init_from=str(start), resume="auto")
-    prints = [
-        json.loads((tmp_path / "b" / "checkpoints" / f"step-{step}" / "manifest.json").read_text())["config"]
-        for step in (1, 2)
-    ]
-    assert prints[0]["data_fingerprint"] == prints[1]["data_fingerprint"]
-
-
 def cuts(path: Path, *flags: str) -> str:
     return load_data(parse(["--data", str(path), "--eval-batches", "0", *flags])).fit_in_words()
 
