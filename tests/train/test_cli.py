@@ -65,8 +65,6 @@ def test_bad_input_is_one_line_and_ends_the_job(text, tmp_path, flags, out, expe
          "sets --batch-size and --micro-batch-size: type --batch-size … --micro-batch-size …"),
         ({"micro_batch_size": 4}, ["--batch-size", "9"], "sets --micro-batch-size: type --micro-batch-size …"),
         ({"deterministic": True}, ["--compress", "int8"], "sets --deterministic: type --no-deterministic"),
-        ({"deterministic": True, "compress": "int8"}, [],
-         "sets --compress and --deterministic: type --compress none --no-deterministic"),
         ({"graph": False}, [], "sets --graph: type --graph"),
         ({"model": {"vocab_size": 64}}, [], "sets --vocab-size: type --vocab-size …"),
         ({"data": "stdlib"}, ["--batch-size", "9", "--micro-batch-size", "4"], ""),

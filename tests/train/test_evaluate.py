@@ -286,7 +286,6 @@ def test_a_table_and_a_picture(folder, tmp_path, capsys):
         ("no --data {text}", "no: expected a checkpoint or a run with one under checkpoints/, got no such folder", 2),
         ("{model} --choices no", "--choices no: expected readable files, got no: No such file", 2),
         ("{model} --data {text} --seq-len 65", "--seq-len: expected at most 64", 2),
-        ("{model} --data {text} --tp x", "--tp: expected a valid", 2),
         ("{model} --data {text} --tp 2", "--tp 2: expected a divisor of 1 (ranks), got 2", 2),
         ("{model} --data {text} --plot no/x.png", "no/x.png: expected a file to write, got no such folder", 2),
         ("{model} --data {text} --steps 3", "unrecognized arguments: --steps 3", 2),
