@@ -26,11 +26,12 @@ from tests.train.refusal import refused
 @pytest.mark.parametrize(("sizes", "share"), [((100, 900), "90%"), ((900, 101), None), ((790, 210), "21%")])
 def test_much_that_is_held_out_is_said(tmp_path, sizes, share):
     """Of two files, one is held out as a whole, however large it is."""
-    for name, size in zip(("a.txt", "b.txt"), sizes, strict=True):
-        (tmp_path / name).write_text("x" * size)
+    a, b = (tmp_path / name for name in ("a.txt", "b.txt"))
+    a.write_text("x" * sizes[0]), b.write_text("x" * sizes[1])
     said = load_data(parse([f"--data={tmp_path}", "--seq-len=9"])).held_out
     how = f", which is {share} of the tokens (--val-data, or a file with val in its name, replaces it)"
     assert f"validation: b.txt (of 2 files){how if share else ''}; " in said
+    assert "b.txt (--val-data); " in load_data(parse([f"--data={a}", f"--val-data={b}", "--seq-len=9"])).held_out
 
 
 def numbered(path: Path, count: int) -> Path:
