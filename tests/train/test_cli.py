@@ -37,13 +37,6 @@ def _errors(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("kos: error:")]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    return path
-
-
 @pytest.mark.parametrize(
     ("flags", "out", "expected"),
     [(["--stepz", "3"], "run", "--steps"), ([], "file/run", "expected a folder that can be written")],
