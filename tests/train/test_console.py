@@ -203,7 +203,8 @@ def test_no_field_is_cut_on_a_narrow_terminal(width, headline):
     rich.console.Console(file=shown, width=width, force_terminal=False).print(bar)
     bar.stop(None)
     lines = shown.getvalue().splitlines()
-    assert all(len(line) <= width for line in lines) and "…" not in shown.getvalue()
+    echo = console.ECHO if width >= 40 else 0  # room for the ^C that a terminal echoes
+    assert all(len(line) <= width - echo for line in lines) and "…" not in shown.getvalue()
     assert width < len(headline) or lines[0].startswith(headline)
     assert all(any(field in line for line in lines) for field in fields), "a field is on one line, whole"
     assert (len(lines) == 1) == (width == 200)
