@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos.errors import DataError
 from kos.memory.array import Array
 from kos.train.config.flags import parse
 from kos.train.data.batch import Batch
@@ -14,13 +13,9 @@ from kos.train.data.batches import Dataset, Tokens, load_data
 from kos.train.device.cpu import DryOps
 from kos.train.device.memory_plan import DryCudaOps
 from kos.train.model.model import Model
-from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.data import shard_batch
-from kos.train.parallel.tensor import ALONE
 from tests.train.emulated_runs import text, train
 from tests.train.host_kernels.engine import on_host
-from tests.train.refusal import refused
 from tests.train.test_data import make
 from tests.train.test_mixture import flags, folder
 from tests.train.test_packing import dataset, lengths_of, row_of
@@ -89,37 +84,3 @@ def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, data
     assert {len(each) for each in arrived} == {2 * 8 // layout.get("cp", 1)}
     of_validation = [x for starts in data[0].val_starts() for x in _elements(data[0].windows(data[0].val, starts))]
     assert sorted({x for each in evaluated for x in each}) == sorted(set(of_validation))
-
-
-@pytest.mark.parametrize(
-    ("starts", "message"),
-    [
-        ([[0, 0, 2, 3], [0, 1, 0, 3]], "token 2 of a sequence: expected from 1, the start before it, to 2, got 0"),
-        ([[0, 0, 3, 3]], "token 2 of a sequence: expected from 0, the start before it, to 2, got 3"),
-        ([[-1, 0, 0, 0]], "token 0 of a sequence: expected from 0, the start before it, to 0, got -1"),
-    ],
-)
-def test_documents_that_begin_where_they_cannot(starts, message):
-    """Refused before a rank takes its part: a GPU does not look at them."""
-    batch = Batch(np.zeros((len(starts), 4), np.int32), document_starts=np.array(starts, np.int32))
-    for context in (ContextParallel(numpy_ops), ContextParallel(numpy_ops, ALONE._replace(size=2))):
-        with refused(DataError, message):
-            context.take(batch)
-
-
-def test_a_batch_is_shown_by_dtypes_and_shapes():
-    batch = Batch(np.zeros((8, 16), np.int32), document_starts=np.zeros((8, 16), np.int32))
-    assert repr(batch) == "Batch(tokens=int32 (8, 16), document_starts=int32 (8, 16))"
-
-
-@pytest.mark.parametrize(("ranks", "pieces"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
-def test_context_parallelism_cuts_every_field_that_is_present(ranks, pieces):
-    places = np.arange(24 * ranks * pieces, dtype=np.int32).reshape(3, -1)
-    whole = Batch(places, targets=places + 1)
-    parts = [
-        ContextParallel(numpy_ops, ALONE._replace(rank=rank, size=ranks), pieces).take(whole) for rank in range(ranks)
-    ]
-    for part in parts:
-        assert part.tokens.shape == (3 * pieces, 8)
-        assert part.document_starts is None and np.array_equal(part.targets, part.tokens + 1)
-    assert sorted(np.concatenate([part.tokens.ravel() for part in parts])) == sorted(places.ravel())

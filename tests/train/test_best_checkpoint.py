@@ -1,7 +1,6 @@
 """``--eval-data``, ``--keep-best`` and ``--patience``."""
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train import checkpoint
-from kos.train.data.batch import Batch
 from kos.train.data.batches import load_data
 from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from kos.train.tools.metrics import read_metrics
-from tests.train import emulated_runs, fits
+from tests.train import emulated_runs
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
@@ -188,32 +186,3 @@ def test_a_best_after_the_step_that_a_run_resumes_from_is_gone(text, tmp_path, m
     before = tmp_path / "checkpoints" / "step-3"
     assert run(text, tmp_path, monkeypatch, steps=5, eval_every=9, resume=str(before), keep=9)[1] == "step-5"
     assert run(text, tmp_path, monkeypatch, steps=8, resume=str(before), keep=9)[1] == "step-4"
-
-
-class Weighted:
-    """Validation batches with these losses, one for each validation, if the ``loss`` is that of the weights."""
-
-    def __init__(self, losses: Iterable[float]) -> None:
-        self.losses = iter(losses)
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield fits.batch_of(0, weights=np.full((fits.ROWS, fits.TOKENS), next(self.losses), np.float32))
-
-    @staticmethod
-    def loss(logits: np.ndarray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return np.ones(len(logits)) if batch.weights is None else batch.weights, np.zeros_like(logits)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_of_a_program_keeps_the_best_and_stops(tmp_path, capsys, ranks):
-    """By its own loss, of its own batches."""
-    config = fits.config_of(tmp_path, steps=20, eval_every=1, keep=1, keep_best="val_loss", patience=2)
-    own = {"batches": fits.batches_of(20), "loss": Weighted.loss}
-    losses = [9.0, 5.0, 3.0, 4.0, 2.5, 2.5, 2.75]  # the first is that before training
-    results = fits.on_ranks(ranks, config, lambda rank: {"val_batches": Weighted(losses)}, **own)
-    assert [(result.step, result.stopped) for result in results] == [(6, True)] * ranks
-    assert [row["val_loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == pytest.approx(losses[1:])
-    found = [step for step, _ in checkpoint.steps_in(tmp_path / "checkpoints")]
-    assert (found, (tmp_path / "checkpoints" / "best").readlink().name) == ([4, 6], "step-4")
-    said = "val_loss has not fallen in 2 validations (--patience): stopped after step 6; resume"
-    assert said in capsys.readouterr().out

@@ -542,12 +542,3 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path, caplog):
     with refused(DataError, f"--data {tmp_path / 'a.csv'}: expected records to train on, got 2 wrong ones, shown"):
         read(tmp_path / "a.csv")
     assert re.search("(?s)line 3: expected 2 columns, .*got 1.*line 4: expected 2 columns.*got 3", caplog.text)
-
-
-def test_the_user_may_choose_a_chat_beside_a_rejected_one(tmp_path):
-    chosen = [{"messages": [USER, ANSWER]}, {"messages": [USER, {**ANSWER, "content": "no"}]}]
-    path = write_lines(tmp_path / "pairs.jsonl", [{"chosen": chosen[0]["messages"], "rejected": chosen[1]["messages"]}])
-    plain = write_lines(tmp_path / "plain.jsonl", [chosen[0]])
-    flags = ["--tokenizer", str(folder_of(tmp_path, BOTH)), "--eval-batches=0", "--seq-len=8"]
-    found = load_data(parse([f"--data={path}", "--text-field=chosen", *flags]))
-    assert found.fingerprint == load_data(parse([f"--data={plain}", *flags])).fingerprint

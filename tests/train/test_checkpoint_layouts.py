@@ -92,32 +92,6 @@ def assert_whole(path: Path, model: LlamaConfig, whole: dict[str, np.ndarray]) -
         assert weight_map == {name: file.name for file, name, _ in tensors if name in model.parameter_shapes()}
 
 
-def go_on(
-    path: Path, step: int, layout: Layout, model: LlamaConfig, whole: dict[str, np.ndarray], how: dict[str, Any]
-) -> Path:
-    """Load in a layout and save from it."""
-
-    def run(comm: Communicator) -> None:
-        state = make_state(comm, model, layout, bucket_bytes=3000, **how)
-        read(path, state)
-        assert_holds(state, whole)
-        save(path.parent, state, step)
-
-    spawn(run, layout.ranks, timeout=100)
-    return path.parent / f"step-{step}"
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_copies_of_kv_heads(tmp_path, kv_heads):
-    """From ranks that hold copies to one that holds all, and back; with biases, which are copied too."""
-    model = grouped(num_key_value_heads=kv_heads, attention_bias=True)
-    path = save_in(Layout(tp=4), tmp_path, 1, model, whole := whole_state(model), bucket_bytes=3000)
-    assert_whole(path, model, whole)
-    for step, layout in enumerate([Layout(), Layout(dp=2, tp=4), Layout(pp=2, tp=2), Layout(tp=8)], 2):
-        path = go_on(path, step, layout, model, whole, {"zero": layout.dp > 1, "master_shards": layout.dp > 1})
-        assert_whole(path, model, whole)
-
-
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2, pp=2), Layout(dp=8), Layout(cp=2, tp=4)], ids=str)
 def test_ranks_write_about_equally_much(layout):
     model = grouped(num_hidden_layers=24, tie_word_embeddings=True)

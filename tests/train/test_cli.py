@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import kos.train
@@ -38,24 +37,6 @@ def _errors(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("kos: error:")]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    return path
-
-
-def test_a_process_that_is_alone_has_no_rank(tmp_path):
-    """In errors and in warnings."""
-    (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
-    (tmp_path / "b.txt").write_text("é" * 999)
-    command = [sys.executable, "-m", "kos.train", "--seq-len", "4", "--show-data", "1", "--data"]
-    done = run_program(*command, str(tmp_path / "a.jsonl"), env=ENVIRONMENT)
-    assert done.stderr.startswith(f"kos: error: --data {tmp_path / 'a.jsonl'}, line 1: expected text"), done.stderr
-    done = run_program(*command, str(tmp_path / "b.txt"), "--encoding", "latin-1", env=ENVIRONMENT)
-    assert done.stderr.startswith(f"kos: --data {tmp_path / 'b.txt'}: the text is valid UTF-8, but "), done.stderr
-
-
 @pytest.mark.parametrize(
     ("flags", "out", "expected"),
     [(["--stepz", "3"], "run", "--steps"), ([], "file/run", "expected a folder that can be written")],
@@ -71,31 +52,12 @@ def test_bad_input_is_one_line_and_ends_the_job(text, tmp_path, flags, out, expe
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "--tp 2: expected a divisor of 1 (ranks), got 2; 2 ranks would do{more} --tp 1 to override it\n"),
-        (["--pp", "2"], "--tp 2 --pp 2: expected a divisor of 1 (ranks), got 2 × 2 = 4; 4 ranks would do{more}"),
-        (["--tp", "3"], "--tp 3: expected a divisor of 1 (ranks), got 3; 3 ranks would do\n"),
-    ],
-)  # fmt: skip
-def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path, flags, said):
-    """As of a run that named its layout, resumed on other ranks."""
-    file = tmp_path / "config.json"
-    file.write_text('{"config": {"tp": 2, "batch_size": 8, "micro_batch_size": 4, "dp": null}, "derived": {}}')
-    done = _run("--config", file, *flags, ranks=1)
-    said = said.format(more=f"; {file} sets --tp: type")
-    assert done.returncode == 2 and done.stderr.startswith(f"kos: error: {said}"), done.stderr
-
-
-@pytest.mark.parametrize(
     ("values", "typed", "said"),
     [
         ({"batch_size": 9, "micro_batch_size": 4}, [],
          "sets --batch-size and --micro-batch-size: type --batch-size … --micro-batch-size …"),
         ({"micro_batch_size": 4}, ["--batch-size", "9"], "sets --micro-batch-size: type --micro-batch-size …"),
         ({"deterministic": True}, ["--compress", "int8"], "sets --deterministic: type --no-deterministic"),
-        ({"deterministic": True, "compress": "int8"}, [],
-         "sets --compress and --deterministic: type --compress none --no-deterministic"),
         ({"graph": False}, [], "sets --graph: type --graph"),
         ({"model": {"vocab_size": 64}}, [], "sets --vocab-size: type --vocab-size …"),
         ({"data": "stdlib"}, ["--batch-size", "9", "--micro-batch-size", "4"], ""),
@@ -197,39 +159,6 @@ def test_kill_leaves_a_checkpoint_to_resume(text, tmp_path, victim):
     assert steps == list(range(1, found.step + 3))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
-def test_full_disk(text, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        done = _run("--data", text, "--out", disk, "--steps", "8", "--save-every", "1", "--keep", "9")
-        assert done.returncode == 1
-        assert len(_errors(done)) == 1 and "expected to write a checkpoint" in _errors(done)[0]
-        left = r"; the last checkpoint, of step \d, is good; resume with: "
-        assert re.search(r"after step \d: .*" + left, _errors(done)[0])
-        assert "No space left" in _errors(done)[0]
-        found = checkpoint.latest(disk / "checkpoints")
-        assert found is not None and not list((disk / "checkpoints").glob(".*"))
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-BROKEN = """
-import sys
-from kos.train import __main__ as main
-from kos.train.device.cpu import CpuDevice
-start_step = CpuDevice.start_step
-def broken(self, step, stop):
-    if step == 3 and self.comm.rank == 1:
-        raise ZeroDivisionError("one rank only")
-    start_step(self, step, stop)
-CpuDevice.start_step = broken
-sys.exit(main.main())
-"""
-
-
 def test_a_file_that_one_machine_lacks(text, tmp_path):
     """Rank 0 has nothing to say, and the other does not leave it at that."""
     first = _command("--data", text, "--out", tmp_path / "run", "--steps", "2", ranks=2)
@@ -238,30 +167,6 @@ def test_a_file_that_one_machine_lacks(text, tmp_path):
     done = run_program(MPIRUN, "-n", "1", *first[at:], ":", "-n", "1", *second, env=ENVIRONMENT)
     assert done.returncode != 0 and len(_errors(done)) == 1, done.stderr
     assert re.match(r"kos: error: rank 1: .*nowhere\.toml", _errors(done)[0])
-
-
-def test_an_exception_on_one_rank_ends_all(text, tmp_path):
-    command = _command("--data", text, "--out", tmp_path / "run", "--steps", "10")
-    at = command.index("-m")
-    command[at : at + 2] = ["-c", BROKEN]
-    done = run_program(*command, env=ENVIRONMENT)
-    assert done.returncode != 0 and "one rank only" in done.stderr
-
-
-def test_learns_the_text(text, tmp_path):
-    done = _run("--data", text, "--out", tmp_path, "--steps", "60", "--lr", "0.01", "--eval-every", "60", fresh=True)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert all(said in done.stdout for said in ("2 ranks", "step 60/60", "a sample"))
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert len(rows) == checkpoint.find(tmp_path).step == 60
-    assert rows[-1]["val_loss"] < 0.25 * np.log(256)
-    sampled = subprocess.run(
-        [*python(), "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert "brown fox jumps over the lazy dog" in sampled.stdout
 
 
 TRAIN = ["kos.train", "--out", "{out}"]

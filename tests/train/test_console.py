@@ -173,51 +173,6 @@ def _flags(folder: Path) -> list[str | Path]:
     return ["--data", text, "--out", folder / "run", "--steps=9", *sizes, *shape]
 
 
-def test_a_whole_run_on_a_terminal(tmp_path):
-    said = ESCAPE.sub("", _on_a_terminal(*python(), "-m", "kos.train", *_flags(tmp_path)))
-    counts = [int(count) for count in BAR.findall(said)]
-    assert counts == sorted(counts) and counts[-1] == 9
-    for expected in ("step 5:  loss", "step 9:  loss", "validation: 0%", "a sample", "step-9", "--resume auto"):
-        assert expected in said, expected
-
-
-def _screen(said: str, columns: int) -> list[str]:
-    """What a terminal of that width shows after ``said``: of rich's escape sequences, those that move or erase."""
-    rows, row, column = [[" "] * columns], 0, 0
-    for escape, letter, text in re.findall(r"(\x1b\[[0-9;?]*([A-Za-z]))|(.)", said, re.S):
-        if escape == "\x1b[2K":
-            rows[row] = [" "] * columns
-        elif letter == "A":
-            row -= int(escape[2:-1])
-        elif text == "\r":
-            column = 0
-        elif text == "\n":
-            row += 1
-        elif text:
-            if column == columns:  # a character past the last column goes to the next line
-                row, column = row + 1, 0
-            rows += [[" "] * columns] * (row == len(rows))
-            rows[row][column] = text
-            column += 1
-        rows += [[" "] * columns] * (row == len(rows))
-    return [line for line in ("".join(row).rstrip() for row in rows) if line]
-
-
-@pytest.mark.parametrize("columns", [100, 80, 59, 58, 57, 30])
-def test_ctrl_c_leaves_one_bar_and_a_line_above_it(columns, terminal):
-    made, console = terminal(columns), Console(0, 9)
-    console.step({"step": 5, **ROW}, log=True)
-    assert console._bar is not None
-    console._bar._live.refresh()
-    made.write("^C")  # as a terminal echoes the key
-    console.warn("kos: stopping after this step")
-    console.step({"step": 9, **ROW}, log=True)
-    console.close()
-    lines = _screen(made.getvalue().replace("\n", "\r\n"), columns)
-    assert lines[0] == "kos: stopping after this step" and lines[1].startswith("training 9/9"), lines
-    assert sum("training" in line for line in lines) == 1 and "^C" not in "".join(lines), lines
-
-
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
@@ -248,7 +203,8 @@ def test_no_field_is_cut_on_a_narrow_terminal(width, headline):
     rich.console.Console(file=shown, width=width, force_terminal=False).print(bar)
     bar.stop(None)
     lines = shown.getvalue().splitlines()
-    assert all(len(line) <= width for line in lines) and "…" not in shown.getvalue()
+    echo = console.ECHO if width >= 40 else 0  # room for the ^C that a terminal echoes
+    assert all(len(line) <= width - echo for line in lines) and "…" not in shown.getvalue()
     assert width < len(headline) or lines[0].startswith(headline)
     assert all(any(field in line for line in lines) for field in fields), "a field is on one line, whole"
     assert (len(lines) == 1) == (width == 200)

@@ -19,8 +19,7 @@ from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import CudaError, InvalidArgument
 from kos.memory.array import Array
-from kos.train.ops import cuda as cuda
-from kos.train.ops.cuda import CudaOps, attention, cublaslt
+from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.cublaslt import ALGORITHM_BYTES, Columns, Matmul, Stored
 
 RESULT = np.dtype([("algo", np.uint8, ALGORITHM_BYTES), ("workspace", np.uint64), ("state", np.int32), ("rest", "V20")])
@@ -101,10 +100,8 @@ def gpu(monkeypatch):
     gpu = Gpu()
     of_matmul = dict.fromkeys(("driver", "streams", "Array"), gpu)
     of_matmul |= {"library": lambda: gpu.library, "device_info": lambda device: gpu}
-    of_ops = {"driver": gpu, "streams": gpu, "device_info": lambda device: gpu, "cu": gpu, "call": lambda f, *_: f()}
-    for module, fakes in ((cublaslt, of_matmul), (cuda, of_ops), (attention, {"device_info": of_ops["device_info"]})):
-        for name, fake in fakes.items():
-            monkeypatch.setattr(module, name, fake)
+    for name, fake in of_matmul.items():
+        monkeypatch.setattr(cublaslt, name, fake)
     return gpu
 
 
@@ -274,23 +271,6 @@ def test_products_in_8_bits(library):
     assert types == [28, 29, 14]  # of b, a and out
 
 
-@pytest.mark.parametrize(("changes", "options"), [
-    ({}, {"scales": False}),
-    ({}, {"transpose_b": False}),
-    ({"forms": ("float8_e5m2", "float8_e5m2")}, {}),
-    ({"forms": ("bfloat16", "bfloat16")}, {}),
-    ({"forms": ("float8_e4m3fn", "bfloat16")}, {}),
-    ({"out": "float8_e4m3fn"}, {}),
-])  # fmt: skip
-def test_products_in_8_bits_that_are_refused(library, changes, options):
-    forms = changes.pop("forms", ("float8_e4m3fn", "float8_e4m3fn"))
-    a, b, out, scales = eights(*forms, sizes=(64, 64, 64), **changes)
-    how = {"transpose_b": True, "scales": True, **options}
-    how["scales"] = scales if how["scales"] else None
-    with pytest.raises(InvalidArgument, match="matmul: expected float32 or bfloat16, or float8 that lies along"):
-        Matmul(0, 0)(a, b, out, **how)
-
-
 def test_finer_scales(library):
     """The shape of the scales says which they are; cuBLASLt is told, once for a shape."""
     told, of = [], library.MatmulDescAttribute
@@ -311,20 +291,6 @@ def test_finer_scales(library):
     scales[0].shape = 5, 8
     with pytest.raises(InvalidArgument, match=r"one of the shapes \(1,\), \(256,\), \(5, 256\), \(2, 8\), got"):
         matmul(a, b, out, transpose_b=True, scales=scales)
-
-
-def test_sizes_of_products_in_8_bits(library):
-    a, b, out, scales = eights("float8_e4m3fn", "float8_e4m3fn", sizes=(24, 32, 64))
-    with pytest.raises(InvalidArgument, match="sizes of float8 operands that are multiples of 16, got 24"):
-        Matmul(0, 0)(a, b, out, transpose_b=True, scales=scales)
-
-
-def test_a_table_is_filled_before_it_is_used(gpu):
-    """As the engine does, of the operations that it has."""
-    searching, taking = CudaOps(0, search=True), CudaOps(0)
-    assert taken(searching.matmul, 8, gpu) == 3
-    taking.algorithms.update(searching.algorithms)
-    assert [taken(taking.matmul, size, gpu) for size in (8, 16)] == [3, 1]
 
 
 @pytest.fixture

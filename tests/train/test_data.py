@@ -95,14 +95,6 @@ def test_validation_batches_are_bounded_in_tokens():
     assert long.val_starts().shape == (3, EVAL_BATCH_TOKENS // 8192)
 
 
-def test_the_default_data():
-    data = load_data(parse([]))
-    assert data.name == "stdlib" and data.tokenizer.name == "bytes" and len(data.val_starts()) == 8
-    tokens = data.batch(0).tokens
-    assert tokens.shape == (16, 128)
-    assert "stdlib (bytes)" in data.describe() and f"{len(data.train):,}" in data.describe()
-
-
 @pytest.fixture
 def words(tmp_path):
     """A tokenizer.json of four words that adds ``<begin>``, with an end-of-text token."""

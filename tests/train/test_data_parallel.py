@@ -1,62 +1,14 @@
-"""Gradients over micro-batches and ranks: against a float64 sum, and bit for bit in deterministic mode."""
+"""Gradients over micro-batches and ranks with ``--deterministic``: a tree, bit for bit."""
 
 import numpy as np
 import pytest
 
-from kos.comm.communicator import Communicator
 from kos.testing import spawn
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import DataParallel, make_buckets, shard_batch, subtrees, waiting_subtrees
 from kos.train.parallel.mesh import Mesh
 
 SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
-MICRO_BATCHES = 8
-
-
-def _micro_gradients(count: int = MICRO_BATCHES) -> np.ndarray:
-    size = Parameters(SHAPES).flat.size
-    scales = 10.0 ** (np.arange(count)[:, None] % 8) / 1e3  # so that the order of additions shows
-    return (np.random.default_rng(5).standard_normal((count, size)) * scales).astype(np.float32)
-
-
-def _sum_over_ranks(
-    comm: Communicator, deterministic: bool, bucket_bytes: int, micro_batches: int = MICRO_BATCHES
-) -> np.ndarray:
-    """A backward stands in that writes (or adds) the micro-batch's gradients, tensor by tensor."""
-    micro = _micro_gradients(micro_batches)
-    gradients = Parameters(SHAPES, multiple=comm.size)
-    gradients.flat[:] = np.nan
-    mine, mesh = shard_batch(micro_batches, 1, comm.rank, comm.size), Mesh(comm)
-    in_order = micro_batches if deterministic else None
-    parallel = DataParallel(mesh.dense, gradients, in_order=in_order, bucket_bytes=bucket_bytes)
-    for index, rows in enumerate(mine):
-        for name, span in gradients.spans.items():
-            if index and not deterministic:
-                gradients.flat[span] += micro[rows.start, span]
-            else:
-                into = gradients if parallel.tree is None else parallel.tree.target(index)
-                into.flat[span] = micro[rows.start, span]
-            if parallel.tree is not None:
-                parallel.tree.add(name, index)
-            elif index + 1 == len(mine):
-                parallel.gradient_ready(name)
-    parallel.finish()
-    return gradients.flat[: sum(x.size for x in gradients.values())]
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_sum(size, deterministic, bucket_bytes):
-    micro = _micro_gradients()
-    results = spawn(lambda comm: _sum_over_ranks(comm, deterministic, bucket_bytes), size)
-    exact = micro.astype(np.float64).sum(axis=0)
-    assert _tree(micro).tobytes() != np.add.accumulate(micro)[-1].tobytes(), "the order of additions shows in this data"
-    for result in results:
-        assert result.tobytes() == results[0].tobytes()
-        np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5 * np.abs(micro).max())
-        if deterministic:
-            assert result.tobytes() == _tree(micro).tobytes()
 
 
 def _tree(terms: np.ndarray) -> np.ndarray:
@@ -68,9 +20,24 @@ def _tree(terms: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 6), (2, 6), (6, 6), (2, 10), (5, 10), (7, 21), (3, 8), (7, 24)])
-def test_a_tree_over_any_number_of_micro_batches(size, count):
-    for result in spawn(lambda comm: _sum_over_ranks(comm, True, 300, count), size):
-        assert result.tobytes() == _tree(_micro_gradients(count)).tobytes()
+def test_a_tree_over_any_number_of_micro_batches(size, count, rng):
+    """A backward stands in that writes the micro-batch's gradients, tensor by tensor."""
+    scales = 10.0 ** (np.arange(count)[:, None] % 8) / 1e3  # so that the order of additions shows
+    micro = (rng.standard_normal((count, Parameters(SHAPES).flat.size)) * scales).astype(np.float32)
+
+    def run(comm):
+        gradients = Parameters(SHAPES, multiple=comm.size)
+        gradients.flat[:] = np.nan
+        parallel = DataParallel(Mesh(comm).dense, gradients, in_order=count, bucket_bytes=300)
+        for index, rows in enumerate(shard_batch(count, 1, comm.rank, comm.size)):
+            for name, span in gradients.spans.items():
+                parallel.tree.target(index).flat[span] = micro[rows.start, span]
+                parallel.tree.add(name, index)
+        parallel.finish()
+        return gradients.flat[: micro.shape[1]].tobytes()
+
+    assert _tree(micro).tobytes() != np.add.accumulate(micro)[-1].tobytes(), "the order of additions shows in this data"
+    assert spawn(run, size) == [_tree(micro).tobytes()] * size
 
 
 def test_a_rank_keeps_few_subtrees():
@@ -93,13 +60,3 @@ def test_a_large_last_tensor_has_few_buckets_of_its_own():
     assert buckets == [slice(0, 96), slice(96, 176), slice(176, 256), slice(256, 336), slice(336, 400), slice(400, 720),
                        slice(720, 1000)]  # fmt: skip
     assert make_buckets(1000, 8, 320, 80, last=921) == make_buckets(1000, 8, 320, 80)
-
-
-@pytest.mark.parametrize(("batch", "micro", "size"), [(16, 2, 1), (16, 2, 4), (12, 3, 2), (8, 1, 8), (16, 2, 3)])
-def test_every_row_is_in_one_shard(batch, micro, size):
-    shards = [shard_batch(batch, micro, rank, size) for rank in range(size)]
-    lengths = [len(hand) for hand in shards]
-    assert max(lengths) - min(lengths) == (1 if batch // micro % size else 0)
-    assert sorted(row for hand in shards for rows in hand for row in rows) == list(range(batch))
-    order = [rows.start for hand in shards for rows in hand]
-    assert order == sorted(order)

@@ -13,11 +13,7 @@ from kos.train.ops.fixed_order import Split, most_parts
 from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.parallel.mesh import Layout
-from kos.train.tools.metrics import read_metrics
-from tests.forked import python
-from tests.launcher import MPIRUN, run_program
 from tests.train.layouts import BITS, train
-from tests.train.sharded import tensors_of_run
 
 
 def runs(layout: Layout, **changes: Any) -> list[list[dict[str, Any]]]:
@@ -75,31 +71,3 @@ def test_sums_of_squares_are_exact(rng):
     assert len(found) == 1
     exact = math.fsum(float(value) ** 2 for value in values)
     assert math.fsum(found.pop()) == pytest.approx(exact, rel=1e-14)
-
-
-@pytest.mark.skipif(not MPIRUN, reason="needs mpirun")
-def test_runs_and_checkpoints_under_mpirun(tmp_path):
-    """The command of a user, and a run that goes on in another layout."""
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    flags = ["--data", str(text), "--steps", "4", "--save-every", "2", "--eval-every", "2", "--sample-tokens", "0",
-             "--hidden-size", "32", "--num-hidden-layers", "2", "--intermediate-size", "48", "--batch-size", "8",
-             "--seq-len", "32", "--num-attention-heads", "4", "--num-key-value-heads", "4",
-             "--deterministic"]  # fmt: skip
-
-    def run(name, ranks, *more):
-        launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-        out = tmp_path / name
-        done = run_program(*launcher, *python(), "-m", "kos.train", *flags, "--out", str(out), *more)
-        assert done.returncode == 0, done.stderr
-        return read_metrics(out / "metrics.jsonl"), tensors_of_run(out)
-
-    alone, tensors = run("alone", 1)
-    again = ("--tp", "2", "--resume", "split/checkpoints/step-2")
-    others = {"split": ("--zero", "1"), "on": again}
-    for name, more in others.items():
-        rows, got = run(name, 2, *(str(tmp_path / each) if "/" in each else each for each in more))
-        for row, wanted in zip(rows, alone[-len(rows) :], strict=True):
-            keys = {"step", "loss", "grad_norm", "val_loss"} & {*wanted}
-            assert {key: row[key] for key in keys} == {key: wanted[key] for key in keys}
-        assert got == tensors, name

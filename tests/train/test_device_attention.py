@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import Attend
@@ -290,16 +289,3 @@ def test_what_is_not_finite_stays_so(rng, stream, kernels, where, value, d):
     sees = np.arange(length) >= at if where in "kv" else np.arange(length) == at
     assert finite[:128, :d].all() and finite[:, d : 2 * d].all()  # the keys' block of 128 may share one maximum
     assert not finite[sees, :d].all(axis=1).any()
-
-
-@on_devices(gpu=(), host=[()])
-def test_what_no_kernel_takes_is_refused(rng, stream):
-    case, launch = cases.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16"), cases.launcher(None)
-    with pytest.raises(InvalidArgument, match="expected a head size of at most 256, got 258"):
-        ops.attention(case.attend, launch)
-    case = cases.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16")
-    mask, _ = cases.make_mask(None, None, None, 2, np.arange(9), np.arange(9))
-    with pytest.raises(InvalidArgument, match="expected a mask of 2 x 8 tokens, as qkv has, got one of 2 x 9"):
-        ops.attention(case.masked(mask).attend, launch)
-    with pytest.raises(InvalidArgument, match="expected a window of at least 1 token, got 0"):
-        launch.attention_mask(None, 0, mask)

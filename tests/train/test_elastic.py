@@ -183,8 +183,10 @@ def test_a_rank_leaves_between_steps(zero, leaving, text, tmp_path, unhurt, caps
     assert " left after step 2: " in capsys.readouterr().out
 
 
-def test_where_too_few_would_be_left_all_stop(text, tmp_path):
-    train(text, tmp_path, before=ask_at_step_2([2, 3], signal.SIGTERM), elastic="3")
+@pytest.mark.parametrize(("asked", "number", "least"), [([2, 3], signal.SIGTERM, "3"), ([2], signal.SIGINT, "1")])
+def test_where_too_few_would_be_left_all_stop(asked, number, least, text, tmp_path):
+    """Ctrl-C always asks for the end of the run."""
+    train(text, tmp_path, before=ask_at_step_2(asked, number), elastic=least)
     assert checkpoint.find(tmp_path).step == 2
 
 
@@ -284,17 +286,6 @@ def test_other_runs_agree_on_nothing(text, tmp_path, before_call):
     for changes in (False, True):
         train(text, tmp_path / str(changes), elastic="1" if changes else None)
     assert calls == {True: RANKS * STEPS}
-
-
-def test_ctrl_c_stops_the_run():
-    stop = Stop()
-    stop.leaves, stop.asked = True, True
-    wishes = []
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        stop.number = number
-        wishes.append(stop.wish)
-    stop.asked = False
-    assert [*wishes, stop.wish] == [2, 2, 1, 0]
 
 
 def test_uneven_runs_are_the_same_batch(text, tmp_path, unhurt):

@@ -22,18 +22,6 @@ from tests.train.host_kernels.communicator import DeviceComm
 __all__ = ["text"]
 
 
-@pytest.mark.parametrize(
-    ("axis", "expected"),
-    [
-        ("tp", "--deterministic --tp 2: expected a divisor of 1, the largest of 8, 4, 2 and 1 that divides heads, .*"),
-        ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 16384"),
-    ],
-)
-def test_deterministic_with_sizes_that_cannot_be_split_is_refused(emulated, text, tmp_path, axis, expected):
-    with pytest.raises(ConfigError, match=expected):
-        train(text, tmp_path, ranks=2, deterministic=True, **{axis: 2})
-
-
 def test_a_run_that_does_not_fit_is_refused_with_its_memory_plan(emulated, text, tmp_path):
     with pytest.raises(ConfigError, match="--master-weights: expected float32 with --dtype float32, got none"):
         train(text, tmp_path, master_weights="none")

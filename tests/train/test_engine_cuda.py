@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos import cuda
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE
 from tests.train.beside_torch import losses_beside_torch
 from tests.train.sharded import tensors_of_run
 
-GPUS = len(cuda.visible_devices())
 SECONDS = 200  # of a run, much more than it needs
 MODEL = """
 --hidden-size 256 --num-hidden-layers 3 --num-attention-heads 4 --num-key-value-heads 2 --intermediate-size 512
@@ -33,10 +31,6 @@ print(total - free)
 """  # bytes that are taken where a process has a context there and nothing else
 
 pytestmark = pytest.mark.gpu
-
-
-def needs(gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(gpus > GPUS or not MPIRUN, reason=f"needs {gpus} GPUs and mpirun, has {GPUS}")
 
 
 @pytest.fixture(scope="module")
@@ -179,36 +173,6 @@ def test_what_is_refused(text, tmp_path):
     said = run(text, tmp_path, "--device", "cuda", *much, error="memory: expected at most")
     assert "a --micro-batch-size below 8192 or --recompute norms or block" in said
     run(text, tmp_path, "--device", "cuda", "--lr", "1e30", "--min-lr", "1", error="first in the gradient of")
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs(n)) for n in (2, 4, 8)])
-def test_ranks(one, text, tmp_path, ranks):
-    """fp32 losses agree with those of one; ZeRO-1's, its graph and its resumption are those of its own layout."""
-    flags = ["--device", "cuda", "--micro-batch-size", min(4, 16 // ranks)]
-    run(text, tmp_path / "one32", *flags, *FLOAT32)
-    for zero in (0, 1):
-        run(text, tmp_path / f"dp{zero}", *flags, *FLOAT32, "--zero", zero, ranks=ranks)
-        np.testing.assert_allclose(column(tmp_path / f"dp{zero}"), column(tmp_path / "one32"), rtol=1e-5)
-    run(text, tmp_path / "zero1", *flags, "--zero", 1, ranks=ranks)
-    np.testing.assert_allclose(column(tmp_path / "zero1")[:10], column(one)[:10], rtol=5e-3)
-    run(text, tmp_path / "eager", *flags, "--zero", 1, "--no-graph", ranks=ranks)
-    assert column(tmp_path / "eager") == column(tmp_path / "zero1")
-    middle = tmp_path / "zero1" / "checkpoints" / "step-10"
-    run(text, tmp_path / "rest", *flags, "--zero", 1, "--resume", middle, ranks=ranks)
-    assert column(tmp_path / "rest") == column(tmp_path / "zero1")[10:]
-    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "zero1") == tensors_of_run(tmp_path / "eager")
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs(n)) for n in (2, 4, 8)])
-def test_deterministic_for_any_number_of_ranks(text, tmp_path, ranks):
-    flags = ["--device", "cuda", "--deterministic", "--master-weights", "none" if ranks == 2 else "float32"]
-    run(text, tmp_path / "one", *flags)
-    run(text, tmp_path / "zero0", *flags, ranks=ranks)
-    run(text, tmp_path / "zero1", *flags, "--zero", 1, ranks=ranks)
-    for name in ("zero0", "zero1"):
-        assert column(tmp_path / name) == column(tmp_path / "one")
-        assert column(tmp_path / name, "grad_norm") == column(tmp_path / "one", "grad_norm")
-        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "one")
 
 
 def test_losses_are_those_of_torch():

@@ -1,6 +1,5 @@
 """``--epochs``: every sequence once an epoch, in an order that neither ranks nor resuming change."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError, ConfigError
+from kos.errors import CheckpointError
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
@@ -114,19 +113,6 @@ def test_rows_that_fill_a_batch_are_no_tokens(text, tmp_path):
         before = row["tokens"]
 
 
-def test_the_first_lines_say_how_many_steps_an_epoch_has(text, tmp_path, capfd):
-    _train(text, tmp_path / "run", epochs=2, min_lr=1e-3)
-    out = capfd.readouterr().out
-    assert "8 x 32 tokens a step, 2 epochs of 6 steps\n" in out and "step 12/12" in out
-    assert "--resume auto --epochs 4\n" in out
-    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
-    assert (config["epochs"], config["steps"]) == (2, 12)
-    again = parse(["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto"])
-    assert again.epochs == 2
-    run(again)
-    assert "(nothing to do: --epochs is 2; for more steps, set it higher)" in capfd.readouterr().out
-
-
 def test_another_order_is_warned_of(text, tmp_path, caplog):
     _train(text, tmp_path / "run", epochs=1, eval_batches=0)
     with caplog.at_level(logging.WARNING):
@@ -135,25 +121,6 @@ def test_another_order_is_warned_of(text, tmp_path, caplog):
         flags = ["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto", "--steps", "14"]
         run(parse(flags))
     assert "resuming with another order of sequences (--epochs): its results will differ" in caplog.text
-
-
-def test_epochs_or_steps(tmp_path):
-    with refused(ConfigError, "--epochs: expected either epochs or steps, got 2 and 9"):
-        parse(["--epochs", "2", "--steps", "9"])
-    file = tmp_path / "mine.toml"
-    file.write_text("epochs = 3\nsteps = 4\n")
-    with refused(ConfigError, f"{file}: epochs: expected either epochs or steps, got 3 and 4"):
-        parse(["--config", str(file)])
-    file.write_text("epochs = 3\n")
-    assert parse(["--config", str(file)]).epochs == 3
-    assert parse(["--config", str(file), "--epochs", "4"]).epochs == 4
-    later = parse(["--config", str(file), "--steps", "9"])
-    assert (later.epochs, later.steps) == (None, 9)
-    file.write_text("steps = 3\n")
-    assert parse(["--config", str(file), "--epochs", "4"]).epochs == 4
-    assert TrainConfig.from_preset("tiny", steps=101, warmup_steps=None).learning_rate().warmup_steps == 4
-    with refused(ConfigError, "--epochs: expected a number greater than or equal to 1, got 0"):
-        parse(["--epochs", "0"])
 
 
 def test_epochs_are_not_resumed_with_other_data(text, tmp_path):

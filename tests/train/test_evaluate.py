@@ -105,22 +105,6 @@ def test_there_are_no_gradients_of_matrices(folder):
     assert found and all(len(shape) == 1 for shape in found.values())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "olmo2"])
-def test_families(tmp_path, family):
-    """Beside the losses of ``kos.train.load``, which the tests of transformers compare."""
-    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-             "intermediate_size": 48}  # fmt: skip
-    source = tmp_path / "text.txt"
-    source.write_text("one ring, two rings. " * 20)
-    _train(source, tmp_path / "run", steps=2, eval_batches=0, sample_tokens=0, save_every=0,
-           model={"model_type": family, "tie_word_embeddings": family == "gpt2", **shape})  # fmt: skip
-    model, ids = kos.train.load(tmp_path / "run"), np.frombuffer(source.read_bytes(), np.uint8).astype(np.int32)
-    windows = [ids[at : at + 33] for at in range(0, len(ids) - 1, 32)]
-    total = sum(model.loss(window) * (len(window) - 1) for window in windows)
-    [row] = rows_of(tmp_path, choices=(), model="run")
-    assert (row["tokens"], row["loss"]) == (len(ids) - 1, pytest.approx(total / (len(ids) - 1), rel=1e-5))
-
-
 def test_a_run_has_its_own_validation_loss(text, tmp_path):
     """Of as much data as a validation has, from the newest checkpoint; of masked data too."""
     pairs = [{"prompt": "one ring", "completion": f" {word}"} for word in ("tree", "barrier", "rank " * 9)] * 8
@@ -203,11 +187,8 @@ def test_questions_in_a_json_list(tmp_path):
     ("line", "expected"),
     [
         ("[1]", "expected ctx and endings, or question, choices and answerKey, with texts, got [1]"),
-        ('{"ctx": "a", "endings": [], "label": 0}', "expected ctx and endings"),
         ('{"ctx": "a", "endings": ["b", ""], "label": 0}', "expected ctx and endings"),
-        ('{"ctx": 3, "endings": ["b"], "label": 0}', "expected ctx and endings"),
         ('{"ctx": "a", "endings": ["b"]}', "expected the label of one of 1 endings, got None"),
-        ('{"ctx": "a", "endings": ["b"], "label": ""}', "expected the label of one of 1 endings, got ''"),
         ('{"ctx": "a", "endings": ["b"], "label": 1}', "expected the label of one of 1 endings, got 1"),
         ('{"ctx": "a", "endings": ["b"], "label": true}', "expected the label of one of 1 endings, got True"),
         ('{"question": "a", "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "B"}', "endings, got 'B'"),
@@ -305,8 +286,6 @@ def test_a_table_and_a_picture(folder, tmp_path, capsys):
         ("no --data {text}", "no: expected a checkpoint or a run with one under checkpoints/, got no such folder", 2),
         ("{model} --choices no", "--choices no: expected readable files, got no: No such file", 2),
         ("{model} --data {text} --seq-len 65", "--seq-len: expected at most 64", 2),
-        ("{model} --data {text} --seq-len x", "--seq-len: expected a valid", 2),
-        ("{model} --data {text} --tp x", "--tp: expected a valid", 2),
         ("{model} --data {text} --tp 2", "--tp 2: expected a divisor of 1 (ranks), got 2", 2),
         ("{model} --data {text} --plot no/x.png", "no/x.png: expected a file to write, got no such folder", 2),
         ("{model} --data {text} --steps 3", "unrecognized arguments: --steps 3", 2),

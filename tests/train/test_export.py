@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import kos.train
 from kos.train import checkpoint, export
 from kos.train.checkpoint import saving
-from tests.forked import python
 from tests.train.runs import _train
 
 KEPT = {"chat_template.jinja": "{{ messages }}", "LICENSE": "as you like", "modelcard.md": "a model"}
@@ -113,12 +111,3 @@ def test_what_is_refused_in_one_line(run, tmp_path, capsys, before_call):
     before_call(saving, "write_tensors", no_space)
     refused(run, tmp_path / "out", f"{tmp_path / 'out'}: expected to write a folder, got [Errno 28] No space")
     assert {path.name for path in tmp_path.iterdir()} == {"full", "step-3"} and [*full.iterdir()] == [full / "x"]
-
-
-def test_as_a_command(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    command = [*python(), "-m", "kos", "export", str(run), "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    size = kos.train.load(run).weights.flat.size
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"out: {size:,} parameters in bfloat16\n")
-    assert (tmp_path / "out/config.json").exists()

@@ -147,16 +147,6 @@ def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run():
     assert files["tokenizer_config.json"] == ours.files()["tokenizer_config.json"]
 
 
-def test_a_file_that_cannot_be_read_is_refused(text, tmp_path, folder, before_call):
-    def broken(path):
-        if path.name == "LICENSE":
-            raise OSError(5, "Input/output error", str(path))
-
-    before_call(Path, "read_bytes", broken)
-    with pytest.raises(CheckpointError, match="weights: expected files that can be read, got .*LICENSE"):
-        _train(text, tmp_path / "run", 2, steps=1, init_from=str(folder))
-
-
 def test_weights_are_no_extra_files(folder):
     np.savez(folder / "weights.npz", np.zeros(3))
     names = checkpoint.extra_names(checkpoint.read_extra(folder))

@@ -16,19 +16,15 @@ import numpy as np
 import pytest
 
 from kos.errors import DataError, KosError
-from kos.testing import spawn
 from kos.train.config.flags import parse
-from kos.train.config.options import TrainConfig
 from kos.train.data import documents as kos_documents
 from kos.train.data.batches import load_data
 from kos.train.data.chat import ChatTemplate
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import Lines
-from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
 from tests.train.corpora import documents, jsonl, refusal
 from tests.train.refusal import refused
-from tests.train.runs import SMALL
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -294,43 +290,6 @@ def test_a_broken_file_is_named_with_the_place(tmp_path, name):
     if not name.endswith((".npy", ".txt")):
         (tmp_path / "other.txt").write_text("text")
         refusal(tmp_path, f"--data {path}", *BROKEN[name][1])
-
-
-@pytest.mark.parametrize(("flag", "ranks"), [("--data", 1), ("--data", 4), ("--val-data", 4)])
-@pytest.mark.parametrize("name", ["columns.csv", "cut.parquet", "within.json", "matrix.npy"])
-def test_a_broken_file_ends_all_ranks_with_one_line(tmp_path, name, flag, ranks):
-    path, good = write_broken(tmp_path, name), tmp_path / "good.txt"
-    good.write_text("text" * 999)
-    files = {"data": str(path)} if flag == "--data" else {"data": str(good), "val_data": str(path)}
-    config = TrainConfig.from_preset("tiny", **{**SMALL, **files, "out": tmp_path / "run"})
-
-    def begin(comm):
-        with pytest.raises(DataError) as caught:
-            Trainer(config, comm)
-        return str(caught.value)
-
-    for line in spawn(begin, ranks, timeout=100):
-        assert "\n" not in line and all(part in line for part in (f"{flag} {path}", *BROKEN[name][1])), line
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "encoding", "said"),
-    [
-        ("a.csv", b"text\nna\xefve\n", "utf-8", "expected UTF-8 text, got byte 0xef at 7; --encoding reads text in "
-         "another one, such as latin-1"),
-        ("a.jsonl", "{}".encode("utf-16-le"), "utf-8", "expected UTF-8 text, got a NUL at character 1; --encoding "
-         "reads text in another one, such as utf-16"),
-        ("a.csv", b"\0\xd8a\0", "utf-16-le", "expected UTF-16-LE text, got byte 0x00 at 0; --encoding reads text in "
-         "another one, such as latin-1"),
-        ("a.csv", b"te\0xt", "utf-16-le", "--encoding reads text in another one, such as "),
-        ("a.csv", b"t\0\0", "latin-1", "--encoding reads text in another one, such as utf-16"),
-        ("a.txt", b"na\xefve", "utf-8", "expected UTF-8 text, .jsonl, "),
-    ],
-)  # fmt: skip
-def test_another_encoding_is_named(tmp_path, name, content, encoding, said):
-    """The likely one for these bytes, and not the one that was given."""
-    (tmp_path / name).write_bytes(content)
-    refusal(tmp_path / name, said, lines=Lines(encoding=encoding))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "cp1252", "shift_jis", "utf-8"])

@@ -18,9 +18,6 @@ from kos.train import Callback, Trainer, fit, read_metrics
 from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.newcomer import Newcomer
-from tests.forked import python
-from tests.launcher import MPIRUN, needs_mpirun, run_program
-from tests.train.commands import ENVIRONMENT
 from tests.train.fits import (
     LAYOUTS,
     NAMES,
@@ -56,7 +53,8 @@ def test_the_same_batches_give_the_run_of_the_command(rows, ranks, layout, tmp_p
 
     last = on_ranks(ranks, own, of, rows=rows)[-1]
     assert result(tmp_path / "own") == result(tmp_path / "data")
-    assert last.step == STEPS and not last.stopped and last.checkpoint == tmp_path / "own" / "checkpoints" / "step-4"
+    assert last.step == last.metrics["step"] == STEPS and not last.stopped
+    assert last.checkpoint == tmp_path / "own" / "checkpoints" / "step-4"
 
 
 def test_validation_is_the_mean_over_all_targets(tmp_path):
@@ -99,15 +97,6 @@ def test_the_model_of_a_trainer_ends_texts_as_a_loaded_one(tmp_path, monkeypatch
     with Trainer(config_of(tmp_path, backend="mock"), batches=()) as trainer:
         trainer.step(batch_of(0))
         assert trainer.model.ends == (3,)
-
-
-def test_a_program_that_makes_the_steps_resumes(tmp_path):
-    for out, steps, resume in (("whole", 4, None), ("run", 2, None), ("run", 4, "auto")):
-        with Trainer(config_of(tmp_path / out, backend="mock", resume=resume), batches=()) as trainer:
-            while trainer.steps_done < steps:
-                trainer.step(batch_of(trainer.steps_done))
-            trainer.save()
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
 
 
 def test_a_trainer_of_data_takes_a_batch_too(tmp_path):
@@ -393,27 +382,6 @@ def test_runs_one_after_another_in_a_thread_and_in_the_main_one(tmp_path):
     assert others == [first, first] and [each.step for each in results] == [STEPS] * 3
 
 
-PROGRAM = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from kos.train import fit
-from tests.train.fits import OnStep, batches_of, config_of
-
-def interrupt(trainer, metrics):
-    if metrics["step"] == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-
-result = fit(config_of(Path(sys.argv[1]), backend="mock"), batches=batches_of(), callbacks=[OnStep(interrupt)])
-print("fit returned", result.step, result.stopped, result.checkpoint.name)
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-except KeyboardInterrupt:
-    print("the program's again")
-"""
-ROOT = str(Path(__file__).resolve().parents[2])
-
-
 def test_runs_that_are_stopped_leave_no_files_open(tmp_path):
     def stop(trainer, metrics):
         signal.raise_signal(signal.SIGINT)
@@ -435,43 +403,3 @@ def test_runs_that_are_stopped_leave_no_files_open(tmp_path):
         time.sleep(0.05)  # what earlier tests left may still be closing
         opened[-1] = files()
     assert opened[-1] <= opened[1]
-
-
-def test_ctrl_c_ends_fit_and_not_the_program(tmp_path):
-    text = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + PROGRAM.format(root=ROOT)
-    done = run_program(*python(), "-c", text, str(tmp_path / "run"), env=ENVIRONMENT)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert done.stdout.endswith("fit returned 2 True step-2\nthe program's again\n"), done.stdout
-
-
-RANKS = """
-import sys
-sys.path.insert(0, {root!r})
-from pathlib import Path
-import kos
-from kos.train import fit
-from tests.train.fits import batches_of, config_of, cross_entropy
-
-for number in range(2):
-    out = Path(sys.argv[1]) / str(number)
-    loss = cross_entropy if number else None
-    result = fit(config_of(out), batches=batches_of(), val_batches=batches_of(1), loss=loss)
-    print(number, result.step, result.checkpoint.name, flush=True)
-"""
-
-
-@needs_mpirun
-def test_under_mpirun(tmp_path):
-    """Two runs of one program, as on one rank."""
-    (script := tmp_path / "script.py").write_text(RANKS.format(root=ROOT))
-    assert MPIRUN
-    done = run_program(MPIRUN, "-n", "2", *python(), str(script), str(tmp_path), env=ENVIRONMENT)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert sorted(line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ")) == [
-        "0 4 step-4", "0 4 step-4", "1 4 step-4", "1 4 step-4"
-    ]  # fmt: skip
-    fit(config_of(tmp_path / "alone", backend="mock"), batches=batches_of(), val_batches=batches_of(1), verbose=False)
-    for number in ("0", "1"):
-        for name in ("loss", "val_loss"):
-            got, alone = column(tmp_path / number, name), column(tmp_path / "alone", name)
-            np.testing.assert_allclose(got, alone, rtol=2e-5)

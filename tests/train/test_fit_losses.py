@@ -12,7 +12,6 @@ from tests.train.fits import (
     ROWS,
     STEPS,
     TOKENS,
-    VOCABULARY,
     OnStep,
     batch_of,
     batches_of,
@@ -35,23 +34,6 @@ def test_a_loss_of_ones_own(ranks, layout, tmp_path):
         ours, own = (np.array(column(tmp_path / name, *names)) for name in ("ours", "own"))
         assert len(own) == count
         np.testing.assert_allclose(own, ours, rtol=2e-5)
-
-
-def test_a_loss_of_ones_own_sees_every_token_once(tmp_path):
-    """In chunks, with the fields of its batch."""
-    seen = list[tuple[int, ...]]()
-
-    def loss(logits, batch):
-        assert logits.shape == (len(batch.tokens), VOCABULARY) and batch.document_starts is None
-        seen.extend(zip(batch.tokens.tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True))
-        return np.zeros(len(logits)), np.zeros_like(logits)
-
-    weights = np.random.default_rng(0).random((ROWS, TOKENS), np.float32)
-    batch = batch_of(0, weights=weights)
-    last = fit(config_of(tmp_path, steps=1, backend="mock"), batches=[batch], loss=loss)
-    fields = (np.ravel(field).tolist() for field in (batch.tokens, batch.targets, weights))
-    assert sorted(seen) == sorted(zip(*fields, strict=True))
-    assert last.metrics["loss"] == last.metrics["grad_norm"] == 0
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=NAMES)

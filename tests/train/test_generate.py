@@ -83,6 +83,7 @@ def test_frequencies_are_those_of_the_limits():
     ("name", "value", "expected"),
     [("top_p", 0, "more than 0, at most 1, got 0"), ("top_p", 1.1, "more than 0, at most 1, got 1.1"),
      ("min_p", -0.1, "0 to 1, got -0.1"), ("min_p", float("nan"), "0 to 1, got nan"), ("seed", -1, "0 or more, got -1"),
+     ("temperature", -1, "0 or more, got -1"), ("top_k", -1, "0 or more, got -1"),
      ("repetition_penalty", 0, "more than 0, got 0"), ("tokens", -1, "0 or more, got -1"),
      ("stop", "ab", "a list of texts that are not empty, got 'ab'"), ("stop", [""], r"not empty, got \[''\]")],
 )  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 
 import kos.train
 from kos import cuda
-from kos.errors import ConfigError, InvalidArgument, RankLost, TrainingError
+from kos.errors import ConfigError, InvalidArgument, RankLost
 from kos.testing import Fault, spawn
 from kos.train.generate import Decoder, Sampling
 from kos.train.parallel.mesh import Axis
@@ -156,16 +156,6 @@ def test_what_is_no_communicator(folder):
         kos.train.load(folder, comm=3)
 
 
-def test_logits_that_are_not_finite(folder):
-    def run(comm):
-        model = kos.train.load(folder, comm=comm)
-        model.weights[model.config.final_norm][0] = np.nan
-        with pytest.raises(TrainingError, match="sampling: expected finite logits"):
-            model.generate("a", 3)
-
-    spawn(run, 2)
-
-
 @pytest.mark.parametrize("call", ["all_reduce", "all_gather", "broadcast"])
 def test_a_rank_that_dies_while_it_generates(folder, call):
     def run(comm):
@@ -206,19 +196,10 @@ def ends_of(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 @needs_mpirun
 def test_samples_on_ranks_of_mpirun(folder):
-    """Rank 0 alone prints; what is wrong is one line."""
-    flags = ["--tokens=9", "--temperature=0", "--tp=2"]
-    done = kos_on_2_ranks("sample", folder, "--prompt=ring", *flags)
+    """Rank 0 alone prints."""
+    done = kos_on_2_ranks("sample", folder, "--prompt=ring", "--tokens=9", "--temperature=0", "--tp=2")
     expected = kos.train.load(folder).generate("ring", 9, temperature=0)
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
-    for more, said in (
-        (["--tp=3"], "--tp: expected 2, the number of ranks, got 3"),
-        (["--top-p=7"], "--top-p: expected more than 0, at most 1, got 7.0"),
-        (["--device=cuda:7"], "device: expected cpu, or the GPU of the communicator, got 'cuda:7' with "),
-    ):
-        done = kos_on_2_ranks("sample", folder, *flags, *more)
-        errors = [line for line in done.stderr.splitlines() if line.startswith("kos: error: ")]
-        assert done.returncode == 2 and not done.stdout and len(errors) == 1 and said in errors[0], done.stderr
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpirun), "environment"])

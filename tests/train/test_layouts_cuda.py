@@ -111,6 +111,7 @@ FIXED_MORE = [
     "--pp 2 --hidden-size 528 --micro-batch-size 2", "--pp 2 --num-hidden-layers 3 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
 FIXED_FOUR = [
+    "--dp 4 --zero 1 --master-weights none",
     "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v", "--pp 4",
     "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v",
 ]  # fmt: skip

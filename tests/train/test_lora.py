@@ -95,13 +95,8 @@ def test_learning_rates_and_decay_by_pattern(tmp_path):
     assert (up.lr_scale, up.decay) == (pytest.approx(2.0), 0.0)
     assert (other.lr_scale, other.decay, norm.decay) == (1.0, 0.2, 0.0)
     assert sorted(of) == sorted(small().parameter_shapes())
-    again = parse(["--config", str(write_json(tmp_path / "config.json", config))])
-    assert again.groups == config.groups
-
-
-def write_json(path: Any, config: TrainConfig) -> Any:
-    path.write_text(config.model_dump_json())
-    return path
+    (again := tmp_path / "config.json").write_text(config.model_dump_json())
+    assert parse(["--config", str(again)]).groups == config.groups
 
 
 def test_a_table_trains_its_tensors_at_its_rate():
@@ -123,18 +118,14 @@ def test_a_table_trains_its_tensors_at_its_rate():
         ({"lora": 4, "lora_targets": ("lm_head",)}, "--lora-targets: expected some of q_proj, .*, got lm_head"),
         ({"freeze": ("*.attention.*",)}, r"--freeze: expected a pattern that matches a tensor, .*got \*.attention"),
         ({"groups": [{"pattern": "x*"}]}, r"groups: expected a pattern that matches a tensor, .*got x\*"),
+        *(({"groups": [table]}, "groups")
+          for table in ({"lr": 1e-3}, {"pattern": "*", "lr": 0.0}, {"pattern": "*", "rate": 1.0})),
     ],
     ids=str,
-)
-def test_names_that_match_nothing_are_refused(changes, said):
+)  # fmt: skip
+def test_names_that_match_nothing_and_wrong_tables_are_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
         TrainConfig.from_preset("tiny", **changes).model_config_for(40)
-
-
-@pytest.mark.parametrize("table", [{"lr": 1e-3}, {"pattern": "*", "lr": 0.0}, {"pattern": "*", "rate": 1.0}], ids=str)
-def test_tables_that_are_refused(table):
-    with pytest.raises(ConfigError, match="groups"):
-        TrainConfig.from_preset("tiny", groups=[table])
 
 
 def test_all_that_is_frozen_is_refused():

@@ -1,6 +1,7 @@
 """Adapters with ``--dtype fp8``: the matrices of the base are held in 8 bits alone."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -108,36 +109,34 @@ def test_the_sampler_computes_as_validation_does():
     spawn(check, 1, timeout=100)
 
 
+def check_sample(ranks: int, make: Callable[[Any], Any], tokens: int) -> None:
+    """The sampler of a device computes finite logits of so many tokens."""
+
+    def sample(comm: Any) -> None:
+        device = make(comm)
+        next_logits = device.sampler()
+        assert next_logits is not None and np.isfinite(next_logits(np.arange(tokens, dtype=np.int32)[None])).all()
+        device.close()
+        device.mesh.close()
+
+    spawn(sample, ranks, timeout=100)
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=named)
 def test_a_sample_has_sizes_that_cublaslt_takes(layout, before_call):
     """A sequence is padded."""
     rows = list[int]()
-
-    def sample(comm):
-        device = make_device(comm, layout, 2, **FP8)
-        next_logits = device.sampler()
-        assert next_logits is not None and np.isfinite(next_logits(np.arange(21, dtype=np.int32)[None])).all()
-        device.close()
-        device.mesh.close()
-
     before_call(numpy_ops, "scaled_product", lambda a, *_: rows.append(len(a.values)))
-    spawn(sample, layout.ranks, timeout=100)
+    check_sample(layout.ranks, lambda comm: make_device(comm, layout, 2, **FP8), 21)
     assert len(rows) >= 8 * layout.tp and not any(count % MULTIPLE for count in rows)
 
 
 def test_a_sample_on_a_cpu_is_not_longer_than_the_context():
     """A CPU takes all sizes; GPT-2 has no more positions."""
     gpt2 = {"model_type": "gpt2", "max_position_embeddings": 8, "num_attention_heads": 8, "num_key_value_heads": 8}
-
-    def sample(comm):
-        device = cpu_device(comm, Layout(), 1, seq_len=8, device="cpu", **gpt2, intermediate_size=24)
-        next_logits = device.sampler()
-        assert next_logits is not None and np.isfinite(next_logits(np.arange(5, dtype=np.int32)[None])).all()
-        device.close()
-        device.mesh.close()
-
-    spawn(sample, 1, timeout=100)
+    how = {"seq_len": 8, "device": "cpu", "intermediate_size": 24, **gpt2}
+    check_sample(1, lambda comm: cpu_device(comm, Layout(), 1, **how), 5)
 
 
 def test_the_plan_counts_the_matrices_once():

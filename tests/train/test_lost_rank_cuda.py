@@ -15,9 +15,6 @@ import pytest
 from kos.train import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
-from tests.train.test_cli import text
-
-__all__ = ["text"]
 
 STEPS, SAVES = 600, 100
 ENOUGH = SAVES + 10  # steps until a rank is struck: a rank that is stopped amid a checkpoint is waited for much longer
