@@ -3,12 +3,8 @@
 import json
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,53 +99,6 @@ def test_a_piece_ends_with_its_ranks(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "LONGEST", 1)
     code, shown = begin({"calls": [piece(tmp_path, "a", "waits")]})  # which would take 600 s
     assert code == 1 and "failed: expected its end within 1 s; see " in shown
-
-
-@pytest.mark.parametrize(
-    ("number", "start"),
-    [
-        (signal.SIGINT, None),
-        (signal.SIGTERM, None),
-        (signal.SIGTERM, partial(signal.signal, signal.SIGINT, signal.SIG_IGN)),
-    ],
-    ids=["SIGINT", "SIGTERM", "SIGTERM, SIGINT ignored"],
-)
-def test_a_signal_ends_the_piece_too(number, start, tmp_path):
-    """By Ctrl-C, so that it cleans up, even if a shell began the benchmark in the background, where that is ignored."""
-    begun, cleaned = tmp_path / "pid", tmp_path / "cleaned"
-    program = f"""
-import os, time
-try:
-    open({str(begun)!r}, "w").write(str(os.getpid()))
-    time.sleep(600)
-finally:
-    open({str(cleaned)!r}, "w")
-"""
-    text = f"""
-from benchmarks import all as command
-from benchmarks.programme import Piece
-wanted = {{"calls": [Piece({shlex.join(["python", "-c", program])!r}, 1)]}}
-words = ["--gpus", "0", "--json", {str(tmp_path)!r}, "--parts", {str(tmp_path)!r}]
-raise SystemExit(command.main(words, lambda *_: wanted))
-"""
-    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=start)
-    wait_for(lambda: begun.exists() and begun.read_text() != "", "the piece")
-    process.send_signal(number)
-    assert process.wait(60) != 0
-    wait_for(lambda: not Path(f"/proc/{begun.read_text()}").exists(), "the end of the piece")
-    assert cleaned.exists()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"expected {what} within 60 s"
-        time.sleep(0.05)
-
-
-def test_subjects_by_name(begin):
-    wanted = {"calls": [Piece("x", 40)], "others": [Piece("y", 50), Piece("z", 5)]}
-    assert begin(wanted, "--only", "oth", "--list") == (0, "others: 55 s\n  y\n  z\n")
 
 
 def test_parts_measured_apart_are_refused():

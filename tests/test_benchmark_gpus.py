@@ -199,13 +199,6 @@ def test_all_tables(monkeypatch, tmp_path, capsys):
     assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
 
 
-def test_shapes_of_a_preset():
-    assert fp8.layers_of("8b") == {
-        "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
-    }  # fmt: skip
-    assert fp8.product_sizes(6144, 4096, 8192)["weight gradient"] == (6144, 4096, 8192)
-
-
 CALLS, TURNS = 5, 3
 
 
