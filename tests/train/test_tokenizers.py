@@ -403,3 +403,4 @@ def test_transformers_load_it_from_a_checkpoint(tmp_path, huggingface_file, kind
     ids = tokenizer.encode(text).tolist()
     assert theirs(text)["input_ids"] == ids and theirs.decode(ids, skip_special_tokens=True) == text
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
+    assert len(theirs) == tokenizer.vocab_size
