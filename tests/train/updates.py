@@ -97,4 +97,6 @@ def check_updates(
     assert ours.read()["finite"] == 0 and ours.step_count == 5
     assert np.array_equal(weights.flat.numpy(ops.stream), got)
     assert all(np.array_equal(x.flat.numpy(ops.stream), kept[key]) for key, x in ours.state.items())
+    if graph:
+        captured.close()
     return ours
