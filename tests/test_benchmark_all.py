@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,26 +55,6 @@ def test_a_subject_is_measured_once_a_commit(begin, tmp_path, monkeypatch):
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "x"
     monkeypatch.setenv("KOS_COMMIT", "another")
     assert begin(wanted)[0] == 0 and (tmp_path / "a").read_text() == "xx"
-
-
-def test_what_this_writes_is_no_other_commit(tmp_path, monkeypatch):
-    """Files of results change while subjects are measured; the rest of the clone must not."""
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md", "kos/a.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("before")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *words], check=True)
-    monkeypatch.delenv("KOS_COMMIT", raising=False)
-    commit = command.commit_of(tmp_path)
-    assert commit is not None and len(commit) == 8
-    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md"):
-        (tmp_path / name).write_text("after")
-    assert command.commit_of(tmp_path) == commit
-    (tmp_path / "kos" / "a.py").write_text("after")
-    assert command.commit_of(tmp_path) == f"{commit}-dirty"
 
 
 def test_what_fails_is_measured_again(begin, tmp_path):

@@ -1,7 +1,6 @@
 """The benchmark of training: the same losses from kos and torch, what it writes, what a failure costs."""
 
 import importlib.util
-import itertools
 import json
 import shlex
 import sys
@@ -88,14 +87,6 @@ def test_what_fails_loses_its_row_only(tmp_path):
     failure = train.Stopped("stopped")
     groups, skipped = measure()
     assert [group.name for group in groups] == ["kos"] and skipped == {"eager": "stopped"}
-    for apart, repeats, fails in itertools.product((False, True), (1, 2, 3, 5), ("", "eager", "eager-whole")):
-        options.apart, options.repeats, failure = apart, repeats, train.Lost("out of memory")
-        calls.clear()
-        groups, _ = measure()
-        assert [len(group.seconds) for group in groups] == [repeats] * (3 - bool(fails)), "not as often as one another"
-        measured = [call for call in calls if call.endswith("measure")]
-        if not apart and not fails and repeats > 1:
-            assert "kos measure" in measured[2 * repeats - 1 :], "not spread over the variants"
     options.apart, options.repeats, fails, kos_fails_at, kept = False, 2, "", 2, []
     measure(keep=lambda groups, skipped: kept.append(([g.name for g in groups], {**skipped})))
     assert kept == [(["kos", "eager"], {}), (["kos", "eager"], {"kos": "rank 5 ended"})], "what came through is kept"
