@@ -16,7 +16,7 @@ CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"]
 CASES = [
     *(("LlamaTokenizer", None, legacy, space) for legacy in (None, False, True) for space in (None, True, False)),
     *((name, model_type, False, None) for name in CLASSES for model_type in ("llama", "mistral", "qwen2")),
-    *((f"CodeLlamaTokenizer{fast}", model_type, None, space) for fast in ("", "Fast")
+    *((f"CodeLlamaTokenizer{fast}", model_type, legacy, space) for fast, legacy in (("", None), ("Fast", True))
       for model_type in (None, "llama", "code_llama", "mistral") for space in (None, True, False)),
 ]  # fmt: skip
 
