@@ -2,13 +2,7 @@
 
 import json
 import shlex
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,26 +57,6 @@ def test_a_subject_is_measured_once_a_commit(begin, tmp_path, monkeypatch):
     assert begin(wanted)[0] == 0 and (tmp_path / "a").read_text() == "xx"
 
 
-def test_what_this_writes_is_no_other_commit(tmp_path, monkeypatch):
-    """Files of results change while subjects are measured; the rest of the clone must not."""
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md", "kos/a.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("before")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *words], check=True)
-    monkeypatch.delenv("KOS_COMMIT", raising=False)
-    commit = command.commit_of(tmp_path)
-    assert commit is not None and len(commit) == 8
-    for name in ("README.md", "benchmarks/results/a.json", "docs/a.md"):
-        (tmp_path / name).write_text("after")
-    assert command.commit_of(tmp_path) == commit
-    (tmp_path / "kos" / "a.py").write_text("after")
-    assert command.commit_of(tmp_path) == f"{commit}-dirty"
-
-
 def test_what_fails_is_measured_again(begin, tmp_path):
     """And a piece that would end late is not begun."""
     a, b, c, e = (piece(tmp_path, mark, seconds=3) for mark in "abce")
@@ -103,53 +77,6 @@ def test_a_piece_ends_with_its_ranks(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "LONGEST", 1)
     code, shown = begin({"calls": [piece(tmp_path, "a", "waits")]})  # which would take 600 s
     assert code == 1 and "failed: expected its end within 1 s; see " in shown
-
-
-@pytest.mark.parametrize(
-    ("number", "start"),
-    [
-        (signal.SIGINT, None),
-        (signal.SIGTERM, None),
-        (signal.SIGTERM, partial(signal.signal, signal.SIGINT, signal.SIG_IGN)),
-    ],
-    ids=["SIGINT", "SIGTERM", "SIGTERM, SIGINT ignored"],
-)
-def test_a_signal_ends_the_piece_too(number, start, tmp_path):
-    """By Ctrl-C, so that it cleans up, even if a shell began the benchmark in the background, where that is ignored."""
-    begun, cleaned = tmp_path / "pid", tmp_path / "cleaned"
-    program = f"""
-import os, time
-try:
-    open({str(begun)!r}, "w").write(str(os.getpid()))
-    time.sleep(600)
-finally:
-    open({str(cleaned)!r}, "w")
-"""
-    text = f"""
-from benchmarks import all as command
-from benchmarks.programme import Piece
-wanted = {{"calls": [Piece({shlex.join(["python", "-c", program])!r}, 1)]}}
-words = ["--gpus", "0", "--json", {str(tmp_path)!r}, "--parts", {str(tmp_path)!r}]
-raise SystemExit(command.main(words, lambda *_: wanted))
-"""
-    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=start)
-    wait_for(lambda: begun.exists() and begun.read_text() != "", "the piece")
-    process.send_signal(number)
-    assert process.wait(60) != 0
-    wait_for(lambda: not Path(f"/proc/{begun.read_text()}").exists(), "the end of the piece")
-    assert cleaned.exists()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"expected {what} within 60 s"
-        time.sleep(0.05)
-
-
-def test_subjects_by_name(begin):
-    wanted = {"calls": [Piece("x", 40)], "others": [Piece("y", 50), Piece("z", 5)]}
-    assert begin(wanted, "--only", "oth", "--list") == (0, "others: 55 s\n  y\n  z\n")
 
 
 def test_parts_measured_apart_are_refused():

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shlex
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,27 +14,24 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-from benchmarks import fp8, gpu_calls, idle, train
+from benchmarks import fp8, idle, train
 from kos.bench.cases import Case, Data
 from kos.bench.implementations import Ours
 from kos.bench.limits import DeviceLimits
 from kos.bench.measure import DeviceTimer, Job, Run, measure
 from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
-from kos.comm import Communicator, watchdog
+from kos.comm import Communicator
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
-from kos.comm.gpu.nccl import NCCLBackend
 from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
-from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train.ops.cuda.cublaslt import scale_mode
 from kos.train.tools.profile import Marks
 from tests.comm.fake_gpu import at
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, communicator, no_gpu
-from tests.comm.shared_ranks import needs_core
+from tests.comm.fake_nccl import FakeNCCL, Group, communicator, no_gpu
 from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES
 from tests.train.host_kernels import emulator
@@ -199,54 +195,7 @@ def test_all_tables(monkeypatch, tmp_path, capsys):
     assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
 
 
-def test_shapes_of_a_preset():
-    assert fp8.layers_of("8b") == {
-        "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
-    }  # fmt: skip
-    assert fp8.product_sizes(6144, 4096, 8192)["weight gradient"] == (6144, 4096, 8192)
-
-
 CALLS, TURNS = 5, 3
-
-
-@needs_core
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-@pytest.mark.parametrize(
-    ("name", "each"),
-    {"all_reduce": (1, 1), "all_gather": (1, 1), "scatter": (1, 1), "scan": (13, 13), "gather_v": (5, 3)}.items(),
-)
-@pytest.mark.parametrize("by_core", [True, False])
-def test_four_variants_of_the_same_call(monkeypatch, name, each, by_core):
-    """What the core does not make is timed by Python alone.  ``each``: the launches of both ranks."""
-    loop, rows = gpu_calls.build(), []
-
-    def body(gpu):
-        arrays = [Array.from_numpy(np.zeros(n, np.float32), 0) for n in (4, 8, 8)]
-        rows.append(gpu_calls.Timer(gpu.comm, loop, CALLS, TURNS).row(gpu_calls.OPERATIONS[name], *arrays))
-
-    with no_gpu(monkeypatch) as fake:
-        monkeypatch.setattr(watchdog, "add", lambda backend: None)  # a tick makes Python order the next call
-        if not by_core:
-            monkeypatch.setattr(NCCLBackend, "launches", lambda *_: None)
-        FakeRanks(2).run(body)
-        launches = fake.driver.launches
-    row = rows[0]
-    assert rows[1] == row
-    if not by_core:
-        assert row["launches"] == row["by_core"] == 0 and "core_us" not in row and row["python_us"] > 0
-        return
-    assert row["launches"] == max(each) and min(row[key] for key in ("python_us", "core_us", "c_us", "bare_us")) > 0
-    # The core's first call after the GPU was waited for is ordered by Python.
-    assert row["by_core"] == pytest.approx(CALLS / (CALLS + 1), abs=0.01)
-    calls = TURNS * (3 * CALLS + 1)  # by the core, the loop in C, and the function in C, called once more first
-    made = sum(each) * calls
-    assert launches - made in range(10 * sum(each)), "a few launches before the timed ones"
-
-
-def test_a_machine_without_a_compiler(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(BackendUnavailable, match="needs a C compiler"):
-        gpu_calls.build()
 
 
 def test_every_function_has_a_name_in_nccl():

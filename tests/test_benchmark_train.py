@@ -1,12 +1,9 @@
 """The benchmark of training: the same losses from kos and torch, what it writes, what a failure costs."""
 
 import importlib.util
-import itertools
 import json
-import os
 import shlex
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +13,7 @@ import pytest
 
 from benchmarks import train
 from kos.errors import ConfigError
-from kos.testing import spawn
-from tests.comm.tcp_ranks import free_port
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-from tests.train.host_kernels.communicator import DeviceComm
-from tests.train.host_kernels.engine import host_engine
 
 # Not imported here: every worker that collects this file would pay for it.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch to compare with")
@@ -30,7 +23,6 @@ SMALL = shlex.split(
     "--num-attention-heads 4 --num-key-value-heads 2 --vocab-size 512 --no-tie-word-embeddings --warmup-steps 0 "
     "--steps 3 --repeats 1 --limit 100 --device cpu"
 )
-PICOTRON = os.environ.get("KOS_PICOTRON", "")
 HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skipped", "rows"]
 
 
@@ -55,65 +47,6 @@ def test_two_ranks_beside_torch(layout, flags, tmp_path):
         assert row["peak_memory_bytes"] > 1e7 and 0 < row["first_step_seconds"] < 100
         assert 5 < row["loss"] < 7 and len(row["measurements"]) == 1
     assert 0 < theirs["loss_difference"] < 2e-6
-
-
-def _context_parallel(rank: int, size: int, port: int, file: Path) -> None:
-    """One rank of ``size`` trains; rank 0 writes its losses to ``file``.
-
-    PyTorch's ring attention supports only the kernels of GPUs. The test registers that of CPUs.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    from benchmarks.torch_parallel import make_training
-
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    def backward_of_part(*, is_causal: bool, **tensors: Any) -> Any:
-        names = ("grad_out", "query", "key", "value", "out", "logsumexp")
-        return attend_backward(*(tensors[name] for name in names), 0.0, is_causal)
-
-    def run(op: Any, args: Any, kwargs: Any) -> Any:
-        mesh = args[0].device_mesh
-        *tensors, _, causal = (a.to_local() if isinstance(a, DTensor) else a for a in args)
-        if op is attend.default:
-            parts = ring._templated_ring_attention(mesh.get_group(), 2, attend, *tensors, is_causal=causal)
-        else:
-            grad, *kept = tensors
-            parts = ring._templated_ring_attention_backward(
-                mesh.get_group(), 2, backward_of_part, grad, "grad_out", *kept, causal
-            )
-        return tuple(DTensor.from_local(part, mesh, [Shard(2)]) for part in parts)
-
-    ring.custom_ops |= {attend.default: run, attend_backward.default: run}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    _, config = train.read_arguments([*SMALL, "--ranks", "1", "--cp", str(size)])
-    config = config.for_world(1, "cpu")
-    model = train.model_of(config)
-    training = make_training(config, model, train.random_tokens(config, model), "eager")
-    assert training.layout == (f"cp{size}" if size > 1 else "dp1")
-    _, losses = training.run(0, 3)
-    if rank == 0:
-        file.write_text(json.dumps(losses))
-
-
-def test_context_parallelism_of_torch_gives_the_losses_of_one_rank(tmp_path):
-    from torch.multiprocessing.spawn import spawn as spawn_processes
-
-    losses = []
-    for size in (1, 2):
-        context = spawn_processes(
-            _context_parallel, (size, free_port(), tmp_path / "losses"), size, join=False, daemon=True
-        )
-        assert context is not None
-        deadline = time.monotonic() + 140
-        while not context.join(1.0):
-            assert time.monotonic() < deadline, "no end after 140 s"
-        losses.append(json.loads((tmp_path / "losses").read_text()))
-    assert losses[1] == pytest.approx(losses[0], rel=2e-6) and losses[0][2] < losses[0][0]
 
 
 def test_what_fails_loses_its_row_only(tmp_path):
@@ -154,14 +87,6 @@ def test_what_fails_loses_its_row_only(tmp_path):
     failure = train.Stopped("stopped")
     groups, skipped = measure()
     assert [group.name for group in groups] == ["kos"] and skipped == {"eager": "stopped"}
-    for apart, repeats, fails in itertools.product((False, True), (1, 2, 3, 5), ("", "eager", "eager-whole")):
-        options.apart, options.repeats, failure = apart, repeats, train.Lost("out of memory")
-        calls.clear()
-        groups, _ = measure()
-        assert [len(group.seconds) for group in groups] == [repeats] * (3 - bool(fails)), "not as often as one another"
-        measured = [call for call in calls if call.endswith("measure")]
-        if not apart and not fails and repeats > 1:
-            assert "kos measure" in measured[2 * repeats - 1 :], "not spread over the variants"
     options.apart, options.repeats, fails, kos_fails_at, kept = False, 2, "", 2, []
     measure(keep=lambda groups, skipped: kept.append(([g.name for g in groups], {**skipped})))
     assert kept == [(["kos", "eager"], {}), (["kos", "eager"], {"kos": "rank 5 ended"})], "what came through is kept"
@@ -203,17 +128,6 @@ def test_rows_are_added_to_those_of_the_same_commit(tmp_path):
         assert file.read_text() == other
     with pytest.raises(ConfigError, match="got none of rows$"):  # a list of that word
         train.report.read(file, "rows")
-
-
-def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path, capsys):
-    row = {"preset": "1b", "batch_size": 2, "seq_len": 64, "implementation": "kos", "variant": "bfloat16"}
-    alone = [{**row, "tokens_per_second": 500.0}, {**row, "batch_size": 4, "tokens_per_second": 9.0}]
-    rows = [{**row, "ranks": 8, "tokens_per_second": 3900.0}, {**row, "ranks": 8, "preset": "x"}]
-    train.print_scaling(rows, tmp_path / "train-h200-8.json")
-    assert capsys.readouterr().out == ""
-    (tmp_path / "train-h200-1.json").write_text(json.dumps({"rows": alone}))
-    train.print_scaling(rows, tmp_path / "train-h200-8.json")
-    assert capsys.readouterr().out == "kos bfloat16: 97.5% of 8 times the 500 of one\n"
 
 
 def group(name: str, losses: list[float]) -> Any:
@@ -260,27 +174,6 @@ def test_rows_of_groups(capsys):
         assert [row["variant"] for row in rows] == [variant, "eager"]
 
 
-def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch):
-    """On the emulated device, which has steps in flight while it is asked for more."""
-    _, config = train.read_arguments([*SMALL, "--ranks", "1", "--dtype", "float32"])
-    losses = {}
-    for device in ("cpu", "cuda"):
-        if device == "cuda":
-            host_engine(monkeypatch)
-
-        def run(comm, device=device):
-            comm = DeviceComm(comm) if device == "cuda" else comm
-            mine = config.for_world(1, device)
-            model = train.model_of(mine)
-            training = train.KosTraining(comm, mine, model, train.random_tokens(mine, model), 1)
-            parts = [training.run(0, 1), training.run(1, 3), training.run(4, 2)]
-            assert all(len(seconds) == len(values) and min(seconds) > 0 for seconds, values in parts)
-            return [loss for _, values in parts for loss in values]
-
-        losses[device] = spawn(run, 1)[0]
-    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5) and losses["cpu"][-1] < losses["cpu"][0]
-
-
 def test_torchao_takes_the_weights_of_the_model():
     """Of the blocks' products, which alone are in 8 bits."""
     pytest.importorskip("torchao.float8")
@@ -305,22 +198,6 @@ def test_memory_that_ranks_reach_into_counts_too():
     assert training.peak_memory() == 130
     training.pool = None  # on CPUs
     assert training.peak_memory() is None
-
-
-@pytest.mark.skipif(not PICOTRON, reason="KOS_PICOTRON names no clone of huggingface/picotron")
-@pytest.mark.parametrize(
-    ("layout", "variant"),
-    [("--ranks 1", "flash"), ("--ranks 4 --dp 2 --tp 2", "flash-fused"), ("--ranks 4 --dp 2 --pp 2", "flash")],
-)
-def test_picotron_in_float32_gives_the_losses_of_kos(layout, variant, tmp_path):
-    file = tmp_path / "rows.json"
-    flags = [*layout.split(), "--grad-clip", "0", "--compare", "picotron", "--picotron", PICOTRON, "--torch", variant]
-    command = [sys.executable, "-m", "benchmarks.train", *SMALL, *flags, "--apart", "--json", str(file)]
-    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    kos, picotron = json.loads(file.read_text())["rows"]
-    assert picotron["variant"] == variant and picotron["loss_difference"] < 2e-6
-    assert kos["loss"] < 6.2, "nothing learned: the losses would be equal whatever the updates are"
 
 
 def test_torch_takes_one_axis(monkeypatch):

@@ -6,13 +6,11 @@ import socket
 import subprocess
 import sys
 import threading
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from kos import _core
-from kos.cuda import driver
 from kos.cuda.devices import DeviceInfo
 from kos.doctor import checks, ranks
 from kos.doctor.__main__ import Doctor
@@ -183,26 +181,6 @@ def test_missing_packages(extra, missing, kernel_driver, remedy):
     assert len(names) == len(missing) and found == Check(title, NO, f"not installed: {', '.join(names)}", remedy)
     rest = checks.check_packages(extra, dict.fromkeys(versions, "1.0"), kernel_driver)
     assert rest == Check(title, OK, ", ".join(f"{name} 1.0" for name in versions))
-
-
-def test_packages_and_cuda_of_this_machine(monkeypatch, tmp_path):
-    """The checks above are of the packages, the reason and the kernel that are here."""
-    (tmp_path / "version").write_text("NVRM version: 580")
-    for path in (tmp_path / "version", tmp_path / "none"):
-        monkeypatch.setattr(checks, "KERNEL_DRIVER", path)
-        there, (core, *others) = path.exists(), checks.packages()
-        assert (core.name, core.verdict) == ("packages (core)", OK)
-        for found, (extra, names) in zip(others, [*checks.EXTRAS.items()][1:], strict=True):
-            assert found == checks.check_packages(extra, {name: version_of(name) for name in names}, there)
-        if reason := driver.unavailable():
-            assert [*checks.cuda_driver()] == [checks.cuda_unavailable(reason, there)]
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @pytest.mark.parametrize(

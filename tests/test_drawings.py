@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from docs.drawings import IMAGES, pictures
-from docs.drawings.svg import exchange
 
 COMMITTED = {file.stem: file.read_text() for file in IMAGES.glob("*")}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -48,34 +47,3 @@ def test_words_stay_inside_and_apart(name):
     for y, left, right, words in spans:
         over = [other for at, a, b, other in spans if abs(at - y) < 8 and a < right - 1 and left < b - 1]
         assert over == [words], over
-
-
-def test_the_house_has_no_arrows_and_its_boxes_are_apart():
-    root = ET.fromstring(COMMITTED["house"])
-    assert not root.findall(f"{SVG}line") and not root.findall(f"{SVG}polygon")
-    boxes = [tuple(float(rect.get(side, "0")) for side in ("x", "y", "width", "height"))
-             for rect in root.iter(f"{SVG}rect") if rect.get("stroke") != "none" and rect.get("stroke")]  # fmt: skip
-    assert len(boxes) > 20
-    for i, (x, y, w, h) in enumerate(boxes):
-        for a, b, c, d in boxes[:i]:
-            apart = x >= a + c or a >= x + w or y >= b + d or b >= y + h
-            within = x > a and y > b and x + w < a + c and y + h < b + d
-            assert apart or within, ((x, y, w, h), (a, b, c, d))
-
-
-@pytest.mark.parametrize("name", sorted(COMMITTED))
-def test_no_paper_covers_a_lifeline(name):
-    """A white box behind words would cut a line that time runs along."""
-    root = ET.fromstring(COMMITTED[name])
-    lines = [{key: float(value) for key, value in line.items() if key in ("x1", "x2", "y1", "y2")}
-             for line in root.iter(f"{SVG}line")]  # fmt: skip
-    for box in [*root.iter(f"{SVG}rect")][1:]:  # the first is the paper
-        x, y, width, height = (float(box.get(key, "0")) for key in ("x", "y", "width", "height"))
-        cut = [line for line in lines if line["x1"] == line["x2"] and x < line["x1"] < x + width
-               and line["y1"] < y and y + height < line["y2"]]  # fmt: skip
-        assert box.get("fill") != "#ffffff" or not cut, (x, y)
-
-
-def test_words_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="expected at most 52 letters"):
-        exchange("title", "", ["a", "b"], [(0, 1, "w" * 60)])

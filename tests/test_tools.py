@@ -1,6 +1,5 @@
-"""The tools in tests/: lines, stubs, paths, settings, random defects, and how tests are run."""
+"""The tools in tests/: lines, stubs, paths, settings, and how tests are run."""
 
-import ast
 import os
 import re
 import signal
@@ -11,19 +10,15 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
 
-import numpy as np
 import pytest
 
 from kos._core import native
-from kos.comm.arguments import in_and_out
 from kos.comm.collectives import Operations
 from kos.comm.control.identity import process
-from kos.dtypes import DTYPES
 from tests import lines, paths, settings, stubs
 from tests import run as stages
 from tests.forked import python
 from tests.launcher import OUTSIDE, needs_mpirun, run_program
-from tests.random_mutations import defects, replaced
 from tests.run import ROOT, costly
 
 PYTHON = '''"""A docstring
@@ -135,25 +130,6 @@ if native is None:  # how often ranks return depends on their timing
     MOST["nccl+peer"] = {"miss": (11, 10), "hit": (6, 0)}
 
 
-def test_the_path_of_a_trace():
-    trace = [("", "a"), ("a", "b"), ("b", "b"), ("a", "b"), ("a", "a"), ("a", "c"), ("c", "b"), ("b", "a"), ("a", "c")]
-    passed = paths.path(trace)
-    assert passed == ["a", "b", "c", "b", "a", "c"]
-    assert paths.files(passed) == ["a", "b", "c"] and paths.returns(passed) == ["b", "a", "c"]
-    assert paths.shortest([passed, ["a", "b", "a"], ["a", "b"]]) == ["a", "b"]
-
-
-def test_a_trace_follows_python_calls_of_kos():
-    """Not those of other packages, and a generator where it begins alone."""
-    assert paths.trace(lambda: [DTYPES["float32"], np.ones(3).mean()]) == []
-    calls = paths.trace(lambda: in_and_out(np.ones(3), None, None))
-    assert calls[0] == ("", "comm/arguments.py") and ("comm/arguments.py", "memory/buffer.py") in calls
-
-    source = "def numbers():\n    yield 1\n    yield 2\n\ndef run():\n    return list(numbers())\n"
-    exec(compile(source, f"{paths.KOS}of_a_test.py", "exec"), space := {})
-    assert paths.trace(space["run"]) == [("", "of_a_test.py"), ("of_a_test.py", "of_a_test.py")]
-
-
 # An id of "mpi" would be taken for the mark.
 BACKENDS = [
     pytest.param(backend, marks=needs_mpirun, id="under mpirun") if backend == "mpi" else backend for backend in MOST
@@ -171,66 +147,9 @@ def test_the_files_that_an_all_reduce_passes(backend):
         assert most_returns is None or max(map(back.count, back), default=0) <= TIMES, told
 
 
-PROGRAM = """
-import os, shutil, signal, socket, sys, sysconfig, tempfile
-def writable(path):
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            return True
-    except OSError:
-        return False
-def ipv6():
-    try:
-        with socket.socket(socket.AF_INET6) as sock:
-            sock.bind(("::1", 0))
-            return True
-    except OSError:
-        return False
-print({
-    "background": lambda: signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
-    "nohup": lambda: signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
-    "one-cpu": lambda: len(os.sched_getaffinity(0)) == 1,
-    "core-intel": lambda: os.environ["KOS_CPU_VENDOR"] == "intel",
-    "core-other": lambda: os.environ["KOS_CPU_VENDOR"] == "other",
-    "no-core": lambda: os.environ["KOS_CORE"] == "0",
-    "no-valgrind": lambda: not shutil.which("valgrind") and shutil.which("sh"),
-    "no-gcc": lambda: not any(map(shutil.which, ("gcc", "cc", "c++"))) and shutil.which("sh"),
-    "no-headers": lambda: not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"),
-    "long-tmpdir": lambda: len(tempfile.gettempdir()) > 160,
-    "read-only-home": lambda: not writable(os.path.expanduser("~")),
-    "no-shm": lambda: not writable("/dev/shm"),
-    "no-ipv6": lambda: not ipv6(),
-}.get(sys.argv[1], lambda: True)() and "changed")
-sys.exit(3)
-"""
-
-
-@pytest.mark.parametrize("name", [name for name in settings.SETTINGS if name != "nobody"])  # it covers /root
-def test_a_setting_changes_what_it_says(name):
-    python = sorted(os.listdir(sys.base_prefix))
-    command = [sys.executable, settings.__file__, name, sys.executable, "-c", PROGRAM, name]
-    done = subprocess.run(command, cwd=settings.ROOT, capture_output=True, text=True, timeout=120)
-    assert sorted(os.listdir(sys.base_prefix)) == python, "a setting mounts it, and must not remove it"
-    tools = ("unshare", "mount", "setpriv", "taskset", " ip: ")
-    if done.returncode != 3 and any(tool in done.stderr for tool in tools):
-        pytest.skip(f"needs root and namespaces: {done.stderr.strip().splitlines()[-1]}")
-    assert (done.returncode, done.stdout) == (3, "changed\n"), done.stderr
-
-
 def test_an_unknown_setting_is_refused(capsys):
     assert settings.main(["no", "true"]) == settings.main(["as-is"]) == settings.main([]) == 2
     assert "long-tmpdir" in capsys.readouterr().err
-
-
-def test_random_defects_are_other_programs():
-    text = "def f(é, x):\n    if not x < 2 and é:\n        g(x + 1)\n    return True\n"
-    changed = {ast.unparse(ast.parse(replaced(text, node, new))) for node, new in defects(text, ast.parse(text))}
-    found = {line.strip() for each in changed for line in each.splitlines()}
-    assert found == {
-        "def f(é, x):", "if not x < 2 and é:", "if not x <= 2 and é:", "if not x < 3 and é:", "if bool(x < 2) and é:",
-        "if not x < 2 or é:", "if True:", "if False:", "g(x + 1)", "g(x - 1)", "g(x + 2)", "pass", "return True",
-        "return False", "return None",
-    }  # fmt: skip
 
 
 SECONDS = 60

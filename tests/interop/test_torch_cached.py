@@ -13,7 +13,7 @@ import pytest
 
 from kos.comm.gpu import nccl_binding
 from kos.dtypes import DTYPES
-from kos.errors import InvalidArgument, RankLost
+from kos.errors import InvalidArgument
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import FakeNCCL, launching_alone, no_gpu
 from tests.comm.gpu_ranks import Prepared
@@ -137,18 +137,6 @@ def test_factors_of_a_premultiplied_sum_are_different_calls(rank, before_call):
     for factor in (2.0, 2.0, 2.0, 3.0, 2.0):
         rank.all_reduce(x, dist._make_nccl_premul_sum(factor))
     assert factors == [2.0, 2.0, 2.0, 3.0, 2.0]
-
-
-def test_a_cached_call_keeps_no_tensor_alive(rank):
-    for overlap in (False, True):
-        memory = np.ones(12, np.float32)
-        x = torch.from_numpy(memory)
-        rank.cache(x, overlap=overlap)
-        alive = weakref.ref(memory)
-        del x, memory
-        gc.collect()
-        rank.comm.synchronize()
-        assert alive() is None
 
 
 def test_tensors_that_kos_copies(rank):
@@ -396,24 +384,6 @@ def test_another_timeout_is_that_of_the_call(rank):
     rank.group.set_timeout(timedelta(seconds=5))
     rank.all_reduce(x)
     assert rank.comm.recorder.entries()[-1]["timeout_ms"] == 5000
-
-
-@pytest.mark.parametrize("end", ["shutdown", "abort"])
-def test_a_group_that_has_ended_raises(rank, end):
-    x = ones()
-    rank.cache(x)
-    getattr(rank.group, end)()
-    with pytest.raises(dist.DistBackendError, match="closed"):
-        rank.all_reduce(x)
-
-
-def test_a_group_that_has_failed_raises(rank):
-    x = ones()
-    rank.cache(x)
-    rank.comm.backend.failures.first = RankLost("rank 1 is gone")
-    with pytest.raises(dist.DistBackendError, match="rank 1 is gone"):
-        rank.all_reduce(x)
-    rank.comm.backend.failures.first = None
 
 
 def test_every_collective_gives_what_gloo_gives_when_it_is_cached():

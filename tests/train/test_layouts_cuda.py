@@ -92,6 +92,7 @@ RUNS = [  # ranks, flags, those of one rank, dtype
 ON_PEER = [
     *((8, flags, "", "float32") for flags in EIGHT), *((2, flags, "", "bfloat16") for flags in ONE_AXIS),
     *((2, flags, family, dtype) for family, flags in FAMILY_FLAGS for dtype in ("float32", "bfloat16")),
+    (2, "--dp 2 --zero 1", "--grad-dtype bfloat16 --micro-batch-size 4", "bfloat16"),  # one rank adds them in fp32
 ]  # fmt: skip
 
 
@@ -101,6 +102,16 @@ ON_PEER = [
 )
 def test_layout(train, ranks, flags, alone, dtype, backend):
     check(train, ranks, backend, *flags.split(), *alone.split(), dtype=dtype, alone=tuple(alone.split()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_zero_and_the_graph_change_no_bit(train, dtype):
+    how = ("--dtype", dtype, "--backend", "peer")
+    rows, tensors = train(2, *how)
+    for flags in ("--zero 1", "--no-graph", "--zero 1 --no-graph"):
+        others, there = train(2, *how, *flags.split())
+        np.testing.assert_array_equal(others, rows, err_msg=flags)
+        assert all(there[name].tobytes() == tensor.tobytes() for name, tensor in tensors.items()), flags
 
 
 DP = ["--dp 2", "--dp 2 --zero 1 --no-graph"]

@@ -1,4 +1,4 @@
-"""The model and the optimizer on a GPU against those of numpy: loss, every gradient, repeats, a captured graph."""
+"""The model and the optimizer on a GPU against those of numpy: loss, every gradient, updates of a captured graph."""
 
 import math
 import os
@@ -6,23 +6,21 @@ import os
 import numpy as np
 import pytest
 
-from kos import cuda
 from kos.errors import InvalidArgument
-from kos.memory.array import Array
 from kos.train.data.batch import Batch
 from kos.train.model.gpt2 import GPT2Config
-from kos.train.model.initial import init_weights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.cuda import CudaOps
-from kos.train.optim import LearningRate, Optimizer, clip_coefficient
+from kos.train.optim import LearningRate
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CudaOptimizer
 from tests.train.beside_torch import torch_llama
 from tests.train.host_kernels.engine import rounded_at_random
-from tests.train.models import SCALING, loss_and_gradients, queue, queue_loss_and_gradients
+from tests.train.models import SCALING, loss_and_gradients, queue
+from tests.train.updates import check_updates, each_kind
 
 pytestmark = pytest.mark.gpu
 
@@ -68,12 +66,9 @@ class Pair:
         self.tokens, self.targets = rng.integers(0, config.vocab_size, (2, 3, 33), dtype=np.int32)
         self.targets[rng.random(self.targets.shape) < 0.2] = -1
 
-    def batch_on_device(self):
-        return [Array.from_numpy(x, 0, stream=self.ops.stream) for x in (self.tokens, self.targets)]
-
-    def run(self, accumulate=False):
+    def run(self):
         batch = self.tokens, self.targets
-        return loss_and_gradients(self.model, self.weights, *batch, self.gradients, accumulate=accumulate)
+        return loss_and_gradients(self.model, self.weights, *batch, self.gradients, accumulate=False)
 
     def errors(self, gradients):
         """By name, of the gradients in an array of their layout, relative to float64's."""
@@ -142,17 +137,6 @@ def test_bfloat16_is_as_near_to_float64_as_torch(ops, shape):
     assert total[0] <= total[1]
 
 
-@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
-def test_accumulate_adds(ops, gradient_dtype):
-    pair = Pair(ops, SHAPES["tied"], "bfloat16", gradient_dtype)
-    pair.run()
-    once = pair.gradients.flat.numpy(ops.stream).astype(np.float64)
-    pair.run(accumulate=True)
-    twice = pair.gradients.flat.numpy(ops.stream).astype(np.float64)
-    limit = 2e-3 if gradient_dtype == "float32" else 1e-2  # a tied table is rounded in between
-    assert np.linalg.norm(twice - 2 * once) < limit * np.linalg.norm(twice)
-
-
 @pytest.mark.parametrize("shape", ["tied", "wide", "gpt2"])
 def test_bfloat16_gradients_are_rounded_once(ops, shape):
     """Of the same pass with fp32 gradients, though the head adds up chunks; lookups come on top of a tied table."""
@@ -170,93 +154,18 @@ def test_bfloat16_gradients_are_rounded_once(ops, shape):
         assert 0 < rms < (0.47 * twice if got.size > 10_000 else 0.6), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_passes_repeat_bit_for_bit_and_as_a_graph(ops, dtype):
-    pair = Pair(ops, SHAPES["tied"], dtype)
-    first = pair.run()
-    kept = pair.gradients.flat.numpy(ops.stream)
-    pair.model.arena.fix()
-    pair.gradients.flat.fill_bytes(255, ops.stream)
-    assert pair.run() == first
-    assert np.array_equal(pair.gradients.flat.numpy(ops.stream), kept)
-
-    tokens, targets = pair.batch_on_device()
-    loss = ops.zeros(1, np.float64)
-    with cuda.capture(ops.stream) as graph, ops.step(pair.model.arena):
-        queue_loss_and_gradients(pair.model, pair.weights, tokens, targets, pair.gradients, loss, accumulate=False)
-    for _ in range(2):
-        pair.gradients.flat.fill_bytes(255, ops.stream)
-        graph.replay(ops.stream)
-        assert ops.to_host(loss)[0] == first
-        assert np.array_equal(pair.gradients.flat.numpy(ops.stream), kept)
-    graph.close()
-
-
-@pytest.mark.parametrize("kind", ["cosine", "constant", "wsd"])
-@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
-def test_adamw(ops, kind, gradient_dtype):
-    """Nine steps as a graph, with warm-up and clipping, against numpy's in float64."""
+@each_kind
+def test_updates(ops, name, master, copy, gradient, kind):
+    """As a graph: several matrices of a shape at once, wide, tall and stacked ones; most tensors begin where wide
+    accesses may not."""
     print(f"KOS_TEST_SEED={SEED}")
-    rng = np.random.default_rng(SEED)
-    config = SHAPES["odd"]  # odd sizes: most tensors start where wide accesses may not
-    shapes = config.parameter_shapes() | {"large": (300, 301)}
-    weights = Parameters(shapes, "float32", None, ops.zeros)
-    copy, gradients = weights.like("bfloat16"), weights.like(gradient_dtype)
-    weights64 = Parameters(shapes, np.float64)
-    weights64.flat[:] = rng.normal(size=weights64.flat.size).astype(np.float32)
-    weights.flat.copy_from(weights64.flat.astype(np.float32), ops.stream)
-    schedule = LearningRate(kind, 1e-2, 1e-3, 9, 3, 2)
-    ours = CudaOptimizer(AdamW(), ops, weights, copy, schedule, grad_clip=1.0)
-    theirs = Optimizer(AdamW(), weights64)
-    ours.norm(gradients)  # kernels are loaded outside the capture
-    with cuda.capture(ops.stream) as graph:
-        queue(ours, gradients, average=0.25)
-    for step in range(9):
-        values = rng.normal(0, 0.5 if step % 2 else 1e-3, weights64.flat.size)
-        rounded = values.astype(np.float32).astype(gradients.flat.dtype.numpy)
-        gradients.flat.copy_from(rounded, ops.stream)
-        gradients64 = weights64.like()
-        gradients64.flat[:] = rounded
-        graph.replay(ops.stream)
-        norm = float(np.linalg.norm(gradients64.flat)) / 4
-        theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
-        state = ours.read()
-        assert state["norm"] == pytest.approx(norm, rel=1e-6)
-        assert state["lr"] == pytest.approx(schedule(step), rel=1e-12)
-        assert (ours.step_count, state["finite"]) == (step + 1, 1)
-    for got, want in ((weights, weights64), *((ours.state[name], theirs.state[name]) for name in ours.state)):
-        got = got.flat.numpy(ops.stream)
-        assert np.linalg.norm(got - want.flat) < 2e-6 * np.linalg.norm(want.flat)
-    rounded = weights.flat.numpy(ops.stream).astype(copy.flat.dtype.numpy)
-    assert np.array_equal(copy.flat.numpy(ops.stream).view(np.uint16), rounded.view(np.uint16))
-    before = weights.flat.numpy(ops.stream)
-    gradients.flat.fill_bytes(255, ops.stream)  # NaN
-    graph.replay(ops.stream)
-    assert ours.read()["finite"] == 0 and ours.step_count == 9
-    assert np.array_equal(weights.flat.numpy(ops.stream), before)
-    graph.close()
+    shapes = {"odd": (3,), "head": (501, 256), "norm": (999,), "wide": (256, 768), "q": (256, 256), "tall": (1024, 256)}
+    shapes["stacked.c_attn"] = (768, 256)
+    check_updates(ops, np.random.default_rng(SEED), name, master, copy, gradient, kind, shapes, graph=name == "adamw")
 
 
-def test_adamw_without_master_weights(ops):
-    """Updates a tenth of bf16's spacing are right on average, for each step other bits, the same in every run."""
-    shapes = {"vector": (40_001,)}
-    runs = []
-    for _ in range(2):
-        weights, gradients = (
-            Parameters(shapes, "bfloat16", None, ops.zeros),
-            Parameters(shapes, "float32", None, ops.zeros),
-        )
-        ones = np.ones(40_001, np.float32)
-        weights.flat.copy_from(ones.astype(weights.flat.dtype.numpy), ops.stream)
-        gradients.flat.copy_from(ones, ops.stream)
-        optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 2e-4, 0, 100, 0))
-        for _ in range(50):
-            queue(optimizer, gradients)
-        runs.append(weights.flat.numpy(ops.stream).astype(np.float64))
-    assert np.array_equal(*runs)
-    spacing = 2.0**-9
-    assert runs[0].mean() == pytest.approx(1 - 50 * 2e-4, abs=5 * spacing * math.sqrt(50 / 4 / 40_001))
-    assert 0.5 * spacing < runs[0].std() < 0.5 * spacing * math.sqrt(50)
+def test_a_copy_that_is_wider_than_the_weights_is_refused(ops):
+    weights = Parameters({"vector": (5,)}, "bfloat16", None, ops.zeros)
     with pytest.raises(InvalidArgument, match="expected a copy in the layout of the weights, and no wider"):
         CudaOptimizer(AdamW(), ops, weights, weights.like("float32"), LearningRate("constant", 2e-4, 0, 100, 0))
 
@@ -297,40 +206,3 @@ def test_weights_that_are_lost_stay_so(ops):
     queue(optimizer, weights.like("float32"))
     got = weights.flat.numpy(ops.stream).astype(np.float32)
     assert np.isnan(got[:100]).all() and (got[100:200] == -np.inf).all() and (got[200:] == np.inf).all()
-
-
-def test_training_lowers_the_loss(ops):
-    """bf16 with fp32 master weights: a batch learnt by heart, gradients of two micro-batches added up."""
-    config = SHAPES["tied"]
-    master = Parameters(config.parameter_shapes(), "float32", config.fused_groups(), ops.zeros)
-    host = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
-    init_weights(config, host, 1)
-    master.flat.copy_from(host.flat, ops.stream)
-    weights, gradients = master.like("bfloat16"), master.like()
-    optimizer = CudaOptimizer(AdamW(), ops, master, weights, LearningRate("constant", 3e-3, 0, 60, 5), grad_clip=1.0)
-    optimizer.refresh_copy()
-    model = Model(config, ops)
-    batches = np.random.default_rng(2).integers(0, config.vocab_size, (2, 4, 32), dtype=np.int32)
-    losses = []
-    for _ in range(60):
-        for index, tokens in enumerate(batches):
-            losses.append(
-                loss_and_gradients(model, weights, tokens, np.roll(tokens, -1, 1), gradients, accumulate=index > 0)
-            )
-        queue(optimizer, gradients, average=0.5)
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    assert losses[0] > 5 and losses[-1] < 1
-
-
-@pytest.mark.parametrize(
-    ("master", "copy", "gradient"),
-    [("float32", None, "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16", None, "float32")],
-)
-def test_muon(ops, master, copy, gradient):
-    """Beside the host's in float64: several matrices of a shape at once, wide, tall and stacked ones."""
-    from tests.train import test_muon_on_host
-
-    print(f"KOS_TEST_SEED={SEED}")
-    shapes = {"head": (500, 256), "norm": (256,), "wide": (256, 768), "q": (256, 256), "tall": (1024, 256)}
-    shapes["stacked.c_attn"] = (768, 256)
-    test_muon_on_host.check_optimizer(ops, np.random.default_rng(SEED), master, copy, gradient, shapes)

@@ -22,7 +22,7 @@ from kos.train.parallel.mesh import Layout
 from tests.train import emulated_runs, layouts
 from tests.train.corpora import overwrite, token_bytes
 from tests.train.refusal import refused
-from tests.train.runs import SMALL, _config, _losses, run
+from tests.train.runs import SMALL, _losses, run
 from tests.train.sharded import tensors_of_run
 from tests.train.test_loss_masks import write_lines
 from tests.train.tokenizer_files import byte_level_bpe
@@ -282,23 +282,6 @@ def test_the_default_is_whole_for_chats_and_cut_for_text(pairs, tmp_path):
     expected = "a document of at most --seq-len = 1 tokens to train on, with a token that the loss counts"
     with refused(DataError, f"expected {expected}, got none (--long-documents cut takes pieces of longer ones)"):
         load_data(parse(["--data", str(pairs), "--long-documents", "skip", "--seq-len", "1"]))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_lines_say_what_is_packed(pairs, tmp_path, ranks, capsys):
-    rows = train(pairs, tmp_path / "out", ranks, eval_batches=0, hold_out=0.1)
-    said = capsys.readouterr().out
-    data = load_data(_config(pairs, None, **EPOCHS))
-    documents = [json.loads(line) for line in pairs.read_text().splitlines()][:135]
-    lengths = [len(each["prompt"]) + len(each["completion"]) for each in documents]
-    assert isinstance(data.train, PackedTokens)
-    targets, sequences = sum(len(each["completion"]) for each in documents), int((data.train.plan < 0).sum())
-    fill, longer = sum(lengths) / sequences / 64, sum(n > 64 for n in lengths)
-    assert said.count(
-        f"\ntraining: 135 documents of {sum(lengths):,} tokens, of which the loss counts {targets:,}, in {sequences} "
-        f"sequences of 64, {fill:.1%} full; {longer} documents longer than"
-    ) == 1
-    assert len(rows) == -(-sequences // 8) and f"1 epoch of {len(rows)} steps" in said
 
 
 def test_resuming_gives_the_bits_of_an_uninterrupted_run(pairs, tmp_path, before_call, caplog):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.errors import CollectiveTimeout, ConfigError, KosError, in_words
+from kos.errors import CollectiveTimeout, ConfigError
 from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train import run as loop
@@ -128,21 +128,6 @@ def test_where_one_rank_stops_at_once_all_stop():
                 raise AssertionError("begun all the same")
 
     spawn(run, 2, timeout=100)
-
-
-def test_an_error_without_text_gets_one():
-    """Python's MemoryError has no text."""
-
-    def run(comm):
-        def fail():
-            if comm.rank == 1:
-                raise MemoryError
-
-        with pytest.raises(KosError, match="^MemoryError: out of host memory$"):
-            together(comm, fail)
-
-    spawn(run, 2, timeout=100)
-    assert in_words(MemoryError()) == "MemoryError: out of host memory"
 
 
 def test_a_path_that_is_no_text_reaches_all_ranks():
@@ -278,29 +263,6 @@ def test_ctrl_c_says_within_the_step_what_it_does(text, tmp_path, ranks, number)
     more = run_program("sh", "-c", f"{command} --steps 6", env=ENVIRONMENT)
     assert (more.returncode, more.stderr) == (0, ""), more.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 7)]
-
-
-@pytest.mark.parametrize(
-    ("number", "launcher", "then"),
-    [
-        ("SIGINT", "", "Ctrl-C again to end now"),
-        ("SIGINT", "OMPI_COMM_WORLD_SIZE", KILLED),
-        ("SIGUSR1", "OMPI_COMM_WORLD_SIZE", "Ctrl-C again to end now"),
-    ],
-)
-def test_what_comes_after_the_signal_depends_on_the_launcher(number, launcher, then):
-    code = f"""
-import os, signal, time
-from kos.train.parallel.failures import Stop
-os.environ |= {{name: "2" for name in [{launcher!r}] if name}}
-stop = Stop()
-stop.listen()
-stop.announce(lambda line: print(line, flush=True))
-os.kill(os.getpid(), signal.{number})
-time.sleep(0.5)
-"""
-    done = subprocess.run([*python(), "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
-    assert done.stdout.startswith(f"kos: stopping before the first step; {then}"), done
 
 
 def test_what_ctrl_c_does_depends_on_the_moment(text, tmp_path, before_call):

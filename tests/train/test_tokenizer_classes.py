@@ -16,7 +16,9 @@ CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"]
 CASES = [
     *(("LlamaTokenizer", None, legacy, space) for legacy in (None, False, True) for space in (None, True, False)),
     *((name, model_type, False, None) for name in CLASSES for model_type in ("llama", "mistral", "qwen2")),
-]
+    *((f"CodeLlamaTokenizer{fast}", model_type, legacy, space) for fast, legacy in (("", None), ("Fast", True))
+      for model_type in (None, "llama", "code_llama", "mistral") for space in (None, True, False)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "model_type", "legacy", "space"), CASES)
@@ -27,6 +29,13 @@ def test_a_class_of_transformers_has_rules_of_its_own(tmp_path, name, model_type
     """
     transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
     folder = sentencepiece_folder(tmp_path, {"tokenizer_class": name, "legacy": legacy, "add_prefix_space": space})
+    of_code = name.startswith("Code")
+    if of_code:  # the class adds the token, too
+        added = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+        begin, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        post = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text], "special_tokens": added}
+        saved = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps({**saved, "post_processor": post}))
     if model_type:
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours = make_tokenizer(str(folder))
@@ -36,9 +45,9 @@ def test_a_class_of_transformers_has_rules_of_its_own(tmp_path, name, model_type
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     for each in (TEXT, "a", "", " a", "a</s><s>b", "</s> a", "a\n\n</s>\nb <s>", "é漢🙂", "<s>", "x  y   z "):
         assert ours.encode(each).tolist() == theirs(each)["input_ids"], each
-    assert ours.decode(ours.encode("a</s> b")) == theirs.decode(theirs("a</s> b")["input_ids"])
-    by_file = name.startswith("Pre") or model_type == "mistral"
-    assert isinstance(ours, HuggingFaceTokenizer) and ours.rules == ("" if by_file else "LlamaTokenizer")
+        assert ours.decode(ours.encode(each)) == theirs.decode(theirs(each)["input_ids"]), each
+    by_file, rules = name.startswith("Pre") or model_type == "mistral", "CodeLlamaTokenizer" * of_code
+    assert isinstance(ours, HuggingFaceTokenizer) and ours.rules == ("" if by_file else rules or "LlamaTokenizer")
 
 
 MODELS = [None, "llama", "mistral", "olmo2", "qwen2", "qwen3", "gpt2", "smollm3", "gpt_neox", "olmo"]
@@ -70,27 +79,6 @@ def test_the_class_is_that_of_autotokenizer(tmp_path, model_type, name):
     for each in (TEXT, "12345", "cafe\u0301", "it's\n\n \n a", "<|end|> a", ""):
         assert ours.encode(each).tolist() == theirs(each)["input_ids"], (type(theirs), each)
     assert ours.rules == ("" if type(theirs).__name__ == "TokenizersBackend" else type(theirs).__name__)
-
-
-@pytest.mark.parametrize("space", [None, True, False])
-@pytest.mark.parametrize("model_type", [None, "llama", "code_llama", "mistral"])
-@pytest.mark.parametrize("name", ["CodeLlamaTokenizer", "CodeLlamaTokenizerFast"])
-def test_the_class_of_code_llama(tmp_path, name, model_type, space):
-    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
-    settings = {"tokenizer_class": name, "legacy": None, "add_prefix_space": space}
-    folder = sentencepiece_folder(tmp_path, settings)
-    added = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
-    begin, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    post = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text], "special_tokens": added}
-    saved = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps({**saved, "post_processor": post}))  # the class adds it, too
-    if model_type:
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(folder)), make_tokenizer(str(folder))
-    for each in (TEXT, "a", "", " a", "a</s><s>b", "</s> a", "a\n\n</s>\nb <s>", "é漢🙂", "<s>", "x  y   z "):
-        assert ours.encode(each).tolist() == theirs(each)["input_ids"], each
-        assert ours.decode(ours.encode(each)) == theirs.decode(theirs(each)["input_ids"])
-    assert ours.rules == ("" if model_type == "mistral" else "CodeLlamaTokenizer")
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("code_llama", "CodeLlamaTokenizer"), ("mistral", "")])

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,8 @@ from kos.errors import BackendUnavailable, CheckpointError, InvalidArgument, Tra
 from kos.train import checkpoint, sample
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
 from kos.train.generate import Sampling, Uncached, generate, sample_text
-from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
-from tests.forked import python
-from tests.train.models import small
 from tests.train.runs import SMALL, _train
-from tests.train.sharded import save_in, whole_state
 
 PROMPT = "one ring"
 
@@ -95,19 +89,6 @@ def test_what_it_is_loaded_from(run, tmp_path):
     for nothing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="expected a checkpoint or a run"):
             kos.train.load(nothing)
-
-
-def test_what_several_ranks_have_saved(tmp_path):
-    """Weights alone are read, and what is damaged of them is found."""
-    shape = small(tie_word_embeddings=True)
-    whole = whole_state(shape)
-    path = save_in(Layout(dp=2, pp=2), tmp_path, 1, shape, whole)
-    (path / "optimizer-00002-of-00004.safetensors").unlink()
-    model = kos.train.load(path)
-    assert all(np.array_equal(model.weights[name], whole[name]) for name in model.weights)
-    (path / "model-00003-of-00004.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="expected a complete checkpoint, got .*model-00003-of-00004"):
-        kos.train.load(path)
 
 
 @pytest.mark.parametrize(
@@ -246,22 +227,6 @@ def test_only_the_weights_are_needed(run, tmp_path, capsys):
         checkpoint.find(newest)
     os.truncate(newest / "model.safetensors", 100)
     assert sample.main([str(newest)]) == 1 and "model.safetensors: expected bytes" in capsys.readouterr().err
-
-
-def test_as_a_command(run, capsys):
-    capsys.readouterr()
-    command = [sys.executable, "-m", "kos.train.sample"]
-    flags = [str(run), "--tokens", "20", "--seed", "3"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", _say(capsys, *flags))
-    command = [*python(), "-m", "kos.train.sample"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*command, *flags], stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
-    assert done.returncode == 2 and done.stderr.startswith("kos: error: expected to write the output, got [Errno 28]")
-    assert done.stderr.count("\n") == 1
-    done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "expected a checkpoint or a run" in done.stderr
 
 
 def test_a_long_text_is_decoded_in_pieces():

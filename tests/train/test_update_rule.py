@@ -16,8 +16,7 @@ from kos.train.config.optimizers import OPTIMIZERS, not_of
 from kos.train.config.options import TrainConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import KERNELS
-from kos.train.optim import BLOCK, Group, LearningRate, MatrixRule, Optimizer, UpdateRule, clip_coefficient
-from kos.train.optim.cuda import CudaOptimizer
+from kos.train.optim import BLOCK, Group, MatrixRule, Optimizer, UpdateRule
 from kos.train.parallel.mesh import Layout
 from kos.train.tools.costs import TimedOps, cost
 from kos.train.tools.dry_step import Clock, TimedDryRun
@@ -26,8 +25,9 @@ from tests.train.dry_runs import SHAPE as PLANNED
 from tests.train.dry_runs import SLOW as SLOW_RATES
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler
-from tests.train.models import queue, small
+from tests.train.models import small
 from tests.train.refusal import refused
+from tests.train.updates import check_updates, each_kind
 
 
 class Momentum(UpdateRule):
@@ -65,8 +65,6 @@ def test_a_rule_has_weights_and_their_decay(rng):
 # --- those of the settings ---------------------------------------------------------------------------
 
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
-SHAPES = {"a": (7, 5), "norm": (5,), "b": (130, 128), "large": (3, BLOCK // 2)}
-GROUPS = [Group(["a"], 0.1), Group(["norm"]), Group(["b", "large"], 0.3, lr_scale=0.25)]
 
 
 def rule_of(name: str) -> UpdateRule:
@@ -106,13 +104,9 @@ def test_its_groups_have_all_tensors(name):
 
 
 @needs_compiler
-@each_optimizer
-@pytest.mark.parametrize(
-    ("master", "copy", "gradient"),
-    [("float32", "bfloat16", "bfloat16"), ("float32", None, "float32"), ("bfloat16", None, "float32")],
-)
-def test_its_kernel_is_the_hosts_update(monkeypatch, rng, name, master, copy, gradient):
-    """Beside float64: warm-up, clipping, each group's options, ``--profile``'s bytes. A NaN changes nothing."""
+@each_kind
+def test_its_kernel_is_the_hosts_update(monkeypatch, rng, name, master, copy, gradient, kind):
+    """And ``--profile`` knows the bytes of the kernel that updates all but matrices."""
     emulator.host_memory(monkeypatch)
     costs = []
 
@@ -124,37 +118,11 @@ def test_its_kernel_is_the_hosts_update(monkeypatch, rng, name, master, copy, gr
 
         return run
 
-    rule, ops = rule_of(name), TimedOps(emulator.HostOps(), timed)
-    weights, weights64 = Parameters(SHAPES, master, None, ops.zeros), Parameters(SHAPES, np.float64)
-    start = rng.normal(size=weights.flat.size).astype(weights.flat.dtype.numpy)
-    weights.flat.copy_from(start)
-    weights64.flat[:] = start
-    gradients, gradients64 = weights.like(gradient), weights64.like()
-    rounded, schedule = None if copy is None else weights.like(copy), LearningRate("cosine", 1e-2, 1e-3, 6, 2)
-    ours = CudaOptimizer(rule, ops, weights, rounded, schedule, groups=GROUPS, grad_clip=1.0, seed=7)
-    theirs = Optimizer(rule, weights64, groups=GROUPS)
-    for step, spread in enumerate((1e-3, 0.5, 1e-3, 0.5)):
-        gradients64.flat[:] = rng.normal(0, spread, start.size).astype(gradients.flat.dtype.numpy)
-        gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy))
-        norm = float(np.linalg.norm(gradients64.flat)) / 4
-        queue(ours, gradients, average=0.25)
-        theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
-    got, kept = weights.flat.numpy(), {key: each.flat.numpy() for key, each in ours.state.items()}
-    tolerance = 4 * 2.0**-7 if master == "bfloat16" else 1e-5  # each step rounds by less than a spacing
-    np.testing.assert_allclose(got.astype(np.float64), weights64.flat, rtol=tolerance, atol=tolerance / 10)
-    for key, value in kept.items():
-        np.testing.assert_allclose(value, theirs.state[key].flat, rtol=tolerance, atol=tolerance, err_msg=key)
-    assert not np.array_equal(weights64.flat, start)
-    if rounded is not None:
-        assert np.array_equal(rounded.flat.numpy(), got.astype(rounded.flat.dtype.numpy))
-    gradients.flat.fill_bytes(255)
-    queue(ours, gradients)
-    assert ours.read()["finite"] == 0 and ours.step_count == 4
-    assert np.array_equal(weights.flat.numpy(), got)
-    assert all(np.array_equal(each.flat.numpy(), kept[key]) for key, each in ours.state.items())
-    widths = [x.dtype.itemsize for x in (weights.flat, gradients.flat)]
-    each = 2 * (widths[0] + rule.state_bytes()) + widths[1] + (0 if rounded is None else 2)
-    assert costs == [(each * weights.flat.size, 0.0)] * 5
+    ours = check_updates(TimedOps(emulator.HostOps(), timed), rng, name, master, copy, gradient, kind)
+    widths = [np.dtype(ours.weights.flat.dtype.numpy).itemsize, 2 if gradient == "bfloat16" else 4]
+    each = 2 * (widths[0] + ours.rule.state_bytes()) + widths[1] + (0 if copy is None else 2)
+    count = ours.weights.flat.size if name == "adamw" else ours.state["exp_avg"].flat.size
+    assert costs == [(each * count, 0.0)] * (ours.step_count + 1)
 
 
 @each_optimizer

@@ -81,12 +81,10 @@ ARRAYS = [
 ]  # fmt: skip
 OF_PUBLISHERS = [
     ({"buffers": 0}, "buffers: expected a whole number from 1 on, got 0"),
-    ({"buffers": "2"}, "buffers: expected a whole number from 1 on, got '2'"),
     ({"patience": -1}, "patience: expected a number of seconds from 0 on, got -1"),
     ({"patience": float("inf")}, "patience: expected a number of seconds from 0 on, got inf"),
     ({"patience": "1"}, "patience: expected a number of seconds from 0 on, got '1'"),
     ({"memory": "gpu"}, "memory: expected 'device' or 'host', got 'gpu'"),
-    ({"memory": ["host"]}, "memory: expected 'device' or 'host', got ['host']"),
     ({"name": 3}, "name: expected a string, got 3"),
     ({"checksums": "yes"}, "checksums: expected True or False, got 'yes'"),
     ({"address": "0.0.0.0:0"}, "address: expected the host of the publisher's rank 0, got 0.0.0.0, which"),
@@ -167,7 +165,6 @@ RIGHT: Any = {"w": Array(F32, WHOLE)}
         (lambda: Placement.shard((4, 4), 0, 2, 2), "shard: rank: expected a rank from 0 to 1, got 2"),
         (lambda: Placement.shard((4, 4), 0, 0, 0), "shard: ranks: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 2, most=0), "shard: most: expected a whole number from 1 on, got 0"),
-        (lambda: Placement.shard((4, 4), 0, 0, 2, most=-1), "shard: most: expected a whole number from 1 on, got -1"),
         (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected a number of ranks that is a multiple of most"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "shard: expected a multiple of 2 elements along axis 0, for equal"),
         (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),

@@ -98,39 +98,6 @@ def reads_the_next_version(publisher: Publisher, subscriber: Subscriber, source:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_work_that_does_not_end_on_the_stream_of_the_arrays(staged, memory):
-    """As a kernel that hangs: an update ends at its deadline, and a publisher of a communicator at its timeout."""
-    array, into = of(1), of(0)
-    busy, waiting = SimpleNamespace(now=False), set[int]()
-
-    def wait(stream, event, flags):
-        waiting.update([stream] * busy.now)
-        return (0,)
-
-    memory.cu.cuStreamWaitEvent = wait
-    memory.cu.cuStreamQuery = lambda stream: (600 * (busy.now and stream in waiting),)
-
-    def run(comm):
-        with (
-            Publisher(comm, {"w": (array, WHOLE)}, patience=0.1) as publisher,
-            Subscriber(publisher.address, {"w": (into, WHOLE)}, staged=staged) as subscriber,
-        ):
-            publisher.publish(1)
-            busy.now = True
-            with pytest.raises(TransferTimeout, match=LATE):
-                subscriber.update(0.5)
-            assert subscriber.version is None
-            comm.timeout = 0.5
-            with pytest.raises(TransferTimeout, match=LATE):
-                publisher.publish(2)
-            busy.now = False
-            assert subscriber.update(30).version == 1
-        assert (into.numpy() == 1).all()
-
-    spawn(run, 1, timeout=60)
-
-
-@pytest.mark.parametrize("staged", [True, False])
 def test_copies_of_a_failed_update_do_not_reach_the_next_version(staged, queues):
     """They are still queued on the GPU when it begins."""
     source, into = of(1), of(0)

@@ -1,0 +1,103 @@
+"""An optimizer of a GPU, real or emulated, beside the host's in float64."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.train.config.optimizers import OPTIMIZERS
+from kos.train.config.options import TrainConfig
+from kos.train.layers import Placement
+from kos.train.model.parameters import Parameters
+from kos.train.optim import BLOCK, Group, LearningRate, Optimizer, clip_coefficient
+from kos.train.optim.cuda import CudaOptimizer
+from kos.train.optim.muon import Muon
+from tests.train.models import queue
+
+SHAPES = {
+    "head": (50, 12), "norm": (999,), "wide": (12, 40), "q": (12, 12), "tall": (31, 12), "stacked.c_attn": (36, 12),
+    "large": (3, BLOCK // 2),
+}  # fmt: skip
+PLAIN = "odd", "head", "norm", "large"
+"""What no optimizer takes for a matrix of a layer."""
+each_kind = pytest.mark.parametrize(
+    ("name", "master", "copy", "gradient", "kind"),
+    [
+        (name, *kind)
+        for name in OPTIMIZERS
+        for kind in (
+            ("float32", "bfloat16", "bfloat16", "cosine"), ("float32", None, "float32", "wsd"),
+            ("bfloat16", None, "float32", "constant"),
+        )
+    ],
+)  # fmt: skip
+
+
+def check_updates(
+    ops: Any, rng: np.random.Generator, name: str, master: str, copy: str | None, gradient: str, kind: str,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES, graph: bool = False,
+) -> CudaOptimizer:
+    """Updates with warm-up, clipping and each group's options; a gradient of NaN changes nothing.
+
+    ``graph``: they are replayed.
+    """  # fmt: skip
+    hidden = {each: Placement(shape) for each, shape in shapes.items() if each not in PLAIN}
+    matrices = Muon(hidden, (".c_attn",), 0.9) if name == "muon" else None
+    decays = [each for each in shapes if each in PLAIN and each != "norm"]
+    groups = [Group(decays, 0.1), Group(["norm"]), Group(hidden, 0.3, 0.5, matrices)]
+    rule = TrainConfig.from_preset(optimizer=name).update_rule()
+    weights, weights64 = Parameters(shapes, master, None, ops.zeros), Parameters(shapes, np.float64)
+    start = rng.normal(size=weights.flat.size).astype(weights.flat.dtype.numpy)
+    weights.flat.copy_from(start, ops.stream)
+    weights64.flat[:] = start
+    gradients, gradients64 = weights.like(gradient), weights64.like()
+    rounded, schedule = None if copy is None else weights.like(copy), LearningRate(kind, 1e-2, 1e-3, 6, 2, 2)
+    ours = CudaOptimizer(rule, ops, weights, rounded, schedule, groups=groups, grad_clip=1.0, seed=7)
+    theirs = Optimizer(rule, weights64, groups=groups)
+
+    def update() -> None:
+        queue(ours, gradients, average=0.25)
+
+    act: Callable[[], object] = update
+    if graph:
+        ours.norm(gradients)  # kernels are loaded outside the capture
+        with cuda.capture(ops.stream) as captured:
+            update()
+        act = lambda: captured.replay(ops.stream)  # noqa: E731
+    steps = 4 if master == "bfloat16" else 6
+    for step in range(steps):
+        gradients64.flat[:] = rng.normal(0, 0.5 if step % 2 else 1e-3, start.size).astype(gradients.flat.dtype.numpy)
+        gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy), ops.stream)
+        norm = float(np.linalg.norm(gradients64.flat)) / 4
+        act()
+        theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
+        state = ours.read()
+        assert (state["norm"], state["lr"]) == (pytest.approx(norm, rel=1e-6), pytest.approx(schedule(step), rel=1e-12))
+        assert (ours.step_count, state["finite"]) == (step + 1, 1)
+    got, kept = weights.flat.numpy(ops.stream), {key: x.flat.numpy(ops.stream) for key, x in ours.state.items()}
+    for each, span in weights.spans.items():
+        first, right, found = (x[span].astype(np.float64) for x in (start, weights64.flat, got))
+        of_products = 1e-5
+        if matrices and each in hidden:  # each of the five iterations multiplies an error by up to 3.4445
+            of_products = 3.4445**5 * 2.0**-23 if copy is None and master == "float32" else 0.03
+        else:
+            tolerance = 4 * 2.0**-7 if master == "bfloat16" else 1e-5  # each step rounds by less than a spacing
+            np.testing.assert_allclose(found, right, rtol=tolerance, atol=tolerance / 10, err_msg=each)
+        rounding = 2.0**-7 * np.linalg.norm(first) if master == "bfloat16" else 0.0
+        moved = np.linalg.norm(right - first)
+        assert moved > 0 and np.linalg.norm(found - right) < of_products * moved + 1e-6 + rounding, each
+    for key, value in kept.items():
+        assert np.linalg.norm(value - theirs.state[key].flat) < 2e-6 * np.linalg.norm(theirs.state[key].flat), key
+        np.testing.assert_allclose(value, theirs.state[key].flat, rtol=1e-5, atol=1e-6, err_msg=key)
+    if rounded is not None:
+        assert np.array_equal(rounded.flat.numpy(ops.stream), got.astype(rounded.flat.dtype.numpy))
+    gradients.flat.fill_bytes(255, ops.stream)  # NaN
+    act()
+    assert ours.read()["finite"] == 0 and ours.step_count == steps
+    assert np.array_equal(weights.flat.numpy(ops.stream), got)
+    assert all(np.array_equal(x.flat.numpy(ops.stream), kept[key]) for key, x in ours.state.items())
+    if graph:
+        captured.close()
+    return ours
