@@ -245,3 +245,12 @@ def test_a_work_that_is_never_waited_for(how):
     with pytest.raises(CollectiveError, match=expected):
         spawn(body, 2)
     spawn(body, 2, strict=False)
+
+
+@on_each_rank(spawn, 2)
+def test_works_that_a_synchronize_or_the_end_of_their_group_waits_for(comm, /):
+    part = comm.split(0)
+    assert part is not None
+    for each, wait in ((comm, comm.synchronize), (part, part.close)):
+        each.all_reduce(np.ones(2), async_op=True)
+        wait()
