@@ -415,16 +415,6 @@ def test_wrong_names(kind, case):
     assert run_threads(*(lambda rank=rank: body(rank) for rank in range(3))) == [None] * 3
 
 
-@pytest.mark.mpi
-def test_a_name_on_one_rank_of_mpi(mpi_world, monkeypatch):
-    if mpi_world.size == 1:
-        pytest.skip("needs mpirun with two ranks or more")
-    monkeypatch.setenv("KOS_HOST", "" if mpi_world.rank else "a")
-    with pytest.raises(RendezvousError, match="KOS_HOST: expected a name on all ranks or on none, got none on rank"):
-        kos.init("mpi", timeout=20)
-    mpi_world.barrier()
-
-
 @pytest.mark.parametrize("hosts", [[2, 1], [4, 0], ["2", "2"], 4, [1] * 5], ids=str)
 def test_hosts_of_spawn_that_do_not_add_up(hosts):
     with pytest.raises(InvalidArgument, match="hosts: expected"):

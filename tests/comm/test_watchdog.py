@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos import ReduceOp
 from kos.comm import watchdog
 from kos.comm.gpu import aborts, works
 from kos.comm.host.shared.segment import PID
@@ -235,13 +234,6 @@ def test_a_failure_that_a_call_found_is_reported_once_too(comm, log, /):
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_a_communicator_that_is_closed_is_not_looked_after(comm, log, /):
-    assert comm.backend in watchdog._watched
-    comm.abort()
-    assert comm.backend not in watchdog._watched
-
-
-@on_each_rank(run, host=SharedOnly)
 def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(comm, log, /):
     """The wait is no call, and is compared with none."""
     comm.all_reduce(np.zeros(3))
@@ -338,14 +330,8 @@ def test_what_nccl_meets_is_explained_by_the_rank_that_died(comm, log, /, fake):
     comm.rendezvous.barrier()
 
 
-OTHERWISE: dict[str, dict[str, Any]] = {
-    "count": {"count": 12}, "dtype": {"dtype": np.int32}, "op": {"op": ReduceOp.PROD}, "root": {"root": 1},
-    "deterministic": {"deterministic": True},
-}  # fmt: skip
 DIFFERENCES: dict[str, tuple[Call, Call]] = {
-    field: (partial(call, Step("reduce", 10)), partial(call, Step("reduce", **{"count": 10, **other})))
-    for field, other in OTHERWISE.items()
-} | {
+    "root": (partial(call, Step("reduce", 10)), partial(call, Step("reduce", 10, root=1))),
     "operation": (lambda c, x: c.all_reduce(x(10)), lambda c, x: c.broadcast(x(10))),
     "allocate against a call on GPUs": (lambda c, x: c.allocate(4, "float32"), lambda c, x: c.all_reduce(x(10))),
     "allocate against a call on hosts": (lambda c, x: c.allocate(4, "float32"), lambda c, x: c.all_reduce(np.zeros(3))),
@@ -368,9 +354,8 @@ def test_calls_of_auto_that_differ_raise_by_the_next_one(comm, log, /, case, nex
 
     with pytest.raises(CollectiveMismatch) as error:
         calls()
-    text, _, differences = str(error.value).partition("they differ in ")
+    text = str(error.value)
     assert "rank 0 called" in text and "rank 1 called" in text
-    assert case not in OTHERWISE or case in differences
 
 
 @pytest.mark.parametrize("name", ["all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v"])

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
@@ -25,7 +24,7 @@ from kos.testing.conformance import cases, failures, intact, run
 from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.model import in_rank_order
 from kos.testing.conformance.values import LARGE, assert_bits, inputs
-from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
+from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 from tests.comm.works import work_of
 from tests.forked import python
 
@@ -71,18 +70,6 @@ def test_the_parts_that_a_backend_must_have_suffice(files):
         delattr(files, name)
     for promise in (SEND, PROGRESS, "float32 SUM"):
         assert on_files(3, lambda world, promise=promise: run(world, only=promise)) == [{}] * 3
-
-
-def test_a_part_of_the_suite_on_threads():
-    group = ThreadGroup(2)
-
-    def body(rank):
-        rendezvous = ThreadRendezvous(group, rank, TIMEOUT)
-        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
-            assert "in use  2 ranks that share" in world.explain()
-            return run(world, only="calls differ")
-
-    assert run_threads(lambda: body(0), lambda: body(1)) == [{}, {}]
 
 
 def without_agree(backend: Any) -> None:
