@@ -21,7 +21,6 @@ from kos.comm.schedules.schedule import Moves
 from kos.comm.transport import ScheduledCalls
 from kos.errors import InvalidArgument, KosError
 from kos.testing.conformance import cases, failures, intact, run
-from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.model import in_rank_order
 from kos.testing.conformance.values import LARGE, assert_bits, inputs
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
@@ -215,17 +214,6 @@ def test_a_check_that_does_not_end_is_named():
     assert done.returncode == 1 and done.stdout.startswith("1 of 1: all_reduce, a rank is late\n"), done.stderr
     broken = r"^BROKEN all_reduce, a rank is late: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$"
     assert re.search(broken, done.stdout, re.M)
-
-
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--ranks", "0"], "--ranks: expected a number from 1 on, got 0"),
-    (["--seed", "-1"], "--seed: expected a number from 0 on, got -1"),
-    (["--timeout", "0"], "--timeout: expected a positive number of seconds, got 0.0"),
-])  # fmt: skip
-def test_wrong_numbers_are_refused(flags, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {said}")
 
 
 def test_a_closed_pipe_is_no_error():

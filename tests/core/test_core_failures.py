@@ -142,29 +142,6 @@ def test_the_first_failure_is_kept_and_concerns_its_call_and_later_ones():
                 call()
 
 
-def test_a_published_call_is_compared_with_those_of_the_core():
-    with groups(2) as (a, b):
-        for work in [a.start(np.ones(2)), b.start(np.ones(2))]:
-            work.wait()
-        ring = native.layout(2)[1] // 8
-        same = a.words[ring]  # of call 0: its fingerprint + 0
-        for group in (a, b):
-            group.core.publish(1, same)
-        assert a.begun == b.begun == 2 and a.words[ring + 1] == b.words[ring + native.RING + 1] == same + 1
-        work = b.start(np.ones(2))
-        a.core.publish(2, same)
-        assert not work.done()
-    with groups(2) as (a, b):
-        work = b.start(np.ones(2))
-        assert not work.done()
-        a.core.publish(0, same + 1)  # another fingerprint
-        with pytest.raises(CoreError, match="^MISMATCH of rank 0, 0, by rank 1"):
-            work.done()
-        for wrong in ((), (3,), (3, "x")):
-            with pytest.raises(TypeError):
-                a.core.publish(*wrong)
-
-
 def test_a_closed_group_uses_its_memory_no_more():
     with groups(1) as (a,):
         core = a.core
