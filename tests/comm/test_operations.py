@@ -5,7 +5,6 @@ import inspect
 import mmap
 import pickle
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from kos.testing import spawn
 from tests.comm import model, shared_ranks
 from tests.comm.fake_nccl import FakeRanks
 from tests.comm.model import NAMES, REDUCING, Step
-from tests.comm.ranks import assert_bits, on_each_rank, poison, time_is_up
+from tests.comm.ranks import assert_bits, on_each_rank, poison, time_is_up, until
 
 COMPRESSED = (
     "all_reduce", "reduce_scatter", "reduce_scatter_v", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v",
@@ -183,12 +182,7 @@ def test_a_start_is_refused_until_the_one_before_was_waited_for(comm, /):
     x = np.ones(3)
     summing = comm.all_reduce_init(x)
 
-    def until_done(work):
-        until = time.monotonic() + 20
-        while not work.done():
-            assert time.monotonic() < until
-
-    for turn, wait in enumerate([Work.wait, until_done, lambda _: comm.synchronize()], 1):
+    for turn, wait in enumerate([Work.wait, lambda work: until(work.done), lambda _: comm.synchronize()], 1):
         if comm.rank == comm.size - 1:
             comm.rendezvous.barrier()
         work = summing.start()

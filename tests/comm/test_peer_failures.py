@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from tests.comm.fake_gpu import Status
 from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus, of_peer
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import FLOAT
-from tests.comm.ranks import on_each_rank
+from tests.comm.ranks import on_each_rank, until
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
 from tests.fake_cuda import GPU, installed
@@ -409,9 +408,7 @@ def test_whom_a_kernel_waits_for_is_shown(ranks):
         if rank == 1:  # announced, and not launched
             call = work_of("barrier", comm.backend, 0, comm._group)
             comm.backend.shared.calls.announce(call)
-            while status.awaited(0) != (1,) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert status.awaited(0) == (1,)
+            until(lambda: status.awaited(0) == (1,), 15)
             shown.set()
             comm.send(x, 0)
         elif rank == 0:
@@ -422,7 +419,6 @@ def test_whom_a_kernel_waits_for_is_shown(ranks):
         rendezvous.barrier()
         comm.abort()
 
-    deadline = time.monotonic() + 15
     ranks.run_bare(body)
 
 

@@ -19,7 +19,7 @@ from tests.comm.fake_gpu import Status
 from tests.comm.fake_nccl import quiet
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step, call
-from tests.comm.ranks import on_each_rank
+from tests.comm.ranks import on_each_rank, until
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_auto import run
 
@@ -295,9 +295,9 @@ def test_a_queue_that_waits_is_shown_while_the_program_does_something_else():
         status = comm.backend.failures.status
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
-            assert eventually(lambda: status.queued and list(status.queued.values()) == [(1,)])
+            until(lambda: status.queued and list(status.queued.values()) == [(1,)])
             began.set()
-            assert eventually(lambda: not status.queued)
+            until(lambda: not status.queued)
         else:
             assert began.wait(TIMEOUT)
             assert status.awaited(0) == (1,)
@@ -305,13 +305,6 @@ def test_a_queue_that_waits_is_shown_while_the_program_does_something_else():
         comm.rendezvous.barrier()
 
     run(body, "nccl", host=SharedOnly)
-
-
-def eventually(true: Callable[[], Any]) -> bool:
-    deadline = time.monotonic() + TIMEOUT
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(true())
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)
