@@ -156,30 +156,6 @@ def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous, /)
         comm.abort()
 
 
-@pytest.mark.usefixtures("frequent_looks")
-def test_a_message_that_the_watchdog_ends_is_named(ranks):
-    """The collective before it has ended well."""
-
-    def body(rendezvous):
-        comm = communicator(rendezvous, 20.0)
-        x = Array.zeros(4, np.float32, 0)
-        comm.all_reduce(x)
-        comm.synchronize()
-        meet(rendezvous)
-        comm.timeout, rendezvous.timeout = 0.5, 20.0
-        if rendezvous.rank == 0:
-            found = threading.Event()
-            comm.on_failure(lambda error: found.set())  # the program waits outside kos
-            comm.recv(x, SIZE - 1)
-            assert found.wait(20)
-            with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} {timeouts.GO_ON} within 0.5 s"):
-                comm.synchronize()
-        meet(rendezvous)
-        comm.abort()
-
-    ranks.run_bare(body)
-
-
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
 @pytest.mark.parametrize(("usual", "own", "late"), [(0.3, 20.0, None), (20.0, 0.3, 0.3)])
 @on_each_rank("ranks.run_bare")
@@ -420,26 +396,6 @@ def test_whom_a_kernel_waits_for_is_shown(ranks):
         comm.abort()
 
     ranks.run_bare(body)
-
-
-@on_each_rank("ranks.run_bare")
-def test_what_ends_a_kernel_is_what_is_raised(rendezvous, /):
-    """The watchdog ends a kernel because a rank died: the program finds the kernel's end, and raises the cause."""
-    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-    backend, call = comm.backend, work_of("all_reduce", comm.backend, 0)
-    backend.unwatch()
-
-    def ended_meanwhile():
-        backend.to_error(call, RankLost("all_reduce #0: rank 1 is gone: its process ended", ranks=[1]))
-        backend.routes[0]._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
-        return False
-
-    if rank == 0:
-        with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
-            backend.wait_on_host(call, ended_meanwhile, 20.0)
-        assert raised.value.ranks == (1,)
-    rendezvous.barrier()
-    comm.abort()
 
 
 @on_each_rank("ranks.run_bare")

@@ -210,38 +210,6 @@ def test_a_call_that_waits_behind_one_without_a_mark(fake, monkeypatch):
     run(body, "nccl", host=SharedOnly)
 
 
-@on_each_rank(run, "nccl", host=SharedOnly)
-def test_an_error_of_nccl_is_found_behind_our_back(comm, log, /, fake):
-    heard = Heard(comm)
-    comm.all_reduce(on_gpu())
-    comm.rendezvous.barrier()
-    fake.comm_get_async_error = lambda each: 6
-    assert isinstance(heard.wait(), CollectiveError)
-    fails(comm, CollectiveError, "a remote process exited")
-
-
-@on_each_rank(run, host=SharedOnly)
-def test_a_failure_that_a_call_found_is_reported_once_too(comm, log, /):
-    heard = Heard(comm)
-    comm.backend.unwatch()
-    comm.all_reduce(on_gpu(6 + comm.rank))
-    with pytest.raises(CollectiveMismatch):
-        comm.barrier()
-    assert isinstance(heard.wait(), CollectiveMismatch)
-    again = Heard(comm)  # of one that has failed already
-    assert isinstance(again.wait(), CollectiveMismatch)
-    assert len(heard.errors) == 1
-
-
-@on_each_rank(run, host=SharedOnly)
-def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(comm, log, /):
-    """The wait is no call, and is compared with none."""
-    comm.all_reduce(np.zeros(3))
-    if comm.rank == 0:
-        with pytest.raises(CollectiveTimeout, match=r"synchronize .*not complete after 0.1 s"):
-            comm.backend.synchronize(0.1, 7, lambda: False)
-
-
 @on_each_rank(run, host=SharedOnly)
 def test_who_timed_out_waiting_for_the_dead_names_them(comm, log, /):
     part = comm.backend
