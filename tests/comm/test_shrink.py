@@ -53,16 +53,6 @@ def test_survivors_go_on(on, gone, waits):
     assert on(4).run(body) == [[float(sum(left))] * 2 if rank in left else None for rank in range(4)]
 
 
-def test_lost_ranks_are_no_part_of_their_host():
-    def body(comm):
-        if comm.rank == 3:
-            return comm.abort()
-        with comm.shrink() as part:
-            return part.rendezvous.failures.status.hosts[2]
-
-    assert spawn(body, 4, hosts=[2, 2], timeout=20)[:3] == [("host 1", (2,))] * 3
-
-
 def survive_in_a_grid(comm: kos.Communicator) -> None:
     """Rank 3 of a grid dies; rank 0, which shares no group with it, waits in one for a rank that shrinks."""
     column, row = comm.grid((2, 2))

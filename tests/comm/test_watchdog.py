@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import watchdog
 from kos.comm.gpu import aborts, works
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
@@ -31,16 +30,6 @@ Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
 def fake(monkeypatch):
     with quiet(monkeypatch) as fake:
         yield fake
-
-
-class InOrder(dict[Any, None]):
-    """A set that is iterated in the order of its additions."""
-
-    def add(self, each: Any) -> None:
-        self[each] = None
-
-    def discard(self, each: Any) -> None:
-        self.pop(each, None)
 
 
 class Heard:
@@ -92,41 +81,6 @@ def test_a_rank_that_dies_is_named(parts):
         comm.rendezvous.barrier()
 
     run(body, parts, host=SharedOnly)
-
-
-@pytest.mark.parametrize("finder", ["the watchdog", "a call"])
-def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(finder, fake, monkeypatch, caplog):
-    """The GPU is idle only after the kernels of the duplicate have ended, too."""
-
-    def body(comm, log):
-        other = comm.duplicate()
-        for each in (comm, other):
-            each.all_reduce(on_gpu())
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            gpus = [each.backend for each in (comm, other)]
-            both = threading.Event()
-
-            def synchronize():
-                if all(each.failures.first is not None for each in gpus):
-                    both.set()
-                both.wait(2 * TIMEOUT)
-                return (0,)
-
-            fake.cu.cuCtxSynchronize = synchronize
-            monkeypatch.setattr(watchdog, "_watched", InOrder.fromkeys(gpus))  # the world first
-            heard = [Heard(each) for each in (comm, other)]
-            if finder == "a call":
-                kill(other, 1)
-                gpus[0].to_error(gpus[0]._last, RankLost("world: rank 1 is gone"))
-            else:
-                kill(comm, 1)
-                kill(other, 1)
-            assert all(isinstance(each.wait(), RankLost) for each in heard)
-        comm.rendezvous.barrier()
-
-    run(body, "nccl", host=SharedOnly)
-    assert "did not end its work" not in caplog.text
 
 
 @pytest.mark.parametrize("rank_is", ["stopped", "late"])
