@@ -83,6 +83,39 @@ def test_a_rank_that_dies_is_named(parts):
     run(body, parts, host=SharedOnly)
 
 
+def idle_once_failed(fake: Any, gpus: list[Any]) -> None:
+    """The GPU is idle once all of these backends have failed."""
+    ended = threading.Event()
+
+    def synchronize():
+        if all(each.failures.first is not None for each in gpus):
+            ended.set()
+        ended.wait(2 * TIMEOUT)
+        return (0,)
+
+    fake.cu.cuCtxSynchronize = synchronize
+
+
+def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(fake, caplog):
+    """The GPU is idle only after the kernels of the duplicate have ended, too."""
+
+    def body(comm, log):
+        several = comm, comm.duplicate()
+        for each in several:
+            each.all_reduce(on_gpu())
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            idle_once_failed(fake, [each.backend for each in several])
+            heard = [Heard(each) for each in several]
+            for each in several:
+                kill(each, 1)
+            assert all(isinstance(each.wait(), RankLost) for each in heard)
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
+    assert "did not end its work" not in caplog.text
+
+
 @pytest.mark.parametrize("rank_is", ["stopped", "late"])
 def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, fake, monkeypatch, caplog):
     """A replay has no deadline: it is ended where one that waits for the same rank was, and the GPU does not idle."""
@@ -96,15 +129,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, fake, monke
         comm.rendezvous.barrier()
         if comm.rank == 0:
             gpus = [each.backend for each in (comm, graphs)]
-            ended = threading.Event()
-
-            def synchronize():
-                if all(each.failures.first is not None for each in gpus):
-                    ended.set()
-                ended.wait(TIMEOUT)
-                return (0,)
-
-            fake.cu.cuCtxSynchronize = synchronize
+            idle_once_failed(fake, gpus)
             monkeypatch.setattr(type(gpus[1].failures.status), "halted", lambda *_: rank_is == "stopped")
             gpus[1].timeout = 0.6 if rank_is == "late" else 1000.0
             heard, began = Heard(graphs), time.monotonic()
