@@ -130,7 +130,7 @@ class Recording:
             sys.setprofile(None)
             threading.setprofile(None)
             files = defaultdict(list)
-            for code in met:
+            for code in tuple(met):  # other threads may still add to it
                 if code.co_filename.startswith(f"{ROOT}/kos/"):
                     files[str(Path(code.co_filename).relative_to(ROOT))].append(code.co_firstlineno)
             self.called[item.nodeid] = [time.monotonic() - began, files]

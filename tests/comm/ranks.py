@@ -31,6 +31,15 @@ __all__ = ["ALL_DTYPES", "SIZES", "assert_bits", "assert_same_on_all_ranks", "in
 TIMEOUT = 30.0  # seconds
 
 
+def until(found: Callable[[], Any], seconds: float = TIMEOUT) -> Any:
+    """What ``found`` returns once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (what := found()):
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.001)
+    return what
+
+
 @contextlib.contextmanager
 def no_file_may_be_opened() -> Iterator[None]:
     """Meanwhile this process has as many files open as it may have."""
@@ -162,13 +171,7 @@ def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> No
     asked = itertools.count()
 
     def monotonic() -> float:
-        until = time.monotonic() + 30
-        if not next(asked):
-            return 0.0
-        while not state():
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        return 1e6
+        return 1e6 if next(asked) and until(state) else 0.0
 
     def patient(backend: str, rendezvous: ThreadRendezvous, timeout: float) -> kos.Communicator:
         rendezvous.timeout = TIMEOUT

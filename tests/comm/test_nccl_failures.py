@@ -144,20 +144,6 @@ def test_calls_that_differ_are_told_later(gpu, /, queued, wrong):
         all_reduce()
 
 
-@on_each_rank(FakeRanks(SIZE).run)
-def test_one_rank_may_run_far_ahead(gpu, /, queued):
-    """What neither side has on record any more is not compared."""
-    comm, xs = gpu.comm, [Array.zeros(count, np.float32, 0) for count in (5, 6, 7)]
-    for _ in range(2):
-        if comm.rank:
-            comm.rendezvous.barrier()
-        for turn in range(2500):  # no multiple of 3 is a power of two
-            comm.all_reduce(xs[turn % 3])
-        if not comm.rank:
-            comm.rendezvous.barrier()
-    comm.synchronize()
-
-
 @on_each_rank(FakeRanks(1).run)
 def test_work_that_does_not_end_is_aborted(gpu, /, fake):
     """A failure does not wait for graphs, as NCCL's abort does (commDestroySync in NCCL's init.cc, from 2.26)."""
@@ -175,25 +161,6 @@ def test_work_that_does_not_end_is_aborted(gpu, /, fake):
     with pytest.raises(CollectiveTimeout, match=r"^world: all_reduce #0 [^:]*: not complete after 0.1 s"):  # its own
         work.wait()
     graphs_are_gone.set()
-
-
-@needs_core
-def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(queued):
-    abort = queued.comm_abort
-    queued.comm_abort = lambda comm: (time.sleep(0.1), abort(comm))  # as long as it may take
-
-    def body(gpu):
-        comm = gpu.comm
-
-        def call():  # in which a rank that comes late finds the failure already
-            comm.all_reduce(Array.zeros(5 + (comm.rank == 2), np.float32, 0))
-            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)
-
-        with pytest.raises(CollectiveMismatch):
-            call()
-        assert ("abort", comm.rank, SIZE) in queued.ended
-
-    FakeRanks(SIZE).run(body)
 
 
 @pytest.mark.parametrize("end", [kos.Communicator.abort, kos.Communicator.shrink])
@@ -221,27 +188,6 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(fake, end):
 
     FakeRanks(SIZE).run(body)
     assert len(aborted) >= 4 * SIZE and all(alone for _, alone in aborted), aborted
-
-
-@needs_core
-@pytest.mark.parametrize("how", ["abort", "killed"])
-@on_each_rank(FakeRanks(SIZE).run)
-def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu, /, queued, how):
-    """It has begun all that they have: that the GPU does not end is all that they see of it."""
-    comm = gpu.comm
-    comm.all_reduce(Array.zeros(5, np.float32, 0))
-    comm.rendezvous.barrier()
-    calls, last = comm.backend.shared.calls, comm.backend._last
-    if comm.rank == 1:
-        if how == "abort":
-            comm.abort(reason="ZeroDivisionError: boom")
-        else:
-            calls.segment.words[calls.segment.line(1) + PID] = (1 << 22) + 1  # no process has it
-            comm._closed = True
-        return
-    why = "ZeroDivisionError: boom" if how == "abort" else "its process ended"
-    with pytest.raises(RankLost, match=f"rank 1 is gone: {why}"):
-        comm.backend.wait_on_host(last, lambda: False, 1e4)
 
 
 @needs_core
@@ -463,17 +409,3 @@ def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(status, fake):
             gpu.comm.abort()
 
     FakeRanks(2).run(body)
-
-
-@on_each_rank(FakeRanks(2).run)
-def test_a_failure_keeps_no_frames(gpu, /, fake):
-    """Their arrays would live as long as the communicator."""
-
-    def fail(*arguments):
-        raise CollectiveError("a test")
-
-    fake.all_reduce = fail
-    with pytest.raises(CollectiveError, match="a test"):
-        gpu.all_reduce(np.ones(3, np.float32))
-    failure = gpu.comm.failure
-    assert "a test" in str(failure) and failure.__traceback__ is None and failure.__context__ is None

@@ -48,24 +48,15 @@ with kos.init("nccl", timeout=8) as comm:
 """
 
 
-def gpus() -> int:
-    ranks = len(cuda.visible_devices())
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("start", [pytest.param("mpirun", marks=needs_mpirun), "environment"])
+def test_a_killed_rank(tmp_path, start, last):
+    ranks, text = len(cuda.visible_devices()), PROGRAM.format(last=last)
     if ranks < 2:
         pytest.skip("needs two GPUs or more")
-    return ranks
-
-
-@needs_mpirun
-@pytest.mark.parametrize("last", [True, False])
-def test_a_killed_rank_of_an_mpi_job(tmp_path, last):
-    ranks = gpus()
-    text = PROGRAM.format(last=last)
-    assert job(tmp_path, ranks, text, *ULFM) == [f"left: {ranks - 1}"] * (ranks - 1)
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_a_killed_rank_without_mpi(last):
-    ranks = gpus()
-    results = run_processes(PROGRAM.format(last=last), ranks)
-    left = results[:-1] if last else results[1:]
-    assert [text.splitlines()[-1:] for _, text in left] == [[f"left: {ranks - 1}"]] * (ranks - 1), results
+    if start == "mpirun":
+        said = job(tmp_path, ranks, text, *ULFM)
+    else:
+        results = run_processes(text, ranks)
+        said = ["".join(output.splitlines()[-1:]) for _, output in (results[:-1] if last else results[1:])]
+    assert said == [f"left: {ranks - 1}"] * (ranks - 1), said

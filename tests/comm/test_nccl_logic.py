@@ -48,32 +48,6 @@ def ranks(fake, request):
     return FakeRanks(SIZE)
 
 
-@on_each_rank(FakeRanks(SIZE).run)
-def test_one_address_as_several_dtypes(gpu, /, fake):
-    """Launches are kept by address: those of another dtype are others."""
-    comm, n = gpu.comm, gpu.size
-    x, out = Array.zeros(32, np.uint8, 0), Array.zeros(32 * n, np.uint8, 0)
-    for _ in range(2):  # met first, then kept
-        for dtype in (np.float64, np.float32, np.int8):
-            source, target = (Array(a.pointer, (k,), dtype, 0) for a, k in ((x, 2), (out, 2 * n)))
-            source.copy_from(np.full(2, comm.rank + 1, dtype))
-            out.fill_bytes(255)
-            got = comm.all_gather(source, target).numpy()
-            assert got.tolist() == [float(r + 1) for r in range(n) for _ in range(2)]
-            rest = out.numpy()[got.nbytes :]
-            assert (rest == 255).all(), f"wrote beyond {got.nbytes} bytes of {got.dtype}"
-
-
-@on_each_rank(FakeRanks(2).run)
-def test_batch_is_one_group(gpu, /, fake):
-    xs = [Array.zeros(5, np.float32, 0) for _ in range(4)]
-    with gpu.comm.batch():
-        for x in xs:
-            gpu.comm.all_reduce(x)
-    gpu.comm.barrier()
-    assert fake.groups == 2  # one on each rank
-
-
 @on_each_rank(FakeRanks(3).run)
 def test_messages_of_a_batch_come_before_what_adds_in_rank_order(gpu, /, fake):
     """Also on a rank with one of them: NCCL would wait for ever in another order."""
@@ -226,17 +200,6 @@ def test_messages_from_and_to_any_memory(gpu, /, fake, windows, seed):
     fake.virtual.difference_update(virtual)  # it is freed as other memory
 
 
-@on_each_rank(FakeRanks(2).run)
-def test_a_captured_all_to_all_needs_no_connections_after_one_that_is_not(gpu, /, fake):
-    """NCCL connects by a call on another thread, which does not belong into a capture."""
-    comm, x, out = gpu.comm, Array.zeros(4, np.int32, 0), Array.zeros(4, np.int32, 0)
-    comm.all_to_all(x, out, stream=5)
-    bounded = waits_that_are_bounded(comm.backend.routes[0])
-    with captures():
-        comm.all_to_all(x, out, stream=5)
-    assert not bounded
-
-
 def test_collectives_of_a_group_run_at_its_end(fake):
     """The stand-in for NCCL must do this as NCCL does."""
     x, out = np.ones(4, np.float32), np.zeros(4, np.float32)
@@ -364,20 +327,6 @@ def test_a_window_that_is_collected_while_others_are_freed(fake):
     windows.release(2)
     windows.free(windows.unused())
     assert sorted(freed) == [1, 2, 3] and not windows.memories and not windows.unused()
-
-
-@on_each_rank(FakeRanks(1).run)
-def test_scratch_grows_and_stays(gpu, /, fake):
-    backend = gpu.comm.backend
-    small = backend.scratch(10, 1)
-    assert backend.scratch(1 << 20, 1) == small
-    large = backend.scratch(3 << 20, 1)
-    assert large != small and backend.scratch(5, 1) == large
-    assert backend.scratch(5, 2) not in (small, large), "streams share scratch"
-    kept = backend._scratch._pieces[1, 0]
-    assert kept[0].pointer, "a graph may use it"
-    gpu.comm.close()
-    assert not kept[0].pointer
 
 
 def test_library_is_asked_for_what_it_has(fake):

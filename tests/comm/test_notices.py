@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,18 +16,10 @@ from kos.comm.control.hub import CONNECTION_CLOSED
 from kos.comm.control.mpi_rendezvous import MPIRanks
 from kos.comm.control.notices import FORWARD_SECONDS
 from kos.errors import RankLost, RendezvousError
+from tests.comm.ranks import until
 from tests.comm.tcp_ranks import run_ranks
 
 WAIT = 20.0  # seconds
-
-
-def until(found: Callable[[], Any]) -> Any:
-    """What ``found`` returns once it is true."""
-    deadline = time.monotonic() + WAIT
-    while not (what := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return what
 
 
 def die(rendezvous: TCPRendezvous) -> None:

@@ -1,13 +1,10 @@
 """``Communicator.on_failure`` on backends for host memory: the loss of a rank is reported without another call."""
 
-import itertools
 import threading
 
 import numpy as np
 import pytest
 
-import kos
-from kos.comm.control.thread_rendezvous import single_rendezvous
 from kos.errors import KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT, on_each_rank
@@ -81,23 +78,6 @@ def test_a_rank_that_ends_is_reported_on_mpi(tmp_path, apart):
     if apart:
         code = f"os.environ['KOS_HOST'] = os.environ['OMPI_COMM_WORLD_RANK']\n{code}"
     assert job(tmp_path, 3, f"{code}\ncomm.abort(0)", *ULFM) == ["RankLost (1,)"] * 2
-
-
-@pytest.mark.usefixtures("frequent_looks")
-def test_an_error_of_the_check_is_logged_once(caplog):
-    """Not in each tick of the watchdog."""
-    checks, enough = itertools.count(), threading.Event()
-
-    def find_failure():
-        if (number := next(checks)) == 20:
-            enough.set()
-        raise OSError(f"defect {number % 2}")
-
-    with kos.init(rendezvous=single_rendezvous()) as comm:
-        comm.backend.find_failure = find_failure
-        comm.on_failure(lambda error: None)
-        assert enough.wait(TIMEOUT)
-    assert [str(record.exc_info[1]) for record in caplog.records] == ["defect 0", "defect 1"]
 
 
 @pytest.mark.parametrize("crashes", [True, False])

@@ -249,20 +249,6 @@ def test_a_call_of_the_library(gpus):
     assert called == [20] * SIZE
 
 
-def test_a_library_that_cannot_be_made_frees_what_was_made(gpus):
-    class Unmade(Relay):
-        name = "unmade"
-
-        def __init__(self, rendezvous, engine, device=None):
-            super().__init__(rendezvous, engine, device)
-            if device is not None:
-                raise BackendUnavailable("unmade: no wire between the GPUs")
-
-    kos.register_backend("unmade", Unmade)
-    with pytest.raises(AssertionError, match="unmade: no wire between the GPUs"):
-        on_ranks(lambda comm: None, "unmade")
-
-
 # Under ``auto``.
 
 ROUTES = {"all_reduce 32-bit ordinary eager": [[1024, "relay"], [None, "nccl"]]}

@@ -282,24 +282,6 @@ def test_a_send_recv_meets_the_two_one_after_the_other(gpu, /, seed, first):
 
 
 @on_each_rank("ranks.run")
-def test_streams_follow_one_another(gpu, /):
-    """Operations on two streams, and beside them, use the slab one after another."""
-    comm = gpu.comm
-    queues = [cuda.create_stream(comm.device) for _ in range(2)]
-    xs = [Array.zeros(30_001, np.int32, comm.device, stream=queue) for queue in queues]
-    for x in xs:
-        x.copy_from(np.ones(30_001, np.int32), x.stream)
-    works = []
-    for turn in range(30):
-        comm.all_reduce(xs[turn % 2], ReduceOp.MAX if turn % 3 else ReduceOp.SUM)
-        works.append(comm.all_gather(xs[turn % 2][:5], async_op=True))
-    for x in xs:
-        assert (x.numpy(x.stream) == comm.size**5).all()
-    for work in works:
-        assert work.synchronize().shape == (comm.size, 5)
-
-
-@on_each_rank("ranks.run")
 def test_views_put_and_get(gpu, /):
     """``barrier(stream=)`` orders what ranks write to each other's arrays."""
     comm, me, n = gpu.comm, gpu.rank, gpu.size
@@ -340,27 +322,6 @@ def test_large_moves_by_copy_engines(gpu, /, name, seed, monkeypatch):
             expected = data[:, :part] if name == "all_gather" else data[:, me * part : (me + 1) * part]
             assert_bits(target.numpy(stream), expected.reshape(-1), f"turn {turn}")
         assert "copies" in str(getattr(comm, f"{name}_init")(source, target)._work.prepared.kernel)
-
-
-@on_each_rank("ranks.run")
-def test_another_device_is_current(gpu, /):
-    """Repeated calls on a stream go to its device, and on the default stream to that of the communicator."""
-    comm, devices = gpu.comm, len(cuda.visible_devices())
-    if devices == 1:
-        pytest.skip("needs two GPUs")
-    stream = cuda.create_stream(comm.device)
-    x, out = comm.allocate(1000, np.float32), comm.allocate(1000 * comm.size, np.float32)
-    cuda.set_device((comm.device + 1) % devices)
-    try:
-        for where in (stream, None):
-            for turn in range(4):
-                x.copy_from(np.full(1000, comm.rank + turn, np.float32), where)
-                comm.all_reduce(x, stream=where)
-                comm.all_gather(x, out, stream=where)
-                for result in (x, out):
-                    assert (result.numpy(where) == sum(range(comm.size)) + comm.size * turn).all()
-    finally:
-        cuda.set_device(comm.device)
 
 
 @on_each_rank("ranks.run")

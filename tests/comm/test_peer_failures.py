@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from tests.comm.fake_gpu import Status
 from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus, of_peer
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import FLOAT
-from tests.comm.ranks import on_each_rank
+from tests.comm.ranks import on_each_rank, until
 from tests.comm.shared_ranks import needs_core
 from tests.comm.works import work_of
 from tests.fake_cuda import GPU, installed
@@ -155,30 +154,6 @@ def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous, /)
     meet(rendezvous)
     for comm in (failed, other):
         comm.abort()
-
-
-@pytest.mark.usefixtures("frequent_looks")
-def test_a_message_that_the_watchdog_ends_is_named(ranks):
-    """The collective before it has ended well."""
-
-    def body(rendezvous):
-        comm = communicator(rendezvous, 20.0)
-        x = Array.zeros(4, np.float32, 0)
-        comm.all_reduce(x)
-        comm.synchronize()
-        meet(rendezvous)
-        comm.timeout, rendezvous.timeout = 0.5, 20.0
-        if rendezvous.rank == 0:
-            found = threading.Event()
-            comm.on_failure(lambda error: found.set())  # the program waits outside kos
-            comm.recv(x, SIZE - 1)
-            assert found.wait(20)
-            with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} {timeouts.GO_ON} within 0.5 s"):
-                comm.synchronize()
-        meet(rendezvous)
-        comm.abort()
-
-    ranks.run_bare(body)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
@@ -409,9 +384,7 @@ def test_whom_a_kernel_waits_for_is_shown(ranks):
         if rank == 1:  # announced, and not launched
             call = work_of("barrier", comm.backend, 0, comm._group)
             comm.backend.shared.calls.announce(call)
-            while status.awaited(0) != (1,) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert status.awaited(0) == (1,)
+            until(lambda: status.awaited(0) == (1,), 15)
             shown.set()
             comm.send(x, 0)
         elif rank == 0:
@@ -422,28 +395,7 @@ def test_whom_a_kernel_waits_for_is_shown(ranks):
         rendezvous.barrier()
         comm.abort()
 
-    deadline = time.monotonic() + 15
     ranks.run_bare(body)
-
-
-@on_each_rank("ranks.run_bare")
-def test_what_ends_a_kernel_is_what_is_raised(rendezvous, /):
-    """The watchdog ends a kernel because a rank died: the program finds the kernel's end, and raises the cause."""
-    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-    backend, call = comm.backend, work_of("all_reduce", comm.backend, 0)
-    backend.unwatch()
-
-    def ended_meanwhile():
-        backend.to_error(call, RankLost("all_reduce #0: rank 1 is gone: its process ended", ranks=[1]))
-        backend.routes[0]._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
-        return False
-
-    if rank == 0:
-        with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
-            backend.wait_on_host(call, ended_meanwhile, 20.0)
-        assert raised.value.ranks == (1,)
-    rendezvous.barrier()
-    comm.abort()
 
 
 @on_each_rank("ranks.run_bare")

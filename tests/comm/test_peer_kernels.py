@@ -140,48 +140,32 @@ def reduce_once(
     return got[inside]
 
 
-def every_dtype(rendezvous: Rendezvous, device: int, launch: KernelConfig, start: int) -> None:
-    rng = np.random.default_rng(start)
+def every_reduction(rendezvous: Rendezvous, device: int, launch: KernelConfig, start: int) -> None:
+    """Every dtype at odd sizes, and every operation, at any place and in place."""
+    rng, size = np.random.default_rng(start), rendezvous.size
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
-    size = rendezvous.size
-    for dtype in DTYPES:
-        op = ReduceOp.AVG if dtype.kind not in "iu" else ReduceOp.SUM
-        for count in (1, 7, 1003, 20011):
-            inputs = [draw(rng, dtype, count) for _ in range(size)]
-            got = reduce_once(rendezvous, device, engine, launch, inputs, [op] * size, offset=int(rng.integers(16)))
-            if launch.algorithm != "ring":
-                same(got, expected(inputs, op, launch.algorithm), exact=True)
-            else:
-                same(got, expected(inputs, op, "rank order"), exact=False)
-    engine.close()
-
-
-def every_op(rendezvous: Rendezvous, device: int, launch: KernelConfig, start: int) -> None:
-    rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
-    size = rendezvous.size
     floats = [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.PREMUL_SUM]
     ints = [ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
-    cases = [(np.dtype(ml_dtypes.bfloat16), op) for op in floats] + [(np.dtype(np.int16), op) for op in ints]
-    cases += [(np.dtype(np.float64), ReduceOp.PREMUL_SUM)]
-    for dtype, op in cases:
-        inputs = [draw(rng, dtype, 4099) for _ in range(size)]
+    cases = [
+        (dtype, ReduceOp.SUM if dtype.kind in "iu" else ReduceOp.AVG, count)
+        for dtype in DTYPES for count in (1, 7, 1003, 20011)
+    ]  # fmt: skip
+    cases += [(np.dtype(ml_dtypes.bfloat16), op, 4099) for op in floats]
+    cases += [(np.dtype(np.int16), op, 4099) for op in ints] + [(np.dtype(np.float64), ReduceOp.PREMUL_SUM, 4099)]
+    for dtype, op, count in cases:
+        inputs = [draw(rng, dtype, count) for _ in range(size)]
         factors = rng.standard_normal(size)
         ops: list[Any] = [PremulSum(float(f)) for f in factors] if op is ReduceOp.PREMUL_SUM else [op] * size
-        got = reduce_once(rendezvous, device, engine, launch, inputs, ops, in_place=bool(rng.integers(2)))
+        where = {"offset": int(rng.integers(16)), "in_place": bool(rng.integers(2))}
+        got = reduce_once(rendezvous, device, engine, launch, inputs, ops, **where)
         exact = launch.algorithm != "ring"
         same(got, expected(inputs, ops, launch.algorithm if exact else "rank order"), exact)
     engine.close()
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_every_dtype_and_odd_sizes(launch):
-    on_ranks(every_dtype, 3, launch, seed())
-
-
-@pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_every_op(launch):
-    on_ranks(every_op, 2, launch, seed())
+def test_every_dtype_and_operation(launch):
+    on_ranks(every_reduction, 3, launch, seed())
 
 
 def ring_order(rendezvous: Rendezvous, device: int, start: int) -> None:
@@ -207,65 +191,6 @@ def test_ring_adds_in_ring_order():
     on_ranks(ring_order, 4, seed())
 
 
-def storm(
-    rendezvous: Rendezvous, device: int, start: int, launches: list[KernelConfig], rounds: int, macros: dict[str, Any]
-) -> int:
-    """Many graphs of back-to-back operations on changing data; the number of wrong elements on this rank."""
-    rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14, **macros)
-    stream = cuda.create_stream(device)
-    size, rank, wrong = rendezvous.size, rendezvous.rank, 0
-    dtype = np.dtype(np.int32)
-    counts = [int(rng.integers(1, 6000)) for _ in range(12)]
-    picks = [launches[int(rng.integers(len(launches)))] for _ in counts]
-    sources = [Array.empty(n, dtype, device, stream=stream) for n in counts]
-    targets = [Array.empty(n, dtype, device, stream=stream) for n in counts]
-    runs = [
-        engine.bind_all_reduce(s.pointer, t.pointer, n, dtype_of(dtype), ReduceOp.SUM, launch=p)
-        for s, t, n, p in zip(sources, targets, counts, picks, strict=True)
-    ]
-    with cuda.capture(stream, keep=[*sources, *targets]) as graph:
-        for _ in range(3):
-            for run in runs:
-                run(stream)
-    streams.synchronize(stream, device)  # not the device: other threads may still capture
-    rendezvous.barrier()
-    for _ in range(rounds):
-        inputs = [[draw(rng, dtype, n) for n in counts] for _ in range(size)]
-        for source, target, x in zip(sources, targets, inputs[rank], strict=True):
-            source.copy_from(x, stream)
-            target.fill_bytes(0xA5, stream)
-        graph.replay(stream)
-        streams.synchronize(stream, device)
-        engine.record.check("storm")
-        for i, target in enumerate(targets):
-            want = np.sum([x[i] for x in inputs], axis=0, dtype=np.int32)
-            wrong += int(np.count_nonzero(target.numpy(stream) != want))
-    cuda.synchronize(device)
-    rendezvous.barrier()
-    graph.close()
-    engine.close()
-    return wrong
-
-
-@pytest.mark.parametrize("stall", [0, 20_000])
-def test_back_to_back_in_graphs(stall):
-    macros = {"STALL": stall} if stall else {}
-    assert on_ranks(storm, 4, seed(), LAUNCHES, 4 if stall else 20, macros) == [0] * 4
-
-
-@pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_without_flags_the_storm_is_wrong(launch):
-    """The negative control: with the waits taken out, stalled ranks must read what has not come."""
-    wrong = on_ranks(storm, 2, seed(), [launch], 3, {"STALL": 20_000, "BROKEN": 1})
-    assert sum(wrong) > 0
-
-
-def test_epochs_start_over():
-    """A channel that has counted to its end wipes its inbox and goes on."""
-    assert on_ranks(storm, 3, seed(), LAUNCHES, 20, {"RENEW_EPOCH": 50}) == [0] * 3
-
-
 def moving(rendezvous: Rendezvous, device: int, start: int, kinds: list[str], turns: int, macros: dict) -> int:
     stream = cuda.create_stream(device)
     # CUDA's first cooperative launch on a stream waits for all running kernels of the process.  During the storm these
@@ -281,9 +206,18 @@ def test_every_kernel_back_to_back(stall):
     assert on_ranks(moving, 3, seed(), storms.KINDS, 100, macros) == [0] * 3
 
 
-@pytest.mark.parametrize("kind", ["exchange", "all_gather", "all_to_all", "reduce_scatter", "specialized"])
-def test_without_flags_what_moves_is_wrong(kind):
+@pytest.mark.parametrize("kind", [
+    "exchange", "all_gather", "all_to_all", "reduce_scatter", *(name for name in storms.LAUNCHES if name != "copies")
+])  # fmt: skip
+def test_without_flags_the_storm_is_wrong(kind):
+    """The negative control: with the waits taken out, stalled ranks must read what has not come."""
     assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
+
+
+def test_epochs_start_over():
+    """A channel that has counted to its end wipes its inbox and goes on."""
+    packets = ["one_shot", "two_shot", "ring", "tree"]
+    assert on_ranks(moving, 3, seed(), packets, 60, {"RENEW_EPOCH": 20}) == [0] * 3
 
 
 def compressing(rendezvous: Rendezvous, device: int, start: int, form: str, macros: dict) -> int:

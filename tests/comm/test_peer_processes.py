@@ -15,6 +15,8 @@ import kos
 from kos import cuda
 from kos.errors import CollectiveTimeout, RankLost
 from kos.memory.array import Array
+from kos.testing.conformance import model
+from kos.testing.conformance.model import Step
 from tests.comm.tcp_ranks import environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,32 +33,12 @@ PATIENCE = 30.0  # with what happens once: eight contexts on a GPU, kernels that
 
 def call(comm: kos.Communicator, name: str, x: Array, y: Array) -> None:
     """One operation that nobody can end without the last rank."""
-    last = comm.size - 1
-    part = Array(x.pointer, (x.size // comm.size,), x.dtype, comm.device, owner=x)
-    whole = Array(x.pointer, (part.size * comm.size,), x.dtype, comm.device, owner=x)
-    match name:
-        case "all_reduce" | "large all_reduce":
-            comm.all_reduce(part if name == "all_reduce" else x)
-        case "reduce":
-            comm.reduce(x, last)
-        case "reduce_scatter":
-            comm.reduce_scatter(whole)
-        case "broadcast":
-            comm.broadcast(x, last)
-        case "all_gather":
-            comm.all_gather(part)
-        case "all_to_all":
-            comm.all_to_all(whole)
-        case "gather":
-            comm.gather(x, last)
-        case "scatter":
-            comm.scatter(
-                whole if comm.rank == last else None, Array(y.pointer, part.shape, y.dtype, y.device, owner=y), last
-            )
-        case "barrier":
-            comm.barrier()
-        case "send_recv":
-            comm.send_recv(x, y, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+    part = x.size // comm.size
+    counts = dict.fromkeys(("all_reduce", "all_gather", "gather"), part)
+    counts |= dict.fromkeys(("reduce_scatter", "all_to_all", "scatter"), part * comm.size)
+    step = Step(name.split()[-1], root=-1, other=name == "scatter")
+    out = {"scatter": y[:part], "send_recv": y}.get(name)
+    model.call(comm, step, x[: counts.get(name, x.size)], out)
 
 
 def until_it_fails(comm: kos.Communicator, name: str, x: Array, y: Array) -> None:

@@ -228,14 +228,15 @@ if me == 1 and not {names}:
 children = comm.all_gather(np.array(child))
 try:
     comm.all_reduce(x)
-    if me == 1:
+    if me == {killed}:
         os.kill(os.getpid(), 9)
     while True:
-        comm.all_reduce(x)
+        comm.{call}
 except kos.errors.RankLost as error:
-    named = error.ranks, "rank 1 is gone: " in str(error)
+    named = error.ranks, "rank {killed} is gone: " in str(error)
 rest = comm.shrink()
 left = rest.all_gather(np.array(me)).tolist()
+assert (rest.all_reduce(np.full(100_000, me)) == sum(left)).all()
 print(*named, left, [left[rank] for rank in rest.node], rest.split("host").world_ranks, flush=True)
 rest.close()
 if me == 0 and children[1]:
@@ -244,28 +245,32 @@ os._exit(0)
 """
 
 
-def after_a_kill(hosts: tuple[int, ...]) -> list[str]:
+def after_a_kill(hosts: tuple[int, ...], killed: int = 1) -> list[str]:
     """What the survivors print."""
     near = Ranks("", hosts, MockRanks(4)).near
-    left = [0, 2, 3]
-    homes = [[rank for rank in near(me) if rank != 1] for me in left]
-    return [f"(1,) True {left} {home} {home}" for home in homes]
+    left = [rank for rank in range(4) if rank != killed]
+    homes = [[rank for rank in near(me) if rank != killed] for me in left]
+    return [f"({killed},) True {left} {home} {home}" for home in homes]
 
 
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
 def test_a_killed_rank_on_tcp(hosts, monkeypatch):
     """Also if a process that it has forked goes on."""
     on_hosts(monkeypatch, hosts)
-    results = run_processes(KILLED.format(names=[]), 4)
+    results = run_processes(KILLED.format(names=[], killed=1, call="all_reduce(x)"), 4)
     assert [text.strip() for code, text in results if code == 0] == after_a_kill(hosts), results
 
 
 @needs_mpirun
-@pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
-def test_a_killed_rank_on_mpi(hosts, tmp_path):
+@pytest.mark.parametrize(("hosts", "killed", "call"), [
+    *((hosts, 1, "all_reduce(x)") for hosts in OF_FOUR), ((4,), 0, "barrier()"),
+    pytest.param((4,), 3, "all_reduce(np.ones(100_000), algorithm='ring')", marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 1), 0, "all_reduce(np.ones(100_000))", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_killed_rank_on_mpi(hosts, killed, call, tmp_path):
     names = [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
-    lines = job(tmp_path, 4, KILLED.format(names=names), *ULFM)
-    assert sorted(lines) == sorted(after_a_kill(hosts))
+    lines = job(tmp_path, 4, KILLED.format(names=names, killed=killed, call=call), *ULFM)
+    assert sorted(lines) == sorted(after_a_kill(hosts, killed))
 
 
 KILLED_HOST = """
@@ -413,16 +418,6 @@ def test_wrong_names(kind, case):
         rendezvous.close()
 
     assert run_threads(*(lambda rank=rank: body(rank) for rank in range(3))) == [None] * 3
-
-
-@pytest.mark.mpi
-def test_a_name_on_one_rank_of_mpi(mpi_world, monkeypatch):
-    if mpi_world.size == 1:
-        pytest.skip("needs mpirun with two ranks or more")
-    monkeypatch.setenv("KOS_HOST", "" if mpi_world.rank else "a")
-    with pytest.raises(RendezvousError, match="KOS_HOST: expected a name on all ranks or on none, got none on rank"):
-        kos.init("mpi", timeout=20)
-    mpi_world.barrier()
 
 
 @pytest.mark.parametrize("hosts", [[2, 1], [4, 0], ["2", "2"], 4, [1] * 5], ids=str)

@@ -46,6 +46,7 @@ def test_what_an_entry_says():
         assert set(dump) > TORCH_KEYS
         assert dump["version"].startswith("2.")
         assert (dump["rank"], dump["world_size"], dump["reason"]) == (rank, 2, "because")
+        assert dump["job"] == dumps[0]["job"] != ""
         assert dump["pg_config"] == {"world": {"name": "world", "desc": "mock", "ranks": "[0, 1]"}}
         assert dump["pg_status"]["0"] == dict.fromkeys(
             ("last_enqueued_collective", "last_started_collective", "last_completed_collective"), 0

@@ -82,33 +82,6 @@ def test_a_rank_that_does_not_arrive(tmp_path, capsys):
     assert "rank 2: world: all_reduce #2 of float32[8] by SUM: failed" in text
 
 
-def test_a_rank_that_comes_after_the_others_gave_up(tmp_path, capsys):
-    came, gave_up = threading.Barrier(2), threading.Barrier(3)
-
-    def body(comm):
-        if comm.rank == 0:
-            gave_up.wait(20)
-        with pytest.raises(KosError):  # noqa: PT012
-            work = comm.all_reduce(np.ones(8), async_op=True)
-            if comm.rank != 0:
-                came.wait(20)
-            work.wait(0.2)
-        if comm.rank != 0:
-            gave_up.wait(20)
-
-    run_and_dump(tmp_path, 3, body)
-    text = read(tmp_path, capsys, 1)
-    assert "all_reduce #0 of float64[8] by SUM: rank 0 arrived after the timeout of others; ranks 0-2 called it" in text
-
-
-def test_a_rank_that_calls_another_size(tmp_path, capsys):
-    run_and_dump(tmp_path, 3, lambda comm: comm.all_reduce(np.ones(4 + (comm.rank == 2))))
-    text = read(tmp_path, capsys, 1)
-    assert "ranks 0-1 called all_reduce #0 of float64[4] by SUM" in text
-    assert "but rank 2 called all_reduce #0 of float64[5] by SUM" in text
-    assert "they differ in elements\n" in text
-
-
 def crafted(name: str, number: int, state: str = "completed", p2p: bool = False, **fields: Any) -> dict[str, Any]:
     """An entry as a dump holds it."""
     entry = {
@@ -165,6 +138,15 @@ DUMPS: dict[str, tuple[int, dict[int, list[dict[str, Any]]], str]] = {  # ranks,
         3, {0: (calls := [REDUCES(0), BROADCASTS(1, root=0), crafted("all_gather", 2)]), 2: calls,
             1: [REDUCES(0), crafted("all_gather", 1, "failed")]},
         "but rank 1 called all_gather #1 of float32.4. at train.py:11: they differ in operation\n",
+    ),
+    "a rank that comes after the others gave up": (
+        2, {0: [REDUCES(0, "failed", time_discovered_completed_ns=1_500_000, error="CollectiveTimeout: late")],
+            1: [REDUCES(0, "failed", time_created_ns=2_000_000)]},
+        "all_reduce #0 of float32.4.: rank 1 arrived after the timeout of others; ranks 0-1 called it",
+    ),
+    "a call of another size": (
+        3, {0: [REDUCES(0)], 1: [REDUCES(0)], 2: [REDUCES(0, "failed", input_sizes=[[5]])]},
+        "ranks 0-1 called all_reduce #0 .*4. .*but rank 2 called all_reduce #0 .*5. .*they differ in elements\n",
     ),
     "a root that went on": (  # nobody waits in the first call that the other rank missed
         2, {0: [BROADCASTS(0), BROADCASTS(1), crafted("barrier", 2, "failed")], 1: [BROADCASTS(0)]},
@@ -319,11 +301,8 @@ def test_files_that_are_no_dumps(tmp_path, capsys, text, got):
 
 def test_a_truncated_dump_leaves_the_good_ones_readable(tmp_path, capsys):
     """It is named, its rank is no rank that wrote no dump, and the status is not that of a healthy job."""
-
-    def body(comm):
-        comm.all_gather(ONES)
-
-    run_and_dump(tmp_path, 3, body)
+    for rank in range(3):
+        write(tmp_path, rank, 3, [crafted("all_gather", 0)])
     whole = tmp_path / "rank_1.json"
     whole.write_bytes(whole.read_bytes()[:-30])
     text = read(tmp_path, capsys, 1)
@@ -344,24 +323,13 @@ def test_dumps_that_do_not_belong_together(tmp_path, capsys):
     good = str(tmp_path / "rank_0.json")
     assert main([good, good]) == 2
     assert "second one of rank 0" in capsys.readouterr().err
-    write(tmp_path, 1, 3, [])
-    assert main([str(tmp_path)]) == 2
-    assert "rank_1.json: expected a dump of the job of rank 0's, got one of another job" in capsys.readouterr().err
-
-
-def test_dumps_of_two_jobs_in_one_folder(tmp_path, capsys):
-    """Of the second job rank 0 alone has left one, over that of the first."""
-    both = lambda comm: comm.recorder.dump(tmp_path / f"rank_{comm.rank}.json")  # noqa: E731
-    spawn(both, 2)
-    assert main([str(tmp_path)]) == 0
-    first = json.loads((tmp_path / "rank_1.json").read_text())["job"]
-    assert first == json.loads((tmp_path / "rank_0.json").read_text())["job"] != ""
-    spawn(lambda comm: both(comm) if comm.rank == 0 else None, 2)
-    second = json.loads((tmp_path / "rank_0.json").read_text())["job"]
-    capsys.readouterr()
-    assert main([str(tmp_path)]) == 2
-    expected = f"expected a dump of the job of rank 0's ({second}), got one of another job ({first})"
-    assert expected in capsys.readouterr().err
+    for mine, other in ({}, {"size": 3}), ({"job": "a"}, {"job": "b"}):
+        for rank, of_rank in enumerate((mine, other)):
+            write(tmp_path, rank, **{"size": 2, "entries": []} | of_rank)
+        assert main([str(tmp_path)]) == 2
+        said = [f" ({each['job']})" if "job" in each else "" for each in (mine, other)]
+        expected = f"expected a dump of the job of rank 0's{said[0]}, got one of another job{said[1]}"
+        assert f"rank_1.json: {expected}" in capsys.readouterr().err
 
 
 def test_the_trace(tmp_path):

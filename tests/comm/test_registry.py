@@ -30,12 +30,8 @@ class Partial(Backend):
         return Probe(True, "a test")
 
 
-class Raising(ThreadTransport):
-    name = "raising"
-
-    @classmethod
-    def probe(cls, rendezvous: Rendezvous) -> Probe:
-        raise OSError("no such wire")
+def raises(rendezvous: Rendezvous) -> Probe:
+    raise OSError("no such wire")
 
 
 @pytest.fixture(autouse=True)
@@ -126,16 +122,12 @@ def test_threads_wait_for_the_packages(installed):
     assert error is None
 
 
-def test_a_probe_that_raises_is_a_backend_that_cannot_be_used():
-    kos.register_backend("raising", Raising)
-    with pytest.raises(BackendUnavailable, match="raising: its probe failed: OSError: no such wire"):
-        init("raising")
-
-
-def test_a_probe_that_returns_no_probe_is_a_backend_that_cannot_be_used():
-    hasty = type("Hasty", (ThreadTransport,), {"probe": classmethod(lambda kind, rendezvous: True)})
-    kos.register_backend("hasty", hasty)
-    with pytest.raises(BackendUnavailable, match="hasty: its probe failed: TypeError: expected a Probe, got True"):
+@pytest.mark.parametrize(("probe", "message"), [
+    (raises, "OSError: no such wire"), (lambda rendezvous: True, "TypeError: expected a Probe, got True"),
+])  # fmt: skip
+def test_a_probe_that_gives_none_is_of_a_backend_that_cannot_be_used(probe, message):
+    kos.register_backend("hasty", type("Hasty", (ThreadTransport,), {"probe": staticmethod(probe)}))
+    with pytest.raises(BackendUnavailable, match=f"hasty: its probe failed: {message}"):
         init("hasty")
     init("mock").close()
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu.eager import EagerCalls
-from kos.comm.gpu.nccl import NCCLBackend
 from kos.cuda import streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
@@ -139,29 +137,3 @@ def test_auto_repeats_where_a_graph_goes_another_way_too(comm, log, /, of_graphs
             comm.all_reduce(small)
             comm.all_reduce(large)
         assert log == ["peer" if graph is captures else "nccl", "nccl"]
-
-
-@pytest.mark.parametrize("route_depends", [False, True], ids=["one route", "another in a graph"])
-@pytest.mark.parametrize("symmetric", [False, True], ids=["any", "symmetric"])
-@pytest.mark.parametrize("stream", [Stream(5), None], ids=["a stream", "legacy"])
-def test_a_repeated_call_queries_the_capture_at_most_once(
-    of_graphs, fake, monkeypatch, stream, symmetric, route_depends
-):
-    function, queries = fake.cu.cuStreamIsCapturing, list[int]()
-    fake.cu.cuStreamIsCapturing = lambda stream: queries.append(stream) or function(stream)
-    monkeypatch.setattr(NCCLBackend, "watched", False)  # else the watchdog marks a call, which queries again
-    monkeypatch.setattr(EagerCalls, "describe", lambda _, call, *more: call)  # else the core asks too
-
-    def body(comm, log):
-        count = 8 if route_depends else 1000
-        x, out = (comm.allocate(count, np.float16) if symmetric else test_auto.zeros(count) for _ in range(2))
-        x.stream = out.stream = stream
-        kept(comm, x, out=out)
-        comm.rendezvous.barrier()
-        queries.clear()
-        comm.rendezvous.barrier()
-        comm.all_reduce(x, out=out)
-        comm.rendezvous.barrier()
-        assert queries == [5] * test_auto.SIZE * (stream is not None and (symmetric or route_depends))
-
-    test_auto.run(body)

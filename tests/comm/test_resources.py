@@ -16,7 +16,6 @@ from kos.comm.host.shared.segment import share_file
 from kos.cuda import driver
 from kos.errors import KosError, RankLost
 from kos.memory import Array
-from kos.testing import Fault, spawn
 from tests.comm.fake_nccl import alone, launching_alone
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import SECRET, free_port, run_threads
@@ -107,26 +106,6 @@ def test_communicators_of_tcp_leave_nothing_open(how, memory):
         time.sleep(0.05)  # threads that end close theirs
         found = left()
     assert found[0] <= descriptors and found[1] <= maps
-
-
-def test_communicators_of_threads_leave_nothing():
-    def body(comm):
-        try:
-            group = comm.split(0)
-            assert group is not None
-            return comm.all_reduce(np.ones(1))[0]
-        except KosError as error:
-            return type(error)
-
-    def make(times):
-        for number in range(times):
-            faults = [Fault("crash", rank=1)] if number % 2 else []
-            spawn(body, 2, faults=faults)
-        gc.collect()
-        return sum(isinstance(each, kos.Communicator) for each in gc.get_objects())
-
-    first = make(4)
-    assert make(TIMES) <= first
 
 
 class _Events:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos._core import native
 from kos.comm.control.mpi_rendezvous import wait_for_all
 from kos.comm.control.thread_rendezvous import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.comm.failures import FailureLog
@@ -52,16 +51,6 @@ def test_survivors_go_on(on, gone, waits):
         return total
 
     assert on(4).run(body) == [[float(sum(left))] * 2 if rank in left else None for rank in range(4)]
-
-
-def test_lost_ranks_are_no_part_of_their_host():
-    def body(comm):
-        if comm.rank == 3:
-            return comm.abort()
-        with comm.shrink() as part:
-            return part.rendezvous.failures.status.hosts[2]
-
-    assert spawn(body, 4, hosts=[2, 2], timeout=20)[:3] == [("host 1", (2,))] * 3
 
 
 def survive_in_a_grid(comm: kos.Communicator) -> None:
@@ -347,56 +336,6 @@ def test_who_shrinks_is_not_who_failed():
     assert next(MPITransport.gone(transport)) == (0, CHANGES), "no other one was named for some time"
     said.append((1, 0, "its connection was closed"))
     assert next(MPITransport.gone(transport)) == (1, "its connection was closed")
-
-
-@needs_mpirun
-@pytest.mark.parametrize(
-    ("killed", "shared", "named", "call"),
-    [
-        (0, True, True, "barrier()"),
-        (1, False, False, "all_reduce(x)"),
-        pytest.param(3, True, True, "all_reduce(x, algorithm='ring')", marks=pytest.mark.slow),
-        pytest.param(0, False, True, "all_reduce(x)", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_process(tmp_path, killed, shared, named, call):
-    """Also where MPI does not say what its error is, as Open MPI now and then."""
-    text = f"""
-from kos.comm.host.mpi import MPITransport
-if not {shared}:
-    os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
-agree = MPITransport.agree
-def unnamed(self, work, local):
-    came = agree(self, work, local)
-    def ask():
-        try:
-            return came()
-        except self._MPI.Exception as error:
-            raise self._MPI.Exception(self._MPI.ERR_OTHER) from error
-    return came and ask
-if not {named}:
-    MPITransport.agree = unnamed
-with kos.init("mpi", timeout=60) as comm:
-    me = comm.rank
-    try:
-        comm.all_reduce(np.ones(3))  # between hosts, the end of rank 0 may come before what it has sent
-        if comm.rank == {killed}:
-            os.kill(os.getpid(), 9)
-        x = np.ones(100_000)
-        while True:
-            comm.{call}
-    except kos.errors.RankLost as error:
-        assert not {shared} or "rank {killed} is gone" in str(error), error
-    with comm.shrink() as part:
-        assert part.size == 3 and part.all_gather(np.array(me)).tolist() == [r for r in range(4) if r != {killed}]
-        total = part.all_reduce(np.full(100_000, float(me)), deterministic=True)
-        half = part.split(part.rank % 2)
-        half.barrier()
-        half.close()
-        print(total[0], total[-1], part.backend.shares_memory, flush=True)
-"""
-    left = 6.0 - killed
-    assert job(tmp_path, 4, text, *ULFM) == [f"{left} {left} {shared and native is not None}"] * 3
 
 
 @needs_mpirun

@@ -80,33 +80,6 @@ def test_threads_with_a_group_each(world, groups, library, count):
     on_threads(world, [lambda group=each: body(group) for each in several])
 
 
-def test_every_operation_of_two_groups(world, groups):
-    """Small calls of all kinds, each group on its thread and stream."""
-    size = world.size
-
-    def body(group):
-        stream = cuda.create_stream(world.device)
-
-        def array(values):
-            return Array.from_numpy(np.asarray(values, np.float32), world.device, stream=stream)
-
-        for _ in range(ROUNDS):
-            x, out = array(np.full(64, group.rank + 1)), array(np.zeros(64 * size))
-            group.all_gather(x, out, stream=stream)
-            total = array(np.zeros(64))
-            group.reduce_scatter(out, total, stream=stream)
-            swapped = array(np.zeros(64 * size))
-            group.all_to_all(out, swapped, stream=stream)
-            group.broadcast(x, size - 1, stream=stream)
-            group.barrier(stream=stream)
-            group.synchronize()
-            assert (total.numpy() == size * (group.rank + 1)).all()
-            assert (swapped.numpy().reshape(size, 64) == group.rank + 1).all()
-            assert (x.numpy() == size).all()
-
-    on_threads(world, [lambda group=each: body(group) for each in groups[:2]])
-
-
 def test_first_calls_of_different_kernels(world, groups):
     """CUDA loads a kernel only when running kernels have ended, which may wait for a rank that loads one too."""
 

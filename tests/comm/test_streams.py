@@ -25,14 +25,13 @@ from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.work import Engine
 from kos.cuda import streams
-from kos.errors import CollectiveMismatch, InvalidArgument
+from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
 from tests.comm.fake_gpu import FakeGraph
 from tests.comm.fake_nccl import Comm, FakeNCCL, alone, launching_alone, no_gpu
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
-from tests.comm.shared_ranks import SharedOnly
 from tests.fake_cuda import CREATED, Contexts
 from tests.host_compiler import COMPILER, needs_compiler
 
@@ -486,21 +485,6 @@ class SimpleMember:
 
     def load_copy_kernels(self) -> None:
         pass
-
-
-@pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
-def test_a_wait_compares_the_calls_of_all_parts(queued, counts):
-    """Whichever backend of ``auto`` carried them."""
-
-    def body(comm, log):
-        for count in counts:  # NCCL connects
-            comm.all_reduce(Array.zeros(count, np.float16, 0))
-        comm.all_reduce(Array.zeros(counts[comm.rank], np.float16, 0))
-        comm.rendezvous.barrier()  # a GPU would not be done before all have come
-        with pytest.raises(CollectiveMismatch, match=f"{counts[0]} against {counts[1]}"):
-            comm.synchronize()
-
-    test_auto.run(body, host=SharedOnly)
 
 
 @on_each_rank("run")

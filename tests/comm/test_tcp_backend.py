@@ -19,7 +19,7 @@ from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import RECENT, TCPTransport
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout
 from tests.comm import test_conformance as conformance
-from tests.comm.ranks import on_each_rank
+from tests.comm.ranks import on_each_rank, until
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_threads
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
@@ -248,6 +248,9 @@ def test_many_collectives_in_flight(comm, /):
 def test_communicators_that_are_dropped_give_their_descriptors_back(memory):
     counts = []
 
+    def opened():
+        return len(os.listdir("/proc/self/fd"))
+
     def body(comm):
         for _ in range(4):
             part = comm.split(0)
@@ -257,11 +260,8 @@ def test_communicators_that_are_dropped_give_their_descriptors_back(memory):
             comm.rendezvous.barrier()
             if comm.rank == 0:
                 gc.collect()
-                give_up = time.monotonic() + 20  # threads close what they served a moment later
-                while (count := len(os.listdir("/proc/self/fd"))) > min(counts, default=count):
-                    assert time.monotonic() < give_up, (counts, count)
-                    time.sleep(0.001)
-                counts.append(count)
+                until(lambda: opened() <= min(counts, default=1e9))  # threads close what they served a moment later
+                counts.append(opened())
             comm.rendezvous.barrier()
         comm.barrier()
 

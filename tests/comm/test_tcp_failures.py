@@ -14,7 +14,7 @@ from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-from tests.comm.ranks import on_each_rank, on_hosts
+from tests.comm.ranks import on_each_rank, on_hosts, until
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, both_ranks, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
@@ -218,9 +218,7 @@ def test_all_hear_of_a_collective_that_one_failed_in():
         comm.rendezvous.barrier()
         x = np.full(3, float(comm.rank == 0))
         if comm.rank == 1:  # the only one that rank 3 gets it from
-            deadline = time.monotonic() + 30
-            while transports[3].failures.earliest is None:
-                assert time.monotonic() < deadline
+            until(lambda: transports[3].failures.earliest is not None)
         assert (comm.broadcast(x, 0) == 1).all()
         message = r"barrier #1: not complete after 0.1 s; .*ranks \[\d"
         with pytest.raises(CollectiveTimeout, match=message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kos.comm.control.group import TCPRendezvous
-from kos.errors import BackendUnavailable, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, RankLost
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
 
 
@@ -16,28 +16,6 @@ def die(rendezvous: TCPRendezvous) -> None:
     rendezvous._connection.close()
     rendezvous._listener.close()
     rendezvous._connection = None
-
-
-@pytest.mark.parametrize("of_a_part", [False, True])
-def test_a_rank_that_lives_and_does_not_come(of_a_part):
-    """All that come name it, by its rank in the world, and none goes on without it."""
-    refused = threading.Barrier(3)
-
-    def body(rendezvous):
-        group = rendezvous.split(int(rendezvous.rank > 0)) if of_a_part else rendezvous
-        rank = 1 + of_a_part
-        if group.size == 1:
-            return
-        group.barrier()
-        group.timeout = 2.0  # in which the others come, also on a busy machine
-        if rendezvous.rank != rank:
-            name = rf"ranks \[{rank}\]" + " of world" * of_a_part
-            with pytest.raises(RendezvousError, match=f"^shrink: {name} did not arrive within 2 s$") as caught:
-                group.shrink()
-            assert caught.value.ranks == (rank,)
-        refused.wait(20)
-
-    run_ranks(3 + of_a_part, body)
 
 
 @pytest.mark.parametrize("gone", [0, 1])

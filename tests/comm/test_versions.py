@@ -56,8 +56,3 @@ def test_versions_of_python_and_numpy_that_differ_are_a_warning(monkeypatch, cap
         "the ranks have different versions of NumPy: 2.1 on ranks [0, 1], 2.4 on ranks [2, 3, 4, 5, 6, 7, 8, 9] and 2 "
         "more",
     ]
-
-
-def test_equal_versions_are_silent(monkeypatch, caplog):
-    assert init(monkeypatch, {}, {}) == ["", ""]
-    assert not caplog.records

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
@@ -22,10 +21,9 @@ from kos.comm.schedules.schedule import Moves
 from kos.comm.transport import ScheduledCalls
 from kos.errors import InvalidArgument, KosError
 from kos.testing.conformance import cases, failures, intact, run
-from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.model import in_rank_order
 from kos.testing.conformance.values import LARGE, assert_bits, inputs
-from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
+from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 from tests.comm.works import work_of
 from tests.forked import python
 
@@ -71,35 +69,6 @@ def test_the_parts_that_a_backend_must_have_suffice(files):
         delattr(files, name)
     for promise in (SEND, PROGRESS, "float32 SUM"):
         assert on_files(3, lambda world, promise=promise: run(world, only=promise)) == [{}] * 3
-
-
-def test_a_part_of_the_suite_on_threads():
-    group = ThreadGroup(2)
-
-    def body(rank):
-        rendezvous = ThreadRendezvous(group, rank, TIMEOUT)
-        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
-            assert "in use  2 ranks that share" in world.explain()
-            return run(world, only="calls differ")
-
-    assert run_threads(lambda: body(0), lambda: body(1)) == [{}, {}]
-
-
-def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files, monkeypatch):
-    write = files.__init__.__globals__["Folder"].write
-
-    def wrong(folder, name, data, first=False):
-        message = name.startswith("0-1-") and len(data) > 100
-        write(folder, name, data[:-1] + bytes([data[-1] ^ 1]) if message else data, first)
-
-    monkeypatch.setattr(files.__init__.__globals__["Folder"], "write", wrong)
-
-    def body(rendezvous):
-        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
-            return run(world, only="broadcast float32")
-
-    for broken in run_ranks(2, body):
-        assert "rank 1: " in broken["broadcast float32"] and " wrong: [" in broken["broadcast float32"]
 
 
 def without_agree(backend: Any) -> None:
@@ -245,17 +214,6 @@ def test_a_check_that_does_not_end_is_named():
     assert done.returncode == 1 and done.stdout.startswith("1 of 1: all_reduce, a rank is late\n"), done.stderr
     broken = r"^BROKEN all_reduce, a rank is late: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$"
     assert re.search(broken, done.stdout, re.M)
-
-
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--ranks", "0"], "--ranks: expected a number from 1 on, got 0"),
-    (["--seed", "-1"], "--seed: expected a number from 0 on, got -1"),
-    (["--timeout", "0"], "--timeout: expected a positive number of seconds, got 0.0"),
-])  # fmt: skip
-def test_wrong_numbers_are_refused(flags, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {said}")
 
 
 def test_a_closed_pipe_is_no_error():

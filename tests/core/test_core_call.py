@@ -1,19 +1,14 @@
 """Calls of the compiled core: how they wait, what threads and signals do meanwhile, and what a closed group frees."""
 
 import gc
-import itertools
 import sys
 import threading
 import time
 import weakref
-from array import array
 
 import numpy as np
 import pytest
 
-from kos import _core
-from kos.comm.communicator import Communicator
-from kos.comm.prepared import APART, CoreCall
 from tests.core.core_ranks import groups, needs_core, on_threads, run_threads
 from tests.core.group import CoreError
 
@@ -160,38 +155,3 @@ def test_a_group_that_nobody_has_is_collected_with_its_calls():
         made.clear()
         gc.collect()
         assert memory() is None
-
-
-class Owner:
-    """What a group is bound to: communicator, failures, node and status in one."""
-
-    __slots__ = (*Communicator.__slots__, "first", "last")
-
-    def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, None)
-
-
-def test_a_list_that_is_longer_than_the_counts_of_a_call_is_never_known():
-    """It is not compared by value, and the program may change it."""
-    with groups(1) as (group,):
-        barrier = group.prepare("barrier").prepared
-        owner = Owner()
-        example, seen = np.zeros((2, 3)), list[int]()
-        core, numbers = group.core, itertools.count()
-        slots = [[None] * 7 for _ in range(4)]
-        assert core.bind(
-            example, example.ctypes.data, owner, owner, owner, owner, [], array("Q", [0]), slots, numbers, numbers
-        )
-
-        def start(given, options, has_key):
-            seen.append(len(given[0]))
-            return 1, CoreCall(barrier, None, (None,), None, None, True, -1, -1, -1, -1, APART, 0, 0, given, None)
-
-        call = core.method("call", start, "")
-        for length, calls in ((_core.native.MAX_RANKS, 1), (_core.native.MAX_RANKS + 1, 3)):
-            counts = [0] * length
-            for _ in range(3):
-                call(counts)
-            assert seen == [length] * calls
-            seen.clear()

@@ -3,40 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.core.core_ranks import groups, needs_core, run_threads
-from tests.core.group import CoreError
+from tests.core.core_ranks import groups, needs_core
 
 pytestmark = needs_core
-
-
-@pytest.mark.parametrize(
-    ("sent", "expected", "found"),
-    [
-        ([[1, 2], [4, 5]], [[1, 3], [2, 5]], (1, (0, 12, 16))),  # rank 1 sends 4 elements to rank 0, which expects 3
-        ([[5, 4], [4, 4]], [[4, 4], [4, 4]], (0, (0, 16, 20))),  # rank 0 gives itself 5 elements, and expects 4
-        # Rank 1 sends rank 2 one element more, rank 2 sends rank 1 two more: the others find it too.
-        ([[4, 4, 4], [4, 4, 5], [4, 6, 4]], [[4, 4, 4]] * 3, (1, (2, 16, 20))),
-    ],
-)
-@pytest.mark.parametrize("at_once", [False, True])
-def test_counts_that_differ_raise_on_every_rank(sent, expected, found, at_once):
-    """The sender, and the receiver with the bytes that it expects and those sent; before any data is read."""
-    with groups(len(sent)) as made:
-        calls = [
-            group.prepare("all_to_all", "uint32", varies=True, send_counts=counts, recv_counts=received)
-            for group, counts, received in zip(made, sent, expected, strict=True)
-        ]
-        ends = zip(sent, expected, strict=True)
-        arrays = [(np.ones(sum(counts), np.uint32), np.zeros(sum(received), np.uint32)) for counts, received in ends]
-        if at_once:
-            errors = run_threads(*[lambda c=c, a=a: c.run(*a) for c, a in zip(calls, arrays, strict=True)])
-        else:
-            works = [call.start(*each) for call, each in zip(calls[:-1], arrays, strict=False)]
-            with pytest.raises(CoreError) as last:
-                calls[-1].start(*arrays[-1])
-            errors = [last.value, *run_threads(*[work.done for work in works])]
-        assert [(error.kind, error.rank, error.counts) for error in errors] == [("COUNTS", *found)] * len(sent)
-        assert not any(out.any() for _, out in arrays)
 
 
 def test_who_only_gives_data_is_ahead_of_the_others():

@@ -21,18 +21,6 @@ from tests.core.group import CoreError, CoreGroup
 pytestmark = needs_core
 
 
-def test_a_rank_that_has_returned_finds_a_call_that_differs():
-    with groups(2) as (a, b):
-        works = [a.start(np.ones(count)) for count in (1, 2, 3)]
-        theirs = [b.start(np.ones(count)) for count in (1, 9)]
-        for work in (works[0], theirs[0]):
-            work.wait()
-        last = [lambda: b.start(np.ones(3)), *[lambda each=each: each.all_reduce(np.ones(1)) for each in (a, b)]]
-        for call in (works[1].wait, works[2].wait, theirs[1].wait, *last):
-            with pytest.raises(CoreError, match="^MISMATCH of rank ., 1, by rank .$"):
-                call()
-
-
 def forks(_: CoreGroup) -> str:
     """The error of a forked child with a collective and messages in flight; its parent continues to work."""
     with groups(2) as (a, b):
@@ -125,44 +113,6 @@ def test_a_failure_ends_a_start_that_waits(call, by):
             with pytest.raises(CoreError, match=f"^TOLD of rank {by}"):
                 result.wait()
     raise AssertionError("no start has raised the failure")
-
-
-def test_the_first_failure_is_kept_and_concerns_its_call_and_later_ones():
-    with groups(2) as (a, b):
-        assert a.core.failure() == b.core.failure() == 0
-        first = [group.start(np.ones(2)) for group in (a, b)]
-        second = a.start(np.ones(3))
-        b.fail(1)
-        a.fail(0)
-        assert a.core.failure() == b.core.failure() == 1 << 63 | 1 << 44 | 1
-        for work in first:
-            work.wait()
-        for call in (second.done, lambda: a.start(np.ones(3)), lambda: b.start(np.ones(3))):
-            with pytest.raises(CoreError, match="^TOLD of rank 1, 1, by rank 1"):
-                call()
-
-
-def test_a_published_call_is_compared_with_those_of_the_core():
-    with groups(2) as (a, b):
-        for work in [a.start(np.ones(2)), b.start(np.ones(2))]:
-            work.wait()
-        ring = native.layout(2)[1] // 8
-        same = a.words[ring]  # of call 0: its fingerprint + 0
-        for group in (a, b):
-            group.core.publish(1, same)
-        assert a.begun == b.begun == 2 and a.words[ring + 1] == b.words[ring + native.RING + 1] == same + 1
-        work = b.start(np.ones(2))
-        a.core.publish(2, same)
-        assert not work.done()
-    with groups(2) as (a, b):
-        work = b.start(np.ones(2))
-        assert not work.done()
-        a.core.publish(0, same + 1)  # another fingerprint
-        with pytest.raises(CoreError, match="^MISMATCH of rank 0, 0, by rank 1"):
-            work.done()
-        for wrong in ((), (3,), (3, "x")):
-            with pytest.raises(TypeError):
-                a.core.publish(*wrong)
 
 
 def test_a_closed_group_uses_its_memory_no_more():

@@ -56,16 +56,6 @@ def compilations(caplog):
     return Logged(caplog)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
-@pytest.mark.parametrize("dtype", ["float", "bfloat16", "int"])
-def test_compiles_without_a_gpu(cache, arch, dtype):
-    cubin = compile_kernels(SAXPY, arch, {"DTYPE": dtype, "OP": "larger"}, cache)
-    assert cubin[:4] == b"\x7fELF"
-    assert b"saxpy" in cubin and b"reverse" in cubin
-    architecture = int.from_bytes(cubin[48:52], "little") >> 8 & 0xFF  # in e_flags of the ELF header
-    assert architecture == int(arch.strip("sm_a"))
-
-
 @pytest.mark.parametrize(
     ("files", "arch", "message"),
     [
@@ -91,12 +81,6 @@ def test_errors_name_file_line_and_log(cache, tmp_path, files, arch, message):
         (tmp_path / name).write_text(text + "\n", "latin-1")
     with pytest.raises(CompileError, match=message.replace("{folder}", str(tmp_path))):
         compile_kernels(str(tmp_path / "a.cu"), arch, {}, cache)
-
-
-def test_second_use_comes_from_the_cache(cache, compilations):
-    first = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
-    assert compile_kernels(SAXPY, "sm_90a", FLOAT, KernelCache(cache.directory)) == first
-    assert len(compilations) == 1
 
 
 def test_everything_that_matters_is_in_the_key(cache, compilations, tmp_path, monkeypatch):
@@ -186,19 +170,6 @@ def test_an_argument_of_more_than_eight_bytes_cannot_be_bound():
     """As a TMA descriptor, of which the kernel would see eight bytes of its own and 120 of what follows."""
     with pytest.raises(InvalidArgument, match="expected 8 bytes at most, got 128"):
         kernels._parameters([1, np.zeros(16, np.uint64)])
-
-
-def test_config_of_a_bound_launch():
-    driver = pytest.importorskip("cuda.bindings.driver")
-    config = kernels._launch_config((7, 8), 128, 1000, True, True)
-    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 8, 1)
-    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
-    assert (config.sharedMemBytes, config.numAttrs) == (1000, 2)
-    ids = driver.CUlaunchAttributeID
-    assert [attribute.id for attribute in config.attrs] == [
-        ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    ]  # fmt: skip
-    assert config.attrs[0].value.cooperative == config.attrs[1].value.programmaticStreamSerializationAllowed == 1
 
 
 def loaded(bindings: Any) -> kernels.Kernel:
@@ -303,11 +274,3 @@ def test_dynamic_shared_memory(device, stream, rng, kilobytes):
     kernel = cuda.load_kernel(SAXPY, "reverse", device, **FLOAT)
     kernel.bind(1, 1024, a.pointer, b.pointer, count, shared=4 * count, cooperative=True)(stream)
     np.testing.assert_array_equal(b.numpy(stream), x[::-1])
-
-
-@pytest.mark.gpu
-def test_unknown_kernel_and_device(device):
-    with pytest.raises(InvalidArgument, match="absent"):
-        cuda.load_kernel(SAXPY, "absent", device, **FLOAT)
-    with pytest.raises(BackendUnavailable, match="expected a device in 0"):
-        cuda.load_kernel(SAXPY, "saxpy", 99, **FLOAT)
