@@ -1,4 +1,4 @@
-"""The tools in tests/: lines, stubs, settings, and how tests are run."""
+"""The tools in tests/: lines, stubs, and how tests are run."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import pytest
 
 from kos.comm.collectives import Operations
 from kos.comm.control.identity import process
-from tests import lines, settings, stubs
+from tests import lines, stubs
 from tests import run as stages
 from tests.forked import python
 from tests.launcher import OUTSIDE, run_program
@@ -55,14 +55,6 @@ def test_what_counts_as_code():
     assert (python.code, python.total, python.classes, python.functions) == (8, 18, 1, (("text", 5),))
     cuda = lines.count("comm", "kos/comm/half.cuh", CUDA)
     assert (cuda.language, cuda.code, cuda.total) == ("CUDA", 3, 8)
-
-
-def test_a_bound_that_is_exceeded_names_what_exceeds_it():
-    """In the message of ``test_bounds``, since its failure is all that a developer sees."""
-    long = "def long():\n" + "    x = 1\n" * lines.MOST_IN_FUNCTION
-    files = [lines.count("train", "kos/train/a.py", long), lines.count("comm", "kos/comm/b.py", "\n" * 501)]
-    said = [str(bound) for bound in lines.bounds(files) if bound.value > bound.most]
-    assert len(said) == 2 and "kos/train/a.py: long: 61" in said[0] and "kos/comm/b.py: 501" in said[1]
 
 
 def test_bounds(capsys):
@@ -108,11 +100,6 @@ def test_every_operation_has_overloads():
     public = {name for name, value in vars(Operations).items() if callable(value) and not name.startswith("_")}
     persistent = {f"{name}_init" for name in {*stubs.RESULTS} - {"send_bytes", "recv_bytes"}}
     assert public - {"exact_group_size", "probe"} == {*stubs.RESULTS, *persistent}
-
-
-def test_an_unknown_setting_is_refused(capsys):
-    assert settings.main(["no", "true"]) == settings.main(["as-is"]) == settings.main([]) == 2
-    assert "long-tmpdir" in capsys.readouterr().err
 
 
 SECONDS = 60
