@@ -91,6 +91,8 @@ class NoKernel(HostKernel):
     def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> BoundKernel:
         return NoLaunch(self, fake_driver.Config(blocks, threads), arguments)
 
+    def run(self, config: Any, parameters: int) -> None: ...
+
 
 class NoLaunch(BoundKernel):
     def __call__(self, stream: Any, *arrays: int) -> None: ...
