@@ -78,7 +78,7 @@ def _stand_ins(library: ctypes.CDLL) -> Iterator[None]:
 
     from tests.comm.fake_nccl import FakeNCCL
     from tests.comm.fake_peer import no_gpus
-    from tests.paths import NoKernel
+    from tests.comm.host_kernel import NoKernel
 
     def address(name: str) -> int:
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0

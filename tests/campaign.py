@@ -79,22 +79,20 @@ def campaign(
     jobs: int = 1,
     out: Path | None = None,
     first: Sequence[Any] = (),
-    facts: Callable[[list[Any]], dict[str, Any]] = lambda done: {},
 ) -> int:
     """Run the trials, print failed trials and the counts, and return the number of failed trials.
 
-    ``run`` gives a trial's verdict and the story.  ``trial.kind`` is a key of the summary, which gets ``facts`` of the
-    trials of that kind that are done.  The trials ``first`` have no fault; they are not counted.
+    ``run`` gives a trial's verdict and the story.  ``trial.kind`` is a key of the summary.  The trials ``first`` have
+    no fault; they are not counted.
     """
-    began, wrong = time.monotonic(), list[dict[str, str]]()
-    done, verdicts = defaultdict[str, list[Any]](list), defaultdict[str, Counter[str]](Counter)
+    began, wrong, verdicts = time.monotonic(), list[dict[str, str]](), defaultdict[str, Counter[str]](Counter)
     print(f"{len(trials)} trials, {jobs} at a time: {json.dumps(head)}", flush=True)
 
     def summary() -> dict[str, Any]:
         summed = sum(verdicts.values(), Counter[str]())
         return {
             **head, "of": len(trials), "trials": summed.total(), "right": summed[RIGHT], "verdicts": dict(summed),
-            "by fault": {kind: {**each, **facts(done[kind])} for kind, each in sorted(verdicts.items())},
+            "by fault": {kind: dict(each) for kind, each in sorted(verdicts.items())},
             "seconds": round(time.monotonic() - began, 1), "wrong": wrong,
         }  # fmt: skip
 
@@ -105,7 +103,6 @@ def campaign(
                     wrong.append({"trial": str(trial), "verdict": became, "story": story})
                     print(f"WRONG {trial}: {became}\n      {story}", flush=True)
                 if part is trials:
-                    done[trial.kind].append(trial)
                     verdicts[trial.kind][became] += 1
                 if out is not None:  # at each trial: what was seen stays if the run is ended
                     out.write_text(json.dumps(summary(), indent=1) + "\n")

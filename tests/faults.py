@@ -3,10 +3,8 @@
 usage: python -m tests.faults --trials N [--backend tcp|mpi|nccl|peer|auto] [--seed S] [--timeout T] [--jobs J]
                               [--ranks R] [--hosts H] [--out FILE]
        python -m tests.faults grow --trials N [--seed S] [--timeout T] [--jobs J] [--out FILE]
-       python -m tests.faults hosts --trials N [--faults KIND ...] [--seed S] [--timeout T] [--out FILE]
 
-The second form is in ``grow_faults.py``: memberships change at random.  The third is in ``host_faults.py``: whole hosts
-are killed, stopped, cut off or slow.
+The second form is in ``grow_faults.py``: memberships change at random.
 
 Each trial starts 2 to 4 ranks as processes: under mpirun for mpi, else by environment.  They run one program of
 collectives, messages, splits and duplicates, chosen by the trial's seed.  One rank sends itself SIGKILL or SIGSTOP
@@ -410,10 +408,6 @@ def run(
 def main() -> int:
     if sys.argv[1:2] == ["grow"]:
         return grow_faults.main(sys.argv[2:])
-    if sys.argv[1:2] == ["hosts"]:
-        from tests import host_faults  # which uses this module
-
-        return host_faults.main(sys.argv[2:])
     parser = campaign.Arguments("", "Kill and stop ranks at random.")
     parser.add_argument("--backend", default="tcp", choices=("tcp", "mpi", *GPU_BACKENDS))
     parser.add_argument("--jobs", type=int, default=2, help="trials side by side")

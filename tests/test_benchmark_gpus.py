@@ -195,9 +195,6 @@ def test_all_tables(monkeypatch, tmp_path, capsys):
     assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
 
 
-CALLS, TURNS = 5, 3
-
-
 def test_every_function_has_a_name_in_nccl():
     """As in nccl.h."""
     names = {

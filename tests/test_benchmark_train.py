@@ -174,20 +174,6 @@ def test_rows_of_groups(capsys):
         assert [row["variant"] for row in rows] == [variant, "eager"]
 
 
-def test_torchao_takes_the_weights_of_the_model():
-    """Of the blocks' products, which alone are in 8 bits."""
-    pytest.importorskip("torchao.float8")
-    from benchmarks.torch_llama import RECIPES, TorchLlama, in_8_bits
-    from kos.train.config.options import TrainConfig
-
-    for recipe in RECIPES:
-        model = TorchLlama(TrainConfig.from_preset("tiny").model_config_for(256))
-        before = {name: id(parameter) for name, parameter in model.names().items()}
-        in_8_bits(model, recipe)
-        assert {name: id(parameter) for name, parameter in model.names().items()} == before
-        assert type(model.head).__name__ == "Linear" and type(model.blocks[0].down).__name__ == "Float8Linear"
-
-
 def test_memory_that_ranks_reach_into_counts_too():
     training = object.__new__(train.KosTraining)
     training.pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))

@@ -194,29 +194,19 @@ def test_what_is_refused_and_what_has_failed():
     assert set(status.values()) == {1, 2}
 
 
-def parser(kind: type[ArgumentParser]) -> ArgumentParser:
-    made = kind()
-    made.add_argument("--one", f"--first-{kind.__name__}", type=int)
-    made.add_argument("--several", action="append")
-    made.add_argument("--on", action="store_true")
-    return made
-
-
 @pytest.mark.parametrize("kind", [ArgumentParser, Parser])
 def test_the_last_value_counts_and_this_is_said(kind, caplog):
-    made = parser(kind)
-    name = f"--first-{kind.__name__}"  # each warning is given once in a process
-    assert [made.parse_args(["--one=1", name, "2"]).one for _ in range(2)] == [2, 2]
-    assert [record.getMessage() for record in caplog.records] == [f"{name} is given twice: 2 counts, not 1"]
-
-
-@pytest.mark.parametrize("kind", [ArgumentParser, Parser])
-def test_nothing_is_said_of_equal_values_and_of_options_of_several(kind, caplog):
-    made = parser(kind)
-    for _ in range(2):  # a parser may be used again
+    """Not of equal values, nor of options of several.  A parser may be used again."""
+    made, name = kind(), f"--first-{kind.__name__}"  # each warning is given once in a process
+    made.add_argument("--one", name, type=int)
+    made.add_argument("--several", action="append")
+    made.add_argument("--on", action="store_true")
+    for _ in range(2):
         found = made.parse_args(["--one", "1", "--one", "1", "--several", "a", "--several", "b", "--on", "--on"])
         assert (found.one, found.several, found.on) == (1, ["a", "b"], True)
     assert not made.parse_args(["--one", "3"]).on and not caplog.records
+    assert [made.parse_args(["--one=1", name, "2"]).one for _ in range(2)] == [2, 2]
+    assert [record.getMessage() for record in caplog.records] == [f"{name} is given twice: 2 counts, not 1"]
 
 
 def test_the_trainer_says_it_once_for_all_ranks(tmp_path):

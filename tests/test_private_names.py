@@ -76,19 +76,5 @@ def test_private_names_of_kos_become_fewer():
     assert found == listed, "there are fewer by now: run python -m tests.test_private_names"
 
 
-def test_what_is_a_private_name_of_kos():
-    text = """
-from kos.comm.watchdog import _stop, TICK
-from kos import _core
-comm._closed
-self._closed
-numpy._of_another_package
-replace("kos.comm.watchdog._end", None)
-replace(watchdog, "_watched", None)
-"it was _closed"
-"""
-    assert [name for _, name in sorted(used(text))] == ["_stop", "_closed", "_end", "_watched"]
-
-
 if __name__ == "__main__":
     LISTED.write_text("".join(f"{count} {path}\n" for path, count in counts().items()))

@@ -1,4 +1,4 @@
-"""The tools in tests/: lines, stubs, paths, settings, and how tests are run."""
+"""The tools in tests/: lines, stubs, and how tests are run."""
 
 import os
 import re
@@ -12,13 +12,12 @@ from itertools import chain
 
 import pytest
 
-from kos._core import native
 from kos.comm.collectives import Operations
 from kos.comm.control.identity import process
-from tests import lines, paths, settings, stubs
+from tests import lines, stubs
 from tests import run as stages
 from tests.forked import python
-from tests.launcher import OUTSIDE, needs_mpirun, run_program
+from tests.launcher import OUTSIDE, run_program
 from tests.run import ROOT, costly
 
 PYTHON = '''"""A docstring
@@ -56,14 +55,6 @@ def test_what_counts_as_code():
     assert (python.code, python.total, python.classes, python.functions) == (8, 18, 1, (("text", 5),))
     cuda = lines.count("comm", "kos/comm/half.cuh", CUDA)
     assert (cuda.language, cuda.code, cuda.total) == ("CUDA", 3, 8)
-
-
-def test_a_bound_that_is_exceeded_names_what_exceeds_it():
-    """In the message of ``test_bounds``, since its failure is all that a developer sees."""
-    long = "def long():\n" + "    x = 1\n" * lines.MOST_IN_FUNCTION
-    files = [lines.count("train", "kos/train/a.py", long), lines.count("comm", "kos/comm/b.py", "\n" * 501)]
-    said = [str(bound) for bound in lines.bounds(files) if bound.value > bound.most]
-    assert len(said) == 2 and "kos/train/a.py: long: 61" in said[0] and "kos/comm/b.py: 501" in said[1]
 
 
 def test_bounds(capsys):
@@ -109,47 +100,6 @@ def test_every_operation_has_overloads():
     public = {name for name, value in vars(Operations).items() if callable(value) and not name.startswith("_")}
     persistent = {f"{name}_init" for name in {*stubs.RESULTS} - {"send_bytes", "recv_bytes"}}
     assert public - {"exact_group_size", "probe"} == {*stubs.RESULTS, *persistent}
-
-
-MOST: dict[str, dict[str, tuple[int, int | None]]] = {
-    "mock": {"miss": (9, 5), "hit": (7, 1)},  # of the rank that comes last, and computes
-    "tcp": {"miss": (8, 6), "hit": (0, 0)},  # one file and two returns hold Ctrl-C back
-    "mpi": {"miss": (8, 6), "hit": (0, 0)},
-    "nccl": {"miss": (9, 10), "hit": (0, 0)},  # a miss describes the launch, and the core makes the hits
-    "peer": {"miss": (11, 12), "hit": (0, 0)},
-    "nccl+peer": {"miss": (11, 10), "hit": (0, 0)},  # contract.py: whether a route carries the operation
-}
-"""Files, and returns to one of them, with the compiled core; these numbers only go down."""
-TIMES = 3 if native is None else 2
-"""How often a call returns to any one file."""
-if native is None:  # how often ranks return depends on their timing
-    MOST["mock"] = {"miss": (10, 6), "hit": (8, 2)}
-    MOST["tcp"] = MOST["mpi"] = {"miss": (16, None), "hit": (13, None)}
-    MOST["nccl"] = {"miss": (9, 9), "hit": (6, 0)}
-    MOST["peer"] = {"miss": (11, 10), "hit": (6, 0)}
-    MOST["nccl+peer"] = {"miss": (11, 10), "hit": (6, 0)}
-
-
-# An id of "mpi" would be taken for the mark.
-BACKENDS = [
-    pytest.param(backend, marks=needs_mpirun, id="under mpirun") if backend == "mpi" else backend for backend in MOST
-]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_files_that_an_all_reduce_passes(backend):
-    for kind, passed in paths.TRACED[backend]().items():
-        most_files, most_returns = MOST[backend][kind]
-        told = f"{backend}, {kind}: {passed}"
-        assert len(paths.files(passed)) <= most_files, told
-        back = paths.returns(passed)
-        assert most_returns is None or len(back) <= most_returns, told
-        assert most_returns is None or max(map(back.count, back), default=0) <= TIMES, told
-
-
-def test_an_unknown_setting_is_refused(capsys):
-    assert settings.main(["no", "true"]) == settings.main(["as-is"]) == settings.main([]) == 2
-    assert "long-tmpdir" in capsys.readouterr().err
 
 
 SECONDS = 60

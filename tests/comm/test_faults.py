@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 import kos
-from benchmarks.two_hosts import Impossible
 from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn
-from tests import host_faults
 from tests.comm.model import NAMES, Step, run
 from tests.comm.ranks import on_each_rank
 from tests.faults import run as campaign
@@ -184,15 +182,3 @@ def test_every_survivor_names_the_rank_that_failed_first(backend, trials, tmp_pa
     assert campaign(trials, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"
     summary = json.loads(out.read_text())
     assert (summary["trials"], summary["right"], summary["wrong"]) == (trials, trials, [])
-
-
-def test_every_survivor_names_the_host_that_failed(tmp_path):
-    seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
-    # Without cuts: a rank that waits for one of its host, which waits for the cut one, may name it (test_two_hosts.py).
-    trials = [host_faults.HostTrial(seed + i, "kill", 3.0) for i in range(2)]
-    try:
-        assert host_faults.run(trials, out) == 0, out.read_text()
-    except Impossible as why:
-        pytest.skip(str(why))
-    by_fault = json.loads(out.read_text())["by fault"]
-    assert {kind: found["errors"] for kind, found in by_fault.items()} == {"kill": 4}
