@@ -1,6 +1,5 @@
 """``--fit whole``: plans by best fit, what packed sequences hold, and runs on them."""
 
-import itertools
 import json
 import logging
 import shutil
@@ -15,7 +14,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import packing
 from kos.train.data.batches import Dataset, load_data
-from kos.train.data.packing import PackedTokens, best_fit, counted, make_plan, pack
+from kos.train.data.packing import PackedTokens, best_fit, make_plan, pack
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Tokens
 from kos.train.parallel.mesh import Layout
@@ -156,20 +155,6 @@ def test_what_has_no_target_is_left_out(skips, small_pieces):
     assert f"training: {'1 document of 9' if skips else '3 documents of 59'} tokens" in said
     with refused(DataError, "--data: expected a document", "with a token that the loss counts, got none"):
         dataset(Tokens([~np.abs(row)], np.array([0])), skips=skips, sources=("--data", "--data"))
-
-
-def test_counting_goes_over_shards_and_pieces(small_pieces):
-    small_pieces()
-    lengths = lengths_of(60, 12)
-    tokens = row_of(lengths, masked=True)
-    packed = PackedTokens(tokens, 20, make_plan(tokens, 20, 1, False), False)
-    begins = np.cumsum([0, *lengths])
-    expected = [int((tokens.window(a, b - a) >= 0).sum()) for a, b in itertools.pairwise(begins)]
-    assert counted(packed, begins[:-1], begins[1:]).tolist() == expected and sum(expected) > 0
-    mixed = Tokens([tokens.shards[0], tokens.window(7, 9).astype(np.uint32), tokens.window(16, 99)], tokens.documents)
-    starts, stops = np.array([9, 3, 0, 20, 8]), np.array([12, 20, 115, 20, 2])  # they may overlap
-    each = [int((mixed.window(a, b - a) >= 0).sum()) if b > a else 0 for a, b in zip(starts, stops, strict=True)]
-    assert counted(mixed, starts, stops).tolist() == each
 
 
 @pytest.mark.parametrize("ends", [False, True])
