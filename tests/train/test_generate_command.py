@@ -41,8 +41,9 @@ def test_several_prompts(run, tmp_path, said):
     model = kos.train.load(run)
     (tmp_path / "prompts.txt").write_text("the ring\none é\n")
     flags = [run, "--prompt", "a", "--prompt=b", "--prompts", tmp_path / "prompts.txt", "--tokens", "9"]
-    flags += ["--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2", "--seed", "4"]
-    texts = model.generate(["a", "b", "the ring", "one é"], 9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4)
+    flags += ["--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2", "--top-k=5", "--seed=4"]
+    how = {"top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "top_k": 5, "seed": 4}
+    texts = model.generate(["a", "b", "the ring", "one é"], 9, **how)
     expected = "".join(f"--- {number} ---\n{each}\n" for number, each in enumerate(texts, 1))
     assert said(sample.main, *flags) == (0, expected, "")
 

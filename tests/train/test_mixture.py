@@ -15,24 +15,12 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import packing
 from kos.train.data.batches import Dataset, counted, load_data
-from kos.train.data.mixture import terms_below
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.tools import plan
 from tests.train.refusal import refused
 from tests.train.runs import SMALL, _losses, run
 from tests.train.sharded import tensors_of_run
 from tests.train.test_loss_masks import write_lines
-
-
-@pytest.mark.parametrize("limit", [0.0, 2**-60, 0.1, 0.25, 1 / 3, 0.5, 0.7, 1 - 2**-50, 1.0])
-def test_terms_are_counted_as_they_come(limit):
-    """The n-th term has the binary digits of n after the point, in reverse order."""
-    terms = [int(bin(n)[:1:-1], 2) / 2 ** (len(bin(n)) - 2) for n in range(300)]
-    counts = np.cumsum([0, *(term < limit for term in terms)])
-    assert [terms_below(n, limit) for n in range(301)] == counts.tolist()
-    many = 10**15
-    assert abs(terms_below(many, limit) - many * limit) < 30
-
 
 # --- batches --------------------------------------------------------------------------------------------------
 
@@ -247,22 +235,18 @@ def test_the_loss_of_a_mixture_is_that_of_the_sources_with_validation_data(folde
     assert last["val_loss"] == pytest.approx(last[f"val_loss/{named}"], rel=1e-12)
 
 
-def test_all_sources_may_share_validation_data(folder, tmp_path):
-    (tmp_path / "val.txt").write_text("ring tree " * 99)
+def test_all_sources_may_share_validation_data(folder, tmp_path, before_call):
+    """It is read once."""
+    (tmp_path / "val.txt").write_text(text := "ring tree " * 99)
     rows = train(folder, tmp_path / "out", val_data=str(tmp_path / "val.txt"), steps=1)
     assert "val_loss" in rows[-1] and not [key for key in rows[-1] if key.startswith("val_loss/")]
+    encoded = list[str]()
+    before_call(ByteTokenizer, "encode", lambda tokenizer, text: encoded.append(text))
     data = load_data(config_of(folder, tmp_path, val_data=str(tmp_path / "val.txt")))
+    assert encoded.count(text) == 1
     assert data.val.size == 990 and [part.train.size for part in data.parts[1:]] == [
         (folder / name).stat().st_size for name in ("a:0.5.txt", "b.txt")
     ]
-
-
-def test_shared_validation_data_is_read_once(folder, tmp_path, before_call):
-    (tmp_path / "val.txt").write_text(text := "ring tree " * 99)
-    encoded = list[str]()
-    before_call(ByteTokenizer, "encode", lambda tokenizer, text: encoded.append(text))
-    load_data(config_of(folder, tmp_path, val_data=str(tmp_path / "val.txt")))
-    assert encoded.count(text) == 1
 
 
 def test_other_sources_are_refused_when_a_run_resumes(folder, tmp_path, whole):

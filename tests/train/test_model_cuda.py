@@ -6,7 +6,6 @@ import os
 import numpy as np
 import pytest
 
-from kos.errors import InvalidArgument
 from kos.train.data.batch import Batch
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
@@ -162,12 +161,6 @@ def test_updates(ops, name, master, copy, gradient, kind):
     shapes = {"odd": (3,), "head": (501, 256), "norm": (999,), "wide": (256, 768), "q": (256, 256), "tall": (1024, 256)}
     shapes["stacked.c_attn"] = (768, 256)
     check_updates(ops, np.random.default_rng(SEED), name, master, copy, gradient, kind, shapes, graph=name == "adamw")
-
-
-def test_a_copy_that_is_wider_than_the_weights_is_refused(ops):
-    weights = Parameters({"vector": (5,)}, "bfloat16", None, ops.zeros)
-    with pytest.raises(InvalidArgument, match="expected a copy in the layout of the weights, and no wider"):
-        CudaOptimizer(AdamW(), ops, weights, weights.like("float32"), LearningRate("constant", 2e-4, 0, 100, 0))
 
 
 def test_weights_are_rounded_at_random(ops):

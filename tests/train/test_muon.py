@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError, InvalidArgument
+from kos.errors import CheckpointError
 from kos.memory.arena import Arena
 from kos.testing import spawn
 from kos.train import checkpoint, optim
@@ -22,7 +22,6 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.optim import Group, Optimizer
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon
-from kos.train.parallel.data import cut_around, share_out
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.dry_step import TimedDryRun
@@ -160,33 +159,6 @@ def test_which_matrices_are_muons():
 def gpt2() -> LlamaConfig:
     shape = dataclasses.asdict(small(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True))
     return GPT2Config(**shape)
-
-
-def test_whole_matrices_are_cut_off_and_shared_out(rng):
-    for _ in range(50):
-        step, ranks = int(rng.integers(1, 40)), int(rng.integers(1, 9))
-        sizes = rng.integers(1, 200, int(rng.integers(1, 30)))
-        layout = Parameters({str(i): (int(size),) for i, size in enumerate(sizes)}, multiple=step * ranks)
-        uncut = {name for name in layout if rng.random() < 0.5} or {"0"}
-        total, even = layout.flat.size, int(rng.integers(1, 300))
-        cut = cut_around(uncut, layout, [slice(at, min(at + even, total)) for at in range(0, total, even)], step)
-        assert [0, *(each.stop for each in cut)] == [*(each.start for each in cut), total]
-        starts = {span.start for span in layout.spans.values()}
-        for end in (each.stop for each in cut):
-            assert end == total or end % step == 0 or end in starts
-            assert not any(layout.spans[name].start < end < layout.spans[name].stop for name in uncut)
-        owners, held = share_out(cut, ranks), [0] * ranks
-        for bucket in cut:
-            held[owners[bucket.start]] += bucket.stop - bucket.start
-        assert max(held) - min(held) <= max(each.stop - each.start for each in cut)
-
-
-def test_parts_of_a_matrix_are_refused():
-    weights = Parameters(SHAPES)
-    rule = Muon(HIDDEN, (".c_attn",))
-    optimizer = Optimizer(AdamW(), weights, groups=groups(rule), parts=[slice(0, 620)])
-    with refused(InvalidArgument, "whole matrices"):
-        optimizer.step(weights.like(), 0.1)
 
 
 # --- runs --------------------------------------------------------------------------------------------

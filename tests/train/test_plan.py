@@ -329,17 +329,10 @@ def test_the_ways_between_hosts_are_compared(capsys):
         (Layout(dp=2, tp=2), ("tp",), 2),
         (Layout(pp=2, dp=2), ("dp", "cp"), 2),
         (Layout(dp=2, cp=2), ("dp", "cp"), 2),
-        (Layout(dp=3), ("dp", "cp"), "[2, 1]"),
-        (Layout(dp=3, tp=2), ("tp",), "[1, 1]"),
     ],
 )
 def test_ranks_of_a_host(layout, axes, local):
-    if isinstance(local, int):
-        assert planning.Network(2, 1.0).local(layout, *axes) == local
-        return
-    expected = f"--hosts 2: expected as many ranks of {' and '.join(axes)} on every host, got {local}"
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        planning.Network(2, 1.0).local(layout, *axes)
+    assert planning.Network(2, 1.0).local(layout, *axes) == local
 
 
 def test_hosts_that_do_not_divide_are_refused(capsys):
@@ -361,10 +354,6 @@ def test_bad_requests_are_refused():
         (["--ranks", "4", "--network", "2"], "--network: expected none without --hosts, got 2.0"),
         (["--ranks", "4", "--hosts", "2", "--network", "0"], "--network: expected .* got 0.0"),
         (["--ranks", "2", "--compress", "fp8", "--gpu", "A100"], "expected int8 or int4 on A100, .* got fp8"),
-        (
-            ["--ranks", "1", "--dtype", "fp8", "--gpu", "H100", "--seq-len", "40"],
-            "--plan: .* --dtype fp8: expected --seq-len 40 / 1 to be a multiple of 16, got 40",
-        ),
         (["--ranks", "3", "--tp", "2"], r"--tp 2: expected a divisor of 3 \(ranks\), got 2; 2 ranks would do$"),
         (["--ranks", "6", "--dp", "2", "--tp", "2"], "--dp 2 --tp 2: .* 6 .* got 2 × 2 = 4; 4 ranks would do$"),
         (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),

@@ -173,13 +173,3 @@ def test_progress_is_shown(folder):
     for phase in dict(said):
         shares = [share for what, share in said if what == phase]
         assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
-
-
-def test_portions_are_whole_pieces(small_pieces):
-    """So that a tokenizer cuts each as it would have cut the whole."""
-    small_pieces()
-    documents = [TEXT, "", "short", TEXT[:80]]
-    found = [*tokenizers.ByteTokenizer().encode_documents(documents, True)]
-    assert len(found) > 20 and all(part.characters < 99 + 37 for part in found)
-    assert b"".join(part.tokens.tobytes() for part in found) == "".join(documents).encode()
-    assert sum(len(part.begins) for part in found) == 4

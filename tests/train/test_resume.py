@@ -19,7 +19,6 @@ from kos.testing import spawn
 from kos.train import checkpoint, report
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
@@ -230,28 +229,6 @@ def test_a_gpt2_keeps_its_context(text, tmp_path):
         _train(tmp_path / "missing.txt", tmp_path, steps=2, seq_len=16, resume="auto", **how)
     how["model"]["max_position_embeddings"] = 32
     _train(text, tmp_path, steps=2, seq_len=16, resume="auto", **how)
-
-
-def test_another_vocabulary_is_refused_before_a_dry_run(text, tmp_path, before_call):
-    _train(text, tmp_path / "a", steps=1)
-    before_call(CpuDevice, "dry_run", lambda device: pytest.fail("there is a dry run"))
-    with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size 260, got 256"):
-        _train(text, tmp_path / "b", 2, resume=str(tmp_path / "a"), model=SMALL["model"] | {"vocab_size": 260})
-
-
-def test_what_it_says_at_the_start(text, tmp_path, capsys):
-    how = {"resume": "auto", "eval_every": 0, "model": SMALL["model"] | {"num_hidden_layers": 1}}
-    _train(text, tmp_path, 4, steps=1, tp=2, cp=2, **how)
-    said = capsys.readouterr().out
-    assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting a new run\n")
-    assert "(1 layer x 32)" in said and ", 4 ranks (tp 2, cp 2), 8 x 32 tokens a step\n" in said
-    held = "held out for validation: the last tenth of words.txt; nothing between documents"
-    assert said.splitlines()[2] == f"trained on: 1 file: words.txt; {held}"
-    assert "in all: 1 step of " in said
-    _train(text, tmp_path, 2, steps=2, zero=1, **how)
-    said = capsys.readouterr().out
-    assert "no checkpoint" not in said and ", 2 ranks, ZeRO-1, 8 x 32 tokens a step\n" in said
-    assert "in all: 1 step of " in said and ", 1 validation of " in said
 
 
 def test_a_run_resumes_in_a_moved_folder(text, tmp_path):

@@ -275,12 +275,6 @@ def test_flags_of_text_have_no_effect_on_tokens(folder, tmp_path, capsys):
     mixed = load_data(parse([f"--data={out}:1", f"--data={folder / 'a_train.txt'}:1", *flags]))
     assert "for one" not in mixed.unused_settings.pop("token_dtype")
     assert mixed.unused_settings["hold_out"] == f"for one of the sources: {out} is a folder of kos tokenize"
-    capsys.readouterr()
-    for data in ([f"--data={out}"], [f"--data={out}:1", f"--data={folder / 'a_train.txt'}:1"]):
-        assert main([*data, *flags, "--show-data=1"]) == 0
-        shown = capsys.readouterr().out.partition("--- without effect: ")[2]
-        assert all(f"--{name} (" in shown for name in ("text-field", "encoding", "split-turns", "hold-out"))
-        assert f"{out} has tokens" in shown and f"{out} is a folder of kos tokenize" in shown
     of_text = f"--text-field={folder / 'b_train.jsonl'}=text"
     other = load_data(parse([f"--data={out}:1", f"--data={folder / 'b_train.jsonl'}:1", of_text, *flags[-4:]]))
     assert "text_field" not in other.unused_settings, "it is that of the text alone"
@@ -340,8 +334,3 @@ def test_the_command(folder, tmp_path):
         done = kos(*words)
         assert done.returncode == 2 and done.stderr.startswith("kos: error: ") and text in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1
-    (folder / "d.csv").write_text("text,x\na\n")
-    done = kos("tokenize", folder, tmp_path / "new")
-    assert done.returncode == 2 and done.stderr == (
-        f"kos: error: --data {folder / 'd.csv'}, line 2: expected 2 columns, as in the first line, got 1\n"
-    )

@@ -197,21 +197,6 @@ def _say(capsys: Any, *flags: str | Path) -> str:
     return said.out
 
 
-def test_text_from_a_run(run, text, capsys):
-    capsys.readouterr()
-    flags = ["--prompt", "one ring", "--tokens", "40"]
-    said = _say(capsys, run, *flags)
-    assert said.startswith("one ring") and len(said) == len("one ring") + 40 + 1
-    assert set(said) - set("\n") <= set(text.read_text())
-    assert _say(capsys, run / "checkpoints" / "step-3", *flags, "--seed", "0", "--temperature", "0.8") == said
-    others = [_say(capsys, run, *flags, *more) for more in (["--seed", "1"], ["--temperature", "9"], ["--top-k", "2"])]
-    assert len({said, *others}) == 4
-    coldest = [_say(capsys, run, *flags, *more) for more in (["--temperature", "0"], ["--top-k", "1"])]
-    coldest.append(_say(capsys, run, *flags, "--temperature", "1e-320"))
-    assert len(set(coldest)) == 1
-    assert _say(capsys, run, "--tokens", "0", "--prompt", "rank") == "rank\n"
-
-
 def test_only_the_weights_are_needed(run, tmp_path, capsys):
     """A checkpoint whose optimizer's state is cut or gone gives the same text; with other weights it is refused."""
     shutil.copytree(run, tmp_path / "copy")
