@@ -91,6 +91,20 @@ def test_numbers():
             tokenizer.encode(f"3 {wrong}")
 
 
+def test_huggingface_is_the_library(huggingface_file):
+    library = pytest.importorskip("tokenizers")
+    theirs = library.Tokenizer.from_file(str(huggingface_file))
+    tokenizer = make_tokenizer(str(huggingface_file))
+    ids = tokenizer.encode(TEXT)
+    assert ids.tolist() == theirs.encode(TEXT).ids == [0, *theirs.encode(TEXT, add_special_tokens=False).ids]
+    assert ids.dtype == np.uint16 and tokenizer.vocab_size == theirs.get_vocab_size()
+    assert tokenizer.decode(ids) == f"<|begin|>{TEXT}"
+    assert (tokenizer.eos, tokenizer.start) == (1, 0)
+    assert tokenizer.encode("").tolist() == [0]
+    assert tokenizer.decode([*ids, 1]) == f"<|begin|>{TEXT}<|end|>"
+    assert make_tokenizer(str(huggingface_file.parent)).encode(TEXT).tolist() == ids.tolist()
+
+
 def test_long_text_is_encoded_in_pieces(huggingface_file, small_pieces):
     """At most so long, also where no line ends."""
     tokenizer = make_tokenizer(str(huggingface_file))
