@@ -36,7 +36,7 @@ def _torch():
 
 PROGRAMS = "tests.interop.torch_cached_programs"
 LIMIT = timedelta(seconds=20)
-FLOAT32, INT32 = (nccl_binding.CODE_OF[DTYPES[name]] for name in ("float32", "int32"))
+FLOAT32 = nccl_binding.CODE_OF[DTYPES["float32"]]
 
 
 class OneRank:
@@ -44,8 +44,7 @@ class OneRank:
 
     def __init__(self, fake: FakeNCCL, cuda: CUDA) -> None:
         self.cuda, self.calls = cuda, list[tuple[Any, ...]]()
-        for name in ("all_reduce", "broadcast"):
-            setattr(fake, name, lambda *args, name=name: self._called(name, args))
+        fake.all_reduce = lambda *args: self._called("all_reduce", args)  # type: ignore[method-assign]
         self.group = ProcessGroupKos(dist.HashStore(), 0, 1, LIMIT, [0], Options())
         self.comm = connect_gpu(self.group)
         self.prepared = Prepared(self.comm)
@@ -104,17 +103,10 @@ def test_another_call_on_the_same_memory_is_another(rank):
     place = x.data_ptr()
     rank.all_reduce(x)
     assert rank.last() == ("all_reduce", place, 12, FLOAT32, nccl_binding.SUM, 1)
-    for tensor, options, expected in (
-        (x[:4], {}, (4, FLOAT32, nccl_binding.SUM, 1)),
-        (x.view(torch.int32), {}, (12, INT32, nccl_binding.SUM, 1)),
-        (x, {"op": dist.ReduceOp.MAX}, None),
-        (x, {"op": dist.ReduceOp.AVG}, (12, FLOAT32, nccl_binding.AVG, 1)),
-        (x, {"overlap": True}, (12, FLOAT32, nccl_binding.SUM, SIDE)),
-    ):
-        new = rank.prepared.by(lambda: rank.all_reduce(tensor, **options))  # noqa: B023
-        assert new == ("overlap" not in options), options  # which is a matter of streams here
-        if expected is not None:
-            assert rank.last() == ("all_reduce", place, *expected)
+    assert rank.prepared.by(lambda: rank.all_reduce(x, dist.ReduceOp.AVG))
+    assert rank.last() == ("all_reduce", place, 12, FLOAT32, nccl_binding.AVG, 1)
+    assert not rank.prepared.by(lambda: rank.all_reduce(x, overlap=True)), "which is a matter of streams here"
+    assert rank.last() == ("all_reduce", place, 12, FLOAT32, nccl_binding.SUM, SIDE)
     for other in (stream, external):
         for _ in range(4):
             with rank.cuda.stream(other):
@@ -124,11 +116,6 @@ def test_another_call_on_the_same_memory_is_another(rank):
     y = x.view(3, 4)
     assert rank.prepared.by(lambda: rank.all_reduce(y)), "its shape is recorded"
     assert rank.comm.recorder.entries()[-1]["input_sizes"] == [[3, 4]]
-    opts = dist.BroadcastOptions()
-    for root in (0, 0, 0):
-        opts.rootRank, opts.asyncOp = root, False
-        rank.group.broadcast([x], opts)
-        assert rank.last()[:2] == ("broadcast", place)
 
 
 def test_factors_of_a_premultiplied_sum_are_different_calls(rank, before_call):
@@ -137,14 +124,6 @@ def test_factors_of_a_premultiplied_sum_are_different_calls(rank, before_call):
     for factor in (2.0, 2.0, 2.0, 3.0, 2.0):
         rank.all_reduce(x, dist._make_nccl_premul_sum(factor))
     assert factors == [2.0, 2.0, 2.0, 3.0, 2.0]
-
-
-def test_tensors_that_kos_copies(rank):
-    x = ones()
-    rank.cache(x)
-    rank.all_reduce(torch._neg_view(x))
-    assert rank.last()[1] != x.data_ptr(), "a copy without the sign"
-    rank.cache(torch.nn.Parameter(ones()))
 
 
 @needs_core
@@ -336,35 +315,6 @@ def test_a_message_that_was_not_launched_is_not_complete(rank):
             wait()
 
 
-def test_a_call_on_the_current_stream_takes_no_event(rank):
-    x = ones()
-    rank.cache(x)
-    rank.cuda.log.clear()
-    assert rank.all_reduce(x) is None, "nothing to wait for"
-    assert rank.cuda.log == [("run", 1)]
-
-
-def test_events_are_used_again_when_no_work_holds_them(rank):
-    x, log = ones(), rank.cuda.log
-    rank.cache(x, overlap=True)
-    held = [rank.all_reduce(x, overlap=True) for _ in range(4)]
-    numbers = {work.event._event.number for work in held[:3]}
-    assert len(numbers) == 3 and held[3].event is None
-    del held[3]
-    made = rank.cuda.events
-    log.clear()
-    for _ in range(20):
-        work = rank.all_reduce(x, overlap=True)
-        rank.all_reduce(x, overlap=True).wait()
-        work.wait()
-        del work
-    assert rank.cuda.events <= made + 1
-    assert not numbers & {entry[2] for entry in log if entry[:2] == ("record", SIDE)}
-    del held
-    polled = rank.all_reduce(x, overlap=True)
-    assert polled.is_completed() and polled.is_completed() and rank.cuda.events <= made + 1
-
-
 def test_a_captured_call_is_launched_in_the_capture(rank):
     x = ones()
     rank.cache(x)
@@ -373,17 +323,6 @@ def test_a_captured_call_is_launched_in_the_capture(rank):
         rank.all_reduce(x)
         assert len(rank.calls) == before + 1
     assert not rank.prepared.by(lambda: rank.all_reduce(x))
-
-
-def test_another_timeout_is_that_of_the_call(rank):
-    x = ones()
-    rank.cache(x)
-    for seconds, call in ((7, {"timeout": timedelta(seconds=7)}), (20, {})):
-        rank.all_reduce(x, **call)
-        assert rank.comm.recorder.entries()[-1]["timeout_ms"] == 1000 * seconds
-    rank.group.set_timeout(timedelta(seconds=5))
-    rank.all_reduce(x)
-    assert rank.comm.recorder.entries()[-1]["timeout_ms"] == 5000
 
 
 def test_every_collective_gives_what_gloo_gives_when_it_is_cached():

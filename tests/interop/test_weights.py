@@ -9,6 +9,7 @@ import pytest
 from kos.errors import InvalidArgument
 from kos.interop.weights import bind
 from kos.transfer import Placement, Publisher, Subscriber
+from tests.interop.vllm_stand_in import TENSORS as OF_A_LAYER
 from tests.packages import Package, needs
 
 pytestmark = needs("torch")
@@ -16,16 +17,15 @@ torch = Package("torch")
 
 
 def fused() -> Any:
-    """A layer as vLLM has it, of a rank of 2."""
+    """A layer and an embedding as vLLM has them, of a rank of 2."""
     module = torch.nn.Module()
+    module.embed_tokens = torch.nn.Embedding.from_pretrained(torch.full((64, 3), -1.0))
     module.qkv_proj = torch.nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
     module.o_proj = torch.nn.Linear(4, 4, bias=False)
     return module
 
 
-TENSORS = {
-    "q_proj.weight": (8, 4), "k_proj.weight": (4, 4), "v_proj.weight": (4, 4), "o_proj.weight": (4, 8), "more": (3,)
-}  # fmt: skip
+TENSORS = OF_A_LAYER | {"embed_tokens.weight": (100, 3)}
 
 
 def arrays(version: int) -> dict[str, tuple[np.ndarray, Placement]]:
@@ -35,6 +35,7 @@ def arrays(version: int) -> dict[str, tuple[np.ndarray, Placement]]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_module_with_fused_parameters(rank):
+    """The rows by which the embedding of the last rank is padded are not written."""
     held = arrays(0)
     module = fused()
     with Publisher(None, held) as publisher:
@@ -52,11 +53,14 @@ def test_a_module_with_fused_parameters(rank):
                 assert torch.equal(module.qkv_proj.weight, right)
                 columns = held["o_proj.weight"][0][:, 4 * rank : 4 * rank + 4]
                 assert torch.equal(module.o_proj.weight, torch.from_numpy(columns.copy()))
+                embedded = held["embed_tokens.weight"][0][64 * rank : 64 * rank + 64]
+                assert (module.embed_tokens.weight[: len(embedded)].numpy() == embedded).all()
+                assert (module.embed_tokens.weight[len(embedded) :] == -1).all()
         assert [each.data_ptr() for each in module.parameters()] == before
 
 
 def test_a_parameter_that_the_publisher_lacks():
-    expected = "^expected the publisher to have weight, got no such tensor; it has 5 tensors: .*, "
+    expected = "^expected the publisher to have weight, got no such tensor; it has 6 tensors: .*, "
     with Publisher(None, arrays(0)) as publisher, pytest.raises(InvalidArgument, match=expected):
         bind(publisher.address, torch.nn.Linear(2, 2, bias=True))
 
@@ -146,21 +150,6 @@ def test_a_module_in_8_bits():
     scales = module.qkv_proj.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :200]
     found, right = (module.qkv_proj.weight.float() * scales).numpy(), np.concatenate([*held.values()])
     assert np.abs(found - right).max() < 0.04 * np.abs(right).max() and found.any()
-
-
-def test_padded_rows_are_not_written():
-    """As those of vLLM's embedding, on the last of 2 ranks."""
-    module = torch.nn.Module()
-    module.embed_tokens = torch.nn.Embedding(64, 3)
-    with torch.no_grad():
-        module.embed_tokens.weight.fill_(-1)
-    x = np.arange(300, dtype=np.float32).reshape(100, 3)
-    with Publisher(None, {"embed_tokens.weight": (x, Placement.whole((100, 3)))}) as publisher:
-        publisher.publish(1)
-        with bind(publisher.address, module, rules="vllm", rank=1, ranks=2) as subscriber:
-            subscriber.update(30)
-    assert (module.embed_tokens.weight[:36].detach().numpy() == x[64:]).all()
-    assert (module.embed_tokens.weight[36:] == -1).all()
 
 
 def test_parameters_that_are_trained_need_no_detach():

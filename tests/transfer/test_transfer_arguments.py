@@ -71,7 +71,6 @@ ARRAYS = [
     ({"": (X, WHOLE)}, "arrays: expected non-empty strings as names, got ''"),
     ({"w": X}, "w: expected a pair (array, Placement), got ndarray"),
     ({"w": (X,)}, "w: expected a pair (array, Placement), got (ndarray)"),
-    ({"w": (X, (2, 3))}, "w: expected a pair (array, Placement), got (ndarray, tuple)"),
     ({"w": (WHOLE, X)}, "w: expected a pair (array, Placement), got (Placement, ndarray)"),
     ({"w": (X, Placement((2, 3), (1,)))}, "w: expected parts of the class Part, got (1,)"),  # type: ignore[arg-type]
     ({"w": (X, Placement((2, 3), (Part("", (2, 3), (0,), (2, 3), 0, (3, 1)),)))},
@@ -103,9 +102,7 @@ OF_SUBSCRIBERS = [
 ]
 LAYOUTS = [
     ([], "layout: expected a dict of name -> kos.transfer.Array, got list"),
-    ({"w": WHOLE}, "w: expected a kos.transfer.Array, got Placement"),
     ({"w": (F32, WHOLE)}, "w: expected a kos.transfer.Array, got tuple"),
-    ({"w": Array(np.float32, WHOLE)}, "w: expected a dtype of kos.dtypes.DTYPES, got <class 'numpy.float32'>"),
     ({"w": Array("float32", WHOLE)}, "w: expected a dtype of kos.dtypes.DTYPES, got 'float32'"),
     ({"w": Array(F32, (2, 3))}, "w: expected a Placement, got tuple"),
 ]
@@ -154,21 +151,17 @@ RIGHT: Any = {"w": Array(F32, WHOLE)}
         (lambda: BlockScales("w", (1, 2, 3)), "block of w: expected (rows, columns), got (1, 2, 3)"),
         (lambda: BlockScales("w").shape((3,)), "w: expected the shape of a matrix, such as (4, 4), got (3,)"),
         # placements
-        (lambda: Placement.whole(3), "whole: expected a shape, such as (4, 4), got 3"),
         (lambda: Placement.whole("23", "w"), "w: expected a shape, such as (4, 4), got '23'"),
-        (lambda: Placement.whole((2.5, 3)), "whole: expected a shape, such as (4, 4), got (2.5, 3)"),
         (lambda: Placement.whole((-1, 3)), "whole: expected a shape, such as (4, 4), got (-1, 3)"),
         (lambda: Placement.whole((2, 3), 5), "tensor: expected a string, got 5"),
         (lambda: Placement.cut((2, 3), 0, 0.5, 1), "cut: start: expected a whole number, got 0.5"),
         (lambda: Placement.cut((), 0, 0, 1), "cut: expected an axis of shape () from 0 on, got axis 0"),
-        (lambda: Placement.shard((4, 4), 0, "0", 2), "shard: rank: expected a whole number, got '0'"),
         (lambda: Placement.shard((4, 4), 0, 2, 2), "shard: rank: expected a rank from 0 to 1, got 2"),
         (lambda: Placement.shard((4, 4), 0, 0, 0), "shard: ranks: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 2, most=0), "shard: most: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected a number of ranks that is a multiple of most"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "shard: expected a multiple of 2 elements along axis 0, for equal"),
         (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),
-        (lambda: Placement.shard((4, 4), -1, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis -1"),
         (lambda: Placement.whole((4,)).flat(0.5, 2), "flat: start: expected a whole number, got 0.5"),
         (lambda: Placement.joined([3]), "joined: expected Placements, got [3]"),
         (lambda: Placement.joined(3), "joined: expected Placements, got 3"),
@@ -187,11 +180,9 @@ RIGHT: Any = {"w": Array(F32, WHOLE)}
         (lambda: placements({}, ["w"]), "tensors: expected a dict of name -> shape, got list"),
         (lambda: placements({"w": X}, {"w": (2, 3)}), "w: expected a shape, such as (4, 4), got array("),
         (lambda: placements({"w": (2, 3)}, {"w": 3}), "w: expected a shape, such as (4, 4), got 3"),
-        (lambda: placements({3: (2, 3)}, {}), "parameters: expected non-empty strings as names, got 3"),
         (lambda: placements({"w": (3, 4)}, {"w": (4, 3)}), "w: expected shape (4, 3) of w on rank 0 of 1, got (3, 4), "
          "the transpose, which needs the rule `transposed`"),
         # ``bind``, which checks before it waits: nobody listens at the address, and it would raise TransferTimeout
-        (lambda: bind(NOWHERE, {"w": X}), "module: expected a torch.nn.Module, got "),
         (lambda: bind(NOWHERE, None), "module: expected a torch.nn.Module, got "),
         (lambda: bind(NOWHERE, MODULE, rules="llamacpp", timeout=0.1), "rules: expected one of huggingface"),
         (lambda: bind(NOWHERE, MODULE, rank=2, ranks=2, timeout=0.1), "rank: expected a rank from 0 to 1, got 2"),
@@ -209,7 +200,6 @@ def test_what_is_refused(make, text):
         ("rows = 3", "rows: expected a regular expression, got 3"),
         ("rows = '(('", "rows: expected '((' to be a regular expression, got missing )"),
         ("padded = 64", "padded: expected a table of regular expression = value, got int"),
-        ("[padded]\n'x' = '64'", "padded: x: expected a whole number from 1 on, got '64'"),
         ("[padded]\n'x' = 0", "padded: x: expected a whole number from 1 on, got 0"),
         ("[padded]\n'((' = 64", "padded: expected '((' to be a regular expression, got missing )"),
         ("[fused]\n'x' = 'y'", "fused: x: expected a list of the names of tensors, got 'y'"),
