@@ -20,11 +20,8 @@ from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs r
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     TIMEOUT,
     test_a_rank_that_does_not_come,
-    test_async_operations_and_their_order,
-    test_batch_and_persistent,
     test_deterministic_is_in_rank_order,
     test_graph_capture_and_replay,
-    test_messages,
     test_promise,
     test_several_communicators,
     test_uneven_shards_in_place_in_a_graph,

@@ -167,7 +167,6 @@ def test_compressed_sums_go_in_phases_and_all_else_does_not(gpu, /):
 
 
 test_error_feedback = conformance.test_error_feedback
-test_batch_and_persistent = test_nccl.test_batch_and_persistent
 test_deterministic_is_in_rank_order = test_nccl.test_deterministic_is_in_rank_order
 test_several_communicators = test_nccl.test_several_communicators
 

@@ -77,25 +77,6 @@ def test_deterministic_is_in_rank_order(gpu, /, seed, dtype, op):
 
 
 @on_each_rank("ranks.run")
-def test_messages(gpu, /, seed):
-    n, me = gpu.size, gpu.rank
-    if n == 1:
-        return
-    right, left = (me + 1) % n, (me - 1) % n
-    for count in (0, 1, 997, LARGE):
-        xs = inputs(seed, n, count, BF16)
-        out = poison(count, BF16)
-        gpu.send_recv(xs[me], out, right, left)
-        assert_bits(out, xs[left], "send_recv")
-        out = poison(count, BF16)
-        if me % 2 == 0 and me + 1 < n:
-            gpu.send(xs[me], me + 1)
-        elif me % 2:
-            gpu.recv(out, me - 1)
-            assert_bits(out, xs[me - 1], "recv")
-
-
-@on_each_rank("ranks.run")
 def test_host_does_not_wait(gpu, /):
     """Calls return while the GPU is still busy with what was queued before; the order is kept all the same."""
     comm, stream = gpu.comm, cuda.create_stream(gpu.device)
@@ -114,26 +95,6 @@ def test_host_does_not_wait(gpu, /):
     assert not streams.is_idle(streams.handle(stream)), f"waited: {spent * 1e3:.1f} ms"
     assert (small.numpy(stream) == comm.size**3).all()
     assert work.done()
-
-
-@on_each_rank("ranks.run")
-def test_async_operations_and_their_order(gpu, /, seed):
-    comm, stream = gpu.comm, cuda.create_stream(gpu.device)
-    xs = inputs(seed, comm.size, LARGE, np.float32)
-    expected = xs[0] * 0
-    for x in xs:
-        expected = expected + x
-    for _ in range(20):
-        x = Array.empty(LARGE, np.float32, comm.device, stream=stream)
-        x.copy_from(xs[comm.rank], stream)
-        work = comm.all_reduce(x, async_op=True)
-        out = comm.all_gather(x[:4], async_op=True, stream=stream)
-        assert work.wait() is x
-        y = Array.empty(LARGE, np.float32, comm.device, stream=stream).copy_from(x, stream)
-        np.testing.assert_allclose(y.numpy(stream), expected, rtol=1e-4, atol=1e-4)
-        out.synchronize()
-        with pytest.raises(InvalidArgument, match="expected a positive number"):
-            comm.all_reduce(x, timeout=-1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -235,36 +196,6 @@ def test_graph_of_batches_and_persistent_operations(gpu, /, seed):
             assert_same_on_all_ranks(gpu, array.numpy(stream), f"replay {turn}")
         assert_bits(both.numpy(stream), np.stack(xs), "all_gather")
     graph.close()
-
-
-@on_each_rank("ranks.run")
-def test_batch_and_persistent(gpu, /, seed):
-    comm, n, me = gpu.comm, gpu.size, gpu.rank
-    ones = [on_gpu(comm, np.full(k + 1, me, np.float32)) for k in range(6)]
-    sixth = on_gpu(comm, np.full(5, me, np.int16))
-    with comm.batch() as batch:
-        for x in ones:
-            comm.all_reduce(x)
-        comm.all_reduce(sixth)  # by our kernel: not in NCCL's group
-    assert len(batch.works) == 7
-    expected = sum(range(n))
-    assert all((x.numpy() == expected).all() for x in [*ones, sixth])
-
-    def refused():
-        with comm.batch():
-            comm.all_reduce(ones[0])
-            comm.all_reduce(ones[0], algorithm="magic")
-
-    with pytest.raises(InvalidArgument):
-        refused()
-    assert (ones[0].numpy() == expected).all()
-
-    x, out = on_gpu(comm, np.zeros(97, np.float32)), on_gpu(comm, np.zeros(97, np.float32))
-    operation = comm.all_reduce_init(x, out=out)
-    for turn in range(5):
-        x.copy_from(np.full(97, me + turn, np.float32))
-        operation.start().wait()
-        assert (out.numpy() == expected + n * turn).all()
 
 
 @on_each_rank("ranks.run")

@@ -29,9 +29,7 @@ from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
-    test_batch_and_persistent,
     test_deterministic_is_in_rank_order,
-    test_messages,
     test_promise,
     test_refusals,
     test_several_communicators,

@@ -221,24 +221,6 @@ def test_a_newcomer_that_does_not_fit_is_refused(options, words, impatient, monk
     healthy_beside(stranger, refused)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_the_members_say_who_was_refused():
-    def stranger(address):
-        for options in ({"secret": "wrong"}, {"backend": "nccl"}):
-            with pytest.raises(RendezvousError):
-                join(address, **options)
-        refused.set()
-
-    def body(comm):
-        words = "0 of 1 newcomers .*; refused: the newcomer at .*: expected backend tcp, .*; another secret: a newcomer"
-        with pytest.raises(RendezvousError, match=words):
-            comm.grow(1, timeout=1.0)
-        comm.close()
-
-    refused = threading.Event()
-    run("tcp", 2, body, stranger)
-
-
 def silent_newcomer(address: str) -> Connection:
     """A connection on which a newcomer has sent only its handshake."""
     place, deadline = parse(address)[0], time.monotonic() + 20

@@ -32,7 +32,6 @@ from tests.comm.ranks import assert_bits, inputs, on_each_rank
 from tests.comm.test_conformance import test_compressed_errors_are_within_the_bounds  # noqa: F401 -- collected here
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_any_bytes_to_and_from_anybody,
-    test_messages,
     test_messages_of_a_batch_wait_for_none_of_it,
     test_parts_of_any_size_go_by_one_kernel,
     test_refusals,

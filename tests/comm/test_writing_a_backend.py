@@ -10,27 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kos
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.schedules import registry
-from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import Moves
-from kos.comm.transport import ScheduledCalls
-from kos.errors import InvalidArgument, KosError
 from kos.testing.conformance import cases, failures, intact, run
-from kos.testing.conformance.model import in_rank_order
-from kos.testing.conformance.values import LARGE, assert_bits, inputs
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
-from tests.comm.works import work_of
 from tests.forked import python
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "writing-a-backend.md"
 BLOCK = r"^<!-- not run: the test runs all blocks together -->\n```python\n(.*?)^```$"
 BLOCKS = re.findall(BLOCK, PAGE.read_text(), re.M | re.S)
-LINES = 140
 SEND, PROGRESS = "sends_need_no_further_call", "one_poll_advances_all_messages"
 
 
@@ -40,10 +30,6 @@ def files():
     exec(compile("\n".join(BLOCKS), str(PAGE), "exec"), names)
     yield names["Files"]
     del kos.comm.BACKENDS["files"]
-
-
-def test_it_is_short():
-    assert len([line for block in BLOCKS for line in block.splitlines() if line.strip()]) < LINES
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -233,50 +219,3 @@ def test_a_text_that_no_check_has_is_refused():
 
 def test_the_contracts_of_messages_are_checked_first():
     assert [case.name for case in cases()][:2] == [SEND, PROGRESS]
-
-
-def test_a_schedule_of_the_program():
-    @algorithm("all_reduce", "star of a test", ordered=True)
-    def star(n, c):
-        for rank in range(1, n):
-            yield [Moves(rank, 0, 0, count=c, reduce=True)]
-        yield [Moves(0, np.arange(1, n), 0, count=c)]
-
-    @algorithm("all_reduce", "ring of a test", parts=lambda n, c: n * c)
-    def ring(n, c):
-        r = np.arange(n)
-        for step in range(2 * (n - 1)):
-            yield [Moves(r, (r + 1) % n, (r - step) % n * c, count=c, reduce=step < n - 1)]
-
-    def body(comm):
-        for count in (1, 7, LARGE):
-            xs = inputs(0, comm.size, count, np.float32)
-            got = comm.all_reduce(xs[comm.rank].copy(), algorithm="star of a test", deterministic=True)
-            assert_bits(got, in_rank_order(xs))
-            got = comm.all_reduce(xs[comm.rank].copy(), algorithm="ring of a test")
-            assert np.allclose(got, in_rank_order(xs), atol=1e-5)
-        with pytest.raises(InvalidArgument, match="algorithm: expected"):
-            comm.all_reduce(np.ones(1), algorithm="ring of a test", deterministic=True)
-
-    try:
-        on_files(3, body)
-    finally:
-        for name in ("star of a test", "ring of a test"):
-            del registry._REGISTRY["all_reduce"][name]
-
-
-@pytest.mark.parametrize("compared", [False, True])
-def test_a_collective_that_ends_early_cancels_its_messages(compared):
-    """Whether or not the transport compares calls."""
-    cancelled = []
-    transport = SimpleNamespace(
-        rank=0, size=2, ranks_per_host=None, failures=None, tag=lambda sequence: 100 + sequence, cancel=cancelled.append
-    )
-    calls = ScheduledCalls(transport, transport)
-    calls._barrier = lambda work: iter([None, None])
-    work = work_of("barrier", sequence=5)
-    steps = calls.run(work, (lambda: True) if compared else None)
-    next(steps)
-    with pytest.raises(KosError, match="ended"):
-        steps.throw(KosError("ended"))
-    assert [cancelled[0](SimpleNamespace(tag=tag)) for tag in (105, 106)] == [True, False]
