@@ -146,6 +146,26 @@ def test_a_stream_that_is_given_wins(comm, library):
             check(library, library.copy(out), total(comm))
 
 
+@on_each_rank("on_all")
+def test_streams_that_are_gone_are_not_asked(comm, library):
+    for given in ("current", "handle"):
+        for end in (comm.barrier, comm.synchronize, lambda: comm.all_reduce(library.full(LARGE, 1.0))):
+            stream = library.stream()
+            with library.on(stream):
+                library.slow()
+                x = library.full(LARGE, comm.rank + 1)
+                comm.all_reduce(x, stream=library.handle(stream) if given == "handle" else None)
+                check(library, library.copy(x), total(comm))
+            del stream
+            gc.collect()
+            end()
+    for _ in range(50):
+        with library.on(library.stream()):
+            comm.all_reduce(x)
+        gc.collect()
+    comm.synchronize()
+
+
 def test_captured_as_the_first_call_of_its_kind(comm, library, on_all):
     """In torch.cuda.graph's default mode no thread may do what could disturb the capture."""
     count = next(_sizes)

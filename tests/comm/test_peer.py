@@ -11,6 +11,7 @@ import pytest
 import kos
 from kos import ReduceOp, cuda
 from kos.comm.gpu.ordered_sum import OrderedReduction
+from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.cuda import driver
 from kos.dtypes import DTYPES
@@ -292,6 +293,32 @@ def test_views_put_and_get(gpu, /):
         wanted = [[1000 * turn + 10 * by + r for by in range(n)] for r in range(n)]
         assert [[view.numpy(stream)[by, -1] for by in range(n)] for view in views] == wanted  # got from all ranks
         assert (x.numpy(stream) == np.array(wanted[me])[:, None]).all()
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
+@on_each_rank("ranks.run")
+def test_large_moves_by_copy_engines(gpu, /, name, seed, monkeypatch):
+    """The path from ``_COPIES_FROM`` bytes on: in graphs too, in place and out of place."""
+    comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 400_000  # too large for packets
+    if n <= 2:
+        pytest.skip("needs three GPUs: two ranks use bind_exchange, one copies")
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+    stream = cuda.create_stream(comm.device)
+    x, out = comm.allocate(n * part, np.int32), comm.allocate(n * part, np.int32)
+    source = x if name == "all_to_all" else x[me * part : (me + 1) * part]
+    for target in (out, x)[: 1 if name == "all_to_all" else 2]:  # an all_gather may be in place
+        getattr(comm, name)(source, target, stream=stream)
+        with cuda.capture(stream) as graph:
+            getattr(comm, name)(source, target, stream=stream)
+        for turn in range(3):
+            data = np.random.default_rng([seed, turn]).integers(0, 1 << 30, (n, n * part), np.int32)
+            comm.barrier(stream=stream)
+            target.fill_bytes(255, stream)
+            source.copy_from(data[me, : source.size], stream)
+            graph.replay(stream)
+            expected = data[:, :part] if name == "all_gather" else data[:, me * part : (me + 1) * part]
+            assert_bits(target.numpy(stream), expected.reshape(-1), f"turn {turn}")
+        assert "copies" in str(getattr(comm, f"{name}_init")(source, target)._work.prepared.kernel)
 
 
 @on_each_rank("ranks.run")
