@@ -142,7 +142,7 @@ def run_calls(library: ctypes.CDLL, count: Callable[[str, int, Any, Callable[[],
 
 def _arrays(kind: str) -> list[Any]:
     """An array, and one of twice its size for the result of all_gather."""
-    from tests.comm.fake_gpu import Stream
+    from tests.fake_cuda import Stream
 
     sizes = COUNT, 2 * COUNT
     if kind == ", torch":

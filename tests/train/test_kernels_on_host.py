@@ -159,7 +159,6 @@ def test_a_rank_whose_collectives_were_ended_has_a_report_for_which_no_step_coun
     assert counted == [1, 0, 0]
 
 
-def test_adamw_without_master_weights(ops):
-    on_models.test_adamw_without_master_weights(ops)
+def test_weights_without_a_float32_copy(ops):
     on_models.test_weights_are_rounded_at_random(ops)
     on_models.test_weights_that_are_lost_stay_so(ops)
