@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,23 +18,23 @@ from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, Uncached, generate
+from kos.train.model import model as of_models
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
-from kos.train.ops.fixed_order import LEAST_CHUNK
 from kos.train.ops.fp8 import Quantized
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.models import InMemory, part_of
 
-STEPS = 4
+STEPS, LEAST_CHUNK = 3, 8
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 24,
     "vocab_size": 40, "initializer_range": 0.3,
 }  # fmt: skip
-RUN: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2,
+RUN: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 1, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2,
                        "documents": "cross"}  # fmt: skip
 
 
-BITS: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 2, "deterministic": True}
+BITS: dict[str, Any] = {"seq_len": 32, "batch_size": 4, "micro_batch_size": 1, "steps": 2, "deterministic": True}
 
 
 class Precise(CpuDevice):
@@ -91,8 +92,12 @@ def settings(layout: Layout, **values: Any) -> TrainConfig:
 
 
 def small_buckets(patch: pytest.MonkeyPatch) -> None:
-    """The weights of a small model are updated in many blocks, and exchanged in many buckets."""
-    blocks = (optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (memory_plan, "HOST_BUCKET_BYTES", 4096)
+    """The weights of a small model are updated in many blocks, and exchanged in many buckets.
+
+    In a fixed order, short sequences are cut for the ranks of cp.
+    """
+    blocks = ((optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (memory_plan, "HOST_BUCKET_BYTES", 4096),
+              (of_models, "LEAST_CHUNK", LEAST_CHUNK))  # fmt: skip
     for module, name, value in blocks:
         patch.setattr(module, name, value)
 
@@ -157,10 +162,14 @@ OF_LAYOUTS = {"pp_schedule", "zero", "recompute"}
 """Settings that change no bit of a run on one rank."""
 
 
-def check(layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any) -> None:
+def check(
+    layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any
+) -> list[dict[str, Any]]:
+    """Returns what each rank knows."""
     alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
     ranks = train(layout, kind, layers, tied, steps, **changes)
     compare(ranks, serial(kind, layers, tied, steps, **alone), layout, DEVICES[kind])
+    return ranks
 
 
 def check_bits(layout: Layout, layers: int, tied: bool, **changes: Any) -> None:
@@ -181,6 +190,36 @@ def length(cp: int) -> int:
     return 32 if cp == 1 else 2 * LEAST_CHUNK * cp
 
 
+def pairs(allowed: Callable[[dict[str, Any]], bool], **values: Sequence[Any]) -> list[dict[str, Any]]:
+    """Rows of settings: any two values of two of them that are allowed together are together in one row.
+
+    Each row begins with two values that have not been together yet, and is the best of 80 that are drawn.
+    """
+    draw, found = random.Random(0), list[dict[str, Any]]()
+    every = [(name, value) for name, of in values.items() for value in of]
+    left = dict.fromkeys(two for two in itertools.combinations(every, 2) if two[0][0] != two[1][0])
+
+    def new(row: dict[str, Any]) -> int:
+        return len(left.keys() & itertools.combinations(row.items(), 2))
+
+    while left:
+        two = next(iter(left))
+        rows = [{name: draw.choice(of) for name, of in values.items()} | dict(two) for _ in range(80)]
+        best = max(filter(allowed, rows), key=new, default={})
+        found += [best] * bool(best)
+        for together in (two, *itertools.combinations(best.items(), 2)):
+            left.pop(together, None)
+    return found
+
+
+AXES = "dp", "tp", "pp", "cp"
+
+
+def layout_of(row: dict[str, Any]) -> tuple[Layout, dict[str, Any]]:
+    """The layout of a row of ``pairs``, and its other settings."""
+    return Layout(**{axis: row[axis] for axis in AXES}), {name: row[name] for name in row if name not in AXES}
+
+
 def layouts(ranks: int) -> list[Layout]:
     axes = itertools.product(range(1, ranks + 1), repeat=4)
     return [Layout(*sizes) for sizes in axes if math.prod(sizes) == ranks and 8 % sizes[3] == 0 and 8 % sizes[1] == 0
@@ -188,7 +227,7 @@ def layouts(ranks: int) -> list[Layout]:
 
 
 def named(layout: Layout) -> str:
-    return "-".join(f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1)
+    return "-".join(f"{axis}{getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
 
 
 def cases(quick: Sequence[tuple[Layout, dict[str, Any]]], slow: Sequence[tuple[Layout, dict[str, Any]]] = ()) -> Any:

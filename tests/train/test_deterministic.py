@@ -43,7 +43,7 @@ def test_the_split_depends_on_the_model_alone(sizes, seq_len, split):
         (Layout(tp=4), {"deterministic_parts": 2, "seq_len": 32},
          "--deterministic --tp 4: expected --deterministic-parts to be a multiple of 4, got 2"),
         (Layout(), {"deterministic_parts": 3}, "--deterministic-parts: expected a divisor of 8, the largest .* got 3"),
-        (Layout(cp=2), {}, "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 256, got 48"),
+        (Layout(cp=2), {}, "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 32, got 24"),
         (Layout(cp=3), {}, "--deterministic --cp 3: expected --cp 1, 2, 4 or 8, got 3"),
     ],
 )  # fmt: skip
@@ -54,7 +54,7 @@ def test_what_cannot_be_cut_is_refused(layout, changes, error):
         assert all(got["rows"].tobytes() == alone["rows"].tobytes() for got in ranks)
         return
     with pytest.raises(ConfigError, match=error):
-        runs(layout, **{"seq_len": 48, **changes})
+        runs(layout, **{"seq_len": 24, **changes})
 
 
 def test_sums_of_squares_are_exact(rng):

@@ -175,7 +175,7 @@ def test_no_product_for_the_gradient_of_a_frozen_matrix(schedule, use, before_ca
     before_call(numpy_ops, "linear_weight_gradient", lambda d_out, x, d_weight, *_: shapes.append(d_weight.shape))
     use(matrices_of_attention)
     layouts.train(Layout(pp=2), Precise, 5, True, 1, pp_schedule=schedule)
-    assert sorted(shapes) == sorted(5 * 8 * [(48, 16), (16, 24)])  # of 8 micro-batches
+    assert sorted(shapes) == sorted(5 * 4 * [(48, 16), (16, 24)])  # of 4 micro-batches
 
 
 def steps(text: Path, out: Path, ranks: int = 1, **changes: Any) -> np.ndarray:
