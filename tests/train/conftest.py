@@ -30,12 +30,14 @@ def rng():
     return np.random.default_rng(SEED)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
-    for module in ("run", "elastic"):
-        monkeypatch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("run", "elastic"):
+            patch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
+        yield
 
 
 @pytest.fixture
