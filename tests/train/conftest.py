@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.train.tokenizer_files import huggingface_file
 
 __all__ = ["emulated", "huggingface_file"]
 
+ABOUT = {name: cache(getattr(machine, name)) for name in ("git_commit", "versions_of")}
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 
 
@@ -28,23 +30,34 @@ def rng():
     return np.random.default_rng(SEED)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
-    for module in ("run", "elastic"):
-        monkeypatch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("run", "elastic"):
+            patch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
+        yield
 
 
 @pytest.fixture
 def warm_seconds():
-    """Two dry runs precede the first step, and no more of them to tell how long it takes: most runs are short."""
-    return 0.0
+    """Of dry runs beyond the first two.  None: on a CPU no dry run precedes the first step, for most runs are short."""
 
 
 @pytest.fixture(autouse=True)
 def _dry_runs(monkeypatch, warm_seconds):
-    monkeypatch.setattr(cpu, "WARM_SECONDS", warm_seconds)
+    if warm_seconds is None:
+        monkeypatch.setattr(cpu.CpuDevice, "dry_run", lambda device: None)
+    else:
+        monkeypatch.setattr(cpu, "WARM_SECONDS", warm_seconds)
+
+
+@pytest.fixture(autouse=True)
+def _about(monkeypatch):
+    """What git and the installed packages say of each run is asked once."""
+    for name, once in ABOUT.items():
+        monkeypatch.setattr(machine, name, once)
 
 
 @pytest.fixture

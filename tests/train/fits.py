@@ -94,5 +94,7 @@ def result(out: Path) -> tuple[Any, Any]:
     return column(out, "step", "loss", "grad_norm"), tensors_of_run(out)
 
 
-LAYOUTS = [(1, {}), (2, {}), (2, {"zero": 1}), (2, {"pp": 2}), (2, {"cp": 2}), (2, {"tp": 2})]
-NAMES = ["one", "dp", "zero", "pp", "cp", "tp"]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}), "dp": (2, {}), "zero": (2, {"zero": 1}), "pp": (2, {"pp": 2}), "cp": (2, {"cp": 2}),
+    "tp": (2, {"tp": 2}),
+}  # fmt: skip

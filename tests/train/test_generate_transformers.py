@@ -1,4 +1,4 @@
-"""Greedy tokens and limits of sampling beside transformers: 20 random models of all families, in float32."""
+"""Greedy tokens and limits of sampling beside transformers: random models of all families, in float32."""
 
 import dataclasses
 from typing import Any
@@ -20,26 +20,33 @@ pytestmark = needs_transformers
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [1], [*range(20, 4, -1), 39]]
 
 
-def test_there_are_twenty_of_all_families():
-    assert len(CASES) == 20 and {config.model_type for config in CASES.values()} == {*FAMILIES}
+NAMES = [
+    "llama, one kv head", "llama3", "dynamic", "yarn", "qwen2, windows", "qwen3, biases and windows",
+    "mistral, a window", "olmo2", "smollm3", "gpt2",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
-def test_greedy_tokens(config, rng):
+def test_every_family_is_there():
+    assert {CASES[name].model_type for name in NAMES} == {*FAMILIES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens(name, rng):
     """With and without the cache, of prompts of several lengths at once."""
+    config = CASES[name]
     weights = random_weights(config, rng, np.float32)
     theirs, expected = theirs_of(config, weights), []
     for prompt in PROMPTS:
         with torch.no_grad():
             out = theirs.generate(
-                torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0,
+                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0,
                 attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
             )  # fmt: skip
         expected.append(out[0, len(prompt) :].tolist())
-    assert {len(tokens) for tokens in expected} == {24}
+    assert {len(tokens) for tokens in expected} == {12}
     model = Model(config, numpy_ops)
-    assert tokens_of(Uncached(lambda x: model.next_logits(weights, x)), config, PROMPTS, 24, GREEDY) == expected
-    assert tokens_of(decoder(config, weights, len(PROMPTS)), config, PROMPTS, 24, GREEDY) == expected
+    assert tokens_of(Uncached(lambda x: model.next_logits(weights, x)), config, PROMPTS, 12, GREEDY) == expected
+    assert tokens_of(decoder(config, weights, len(PROMPTS)), config, PROMPTS, 12, GREEDY) == expected
 
 
 def scores_of(logits: np.ndarray) -> Any:

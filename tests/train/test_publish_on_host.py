@@ -66,7 +66,6 @@ def run(out: Path, ranks: int, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        pytest.param(1, {}, id="one rank"),
         pytest.param(2, {}, id="dp"),
         pytest.param(2, {"zero": 1, "dtype": "bfloat16"}, id="dp with ZeRO-1, bfloat16"),
         pytest.param(2, {"tp": 2, "dtype": "bfloat16", "model": EVEN}, id="tp, bfloat16"),

@@ -1,6 +1,5 @@
 """One optimizer step against float64, for any cut of the batch; and when a run evaluates, prints and saves."""
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -50,13 +49,9 @@ def _moments(out: Path) -> list[np.ndarray]:
     return [np.concatenate([files.read(f"{moment}.{name}").ravel() for name in shapes]) for moment in AdamW.state]
 
 
-CUTS = list(itertools.product([0.0, 0.1, 100.0], [(1, 2), (2, 2), (2, 4)], [False, True]))
-QUICK = [(0.1, (1, 2), False), (0.1, (2, 2), False), (0.1, (2, 2), True), (0.0, (2, 4), False), (100.0, (2, 2), False)]
-
-
 @pytest.mark.parametrize(
     ("grad_clip", "ranks", "micro_batch_size", "deterministic"),
-    [pytest.param(c, *cut, d, marks=() if (c, cut, d) in QUICK else pytest.mark.slow) for c, cut, d in CUTS],
+    [(0.1, 1, 2, False), (0.1, 2, 2, True), (0.0, 2, 4, False), (100.0, 2, 2, False), (0.0, 1, 2, True)],
 )
 def test_the_gradient_is_the_mean_and_clipped(text, tmp_path, ranks, micro_batch_size, grad_clip, deterministic):
     """AdamW hides the scale of its gradients in the weights, but its first moments show it: (1 - beta) g."""
@@ -76,13 +71,13 @@ def test_the_gradient_is_the_mean_and_clipped(text, tmp_path, ranks, micro_batch
     np.testing.assert_allclose(exp_avg_sq / (1 - config.beta2), gradient**2, rtol=4e-5, atol=4e-5 * exact**2)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])])
+@pytest.mark.parametrize(("every", "expected"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7])])
 def test_eval_every(text, tmp_path, every, expected):
     rows = _train(text, tmp_path, eval_every=every)
     assert [row["step"] for row in rows if "val_loss" in row] == expected
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, [7]), (2, [2, 4, 6, 7]), (7, [7]), (9, [7])])
+@pytest.mark.parametrize(("every", "expected"), [(0, [7]), (2, [2, 4, 6, 7]), (7, [7])])
 def test_save_every(text, tmp_path, every, expected):
     _train(text, tmp_path, save_every=every)
     steps = [checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()]
