@@ -1,5 +1,7 @@
 """The promises of ``kos.testing.conformance`` for every dtype, on threads and MPI; other files check some of them."""
 
+import re
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,13 @@ from kos import PremulSum, ReduceOp
 from kos.comm.compression import FORMATS
 from kos.comm.group_backend import GroupBackend
 from kos.testing import spawn
-from kos.testing.conformance import cases, model, results
+from kos.testing.conformance import Case, cases, model, results
 from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.failures import SCENARIOS
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import REDUCTIONS, assert_bits, inputs, vector
 from tests.comm import compression_bounds as bounds
+from tests.comm.conftest import backends, ranks_of
 from tests.comm.ranks import TIMEOUT
 
 # Collected on GPUs too, by ``import *``.
@@ -29,15 +32,36 @@ def names_of(full: bool = True, gpu: bool = False) -> list[str]:
     return [case.name for case in cases(full, gpu=gpu) if case.name not in failing]
 
 
+OF_OTHER_DTYPES = re.compile(r".* (?!float32)(float|bfloat|u?int|complex|bool)\d*(_\w+)?\b.*")
+"""The names of promises of other dtypes than float32."""
+
+
+@cache
+def promises(seed: int) -> dict[str, Case]:
+    """All promises by their names."""
+    return {case.name: case for case in cases(full=True, seed=seed)}
+
+
 def check(ranks: Any, seed: int, name: str) -> None:
     """Check the promise of that name."""
-    (case,) = (each for each in cases(full=True, seed=seed) if each.name == name)
+    case = promises(seed)[name]
     ranks.run(lambda comm: case.applies(comm) and case.call(comm))
 
 
-@pytest.mark.parametrize("name", names_of())
+@pytest.mark.parametrize("name", [name for name in names_of() if not OF_OTHER_DTYPES.fullmatch(name)])
 def test_promise(ranks, seed, name):
     check(ranks, seed, name)
+
+
+@pytest.fixture(**backends(3))
+def three(request):
+    return ranks_of(request)
+
+
+@pytest.mark.parametrize("name", filter(OF_OTHER_DTYPES.fullmatch, names_of()))
+def test_other_dtypes(three, seed, name):
+    """Groups of threads of each size are those of float32."""
+    check(three, seed, name)
 
 
 @pytest.mark.parametrize(

@@ -59,23 +59,20 @@ class Ranks:
         return list(range(ends[host] - self.hosts[host], ends[host]))
 
 
-def named(kind: str, hosts: tuple[int, ...], *more: Any, slow: bool = False) -> Any:
+def named(kind: str, hosts: tuple[int, ...], *more: Any) -> Any:
     """Parameters of a test: the ranks, and ``more``."""
     name = "-".join([f"{kind} {'+'.join(map(str, hosts))}", *map(str, more)])
-    marks = [pytest.mark.mpi] * (kind == "mpi") + [pytest.mark.slow] * slow
+    marks = [pytest.mark.mpi] * (kind == "mpi")
     return pytest.param((kind, hosts), *more, marks=marks, id=name)
 
 
 PROMISES = [
-    named(kind, hosts, case, slow=kind == "tcp" and hosts == OF_FOUR[(number + 1) % 3])
+    named(kind, hosts, case)
     for number, case in enumerate(CASES)
     for kind, hosts in KINDS
-    if hosts not in OF_FOUR or (hosts == OF_FOUR[number % 3]) == (kind != "tcp")
+    if hosts not in OF_FOUR or hosts == OF_FOUR[(number - (kind == "tcp")) % 3]
 ]
-"""Each promise with each kind of ranks; of ``OF_FOUR``, threads and MPI have one, and tcp the other two.
-
-`make test` has one of the two.
-"""
+"""Each promise with each kind of ranks; of ``OF_FOUR``, threads and MPI have one, and tcp another one."""
 
 
 @pytest.fixture(params=[named(*each) for each in KINDS])

@@ -17,20 +17,20 @@ from kos.testing.conformance.failures import LATE, SCENARIOS, check
 from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario
 from tests.comm.tcp_ranks import TCPRanks
 
-# Left to `make test-all`: rows whose ranks wait for a timeout, but for these, and one of both memories of other rows.
+# Left to `make test-all`: rows whose ranks wait for a timeout, but for these.
 WAITING = ("all_reduce, a rank is late", "barrier, rank 0 gives up", "recv, rank 0 gives up")
 IN_BOTH = ("all_reduce, a later one fails", "recv, rank 0 gives up")
 PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
 
 
 def rows() -> list[Any]:
-    """Each row in both memories; under mpirun 3 ranks have the memory that 2 and 4 ranks do not have."""
+    """Each row in one of both memories; under mpirun 3 ranks have the memory that 2 and 4 ranks do not have."""
     found = []
     for number, row in enumerate(SCENARIOS):
         waits = row.error is LATE and str(row) not in WAITING
         for memory in ("shared", "none"):
             second = str(row) not in IN_BOTH and (memory == "none") == (number % 2 == 0)
-            if native is None or PROCESSES is None or str(row) in IN_BOTH or second == (PROCESSES == "3"):
+            if native is None or str(row) in IN_BOTH or second == (PROCESSES == "3"):
                 marks = pytest.mark.slow if waits or second else ()
                 found.append(pytest.param(row, memory, id=f"{memory}-{row}", marks=marks))
     return found
