@@ -10,7 +10,8 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -68,9 +69,21 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-def pytest_runtest_setup() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    pass_over_earlier_files(item.path)
     if "mpi4py.MPI" in sys.modules:
         remove_variables_of_mpi()
+
+
+@lru_cache(maxsize=1)
+def pass_over_earlier_files(path: Path) -> None:
+    """As the tests of another file begin: what those before have imported and kept is collected no more.
+
+    Each collection for which a test asks would look through it, a million objects once torch and others are there.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @cache

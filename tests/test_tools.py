@@ -186,11 +186,11 @@ def test_a_selection_without_a_test_fails(passed, code, tmp_path, monkeypatch):
 def test_what_tests_start_is_no_rank_once_mpi_has_run():
     """MPI_Init of Open MPI 4 sets variables for programs that this process starts, but not in ``os.environ``."""
     program = """
-import os, subprocess, sys
+import os, subprocess, sys, types
 sys.modules["mpi4py.MPI"] = sys
 os.putenv("PMIX_RANK", "0")
 from tests.conftest import pytest_runtest_setup
-pytest_runtest_setup()
+pytest_runtest_setup(types.SimpleNamespace(path=None))
 found = subprocess.run(["env"], stdout=subprocess.PIPE, text=True).stdout.splitlines()
 assert "PMIX_RANK=0" not in found and "HOME=here" in found, found
 """

@@ -263,7 +263,7 @@ def _mine(device: str) -> torch.Tensor:
 
 
 def matrix(parts: Sequence[str], compiler: str, kind: str, cache: str) -> dict[str, Any]:
-    """The result of each case of "collectives", "functional" and "models", or its error as a string.
+    """The result of each case of "collectives", "functional" and "models", or of models by name; an error is a string.
 
     ``cache`` is a folder for what inductor compiles.
     """
@@ -285,7 +285,7 @@ def matrix(parts: Sequence[str], compiler: str, kind: str, cache: str) -> dict[s
     if "functional" in parts:
         for call in functional():
             case(call.__name__, lambda call=call: _compiled(call, compiler, fullgraph=True)(_mine(device)).tolist())
-    if "models" in parts:
-        for program in MODELS:
+    for program in MODELS:
+        if {"models", program.__name__} & {*parts}:
             case(program.__name__, lambda program=program: program(device, compiler))
     return found

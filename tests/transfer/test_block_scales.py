@@ -21,6 +21,16 @@ PLACED = {
     "columns of a rank": Placement.shard(SHAPE, 1, 1, 2, "w"), "turned": Placement.whole(SHAPE, "w").transposed,
     "fused": Placement.joined([Placement.cut(SHAPE, 0, 256, 44, "w"), Placement.cut(SHAPE, 0, 0, 130, "w")]),
 }  # fmt: skip
+BLOCKS = {"blocks": (128, 128), "rows": (1, 1000), "odd": (70, 33)}
+WAYS = [("shared", True), ("tcp", True), ("shared", False), ("tcp", False)]
+CASES = pytest.mark.parametrize(
+    ("placed", "block", "transport", "staged"),
+    [
+        pytest.param(PLACED[placed], BLOCKS[block], *WAYS[(i + j) % 4], id=f"{placed}-{block}")
+        for i, placed in enumerate(PLACED) for j, block in enumerate(BLOCKS)
+    ],
+)  # fmt: skip
+"""Each placement with each block, and each of these with both transports, with and without staging memory."""
 
 
 def tensor(version: int) -> np.ndarray:
@@ -72,10 +82,7 @@ def check(
                     assert update.nbytes == 2 * placed.count  # as bfloat16
 
 
-@pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
-@pytest.mark.parametrize("block", [(128, 128), (1, 1000)], ids=["blocks", "rows"])
-@pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
+@CASES
 def test_on_the_host(placed, block, transport, staged):
     check(placed, block, np.float32, transport, staged)
 
@@ -87,11 +94,9 @@ def test_many_rows_on_the_host(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
-@pytest.mark.parametrize("block", [(128, 128), (1, 1000), (70, 33)], ids=["blocks", "rows", "odd"])
-@pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
-def test_on_a_gpu(memory, placed, block, transport):
-    check(placed, block, np.float32, transport, True, lambda x: Array.from_numpy(x, 0))
+@CASES
+def test_on_a_gpu(memory, placed, block, transport, staged):
+    check(placed, block, np.float32, transport, staged, lambda x: Array.from_numpy(x, 0))
 
 
 @needs_compiler

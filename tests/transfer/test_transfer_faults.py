@@ -7,14 +7,13 @@ from tests.transfer.faults import KINDS, run
 
 TWICE = 2 * len(KINDS)
 ON_GPUS = [pytest.mark.gpu, pytest.mark.timeout(600)]
-MANY = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize(
     ("faults", "seed", "gpus"),
     [
         (len(KINDS), 1, False), pytest.param(TWICE, 1, True, marks=ON_GPUS),
-        pytest.param(4 * TWICE, 3, False, marks=MANY),
+        pytest.param(TWICE, 3, False, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_random_faults(faults, seed, gpus):

@@ -220,11 +220,10 @@ def test_rules_of_ones_own(tmp_path):
         placements({"x": (4, 3)}, whole)
 
 
-@pytest.mark.parametrize("ranks", [1024, pytest.param(4096, marks=pytest.mark.slow)])
-def test_thousands_of_ranks_are_planned_in_seconds(ranks):
-    """An 8-billion model: half of the ranks train (tp 8, ZeRO over the rest), the others serve (tp 4)."""
-    shapes = {f"{layer}.{name}": (4096, 4096) for layer in range(32) for name in "abcd"}
-    tp, zero = 8, 8
+def test_thousands_of_ranks_are_planned_in_seconds():
+    """A quarter of an 8-billion model: 2048 ranks train (tp 8, ZeRO over the rest), as many serve (tp 4)."""
+    shapes = {f"{layer}.{name}": (4096, 4096) for layer in range(8) for name in "abcd"}
+    tp, zero, half = 8, 8, 2048
     trainer = []
     for part in range(zero):
         for rank in range(tp):
@@ -235,12 +234,12 @@ def test_thousands_of_ranks_are_planned_in_seconds(ranks):
         {n: Array(DTYPES["bfloat16"], Placement.shard(shape, 1, rank, 4, n)) for n, shape in shapes.items()}
         for rank in range(4)
     ]
-    half, began = ranks // 2, time.process_time()
+    began = time.process_time()
     offers = Offers.of([trainer[rank % len(trainer)] for rank in range(half)])
     plan = Plan(offers, [servers[rank % 4] for rank in range(half)])
     plan.check()
     traffic = plan.traffic()
-    assert time.process_time() - began < 60  # about 5 s on one core
+    assert time.process_time() - began < 15  # about 1 s on one core
     whole = 2 * sum(math.prod(shape) for shape in shapes.values())
     assert sum(traffic.values()) == half // 4 * whole
     sent = [sum(n for (source, _), n in traffic.items() if source == rank) for rank in (0, half - 1)]
