@@ -230,8 +230,7 @@ def named(layout: Layout) -> str:
     return "-".join(f"{axis}{getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
 
 
-def cases(quick: Sequence[tuple[Layout, dict[str, Any]]], slow: Sequence[tuple[Layout, dict[str, Any]]] = ()) -> Any:
+def cases(every: Sequence[tuple[Layout, dict[str, Any]]]) -> Any:
     """Parametrizes a test by ``layout`` and by the ``changes`` of its settings."""
-    ids = ["-".join([named(layout), *map(str, more.values())]) or "alone" for layout, more in [*quick, *slow]]
-    every = [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+    ids = ["-".join([named(layout), *map(str, more.values())]) or "alone" for layout, more in every]
     return pytest.mark.parametrize(("layout", "changes"), every, ids=ids)

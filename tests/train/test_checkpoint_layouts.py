@@ -58,9 +58,7 @@ def layouts(ranks: int) -> list[tuple[Layout, int]]:
 EVERY = [pair for ranks in (1, 2, 4, 6, 8) for pair in layouts(ranks)]
 
 
-@pytest.mark.parametrize(
-    "ranks", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
 def test_every_layout_saves_and_every_other_loads(tmp_path, rng, ranks):
     models = [grouped(tie_word_embeddings=tied, num_key_value_heads=8 >> 2 * tied) for tied in (False, True)]
     wholes = [whole_state(model) for model in models]
@@ -110,12 +108,8 @@ def test_ranks_write_about_equally_much(layout):
 @pytest.mark.parametrize(
     ("layout", "zero", "at_once"),
     [
-        (Layout(), False, False),
-        (Layout(tp=2, dp=2), True, True),
-        *(pytest.param(Layout(), False, True, marks=pytest.mark.slow),
-          pytest.param(Layout(tp=2, dp=2), True, False, marks=pytest.mark.slow),
-          pytest.param(Layout(tp=4), False, True, marks=pytest.mark.slow),
-          pytest.param(Layout(tp=4), False, False, marks=pytest.mark.slow)),
+        (Layout(), False, False), (Layout(tp=2, dp=2), True, True), (Layout(tp=2, dp=2), True, False),
+        (Layout(tp=4), False, True),
     ],
 )
 def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, before_call):
@@ -158,7 +152,7 @@ def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, before
         assert mine == sorted(mine) and (not at_once or (mine[0] == 0 and 0.5 < mine[-1] < 1))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_initial_weights_are_those_of_one_rank(rng, ranks, small_buckets):
     """In every layout, drawn in blocks."""
     for layout, chunks in layouts(ranks):

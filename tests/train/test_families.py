@@ -179,7 +179,7 @@ def test_logits_loss_and_gradients(config, documents, rng, request):
     expected = their_loss(config, theirs, batch)
     expected.backward()
     logits = their_logits(config, theirs, batch).detach().flatten(0, 1).numpy()
-    every = [(np.float64, 1e-12, 1e-12, how) for how in ("none", "norms", "block")]
+    every = [(np.float64, 1e-12, 1e-12, how) for how in (("none", "norms", "block") if documents else ("none",))]
     for dtype, near, near_gradients, recompute in [(np.float32, 1e-6, 1e-5, "none"), *every]:
         weights = random_weights(config, rng, dtype)
         weights.flat[:] = start.flat
@@ -206,7 +206,7 @@ def test_logits_loss_and_gradients(config, documents, rng, request):
         np.testing.assert_allclose(gradients.flat, 2 * once, rtol=1e-4, atol=1e-6)
 
 
-LAYOUTS = [Layout(dp=2), Layout(tp=4), Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
+LAYOUTS = [Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
 IN_LAYOUTS = ("llama, biases", "qwen2, windows", "qwen3", "mistral, a window", "olmo2", "smollm3, all", "yarn")
 RUN: dict[str, Any] = {
     "batch_size": 8, "micro_batch_size": 2, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2, "steps": 10,
@@ -268,12 +268,12 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], li
 
 @pytest.mark.parametrize("name", IN_LAYOUTS)
 def test_steps_beside_torch_in_every_layout(name):
-    """On data with documents: ten on one rank, the first four of them in other layouts."""
+    """On data with documents: ten on one rank, the first two of them in other layouts."""
     config, rng = CASES[name], np.random.default_rng(3)
     start = random_weights(config, rng, np.float64)
     losses, weights = torch_steps(config, start)
     for layout in possible(config, Layout(), *LAYOUTS):
-        count = 4 if layout.ranks > 1 else len(losses)
+        count = 2 if layout.ranks > 1 else len(losses)
         for rank, (rows, got) in enumerate(trained(config, layout, start, count)):
             np.testing.assert_allclose(rows, losses[:count], rtol=2e-6, err_msg=str(layout))
             for tensor, value in got.items():

@@ -69,6 +69,7 @@ NEAR = [
     run(Layout(dp=2, tp=4), trained="muon", copies=2, zero=1, tied=True, batch_size=8),
     run(Layout(dp=2, cp=2, tp=2), trained="lora", zero=1), run(Layout(tp=8), copies=8),
     run(Layout(dp=4, pp=2), zero=1, tied=True), run(Layout(pp=6), layers=9),
+    run(Layout(cp=3), family="smollm3", seq_len=30, documents="pack"),
     run(Layout(tp=2), trained="lora", lora_targets=("q_proj", "down_proj"), batch_size=8),
     run(TWO, layers=1, tied=True), run(TWO, layers=3, tied=True, pp_schedule=V),  # the last has a head alone
 ]  # fmt: skip

@@ -77,11 +77,11 @@ def test_the_copies_are_those_that_a_step_makes_of_weights_in_16_bits(kind, layo
     assert len(held) == 7 * layouts_on_host.layers_of(layout)
 
 
-CHANGES: list[dict[str, Any]] = [{}, {"recompute": "norms"}, {"pp_schedule": "zero-bubble-v"}, {"zero": 1}]
+CHANGES: list[dict[str, Any]] = [{"recompute": "norms"}, {"pp_schedule": "zero-bubble-v"}, {"zero": 1}]
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("layout", "changes"), [*zip(LAYOUTS, CHANGES, strict=True)], ids=str)
+@pytest.mark.parametrize(("layout", "changes"), [*zip(LAYOUTS[1:], CHANGES, strict=True)], ids=str)
 def test_layouts(layout, changes):
     """Losses, validation and text on an emulated GPU.  Ranks of tp have scales of their own."""
     layers = layouts_on_host.layers_of(layout)

@@ -53,9 +53,8 @@ def whole(text, base, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, "--tp=2", "--zero=1"), (2, "--pp=2")), ((4, "--pp=2", "--dp=2", "--zero=1"), (2, "--tp=2")),
-     ((1,), (2, "--cp=2")), ((2, "--pp=2", "--pp-schedule=zero-bubble-v"), (2, "--zero=1")),
-     ((1,), (4, "--zero=1", "--tp=2"))],
+    [((2, "--tp=2", "--zero=1"), (2, "--pp=2", "--pp-schedule=zero-bubble-v")),
+     ((4, "--pp=2", "--dp=2", "--zero=1"), (2, "--cp=2")), ((1,), (4, "--zero=1", "--tp=2"))],
     ids=str,
 )  # fmt: skip
 def test_a_run_resumes_in_another_layout(before, after, text, base, tmp_path):
@@ -149,16 +148,14 @@ def test_merged_and_loaded(whole, base, tmp_path, capsys):
     assert "--merge: expected a run or a folder with adapters (--lora), got" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
-def test_evaluated(ranks, layout, whole, base, text):
+def test_evaluated(whole, base, text):
     """A folder of adapters is evaluated with its base."""
     ids = np.frombuffer(text.read_bytes()[:401], np.uint8).astype(np.int32)
     (text.parent / "some.txt").write_bytes(ids.astype(np.uint8).tobytes())
-    flags = {"seq_len": 16, **layout}
 
     def evaluated(folder):
         some = [str(text.parent / "some.txt")]
-        return spawn(lambda comm: evaluate(folder, some, [], flags, comm), ranks, timeout=100)[0][0]["loss"]
+        return spawn(lambda comm: evaluate(folder, some, [], {"seq_len": 16, "tp": 2}, comm), 2)[0][0]["loss"]
 
     for folder in (whole[0], base):
         losses = [load(folder).loss(ids[at : at + 17]) for at in range(0, 400, 16)]
@@ -368,9 +365,8 @@ def small(text, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("zero", "freeze", "dtype"),
-    [(0, (), "float32"), (1, (), "float32"), (1, ("*.layers.0.*",), "float32"), (1, ("*.layers.0.*",), "fp8")],
-)
+    ("zero", "freeze", "dtype"), [(0, (), "float32"), (1, ("*.layers.0.*",), "fp8")]
+)  # fmt: skip
 def test_a_rank_is_lost_or_two_join(zero, freeze, dtype, text, small, tmp_path, before_call):
     """With the bits of a run in which nothing happened; a newcomer reads the base from its files."""
     how = {**OF_ELASTIC, "init_from": small, "zero": zero, "freeze": freeze, "dtype": dtype}

@@ -4,7 +4,6 @@ import itertools
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
@@ -41,28 +40,6 @@ def test_what_is_not_named_is_one_and_dp_takes_the_rest():
     assert Layout.of(8) == Layout(dp=8)
     assert Layout.of(8, tp=2, pp=2) == Layout(pp=2, dp=2, tp=2)
     assert Layout.of(6, cp=3, dp=2) == Layout(dp=2, cp=3)
-
-
-def _members(comm: Communicator, layout: Layout) -> dict[str, list[int]]:
-    """The world ranks of each of this rank's groups, in the group's order."""
-    mesh, found = Mesh(comm, layout), {}
-    for name in (*AXES, "replicas"):
-        axis = getattr(mesh, name)
-        found[name] = [comm.rank]
-        if axis.size > 1:
-            found[name] = axis.comm.all_gather(np.array(comm.rank)).tolist()
-            assert (axis.rank, axis.size) == (found[name].index(comm.rank), len(found[name]))
-    mesh.close()
-    return found
-
-
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.ranks in (6, 8)][::3], ids=str)
-def test_groups_are_the_ranks_that_differ_on_one_axis(layout):
-    for rank, found in enumerate(spawn(lambda comm: _members(comm, layout), layout.ranks)):
-        here = layout.coordinates(rank)
-        for name, along in [*((axis, (axis,)) for axis in AXES), ("replicas", ("dp", "cp"))]:
-            places = itertools.product(*(range(getattr(layout, axis)) for axis in along))
-            assert found[name] == [layout.rank(here | dict(zip(along, place, strict=True))) for place in places]
 
 
 def test_an_axis_of_one_rank_costs_nothing(before_call):

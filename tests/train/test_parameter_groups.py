@@ -85,9 +85,8 @@ def both(name: str) -> dict[str, Any]:
 
 
 LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(tp=2), {}), (Layout(tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {}),
-    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "zero": 1}), (Layout(dp=2), {"zero": 1}),
-    (Layout(cp=2, tp=2), {"recompute": "norms"}),
+    (Layout(tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {}),
+    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "zero": 1}), (Layout(cp=2, tp=2), {"recompute": "norms"}),
 ]  # fmt: skip
 
 
@@ -105,23 +104,20 @@ def test_groups_on_different_axes(layout, changes, use):
     layouts.check(layout, Precise, layers, layout.dp == 2, **changes)
 
 
-FROZEN: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block"}), (Layout(cp=2), {}), (Layout(pp=3), {}),
-    (Layout(tp=2), {"deterministic": True, "batch_size": 16, "recompute": "block"}), *LAYOUTS,
-]  # fmt: skip
-
-
+V_BLOCK = {"pp_schedule": "zero-bubble-v", "recompute": "block"}
 FREEZING = [
-    *((*case, matrices_of_attention) for case in FROZEN),
-    *((*case, all_but_the_mlp_of_one_layer) for case in FROZEN if case[0].pp > 1 or case[0].dp * case[0].cp > 1),
-    *((*case, both) for case in FROZEN if case[0].tp > 1 and "deterministic" not in case[1]),
-]
+    (Layout(pp=2), V_BLOCK, matrices_of_attention), (Layout(cp=2), {}, matrices_of_attention),
+    (Layout(tp=2), {"deterministic": True, "batch_size": 16, "recompute": "block"}, matrices_of_attention),
+    (Layout(dp=2, tp=2), {"zero": 1}, matrices_of_attention), (Layout(pp=2), V_BLOCK, all_but_the_mlp_of_one_layer),
+    (Layout(pp=3), {}, all_but_the_mlp_of_one_layer), (Layout(dp=2), {"zero": 1}, all_but_the_mlp_of_one_layer),
+    *((*case, both) for case in LAYOUTS),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("layout", "changes", "kind"),
-    [pytest.param(*case, id="-".join(map(named, case)), marks=pytest.mark.slow if number > 3 else ())
-     for number, case in enumerate(FREEZING)],
+    [pytest.param(*case, id="-".join(map(named, case)))
+     for case in FREEZING],
 )  # fmt: skip
 def test_frozen_tensors(layout, changes, kind, use):
     """They stay as they are. The others are trained as where the frozen ones have a learning rate of 0."""
@@ -234,9 +230,8 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(text, tmp_path, use):
         (Layout(tp=2), {"zero": 1}, norms_over_tp),
         (Layout(), {"dtype": "bfloat16"}, matrices_of_attention),
         (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "layers": HEAD_ALONE}, matrices_of_attention),
-        pytest.param(Layout(dp=2, tp=2), {"zero": 1, "graph": False}, both, marks=pytest.mark.slow),
-        pytest.param(Layout(dp=2, tp=2), {}, both, marks=pytest.mark.slow),
-        pytest.param(Layout(pp=2), {}, all_but_the_mlp_of_one_layer, marks=pytest.mark.slow),
+        (Layout(dp=2, tp=2), {"zero": 1, "graph": False}, both),
+        (Layout(pp=2), {}, all_but_the_mlp_of_one_layer),
     ],
     ids=named,
 )  # fmt: skip
