@@ -81,8 +81,7 @@ def test_a_run_that_cannot_close_what_it_holds_ends(text, tmp_path):
     assert said.startswith("kos: error: ") and "rank 1 did not arrive" in said and "could not be closed" in said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("moment", ["step 3", "validation"])
+@pytest.mark.parametrize(("ranks", "moment"), [(1, "step 3"), (2, "step 3"), (2, "validation")])
 def test_a_stop_comes_after_the_step(text, tmp_path, ranks, moment, capsys):
     """The last rank is asked within it; a validation after a step belongs to that."""
     config = _config(text, tmp_path, save_every=0, eval_every=2)
