@@ -326,20 +326,6 @@ def test_the_ways_between_hosts_are_compared(capsys):
     assert "\nno gradients leave a host\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("layout", "axes", "local"),
-    [
-        (Layout(dp=4), ("dp", "cp"), 2),
-        (Layout(dp=2, tp=2), ("dp", "cp"), 1),
-        (Layout(dp=2, tp=2), ("tp",), 2),
-        (Layout(pp=2, dp=2), ("dp", "cp"), 2),
-        (Layout(dp=2, cp=2), ("dp", "cp"), 2),
-    ],
-)
-def test_ranks_of_a_host(layout, axes, local):
-    assert planning.Network(2, 1.0).local(layout, *axes) == local
-
-
 def test_hosts_that_do_not_divide_are_refused(capsys):
     hosts = ["--hosts=2", "--network=1"]
     assert main(["--plan", "--ranks=6", *SHAPE, "--batch-size=12", "--micro-batch-size=1", *hosts]) == 0
