@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument, OutOfMemory
-from kos.memory.arena import ALIGNMENT, Arena, view_host
+from kos.memory.arena import ALIGNMENT, Arena
 
 
 def address(array):
@@ -57,26 +57,6 @@ def test_released_memory_is_taken_again():
     assert arena.in_use == ALIGNMENT
 
 
-def test_no_allocation_in_the_steady_state():
-    calls = []
-
-    def allocate(nbytes):
-        calls.append(nbytes)
-        return np.empty(nbytes, np.uint8)
-
-    def view(*arguments):
-        calls.append(arguments)
-        return view_host(*arguments)
-
-    arena = Arena(0, allocate, view)
-    one_pass(arena)
-    one_pass(arena)
-    before = len(calls)
-    for _ in range(3):
-        one_pass(arena)
-    assert len(calls) == before
-
-
 def test_overflow_is_freed_with_its_scope():
     live = weakref.WeakSet()
 
@@ -92,15 +72,6 @@ def test_overflow_is_freed_with_its_scope():
             arena.take((64,), np.uint8)
             assert len(live) == 3
     assert len(live) == 1
-
-
-def test_any_backing_memory():
-    arena = Arena(1024, lambda nbytes: f"slab of {nbytes}", lambda *described: described)
-    assert arena.take((4,), "float32") == ("slab of 1024", 0, (4,), "float32")
-    assert arena.take((96,), "float64") == ("slab of 1024", 256, (96,), "float64")
-    assert arena.take((1,), "float32") == ("slab of 256", 0, (1,), "float32")  # on its own: the slab is full
-    arena.release(0)
-    assert arena.take((1,), "float32") == ("slab of 1280", 0, (1,), "float32")
 
 
 def test_a_fixed_arena_does_not_grow():

@@ -65,8 +65,11 @@ def test_any_number_of_ranks_sees_the_same_batches(kind, folder):
     assert (data.batch(0).tokens != data.batch(1).tokens).any()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"pp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("device", "ranks", "layout"),
+    [("cpu", 1, {}), ("cpu", 2, {"pp": 2}), ("cpu", 2, {"cp": 2}), ("cuda", 2, {}), ("cuda", 2, {"cp": 2})],
+    ids=str,
+)
 def test_all_fields_arrive(emulated, text, tmp_path, device, ranks, layout, data_of, monkeypatch):
     arrived, evaluated = [], []
     data, run_forward = data_of(Full), Model.forward

@@ -73,11 +73,10 @@ def test_an_error_names_the_settings_of_the_file(tmp_path, values, typed, said):
     assert overrides(flags, ConfigError(f"--data, --batch-size, --compress: expected {caught.value}").settings) == ""
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_the_settings_of_an_error_reach_every_rank(failing):
+def test_the_settings_of_an_error_reach_every_rank():
     def run(comm):
         def fail():
-            if comm.rank == failing:
+            if comm.rank == 1:
                 raise SettingError("--batch-size", "1", 2, also=["micro_batch_size"])
 
         with pytest.raises(ConfigError, match="^--batch-size: expected 1, got 2$") as caught:
@@ -97,7 +96,7 @@ def test_a_missing_path_that_nobody_typed_is_of_the_file(text, tmp_path, key):
 
 
 @pytest.mark.parametrize(("package", "module", "arguments"), [
-    ("threadpoolctl", "__main__", []), ("pydantic", "__main__", ["--help"]), ("pydantic", "sample", ["folder"]),
+    ("threadpoolctl", "__main__", []), ("pydantic", "sample", ["folder"]),
 ])  # fmt: skip
 def test_a_package_that_is_missing_is_named_with_what_brings_it(package, module, arguments):
     begin = f"import sys\nsys.modules[{package!r}] = None\n"
@@ -105,11 +104,6 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(package, module,
     done = run_program(sys.executable, "-c", code, env=ENVIRONMENT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"kos: error: expected the trainer's packages ({install('train')}), got: ")
-
-
-def test_debug_shows_the_traceback(tmp_path):
-    done = _run("--data", tmp_path / "nowhere", "--debug", ranks=1)
-    assert done.returncode == 2 and "Traceback" in done.stderr
 
 
 def _running(*flags: str | Path, ranks: int = 2, fresh: bool = True) -> AbstractContextManager[subprocess.Popen[str]]:

@@ -29,8 +29,6 @@ def write(path: Path, content: str) -> str:
 @pytest.mark.parametrize(
     ("preset", "shape", "heads", "vocab", "context", "batch", "tied", "scaling"),
     [
-        ("tiny", (4, 128, 384), (4, 2), None, 128, 16, True, None),
-        ("baby", (6, 384, 1024), (6, None), None, 256, 64, True, None),
         ("124m", (12, 768, 2048), (12, None), 50_304, 1024, 32, True, None),
         ("1b", (16, 2048, 8192), (32, 8), 128_256, 4096, 16, True, (32.0, 1.0, 4.0, 8192)),
         ("8b", (32, 4096, 14_336), (32, 8), 128_256, 8192, 16, False, (8.0, 1.0, 4.0, 8192)),
@@ -96,12 +94,6 @@ def test_a_flag_beats_the_file_which_beats_the_preset(tmp_path):
     assert parse(["--config", file, "--preset", "tiny"]).batch_size == 16
 
 
-def test_a_runs_own_config_json_repeats_the_run(tmp_path):
-    config = parse(["--preset", "1b", "--steps", "9", "--resume", "auto", "--prompt", "π\n"])
-    saved = json.dumps({"config": config.to_json(), "versions": {"python": "3"}})
-    assert parse(["--config", write(tmp_path / "config.json", saved)]) == config
-
-
 def test_options_of_other_optimizers_in_files(tmp_path, caplog):
     """Those of a run's config.json that it ignored are ignored again. Others than the defaults are refused, or left
     out if a flag asks for another optimizer than the file's."""
@@ -140,21 +132,16 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
     ("argv", "parts"),
     [
         (["--stpes", "3"], ["closest: --steps", "got '--stpes'"]),
-        (["--step", "3"], ["closest: --steps", "got '--step'"]),
         (["extra"], ["got 'extra'"]),
-        (["--preset", "huge"], ["--preset", "tiny, baby, 124m, gpt2-124m, 1b, 8b", "got 'huge'"]),
         (["--steps", "abc"], ["--steps", "integer", "got 'abc'"]),
         (["--steps", f"{10**400}"], ["--steps", "a number less than 9223372036854775808", "got 1"]),
         (["--num-hidden-layers", "100001"], ["--num-hidden-layers", "less than or equal to 100000", "got 100001"]),
         (["--init-from", "x" * 5000], ["--init-from", "File name too long"]),
         (["--steps", "0"], ["--steps", "greater than or equal to 1", "got 0"]),
-        (["--epochs", "0"], ["--epochs: expected a number greater than or equal to 1, got 0"]),
         (["--epochs", "2", "--steps", "9"], ["--epochs: expected either epochs or steps, got 2 and 9"]),
         (["--steps"], ["--steps", "one argument", "got none"]),
         (["--deterministic=yes"], ["--deterministic", "no value", "got 'yes'"]),
         (["--lr", "nan"], ["--lr", "finite", "got nan"]),
-        (["--lr", "fast"], ["--lr", "number", "got 'fast'"]),
-        (["--seed", "-1"], ["--seed", "equal to 0", "got -1"]),
         (["--beta2", "1"], ["--beta2", "less than 1", "got 1.0"]),
         (["--schedule", "linear"], ["--schedule", "'cosine', 'wsd' or 'constant'", "got 'linear'"]),
         (["--backend", "gloo"], ["--backend", "'auto', 'mpi', 'tcp', 'nccl', 'peer' or 'mock'", "got 'gloo'"]),
@@ -164,7 +151,6 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
           for wrong in ("b:0", "b:-1", "b:nan", ":2", "a:2")),
         (["--data=a:1", "--data="], ["--data: expected names or paths of at least 1 character, got ''"]),
         (["--eval-data", "x"], ["--eval-data: expected NAME=PATH, each NAME once, got 'x'"]),
-        (["--eval-data", "a="], ["--eval-data: expected NAME=PATH"]),
         (["--eval-data", "a=x", "--eval-data", "a=y"], ["each NAME once, got 'a=x'"]),
         (["--data=b:1", "--data=c:1", "--eval-data=b=x"], ["--eval-data: expected another NAME than a source"]),
         (["--keep-best", "loss"], ["--keep-best: expected one of val_loss, got loss"]),
@@ -175,14 +161,9 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
         (["--patience", "2", "--elastic"], ["--patience: expected none (--elastic), got 2"]),
         (["--keep-best", "val_loss", "--elastic"], ["--keep-best: expected none (--elastic), got val_loss"]),
         (["--lora-alpha", "8"], ["--lora-alpha: expected none without adapters"]),
-        (["--lora", "0"], ["--lora: expected a number greater than or equal to 1"]),
         (["--lora", "4", "--optimizer", "muon"], ["--optimizer: expected adamw with adapters"]),
         (["--lora-dropout", "0.1"], ["has none: docs/guides/not-in-the-trainer.md"]),
-        (["--lora-r", "8"], ["here: --lora"]),
         (["--val-data=a", "--val-data=b"], ["--val-data: expected one value, got a and b"]),
-        (["--config=a.toml", "--config=b.toml"], ["--config: expected one value, got a.toml and b.toml"]),
-        (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
-        (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
         (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of 3 (--num-key-value-heads), got 4"]),
         (["--hidden-size", "130"], ["--hidden-size: expected a multiple of 4 (--num-attention-heads), got 130"]),
         (["--model-type=qwen"], ["--model-type: expected one of llama, gpt2, ", "(closest: qwen3), got qwen"]),
@@ -194,10 +175,8 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
         (["--init-from", "/nowhere"], ["--init-from: /nowhere/config.json: expected", "got no such folder"]),
         (["--config", "/nowhere/run.toml"], ["/nowhere/run.toml", "No such file"]),
         (["--zero", "3"], ["--zero: expected 1 (the optimizer's state) or 0; --tp and --pp split weights too, got 3"]),
-        (["--learning-rate", "1e-4"], ["expected a flag that --help lists (here: --lr), got '--learning-rate'"]),
         (["--rope-scaling", "yarn"], ["(here: a table [model.rope_scaling] in the file of --config, or config.json"]),
         (["--dropout", "0.1"], ["(the trainer has none: docs/guides/not-in-the-trainer.md), got '--dropout'"]),
-        (["--emails"], ["expected a flag that --help lists, got '--emails'"]),
         (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
     ],
 )
@@ -210,24 +189,15 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, parts):
     ("name", "content", "parts"),
     [
         ("run.toml", "stpes = 3", ["run.toml: stpes", "closest: steps", "got 'stpes'"]),
-        ("run.toml", "'model.hiden_size' = 3", ["run.toml: model.hiden_size", "a known key"]),
         ("run.toml", "tracker = 3", ["run.toml: tracker: expected", "got '3'"]),
-        (
-            "run.toml",
-            "[model]\nhiden_size = 3",
-            ["run.toml: model.hiden_size", "closest: model.hidden_size", "got 'hid"],
-        ),
+        ("run.toml", "[model]\nhiden_size = 3", ["run.toml: model.hiden_size", "(closest: model.hidden_size), got"]),
         ("run.toml", "steps = '3'", ["run.toml: steps", "integer", "got '3'"]),
         ("run.toml", "steps = true", ["run.toml: steps", "integer", "got True"]),
         ("run.toml", "out = 3", ["run.toml: out: expected a path, got 3"]),
-        ("run.toml", "steps = 0", ["run.toml: steps", "got 0"]),
         ("run.toml", "deterministic = 1", ["run.toml: deterministic", "boolean", "got 1"]),
         ("run.toml", "model = 3", ["run.toml: model", "table", "got 3"]),
-        ("run.toml", "[model]\nrms_norm_eps = 'x'", ["run.toml: model.rms_norm_eps", "number", "got 'x'"]),
         ("run.toml", "[model.rope_scaling]\nfactr = 2", ["model.rope_scaling", "got none"]),
-        ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["model.rope_scaling", "known key", "got 'x'"]),
         ("run.toml", "learning_rate = 1e-4", ["learning_rate: expected a known key (here: --lr), got 'learning_rate'"]),
-        ("run.toml", "lora_r = 8", ["run.toml: lora_r: expected a known key (here: --lora)"]),
         ("run.toml", "[model]\nn_layer = 3", ["model.n_layer: expected a known key (here: --num-hidden-layers), got"]),
         ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["rope_scaling.x: expected a known key, got 'x'"]),
         ("run.toml", "preset = 'huge'", ["tiny, baby", "got 'huge'"]),
@@ -235,7 +205,6 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, parts):
         ("run.toml", "steps = = 3", ["TOML", "run.toml"]),
         ("run.json", "{steps: 3}", ["JSON", "run.json"]),
         ("run.json", "[1, 2]", ["table", "run.json", "got"]),
-        ("run.json", '{"steps": null}', ["run.json: steps", "integer", "got None"]),
         ("run.json", '{"model": {"head_dim": 8, "x": 1, "head_dim": 8}}', ["run.json: the key 'head_dim' twice"]),
         ("run.json", '{"model": {"model_type": "gpt2", "rope_scaling": {"factor": 2}}}', ["expected none in a GPT-2"]),
     ],

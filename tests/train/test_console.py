@@ -1,29 +1,28 @@
 """A progress bar where a person looks on, plain lines where not, and one rank speaks for all."""
 
 import contextlib
-import fcntl
 import io
 import itertools
 import os
 import re
-import struct
 import subprocess
 import sys
 import termios
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import rich.console
 
 from benchmarks.train import ROW_KEYS
+from kos.errors import ConfigError
+from kos.train.checkpoint import resume
 from kos.train.model.llama import FlopsPerToken
+from kos.train.run import Trainer
 from kos.train.tools import console
 from kos.train.tools.console import Bar, Console, describe, wrapped
-from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.commands import ENVIRONMENT
+from tests.train.runs import _config
 
 ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 
@@ -84,33 +83,6 @@ def ticking(monkeypatch):
     return use
 
 
-def _on_a_terminal(*command: str | Path, code: int = 0) -> str:
-    """What another process wrote to a terminal of 100 columns."""
-    try:
-        (master, slave), said = os.openpty(), list[bytes]()
-    except OSError as error:
-        pytest.skip(f"needs terminals (/dev/pts): {error}")
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-
-    def read() -> None:
-        with contextlib.suppress(OSError):  # what a master reads when no slave is open any more
-            while part := os.read(master, 4096):
-                said.append(part)
-
-    (reader := threading.Thread(target=read, daemon=True)).start()
-    pipes = {"capture_output": False, "stdout": slave, "stderr": subprocess.PIPE}
-    env = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "100"}
-    try:
-        done = run_program(*map(str, command), env=env, stdin=subprocess.DEVNULL, **pipes)
-    finally:
-        os.close(slave)
-        reader.join(10)
-        assert not reader.is_alive(), "somebody still has the terminal open"
-        os.close(master)
-    assert done.returncode == code, done.stderr
-    return b"".join(said).decode()
-
-
 def _check_bar(said: str, columns: int = 100) -> None:
     assert "\x1b[" in said
     plain = ESCAPE.sub("", said)
@@ -149,11 +121,6 @@ def test_a_pipe_gets_lines(capfd):
 
 
 @needs_mpirun
-def test_mpirun_on_a_terminal_gets_a_bar():
-    _check_bar(_on_a_terminal(MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER))
-
-
-@needs_mpirun
 def test_mpirun_to_a_file_gets_lines(tmp_path):
     """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
     command = [MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER]
@@ -164,23 +131,19 @@ def test_mpirun_to_a_file_gets_lines(tmp_path):
         assert file.read().replace("\r\n", "\n") == PLAIN
 
 
-def _flags(folder: Path) -> list[str | Path]:
-    """Of a run of 9 steps in ``folder``."""
-    text = folder / "text.txt"
-    text.write_text("the quick brown fox\n" * 200)
-    shape = ["--hidden-size=16", "--num-hidden-layers=1", "--intermediate-size=16", "--num-attention-heads=2"]
-    sizes = ["--batch-size=2", "--seq-len=16", "--eval-batches=1", "--sample-tokens=5", "--eval-every=5"]
-    return ["--data", text, "--out", folder / "run", "--steps=9", *sizes, *shape]
-
-
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
-def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(tmp_path):
-    refused = "import sys\nfrom kos.train import __main__ as main\nfrom kos.train.checkpoint import resume\n"
-    refused += "def refuse(*a, show): show('loading the checkpoint', 0.5); raise main.ConfigError('no')\n"
-    refused += "resume.latest = refuse\nsys.exit(main.main())"
-    said = _on_a_terminal(*python(), "-c", refused, *_flags(tmp_path), "--resume=auto", code=2)
+def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(text, tmp_path, terminal, monkeypatch):
+    def refuse(*given, show):
+        show("loading the checkpoint", 0.5)
+        raise ConfigError("no")
+
+    monkeypatch.setattr(resume, "latest", refuse)
+    made = terminal(100)
+    with pytest.raises(ConfigError, match="^no"):
+        Trainer(_config(text, tmp_path, resume="auto", backend="mock"))
+    said = made.getvalue()
     assert said.count(HIDE) == said.count(SHOW) == 1 and said.endswith("\x1b[2K"), "the bar's line is erased"
 
 

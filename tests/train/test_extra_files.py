@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
@@ -21,16 +20,23 @@ EXTRA = {
     "LICENSE": "as you like",
     "special_tokens_map.json": '{"pad_token": "<|end|>"}',
 }
-LEFT = (".gitattributes", "optimizer.pt", "pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf", "large.txt")
+LEFT = (".gitattributes", "optimizer.pt", "pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf", "weights.npz",
+        "large.txt")  # fmt: skip
 SETTINGS = {"pad_token": "<|end|>", "model_max_length": 99, "chat_template": "{{ messages }}", "tokenizer_class": "Own"}
 
 
+@pytest.fixture(scope="module")
+def first(text, huggingface_file, tmp_path_factory):
+    """A checkpoint of weights and their tokenizer."""
+    out = tmp_path_factory.mktemp("first")
+    _train(text, out, steps=1, tokenizer=str(huggingface_file))
+    return checkpoint.find(out).path
+
+
 @pytest.fixture
-def folder(text, tmp_path, huggingface_file):
+def folder(first, tmp_path):
     """A Hugging Face folder with all files that may be beside the weights."""
-    _train(text, tmp_path / "first", steps=1, tokenizer=str(huggingface_file))
-    folder = tmp_path / "weights"
-    shutil.copytree(checkpoint.find(tmp_path / "first").path, folder)
+    folder = shutil.copytree(first, tmp_path / "weights")
     for name in ("kos_tokenizer.json", "manifest.json", "optimizer.safetensors"):
         (folder / name).unlink()
     for name, content in {**EXTRA, **dict.fromkeys(LEFT, "x")}.items():
@@ -57,10 +63,10 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_a_checkpoint_has_the_other_files_of_the_folder(text, tmp_path, folder, capsys):
+def test_a_checkpoint_has_the_other_files_of_the_folder(text, tmp_path, first, folder, capsys):
     """Also if the run continues after the folder was deleted. The first lines of the run name these files."""
     os.truncate(folder / "large.txt", checkpoint.LARGEST + 1)  # of which the disk has nothing
-    started = sorted(path.name for path in checkpoint.find(tmp_path / "first").path.iterdir())
+    started = sorted(path.name for path in first.iterdir())
     capsys.readouterr()
     _train(text, tmp_path / "run", 2, steps=1, init_from=str(folder))
     said = capsys.readouterr().out
@@ -115,8 +121,9 @@ def test_the_settings_of_a_tokenizer_are_kept(text, tmp_path, huggingface_file, 
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("theirs", ["a file", "settings", "none"])
-@pytest.mark.parametrize("ours", ["a file", "settings"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("a file", "settings"), ("settings", "a file"), ("a file", "none"), ("settings", "none")]
+)
 def test_the_chat_template_is_that_of_the_tokenizer(ours, theirs, text, tmp_path, huggingface_file, folder):
     """Of --tokenizer, if it has one, and else that of --init-from; also after the run has continued."""
     (folder / "chat_template.jinja").unlink()
@@ -145,9 +152,3 @@ def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run():
     files = checkpoint.merge_extra({"config.json": {"eos_token_id": 9}, **ours.files()}, extra, ours)
     assert files["config.json"] == {"eos_token_id": 9, "use_cache": True}
     assert files["tokenizer_config.json"] == ours.files()["tokenizer_config.json"]
-
-
-def test_weights_are_no_extra_files(folder):
-    np.savez(folder / "weights.npz", np.zeros(3))
-    names = checkpoint.extra_names(checkpoint.read_extra(folder))
-    assert names == [*sorted(EXTRA)[:3], "large.txt", *sorted(EXTRA)[3:]]

@@ -244,14 +244,6 @@ def test_a_run_resumes_where_its_batches_were(rows, ranks, tmp_path):
         on_ranks(ranks, config_of(tmp_path / "run", resume="auto", steps=9), of, rows="own" if rows == "all" else "all")
 
 
-@pytest.mark.parametrize("setting", ["resume", "elastic"])
-def test_without_a_state_it_is_refused(setting, tmp_path):
-    value = {"resume": "auto", "elastic": "1"}[setting]
-    said = f"--{setting}: expected batches with state_dict and load_state_dict, got list"
-    with pytest.raises(ConfigError, match=said):
-        fit(config_of(tmp_path, backend="mock", **{setting: value}), batches=batches_of())
-
-
 def test_a_state_that_json_has_not_is_refused(tmp_path):
     stream = Stream()
     stream.state_dict = lambda: {"step": np.int64(1)}
@@ -324,12 +316,6 @@ def test_states_are_those_of_dp(tmp_path):
     said = "expected a checkpoint of batches with rows='own' on 4 ranks of dp, got rows='own' on 2"
     with pytest.raises(ConfigError, match=said):
         on_ranks(4, config_of(tmp_path / "other", **how), lambda rank: {"batches": Stream(rank, 4)}, rows="own")
-
-
-def test_a_prompt_that_the_tokenizer_cannot_encode_is_refused_before_the_run(tmp_path):
-    with pytest.raises(DataError, match="tokenizer numbers: expected token numbers below 32"):
-        fit(config_of(tmp_path, backend="mock", sample_tokens=3, prompt="Hello"), batches=batches_of())
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_trainer_that_fails_to_begin_gives_its_folder_back(tmp_path, before_call):

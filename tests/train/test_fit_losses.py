@@ -48,12 +48,12 @@ def weighted(tmp_path_factory):
 def test_weights_of_targets(name, weighted, tmp_path):
     """Of 1 they change no bit; others give what the same loss of the program gives."""
     (ranks, layout), (weights, own) = LAYOUTS[name], weighted
-    found = []
-    for kind, more in (("plain", {}), ("ones", {"weights": np.ones((ROWS, TOKENS))}), ("weights", {"weights": weights})):
+    found, ones = [], np.ones((ROWS, TOKENS))
+    for kind, more in (("plain", {}), ("ones", {"weights": ones}), ("weights", {"weights": weights})):
         on_ranks(ranks, config_of(tmp_path / kind, eval_every=0, **layout), batches=batches_of(**more))
         found.append(column(tmp_path / kind, "loss", "grad_norm"))
-    plain, ones, ours = found
-    assert plain == ones and ours != plain
+    plain, of_ones, ours = found
+    assert plain == of_ones and ours != plain
     np.testing.assert_allclose(ours, own, rtol=1e-4, atol=1e-6)
 
 

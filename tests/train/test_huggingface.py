@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,36 +64,27 @@ def test_a_setting_is_refused_by_a_family_or_comes_back(family):
     ("change", "message"),
     [
         ({"model_type": "opt"}, "expected model_type one of llama, gpt2, .*, got 'opt'"),
-        ({"model_type": ["llama"]}, r"expected model_type one of llama, gpt2, .*, got \['llama'\]"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers: expected a number less than or equal to 100000, got"),
         ({"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
-        ({"hidden_size": None}, "expected an integer hidden_size, got None"),
         ({"hidden_size": 25, "head_dim": None}, r"hidden_size: .* a multiple of 4 \(num_attention_heads\), got 25"),
         ({"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None}, r"\(closest: yarn\), got 'longrope'"),
-        ({"rope_scaling": "x"}, "expected a table of RoPE's parameters, got 'x'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "expected low_freq_factor of the RoPE scaling"),
         ({"model_type": "mistral", "layer_types": ["x"]}, "layer_types: expected sliding_attention alone in a model"),
         ({"model_type": "mistral", "layer_types": [FULL, SLIDING], "sliding_window": None}, "expected full_attention"),
-        ({"rope_theta": "big", "rope_parameters": None}, "rope_theta: expected a valid number, got 'big'"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads: expected a valid integer, got '2'"),
-        ({"num_attention_heads": 0}, "num_attention_heads: expected a number greater than or equal to 1, got 0"),
         ({**GPT2, "tie_word_embeddings": False}, "tie_word_embeddings: expected True in a GPT-2, got False"),
         ({"model_type": "gpt2", "n_embd": 9, "n_layer": 2, "n_positions": 8, "n_head": 5}, "hidden_size: .* 5 .* 9"),
         ({**GPT2, "activation_function": "relu"}, "expected activation_function 'gelu_new', got 'relu'"),
         ({**GPT2, "scale_attn_weights": False}, "expected scale_attn_weights True, got False"),
-        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "expected scale_attn_by_inverse_layer_idx False, got True"),
         ({"model_type": "qwen2_moe"}, r"llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3 \(closest: qwen2\), got"),
         ({"partial_rotary_factor": 0.5}, "expected partial_rotary_factor 1.0, got 0.5"),
         *(({"num_hidden_layers": 2, "model_type": kind, **change}, message) for kind, change, message in (
             ("qwen3", {"layer_types": [FULL, "x"]}, "layer_types: expected 2 of full_attention and sliding_att"),
             ("qwen3", {"layer_types": [FULL, SLIDING]}, r"sliding_window: .* of tokens \(layer_types\), got"),
-            ("qwen2", {"layer_types": [SLIDING] * 2}, r"sliding_window: .* of tokens \(layer_types\), got"),
             ("qwen3", {"layer_types": [FULL]}, "layer_types: expected 2 of full_attention and sliding_attention .num"),
-            ("qwen2", {"layer_types": [FULL] * 3}, "layer_types: expected 2 of full_attention and sliding_attention"),
             ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers: .* 2 of 0 and 1 \(num_hidden_layers\), got \[1\]"),
             ("smollm3", {"no_rope_layers": [0], "use_sliding_window": True, "sliding_window": 3}, "2 of 0 and 1"),
             ("smollm3", {"no_rope_layers": 5}, "expected no_rope_layers to be a list, got 5"),
-            ("smollm3", {"no_rope_layer_interval": "4"}, "no_rope_layer_interval to be an integer, got '4'"),
             ("smollm3", {"no_rope_layer_interval": 0}, "expected no_rope_layer_interval of at least 1, got 0"),
         )),
     ],
@@ -155,11 +145,6 @@ def test_weights_that_are_not_what_they_seem(tmp_path):
         read_config(tmp_path)
 
 
-def test_a_model_of_a_hub_is_not_downloaded():
-    with pytest.raises(CheckpointError, match="got no such folder; kos downloads no models from hubs"):
-        read_config(Path("meta-llama/Llama-3.2-1B"))
-
-
 @pytest.mark.parametrize("content", ["[1]", "null", "{", "3", "", "[" * 100_000])
 def test_a_config_that_is_none(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
@@ -202,9 +187,6 @@ def test_sharded_weights(tmp_path):
     index.unlink()
     save_file({**tensors, "model.norm.weight": np.ones(CONFIG.hidden_size, int)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="model.norm.weight: expected one of F64, F32, F16, BF16, got I64"):
-        read_weights(tmp_path, weights)
-    save_file({**tensors, "model.norm.weight": np.ones(CONFIG.hidden_size, "c8")}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="model.norm.weight: expected one of F64, F32, F16, BF16, got C64"):
         read_weights(tmp_path, weights)
     header = b'{"model.norm.weight": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))

@@ -28,7 +28,7 @@ from kos.train.checkpoint.huggingface import fingerprint
 from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog
-from tests.train.runs import SMALL, _config, _losses, _train
+from tests.train.runs import SMALL, _config, _train
 
 
 def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
@@ -48,18 +48,7 @@ def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
         assert expected in said, expected
 
 
-def test_the_number_of_ranks_does_not_matter(text, tmp_path):
-    one = _train(text, tmp_path / "one", steps=10)
-    for ranks in (2, 4):
-        many = _train(text, tmp_path / str(ranks), ranks, steps=10)
-        np.testing.assert_allclose(_losses(many), _losses(one), rtol=1e-5)
-        np.testing.assert_allclose(_losses(many[:7], "grad_norm"), _losses(one[:7], "grad_norm"), rtol=1e-5)
-        assert many[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, ranks, before_call):
-
+def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, before_call):
     def poisoned(self, step, stop):
         if step == 7 and self.comm.rank == self.comm.size - 1:
             self.step.weights.flat[0] = np.nan
@@ -68,10 +57,10 @@ def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, ranks, before_call)
     finite = r"step 8: expected a finite loss, got nan \(first in the gradient of [\w.]+, but what the forward breaks "
     finite += r"is in all\); "
     with pytest.raises(TrainingError, match=finite + "the checkpoints before it are of finite weights, a lower --lr"):
-        _train(text, tmp_path / "saved", ranks, save_every=5)
+        _train(text, tmp_path / "saved", 2, save_every=5)
     assert checkpoint.find(tmp_path / "saved").step == 5
     with pytest.raises(TrainingError, match=finite + "a lower --lr or --grad-clip may help, --skip-outliers X leaves"):
-        _train(text, tmp_path / "none", ranks, save_every=0)
+        _train(text, tmp_path / "none", 2, save_every=0)
 
 
 def test_what_cannot_get_better_ends(text, tmp_path, before_call):
@@ -242,7 +231,7 @@ AFTER = "^after step 2: too late; the last checkpoint, of step 2, is good; resum
 
 
 @pytest.mark.parametrize(("kind", "said"), [
-    (CollectiveTimeout, AFTER), (CheckpointError, AFTER), (DataError, AFTER), (CompileError, "^too late"),
+    (CollectiveTimeout, AFTER), (DataError, AFTER), (CompileError, "^too late"),
 ])  # fmt: skip
 def test_what_interrupts_a_run(text, tmp_path, kind, said, before_call):
     """Is reported with the step; a kernel with a mistake in it interrupts nothing."""
@@ -279,24 +268,23 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text, tmp_path, before_ca
     assert re.fullmatch(re.escape(good) + advice, said[2])
 
 
-@pytest.mark.parametrize(("schedule", "messages"), [("1f1b", 16), ("zero-bubble-v", 32)])
-@pytest.mark.parametrize("call", ["send", "recv"])
-def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
-    text, tmp_path, schedule, messages, call
-):
+@pytest.mark.parametrize(
+    ("schedule", "messages", "call"), [("1f1b", 16, "send"), ("1f1b", 16, "recv"), ("zero-bubble-v", 32, "recv")]
+)
+def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(text, tmp_path, schedule, messages, call):
     """Also while messages go in the other direction: the first cause, the step, and once the command to resume."""
     shape = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
     shape["model"] = {**SMALL["model"], "num_hidden_layers": 5}
     said = {}
 
     def run(comm):
-        config = _config(text, tmp_path, steps=3, save_every=1, eval_batches=0, **shape)
+        config = _config(text, tmp_path, steps=2, save_every=1, eval_batches=0, **shape)
         try:
             Trainer(config, comm).run()
         except RankLost as error:
             said[comm.rank] = str(error)
 
-    for fault in range(3 * messages + 3, 4 * messages, messages // 2):  # in the fourth step
+    for fault in range(messages + 3, 2 * messages, messages // 2):  # in the second step
         shutil.rmtree(tmp_path, ignore_errors=True)
         said.clear()
         spawn(run, 3, timeout=100, faults=[Fault("crash", 1, fault, call=call)])

@@ -314,7 +314,8 @@ def test_a_run_goes_on_with_its_plan_or_not_at_all(pairs, whole, tmp_path, known
     (out, whole_rows), made, drawn = whole, packing.make_plan, {"epochs": None, "steps": 4, "eval_batches": 0}
     train(pairs, tmp_path / "drawn", **drawn)
     alone, steps = {}, len(whole_rows) - 2
-    for name, source in (("whole", out / f"checkpoints/step-{steps}"), ("drawn", tmp_path / "drawn/checkpoints/step-3")):
+    for name, run_of, step in (("whole", out, steps), ("drawn", tmp_path / "drawn", 3)):
+        source = run_of / "checkpoints" / f"step-{step}"
         alone[name] = shutil.copytree(source, tmp_path / f"{name}-alone" / source.name)
         values = json.loads((manifest := alone[name] / "manifest.json").read_text())
         if not known:

@@ -121,11 +121,6 @@ def test_without_matplotlib_it_says_what_installs_it(tmp_path, monkeypatch, caps
     assert "a picture needs matplotlib: " in capsys.readouterr().err
 
 
-def test_kos_plot_is_the_command(tmp_path, program):
-    done = program("kos", f"plot {_run(tmp_path / 'run', 2)}")
-    assert (done.code, done.out) == (0, f"{tmp_path}/run/plot.png\n")
-
-
 @pytest.mark.parametrize("norm", [None, 0.0])
 @pytest.mark.filterwarnings("error")
 def test_a_run_without_a_positive_norm_is_drawn(tmp_path, norm, drawn):

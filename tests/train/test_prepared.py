@@ -163,13 +163,3 @@ def test_text_that_cannot_be_read_leaves_nothing(folder, tmp_path):
     with pytest.raises(DataError, match="none of them text"):
         _load(folder)
     assert not list(folder.glob(".kos/*")) and not list(tmp_path.glob("cache/*"))
-
-
-def test_progress_is_shown(folder):
-    said = []
-    config = TrainConfig.from_preset("tiny", data=str(folder), **SMALL)
-    load_data(config, lambda what, share: said.append((what, share)))
-    assert list(dict(said)) == ["reading the data", "tokenizing the data"]
-    for phase in dict(said):
-        shares = [share for what, share in said if what == phase]
-        assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1

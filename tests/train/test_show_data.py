@@ -1,7 +1,6 @@
 """``--show-data``: sequences as text, with marks around what the loss counts."""
 
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -143,17 +142,6 @@ def test_tokens_of_another_tokenizer_than_the_models_are_refused(chats, tmp_path
     assert "(bytes)" in show.report(config)
     with refused(CheckpointError, f"{chats[3]}: expected the tokenizer of this run, bytes, got "):
         show.report(config.model_copy(update={"init_from": chats[3]}))
-
-
-def test_only_rank_0_prints(chats, capsys, monkeypatch):
-    for name, value in {"RANK": "1", "SIZE": "2"}.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    try:
-        assert main([*chats, "--show-data", "1"]) == 0
-    finally:
-        for name in ("config", "data.packing", "data.documents"):  # which are quiet on this rank, and would stay so
-            logging.getLogger(f"kos.train.{name}").setLevel(logging.NOTSET)
-    assert capsys.readouterr().out == ""
 
 
 def test_a_run_shows_some_of_its_first_sequence(chats, tmp_path, capsys):

@@ -71,23 +71,19 @@ def test_the_gradient_is_the_mean_and_clipped(text, tmp_path, ranks, micro_batch
     np.testing.assert_allclose(exp_avg_sq / (1 - config.beta2), gradient**2, rtol=4e-5, atol=4e-5 * exact**2)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7])])
-def test_eval_every(text, tmp_path, every, expected):
-    rows = _train(text, tmp_path, eval_every=every)
-    assert [row["step"] for row in rows if "val_loss" in row] == expected
+ALL = [1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, [7]), (2, [2, 4, 6, 7]), (7, [7])])
-def test_save_every(text, tmp_path, every, expected):
-    _train(text, tmp_path, save_every=every)
-    steps = [checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()]
-    assert sorted(steps) == expected
-
-
-@pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 4, 6, 7]), (9, [4, 7])])
-def test_log_every(text, tmp_path, capsys, every, expected):
-    """Every so many steps, the last, and those with a validation loss; the metrics have them all."""
-    rows = _train(text, tmp_path, log_every=every, eval_every=4)
+@pytest.mark.parametrize(
+    ("every", "evaluated", "saved", "logged"),
+    [((0, 0, 1), [7], [7], ALL), ((1, 2, 9), ALL, [2, 4, 6, 7], ALL), ((3, 7, 2), [3, 6, 7], [7], [2, 3, 4, 6, 7]),
+     ((4, 9, 3), [4, 7], [7], [3, 4, 6, 7])],
+    ids=str,
+)  # fmt: skip
+def test_every_so_many_steps_and_the_last(text, tmp_path, capsys, every, evaluated, saved, logged):
+    """A run evaluates, saves, and prints a line, also of each validation; the metrics have all steps."""
+    rows = _train(text, tmp_path, eval_every=every[0], save_every=every[1], log_every=every[2])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [int(line.split()[1].partition("/")[0]) for line in lines] == expected
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == logged
+    assert [row["step"] for row in rows] == ALL and [row["step"] for row in rows if "val_loss" in row] == evaluated
+    assert sorted(checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()) == saved

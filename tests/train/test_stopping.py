@@ -28,7 +28,7 @@ from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
-from kos.train.tools import console, trackers
+from kos.train.tools import trackers
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.forked import python
@@ -81,8 +81,7 @@ def test_a_run_that_cannot_close_what_it_holds_ends(text, tmp_path):
     assert said.startswith("kos: error: ") and "rank 1 did not arrive" in said and "could not be closed" in said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("moment", ["step 3", "validation"])
+@pytest.mark.parametrize(("ranks", "moment"), [(1, "step 3"), (2, "step 3"), (2, "validation")])
 def test_a_stop_comes_after_the_step(text, tmp_path, ranks, moment, capsys):
     """The last rank is asked within it; a validation after a step belongs to that."""
     config = _config(text, tmp_path, save_every=0, eval_every=2)
@@ -352,16 +351,6 @@ def test_no_dry_run_without_steps_to_come(text, tmp_path, before_call, capsys):
     _train(text, tmp_path, steps=2, sample_tokens=0, resume="auto")
     _train(text, tmp_path / "profile", steps=2, profile=1)
     assert " in all: " not in capsys.readouterr().out
-
-
-def test_the_time_left_of_a_long_run_is_printed(monkeypatch, capsys):
-    clock = iter(range(0, 1000, 30))
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: next(clock)))
-    lines = console.Console(0, 12)
-    for step in range(5, 13):
-        lines.step({"step": step, "loss": 1.0, "tokens_per_second": 1.0}, log=step % 2 == 0)
-    left = re.findall(r"^step +(\d+)/12 .* tokens/s(?:  (.*) left)?$", capsys.readouterr().out, re.MULTILINE)
-    assert left == [("6", "3 min"), ("8", "2 min"), ("10", "60 s"), ("12", "")]
 
 
 @pytest.mark.parametrize("warm_seconds", [0.0])

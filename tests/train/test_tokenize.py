@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from kos.train.data import pieces, tokenized
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import make_tokenizer
 from kos.train.run import Trainer
-from kos.train.tokenize import SETTINGS, tokenize
+from kos.train.tokenize import tokenize
 from tests.forked import python
 from tests.launcher import run_program
 from tests.train.commands import ENVIRONMENT
@@ -305,12 +304,6 @@ def test_a_field_that_no_record_has(folder, tmp_path, monkeypatch, capsys):
 
 def kos(*words: object) -> subprocess.CompletedProcess[str]:
     return run_program(*python(), "-m", "kos", *map(str, words), env=ENVIRONMENT)
-
-
-def test_the_help_names_no_flag_that_the_command_lacks():
-    text = kos("tokenize", "--help").stdout
-    flags = {*re.findall(r"--[a-z][a-z-]+", text)} - {f"--{each}" for each in re.findall(r"--(no-[a-z-]+)", text)}
-    assert flags - {"--data"} == {"--help", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
 
 
 def test_the_command(folder, tmp_path):

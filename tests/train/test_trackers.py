@@ -63,23 +63,17 @@ def _events(folder: Path) -> Iterator[Any]:
 
 
 def test_tensorboard_has_the_values_of_metrics_jsonl(text, tmp_path):
-    """Those of a step that is repeated replace the first: a mark in the file says so."""
+    """Those of a step that is repeated replace the first: a mark in the file says so. A run that begins again in the
+    folder is the same."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
     skip_without_semaphores()  # tensorboardX writes in another process
     rows = _interrupted_and_resumed(text, tmp_path / "run", "tensorboard")
     assert len(rows) == 8
     texts = _check_events(tmp_path / "run" / "tensorboard", rows, kept=[0, 3])
     assert len(texts) == 2 and json.loads(texts[1].strip("`json\n"))["steps"] == 8
-
-
-def test_tensorboard_shows_one_run_where_it_begins_again(text, tmp_path):
-    """As one does that was killed before its first checkpoint."""
-    pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
-    skip_without_semaphores()
-    _train(text, tmp_path, tracker=("tensorboard",), **RUN)
-    shutil.rmtree(tmp_path / "checkpoints")
-    rows = _train(text, tmp_path, tracker=("tensorboard",), **RUN | {"steps": 4})
-    _check_events(tmp_path / "tensorboard", rows, kept=[0, 0])
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # as one that was killed before its first checkpoint
+    rows = _train(text, tmp_path / "run", tracker=("tensorboard",), **RUN | {"steps": 4})
+    _check_events(tmp_path / "run" / "tensorboard", rows, kept=[0, 3, 0])
 
 
 def _check_events(folder: Path, rows: list[dict[str, Any]], kept: list[int]) -> list[str]:
@@ -277,10 +271,3 @@ def test_what_a_package_is_told(tmp_path, fake, package):
     else:
         assert first["name"].startswith(f"{tmp_path.name}-") and first["name"] != new["name"]
         assert first.keys() == {"project", "config", "name", "resume"}
-
-
-def test_without_a_tracker_there_is_no_process(text, tmp_path, before_call):
-    before_call(trackers, "Tracker", lambda *_: pytest.fail("a tracker begins"))
-    _train(text, tmp_path / "run", **RUN)
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {".lock", "checkpoints", "config.json", "metrics.jsonl"}

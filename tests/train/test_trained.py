@@ -185,11 +185,6 @@ def test_a_text_that_outgrows_the_context_goes_on_from_its_last_half(length, cap
     assert caplog.messages == [said]
 
 
-def test_the_sample_of_a_run_may_outgrow_the_context(caplog):
-    text = sample_text(Fixed().next_logits, 5, NumberTokenizer(99), "7 6", 9, seed=0, temperature=0)
-    assert len(text.split()) == 11 and not caplog.messages
-
-
 def _say(capsys: Any, *flags: str | Path) -> str:
     assert sample.main([*map(str, flags)]) == 0
     said = capsys.readouterr()
