@@ -27,7 +27,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import spawn
-from tests.comm.ranks import TIMEOUT, MockRanks, on_each_rank
+from tests.comm.ranks import TIMEOUT, MockRanks, on_each_rank, time_is_up
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, run_threads
 
@@ -240,6 +240,25 @@ def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch):
     registry.algorithm("all_reduce", "own")(lambda n, c: to_and_fro(n, c))
     assert spawn(body, 2) == [4] * 2
     spawn(refused, 3)
+
+
+def test_spawn_names_ranks_that_hang(monkeypatch):
+    release = threading.Event()
+    threads = {}
+
+    def body(comm):
+        threads[comm.rank] = threading.current_thread()
+        if comm.rank == 1:
+            release.wait(30)
+
+    time_is_up(monkeypatch, lambda: len(threads) == 2 and not threads[0].is_alive())
+    try:
+        still = r"spawn: ranks \[1\] of 2 are still running after 0.2 s; rank 1 is at .*test_failures.py:\d+"
+        with pytest.raises(CollectiveTimeout, match=still) as caught:
+            spawn(body, 2, timeout=0.2)
+        assert caught.value.ranks == (1,)
+    finally:
+        release.set()
 
 
 def test_a_missing_rank_at_init():

@@ -10,7 +10,7 @@ import pytest
 import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
-from kos.errors import CollectiveMismatch, RendezvousError
+from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.testing import spawn
 from tests.comm.fake_nccl import usable
 from tests.comm.ranks import MockRanks
@@ -159,6 +159,21 @@ def test_options_that_differ_raise_on_all_ranks(gpus):
 
     for text in on_nccl(2, body):
         assert "split for nccl {'max_ctas': 8}" in text and "split for nccl {'max_ctas': 9}" in text, text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_ctas": 0}, "nccl: max_ctas: expected a number from 1 to 64, got 0"),
+        ({"max_ctas": "8"}, "nccl: max_ctas: expected a whole number, got '8'"),
+        ({"split_share": 2}, "nccl: split_share: expected True or False, got 2"),
+        ({"net_name": 1}, "nccl: net_name: expected the name of a network, got 1"),
+        ({"min_ctas": 9, "max_ctas": 8}, "nccl: expected min_ctas of at most max_ctas, got 9 and 8"),
+    ],
+)
+def test_wrong_options_are_refused(options, expected):
+    with pytest.raises(InvalidArgument, match=expected):
+        kos.init(nccl=options)
 
 
 def test_options_are_set_in_the_config_of_nccl(fake):

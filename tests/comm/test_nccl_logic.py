@@ -18,14 +18,13 @@ from kos.comm.gpu.memory import Windows, exchange_of
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.cuda import driver
-from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from kos.testing.conformance.model import GATHERING, SCATTERING, Step, call, contributions, result, uneven
 from tests.comm import test_conformance as conformance
 from tests.comm.fake_gpu import captures
-from tests.comm.fake_nccl import Comm, FakeNCCL, FakeRanks, Group, alone, of_nccl, waits_that_are_bounded
+from tests.comm.fake_nccl import FakeRanks, alone, of_nccl, waits_that_are_bounded
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core
@@ -88,18 +87,6 @@ def test_calls_with_error_feedback_in_a_batch(gpu, /, seed):
             comm.all_reduce(x, compress="int8", residual=residual)
     for one, other in zip(alone, together, strict=True):
         assert [each.numpy().tolist() for each in one] == [each.numpy().tolist() for each in other]
-
-
-@on_each_rank(FakeRanks(2).run)
-def test_only_the_first_batch_of_its_kind_may_wait(gpu, /, fake):
-    """A thread that may be left behind costs more than the launch."""
-    comm, xs = gpu.comm, [Array.zeros(5, np.float32, 0) for _ in range(4)]
-    bounded = waits_that_are_bounded(comm.backend.routes[0])
-    for count in (2, 2, 3, 2, 3):
-        with comm.batch():
-            for x in xs[:count]:
-                comm.all_reduce(x)
-    assert [what[:19] for what in bounded] == ["world: all_reduce #"] * 2
 
 
 @on_each_rank(FakeRanks(3).run)
@@ -212,32 +199,6 @@ def test_messages_from_and_to_any_memory(gpu, /, fake, windows, seed):
         for step, out, expected in made:
             assert expected is None or out.numpy().tolist() == expected.tolist(), f"{step}, captured {captured}"
     fake.virtual.difference_update(virtual)  # it is freed as other memory
-
-
-def test_collectives_of_a_group_run_at_its_end(fake):
-    """The stand-in for NCCL must do this as NCCL does."""
-    x, out = np.ones(4, np.float32), np.zeros(4, np.float32)
-    fake.group_start()
-    code = nccl_binding.CODE_OF[DTYPES["float32"]]
-    fake.all_gather(x.ctypes.data, out.ctypes.data, 4, code, Comm(Group(1), 0), 1)
-    assert not out.any()
-    fake.group_end()
-    assert out.all()
-
-
-@on_each_rank(FakeRanks(3).run)
-def test_what_goes_to_several_ranks_is_staged_once(gpu, /, fake):
-    sent = vars(fake).setdefault("sent", set())
-
-    def send(pointer, count, code, peer, comm, stream):
-        sent.add((comm.rank, pointer))
-        FakeNCCL.send(fake, pointer, count, code, peer, comm, stream)
-
-    fake.send = send
-    comm, x = gpu.comm, gpu.comm.allocate(9, np.int32)
-    x.copy_from(np.full(9, gpu.rank, np.int32))
-    assert comm.all_gather_v(x, [9] * 3).numpy().tolist() == [0] * 9 + [1] * 9 + [2] * 9
-    assert len({pointer for rank, pointer in sent if rank == gpu.rank} - {x.pointer}) == 1
 
 
 @needs_core

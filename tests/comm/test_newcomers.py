@@ -50,21 +50,6 @@ def test_the_timeout_of_join_says_what_it_waited_for(tmp_path):
         join(f"{tmp_path}/address", timeout=0.1)
 
 
-def test_files_that_hold_no_address(tmp_path):
-    (binary := tmp_path / "binary").write_bytes(b"\x7fELF\xff\xfe" + bytes(100))
-    (long := tmp_path / "long").write_bytes(b"a" * 100_000)
-    (text := tmp_path / "text").write_text("hello " * 100)
-    for path, words in (
-        (binary, rf"^join: address: expected {binary} to hold the address of members, got b'\\x7fELF.*'…$"),
-        (long, rf"^join: address: expected {long} to hold the address of members, got b'a{{16}}'…$"),
-        (text, r'^join: address: expected "host:port", several with commas, got \'hello [helo ]{70,74}$'),
-        (tmp_path, rf"^join: address: expected a file that holds it, got: .*Is a directory: '{tmp_path}'$"),
-        (text / "no", "^join: address: expected a file that holds it, got: .*Not a directory"),
-    ):
-        with pytest.raises(RendezvousError, match=words):
-            join(str(path), timeout=20)
-
-
 @pytest.mark.parametrize("call", ["grow", "replace"])
 def test_a_group_of_one_that_nobody_can_join_says_so_at_once(no_launcher, call):
     with kos.init(timeout=20) as comm:

@@ -180,6 +180,24 @@ def test_the_message_names_rank_round_and_chunk(rounds, message):
         verify(one_rank_all_reduce(*rounds))
 
 
+@pytest.mark.parametrize(("collective", "chunks", "steps", "message"), [
+    ("all_reduce", 1, ((add._replace(peer=1), send), (send._replace(peer=0), add)),
+     "rank 0, round 0, send of data chunk 0: reads data chunk 0 in flight"),
+    ("all_reduce", 1, ((back[1], add._replace(peer=1)), (back[0], back[0])),
+     "rank 0, round 0, recv_reduce of data chunk 0: writes chunk 0 while it is in flight"),
+    ("all_gather", 1, ((Step("recv", "input", 0, 1, 1),), (Step("send", "input", 0, 1, 0),)),
+     "rank 0, round 0, recv of input chunk 0: writes an input"),
+    ("all_gather", 2, ((Step("copy", "output", 0, 1, -1, "input", 1),), ()),
+     "rank 0, round 0, copy of output chunk 0: input chunk 1 .* has another length"),
+    ("all_gather", 1, ((Step("copy", "output", 2, 1, -1, "input", 0),), ()),
+     "rank 0, round 0, copy of output chunk 2: outside 'output', which has 2 chunks"),
+    ("gather", 1, ((), (Step("copy", "output", 0, 1, -1, "input", 0),)), "rank 1, .* which has 0 chunks"),
+])
+def test_what_no_round_may_do(collective, chunks, steps, message):
+    with pytest.raises(ScheduleError, match=message):
+        verify(fake_world.with_rounds(build(collective, algorithms(collective)[-1], 2, chunks), (steps,)))
+
+
 def test_ranks_that_add_in_another_order_are_rejected():
     """Three ranks, (0+1)+2 on one and 0+(1+2) on another: right to rounding, not bit for bit."""
     with pytest.raises(ScheduleError, match="added in another order"):
