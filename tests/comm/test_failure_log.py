@@ -289,6 +289,21 @@ def test_a_group_names_the_host_of_its_ranks():
 CLOSED = "its connection was closed"
 
 
+@pytest.mark.parametrize(
+    ("ends", "why", "named"),
+    [
+        ([2, 3], CLOSED, f"host b (ranks [2, 3]) is gone: {CLOSED}"),
+        ([2], CLOSED, f"rank 2 is gone: {CLOSED}; rank 2 is on host b"),
+        ([2, 3], "it closed its communicator", "rank 2 is gone: it closed its communicator; rank 2 is on host b"),
+    ],
+)
+def test_a_host_is_lost_with_its_last_rank(ends, why, named):
+    log = on_hosts()
+    log.status.ends.update(dict.fromkeys(ends, why))
+    error = log.lost(2, why)
+    assert str(error) == named and error.ranks == ((2, 3) if named.startswith("host") else (2,))
+
+
 def test_a_rank_that_ended_because_of_another_is_not_named_with_it():
     log = on_hosts()
     log.status.ends.update({2: CLOSED, 3: CLOSED})
