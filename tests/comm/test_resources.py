@@ -20,7 +20,7 @@ from tests.comm.fake_nccl import alone, launching_alone
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import SECRET, free_port, run_threads
 
-TIMES = 500
+TIMES = 40
 
 
 def _descriptors() -> dict[str, str]:
@@ -100,7 +100,7 @@ def test_communicators_of_tcp_leave_nothing_open(how, memory):
 
     others = {*threading.enumerate()}
     descriptors, maps = make(3)  # also what is made once for a process
-    found = make(TIMES // 8)
+    found = make(TIMES // 2)
     deadline = time.monotonic() + TIMEOUT
     while (found[0] > descriptors or found[1] > maps) and time.monotonic() < deadline:
         time.sleep(0.05)  # threads that end close theirs

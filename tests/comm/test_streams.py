@@ -204,13 +204,6 @@ def reduce(comm: kos.Communicator, stream: Any, *counts: int) -> None:
         comm.all_reduce(Array.zeros(count, np.float16, 0), stream=stream)
 
 
-KINDS = pytest.mark.parametrize("given", ["object", "handle"])
-
-
-def named(stream: Stream, given: str) -> Any:
-    return stream if given == "object" else stream.handle
-
-
 class Program:
     """Random calls on streams that come and go: eager, captured, asynchronous and in batches."""
 
@@ -322,23 +315,21 @@ def test_few_of_many_streams_are_kept(comm, device, call, /):
     assert len(device.alive) > 100
 
 
-@KINDS
+@pytest.mark.parametrize("run", ["peer"], indirect=True)
 @on_each_rank("run")
-def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, call, /, given):
+def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, call, /):
     """Two kernels of ``peer`` at once could each hold a part of the GPU, and different parts on different ranks."""
-    if comm.backend_name != "peer":
-        return
     other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     first, second = (Stream(device, 1000 + k) for k in range(2))
     device.busy.update((1000, 1001))
     for _ in range(3):
-        call(named(first, given))
-        reduce(other, named(second, given), 20_000, 40)
+        call(first)
+        reduce(other, second.handle, 20_000, 40)
     with device.capturing(first.handle):
-        call(named(first, given))
-        reduce(other, named(first, given), 40)
-    reduce(other, named(first, given), 40)
-    call(named(second, given))
+        call(first)
+        reduce(other, first.handle, 40)
+    reduce(other, first.handle, 40)
+    call(second)
     device.busy.clear()
     other.close()
 

@@ -99,31 +99,6 @@ def test_the_order_of_additions_depends_on_no_cut(collective, algorithm, ranks):
             assert np.array_equal(got, whole), f"{schedule}: {(got != whole).sum()} of {got.size} elements differ"
 
 
-def test_segments_overlap_reduction_and_transfer(tiny_segments):
-    """The first segment of a long message is passed on before the last one has arrived."""
-    log = []
-
-    class Noting(fake_world.Endpoint):
-        def isend(self, array, peer, tag):
-            log.append(("send", self.rank))
-            return super().isend(array, peer, tag)
-
-    class Wire(fake_world.Wire):
-        def endpoint(self, rank):
-            return Noting(self, rank)
-
-        def deliver(self, rng):
-            moved = super().deliver(rng)
-            log.append(("deliver", moved))
-            return moved
-
-    schedule = build("reduce", "ring", 3, 1, 0)
-    buffers = fake_world.make_buffers(schedule, 12, np.random.default_rng(0))
-    fake_world.run(schedule, buffers, lambda dst, src: np.add(dst, src, out=dst), wire=Wire())
-    arrived_before = log[:log.index(("send", 1))].count(("deliver", True))
-    assert arrived_before < 4, "rank 1 waited for all four segments"
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     (("all_reduce", "rings", 4), "unknown algorithm 'rings' .* ring, h.* tree"),
     (("allreduce", "ring", 4), "unknown collective 'allreduce', .* all_reduce"),
