@@ -19,7 +19,7 @@ from tests.train.refusal import refused
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = shlex.split("""
 --seq-len 16 --batch-size 4 --hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2
---num-key-value-heads 2 --device cpu
+--num-key-value-heads 2 --device cpu --eval-batches 2
 """)
 TUNED = shlex.split("--tokens 1280 --tune-tokens 320 --rates 1e-2 3e-2 --seeds 2 --evaluations 5")
 PAIRS = shlex.split("--tokens 640 --micro-batch-size 2 --lr 1e-2 --seeds 2")
