@@ -1,6 +1,8 @@
 """What ranks of torch.distributed do in the tests; each function runs on all ranks, whatever their backend."""
 
+import contextlib
 import inspect
+import io
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kos.comm.recorder import recorders
+from tests.comm.tcp_ranks import free_port
 
 
 def error_of(call: Callable[[], Any], kinds: Any = dist.DistBackendError, named: bool = False) -> str:
@@ -418,3 +421,18 @@ def profiled() -> list[str]:
         dist.all_reduce(x)
         dist.broadcast(x, 0, async_op=True).wait()
     return sorted(event.key for event in profile.key_averages() if event.key.startswith("kos:"))
+
+
+def example(path: str, backend: str) -> list[str]:
+    """The lines that a program of examples/ prints if torchrun starts it and its process group is of ``backend``."""
+    rank, size, text = dist.get_rank(), dist.get_world_size(), Path(path).read_text()
+    port = [free_port()]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    over_kos = 'init_process_group("kos")'
+    assert text.count(over_kos) == 1
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(text.replace(over_kos, f"init_process_group({backend!r})"), {"__name__": "__main__"})
+    return printed.getvalue().splitlines()
