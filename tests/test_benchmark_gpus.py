@@ -1,6 +1,5 @@
 """Benchmarks on emulated GPUs: collectives, calls, matmuls in 8 bits, idle time of a pipeline."""
 
-import itertools
 import json
 import shlex
 import threading
@@ -23,20 +22,16 @@ from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
 from kos.comm import Communicator
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu import nccl_binding
 from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
 from kos.testing import spawn
 from kos.train.ops.cuda.cublaslt import scale_mode
-from kos.train.tools.profile import Marks
 from tests.comm.fake_gpu import at
 from tests.comm.fake_nccl import FakeNCCL, Group, communicator, no_gpu
 from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES
 from tests.train.host_kernels import emulator
-from tests.train.host_kernels.communicator import DeviceComm
-from tests.train.host_kernels.engine import host_engine, on_device
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -195,30 +190,19 @@ def test_all_tables(monkeypatch, tmp_path, capsys):
     assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
 
 
-def test_every_function_has_a_name_in_nccl():
-    """As in nccl.h."""
-    names = {
-        "all_reduce": "AllReduce", "reduce": "Reduce", "reduce_scatter": "ReduceScatter", "broadcast": "Broadcast",
-        "all_gather": "AllGather", "all_to_all": "AlltoAll", "gather": "Gather", "scatter": "Scatter", "send": "Send",
-        "recv": "Recv", "group_start": "GroupStart", "group_end": "GroupEnd",
-    }  # fmt: skip
-    assert {name: nccl_binding.function_name(name) for name in names} == {x: f"nccl{y}" for x, y in names.items()}
-
-
 FLAGS = shlex.split("""
 --seq-len 8 --batch-size 4 --micro-batch-size 1 --hidden-size 16 --intermediate-size 16 --num-hidden-layers 3 --pp 2
 --num-attention-heads 2 --num-key-value-heads 2 --vocab-size 64 --dtype float32 --ranks 2 --device cpu --idle
 """)
 
 
-def facts(device: str, prepare: Callable[[Any], None], *flags: str, clock: Any = Marks) -> dict[str, Any]:
+def facts(prepare: Callable[[Any], None], clock: Any) -> dict[str, Any]:
     """The results of the third step of two ranks.  ``prepare`` gets each device before it records timestamps."""
-    options, config = train.read_arguments([*FLAGS, *flags])
+    options, config = train.read_arguments(FLAGS)
     assert options.idle
-    config = config.for_world(1, device)
+    config = config.for_world(1, "cpu")
 
     def run(comm: Communicator) -> dict[str, Any]:
-        comm = DeviceComm(comm) if device == "cuda" else comm
         model = train.model_of(config)
         training = train.KosTraining(comm, config, model, train.random_tokens(config, model), 1)
         prepare(training.device)
@@ -263,7 +247,7 @@ def test_a_rank_waits_for_a_slow_one(capsys):
 
         device.step.act = slow if here.rank == 1 else act
 
-    found = facts("cpu", slow_down, clock=Clock)
+    found = facts(slow_down, Clock)
     quick, slow = found["ranks"]
     assert slow["passes_ms"] == {"F0": 20, "B0": 20} and quick["passes_ms"] == {"F0": 0, "B0": 0}
     assert (slow["computes_ms"], slow["step_ms"], slow["idle"]) == (8 * 20, 8 * 20, 0)
@@ -271,27 +255,3 @@ def test_a_rank_waits_for_a_slow_one(capsys):
     assert (found["idle"], found["simulated_ms"], found["simulated_idle"]) == (0.5, 8 * 20, (1, 0))
     idle.print_facts(found)
     assert f"rank 0  {quick['layers'][0]:>10}" in capsys.readouterr().out
-
-
-def test_stamps_are_in_the_graph(monkeypatch):
-    """The clock ticks once per timestamp, so each pass takes a tick, and so does each gap between two passes."""
-    host_engine(monkeypatch)
-
-    class Ticks:
-        def __init__(self, stream):
-            self.ticks = itertools.count()
-
-        def mark(self):
-            event = SimpleNamespace()
-            on_device(lambda: setattr(event, "tick", next(self.ticks)))
-            return event
-
-        def microseconds(self, begin, end):
-            return 1e3 * (end.tick - begin.tick)
-
-    found = facts("cuda", lambda device: None, "--pp-schedule", "zero-bubble-v", clock=Ticks)
-    for rank in found["ranks"]:
-        assert rank["passes_ms"] == dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 1.0)
-        spans = 3 * 2 * 4 + 2  # and norm and update
-        assert (rank["computes_ms"], rank["step_ms"]) == (spans, 2 * spans + 1)
-    assert [rank["layers"] for rank in found["ranks"]] == [[1, 0], [1, 1]]

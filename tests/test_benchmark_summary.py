@@ -1,16 +1,13 @@
 """What benchmarks compute from their rows: summaries, ratios, joined files, pictures' names, power, instructions."""
 
 import json
-import shutil
 import sys
 from typing import Any
 
 import pytest
 
 from benchmarks import instructions
-from benchmarks.between_hosts import crossing
 from benchmarks.plots.results import load
-from benchmarks.power import summarize
 from kos.bench import report
 from kos.bench.options import parse
 from kos.bench.ratios import lines, ratios
@@ -95,12 +92,6 @@ def test_sizes_are_those_of_nccl_tests(words, sizes):
     assert parse(words.split()).sizes == sizes
 
 
-def test_short_flags_are_the_long_ones():
-    short = "-b 8 -e 1K -f 2 -n 7 -w 3 -o max -d float64"
-    long = "--min-bytes 8 --max-bytes 1K --factor 2 --iterations 7 --warmup 3 --op max --dtype float64"
-    assert vars(parse(short.split())) == vars(parse(long.split()))
-
-
 def test_the_recorded_command_has_no_machine_paths(monkeypatch):
     for name in (*report.NOTED, "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -166,26 +157,6 @@ def test_results_are_joined(tmp_path, program):
     assert (done.code, done.err) == (2, "kos: error: expected results of the same hardware, got g, h\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("all_reduce", 100), ("reduce_scatter", 50), ("all_gather", 200), ("broadcast", 100), ("all_to_all", 100)],
-)
-def test_bytes_that_leave_a_host(name, expected):
-    """Two hosts of two ranks with 100 bytes each."""
-    assert crossing(name, 100, 2, 2) == expected
-
-
-def test_power_counts_what_is_busy():
-    """A sample that nvidia-smi did not finish, and those of an idle GPU, count nowhere."""
-    idle = "345, 120.50, 700.00, Not Active"
-    samples = [idle, *[f"{1500 + i}, {690 + i}.25, 700.00, Active" for i in range(21)], "19"]
-    assert summarize([*samples, "1980, 400.00, 700.00, Not Active"]) == {
-        "samples": 22, "power_limit_watts": 700.0, "watts": [690.3, 699.8, 709.2], "sm_mhz": [1501.0, 1510.5, 1520.0],
-        "at_power_limit": 0.955,
-    }  # fmt: skip
-    assert summarize([idle]) == {"samples": 0}
-
-
 # --- instructions of calls that the core knows -------------------------------------------------------------
 
 
@@ -212,8 +183,3 @@ def test_every_operation_is_counted():
     counted = {(each["op"], each["cpu"]) for each in load("instructions")["rows"]}
     assert {op for op, _ in counted} == set(instructions.OPERATIONS)
     assert {("broadcast", "intel"), ("broadcast", "other")} <= counted
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_the_tools_by_which_instructions_are_counted_are_recorded():
-    assert json.loads(json.dumps(instructions.toolchain()))["machine"]

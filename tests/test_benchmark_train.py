@@ -95,20 +95,6 @@ def test_what_fails_loses_its_row_only(tmp_path):
         measure()
 
 
-def test_an_answer_that_comes_with_other_words_is_heard(tmp_path):
-    """In one piece: what a library says on the way to the first step, and the step."""
-
-    class Group(train.Group):
-        program = (sys.executable, "-c", "print('words\\n{\"losses\": [1]}', flush=True); input()")
-
-    group = Group("kos", train.read_arguments(SMALL)[0], [], tmp_path)
-    try:
-        group.warm_up()
-        assert group.losses == [1]
-    finally:
-        group.end()
-
-
 def test_rows_are_added_to_those_of_the_same_commit(tmp_path):
     file = tmp_path / "rows.json"
     header = {"hardware": "a", "driver": None, "versions": {}, "date": "", "commit": "c", "command": "x"}
@@ -172,25 +158,3 @@ def test_rows_of_groups(capsys):
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
         rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags, micro_batch_size]))
         assert [row["variant"] for row in rows] == [variant, "eager"]
-
-
-def test_memory_that_ranks_reach_into_counts_too():
-    training = object.__new__(train.KosTraining)
-    training.pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
-    training.peak_before = 90
-    training.device = SimpleNamespace(reachable_bytes=20)
-    assert training.peak_memory() == 120
-    training.peak_before = 130  # of the search for algorithms, whose memory the step uses again
-    assert training.peak_memory() == 130
-    training.pool = None  # on CPUs
-    assert training.peak_memory() is None
-
-
-def test_torch_takes_one_axis(monkeypatch):
-    from benchmarks.torch_parallel import make_training
-
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for flag, got in (("--tp", "dp tp"), ("--cp", "dp cp"), ("--pp", "pp dp")):
-        _, config = train.read_arguments([*SMALL, "--ranks", "4", flag, "2"])
-        with pytest.raises(ConfigError, match=f"^--compare torch: expected one axis of dp, tp and cp, got {got}$"):
-            make_training(config, None, None, "eager")

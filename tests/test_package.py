@@ -71,14 +71,6 @@ def test_what_is_no_command(ran, capsys):
     assert not ran
 
 
-def test_a_command_as_a_process(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # the usage fits on one line with either name
-    here, there = (run(sys.executable, "-m", *words, "--help") for words in (("kos", "tune"), ("kos.tune",)))
-    assert there.stdout.startswith("usage: python -m kos.tune [-h]")
-    expected = there.stdout.replace("python -m kos.tune", "kos tune", 1)
-    assert (here.returncode, here.stdout) == (there.returncode, expected) == (0, here.stdout)
-
-
 SAYING = ("--help", "--version", "schedules", "schedules ring --ranks 3", "doctor")
 
 

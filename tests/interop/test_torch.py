@@ -41,15 +41,6 @@ def test_ddp_with_compressed_gradients(backend):
             assert abs(sum(mine[50:100]) / sum(theirs[50:]) - 1) < most
 
 
-def test_what_compress_refuses():
-    texts = run(f"{MODELS}:refusals_of_compress")[0]
-    model, unknown, none, double = texts
-    assert model == "model: expected a DistributedDataParallel, got Linear"
-    assert unknown == "compress: expected None, 'fp8', 'int8', 'int4', got 'int2'"
-    assert none == "compress: expected 'fp8', 'int8' or 'int4', got None"
-    assert double == "model: expected parameters of float32, float16, bfloat16, got float64"
-
-
 def test_a_gather_to_one_tensor():
     assert run(f"{PROGRAMS}:gather_single") == [[], [2.0, 2.0, 12.0, 12.0]]
 
