@@ -1,6 +1,5 @@
 """Benchmarks on emulated GPUs: collectives, calls, matmuls in 8 bits, idle time of a pipeline."""
 
-import json
 import shlex
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-from benchmarks import fp8, idle, train
+from benchmarks import idle, train
 from kos.bench.cases import Case, Data
 from kos.bench.implementations import Ours
 from kos.bench.limits import DeviceLimits
@@ -26,12 +25,9 @@ from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
 from kos.testing import spawn
-from kos.train.ops.cuda.cublaslt import scale_mode
 from tests.comm.fake_gpu import at
 from tests.comm.fake_nccl import FakeNCCL, Group, communicator, no_gpu
-from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES
-from tests.train.host_kernels import emulator
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -154,40 +150,6 @@ def test_device_code_compiles(tmp_path, arch):
     source = ROOT / "kos" / "bench" / "device.cu"
     cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
     assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))
-
-
-class Ops(emulator.HostOps):
-    """Without products of two operands of fine scales."""
-
-    def __init__(self, device: int, search: bool) -> None:
-        super().__init__()
-        self.modes = set[int]()
-
-    def matmul(self, a: Any, b: Any, out: Any, *, scales: Any = (), **options: Any) -> None:
-        modes = [scale_mode(scale.shape, *x.shape) for x, scale in zip((a, b), scales, strict=False)]
-        self.modes.update(modes)
-        if modes == [4, 4]:
-            raise BackendUnavailable("cuBLASLt has no algorithm")
-        super().matmul(a, b, out, scales=scales if 5 in modes else (), **options)
-
-
-@needs_compiler
-def test_all_tables(monkeypatch, tmp_path, capsys):
-    emulator.host_memory(monkeypatch)
-    path = tmp_path / "fp8.json"
-    words = f"--preset tiny --tokens 128 --repeats 1 --settle 1 --measure 1 --json {path}"
-    bench = fp8.Bench(fp8.read_arguments(words.split()), Ops, lambda run, stream: (run(), 1.0)[1])
-    fp8.measure(bench, {"command": "python -m benchmarks.fp8"})
-    result = json.loads(path.read_text())
-    tables = [row["table"] for row in result["rows"]]
-    assert [tables.count(name) for name in ("products", "casts", "layers")] == [12, 12, 5]
-    assert bench.ops.modes == {0, 3, 4, 5} and set(result["reasons"]) == {"1x128 1x128"}
-    first, last = result["rows"][0], result["rows"][-1]
-    assert (first["name"], first["shape"]) == ("qkv forward", [128, 256, 128])
-    assert first["bf16"] == pytest.approx(2e-9 * 128 * 256 * 128) and first["1x128 1x128"] is None
-    assert last["fp8_over_bf16"] == 1 and last["with_weight_cast"] == 0.5
-    said = capsys.readouterr().out
-    assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
 
 
 FLAGS = shlex.split("""

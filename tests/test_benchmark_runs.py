@@ -16,7 +16,7 @@ from benchmarks.two_hosts import Impossible, two_hosts
 from kos import cuda
 from kos.bench import implementations, report
 from kos.bench.cases import OPERATIONS
-from kos.bench.implementations import Ours, not_measurable
+from kos.bench.implementations import Ours
 from kos.bench.measure import Run
 from kos.cuda import driver
 from kos.errors import CudaError
@@ -257,20 +257,6 @@ def test_rank_0_alone_refuses(typed):
     assert done.stderr.startswith("kos: error: ")
 
 
-@pytest.mark.parametrize(
-    ("backends", "gpu", "no_gpu", "reasons"),
-    [
-        ("peer nccl", False, "no CUDA driver", {"peer": "no CUDA driver", "nccl": "no CUDA driver"}),
-        ("peer mpi", False, None, {"peer": "it is for GPUs"}),
-        ("mpi gloo peer", True, None, {"mpi": "it is for a host", "gloo": "it is for a host"}),
-        ("mock", False, None, {"mock": "its ranks are threads of one process (start without mpirun)"}),
-        ("", False, None, {}),
-    ],
-)
-def test_why_a_backend_cannot_be_measured(backends, gpu, no_gpu, reasons):
-    assert not_measurable(backends.split(), gpu, no_gpu) == reasons
-
-
 # --- other programs ----------------------------------------------------------------------------------------
 
 
@@ -279,17 +265,6 @@ def test_the_costs_of_the_recorder(program, tmp_path):
     result = program("benchmarks.recorder", "--runs 1 --json {json}").result
     assert result.keys() >= {"hardware", "versions", "date", "commit"} and str(tmp_path) not in str(result)
     assert [row.get("ranks") for row in result["rows"]] == [None, 2, 4, 8]
-
-
-def test_call_costs_of_two_trees_are_compared(program):
-    done = program("benchmarks.compare", f"{ROOT} {ROOT} --ranks 1 --backend tcp --rounds 1 --json {{json}}")
-    rows = done.result["rows"]
-    assert [row["call"] for row in rows] == ["tcp eager", "tcp persistent"]
-    assert all(len(row[tree]) == 1 and 100 < row[tree][0] < 1e7 for row in rows for tree in ("old", "new"))
-    _, heading, line, *_ = done.out.splitlines()
-    assert heading.split()[:4] == ["call", "old", "new", "new/old"] and line.startswith("tcp eager ")
-    old, new, ratio = map(float, line.split()[2:5])
-    assert abs(ratio - new / old) < 0.01
 
 
 SMALL = """--hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2 --num-key-value-heads 2
@@ -322,22 +297,6 @@ def test_shares_of_a_step(program):
         assert 0 < row["update_ms"] < row["step_ms"] and row["share"] == row["update_ms"] / row["step_ms"]
         assert row["optimizer"] in done.out and f"{row['share']:.1%}" in done.out
     assert rows[0]["state_bytes"] > rows[1]["state_bytes"] > rows[0]["state_bytes"] / 2
-
-
-def test_a_run_becomes_a_file(program, tmp_path):
-    steps = [
-        {"step": 1, "loss": 5.25, "lr": 0.1, "tokens_per_second": 10.0, "val_loss_before": 5.5},
-        {"step": 2, "loss": 3.123456, "lr": 0.1, "tokens_per_second": 30.0, "val_loss": 4.0},
-        {"step": 3, "loss": 3.0, "lr": 0.1, "tokens_per_second": 20.0},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    log = ["kos: begins", "step   1/12  loss 5", "step  2/12  loss 3  val_loss 4", "step  3/12  loss 3", "done"]
-    (tmp_path / "log").write_text("\n".join(log))
-    words = "{folder} --command 'make train' --log {folder}/log --json {json}"
-    result = program("benchmarks.loss_curve", words).result
-    assert result["command"] == "make train" and result["tokens_per_second"] == 20 and result["val_loss_before"] == 5.5
-    assert result["rows"][1] == {"step": 2, "loss": 3.1235, "val_loss": 4.0, "lr": 0.1} and len(result["rows"]) == 3
-    assert result["output"] == [*log[:3], "done"]
 
 
 def test_training_beside_8_bits(tmp_path):

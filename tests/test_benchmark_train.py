@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,50 +48,42 @@ def test_two_ranks_beside_torch(layout, flags, tmp_path):
     assert 0 < theirs["loss_difference"] < 2e-6
 
 
-def test_what_fails_loses_its_row_only(tmp_path):
-    options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager,eager-whole"])
+def test_what_the_ranks_refuse_is_raised(tmp_path):
+    options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager"])
     kos = train.Group("kos", options, ["--preset", "nonsense"], tmp_path)
     with pytest.raises(ConfigError, match="^--preset: expected one of .* got 'nonsense'$"):
         kos.warm_up()
     kos.end()
     assert kos.lost
-    calls, failure, fails, kos_fails_at = [], train.Lost("out of memory"), "eager", 0
+
+
+def test_what_fails_loses_its_row_only(tmp_path):
+    """One of torch in its first step; kos in its second measurement, before which all results are kept."""
+    options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager-whole,eager", "--repeats", "2"])
+    calls, kept = [], []
 
     class Stub:
         def __init__(self, name, *_):
             self.name, self.seconds, self.lost = name, list[float](), False
 
+        def warm_up(self):
+            if self.name == "eager":
+                raise train.Lost("out of memory")
+
         def measure(self):
-            if self.name == "kos" and len(self.seconds) + 1 == kos_fails_at:
+            if self.name == "kos" and self.seconds:
                 self.lost = True
                 raise train.Lost("rank 5 ended")
             self.seconds.append(1.0)
-            calls.append(f"{self.name} measure")
 
         def end(self):
-            calls.append(f"{self.name} end")
+            calls.append(f"{self.name} ends")
 
-        def warm_up(self):
-            if self.name == fails:
-                raise failure
-
-    measure = partial(train.measure, options, [], tmp_path, make_group=Stub)
-    groups, skipped = measure()
-    assert [group.name for group in groups] == ["kos", "eager-whole"] and skipped == {"eager": "out of memory"}
-    assert calls == ["eager end", "kos measure", "eager-whole measure", "eager-whole end", "kos end"]
-    calls.clear()
-    options.apart = True
-    measure()
-    assert calls == ["kos measure", "kos end", "eager end", "eager-whole measure", "eager-whole end", "kos end"]
-    failure = train.Stopped("stopped")
-    groups, skipped = measure()
-    assert [group.name for group in groups] == ["kos"] and skipped == {"eager": "stopped"}
-    options.apart, options.repeats, fails, kos_fails_at, kept = False, 2, "", 2, []
-    measure(keep=lambda groups, skipped: kept.append(([g.name for g in groups], {**skipped})))
-    assert kept == [(["kos", "eager"], {}), (["kos", "eager"], {"kos": "rank 5 ended"})], "what came through is kept"
-    kos_fails_at = 1
-    with pytest.raises(train.Lost, match="rank 5 ended"):
-        measure()
+    train.measure(options, [], tmp_path, make_group=Stub, keep=lambda groups, skipped: kept.append(
+        ([group.name for group in groups], {**skipped})
+    ))  # fmt: skip
+    assert kept[-1] == (["kos", "eager-whole"], {"eager": "out of memory", "kos": "rank 5 ended"})
+    assert sorted(calls) == ["eager ends", "eager-whole ends", "kos ends"]
 
 
 def test_rows_are_added_to_those_of_the_same_commit(tmp_path):

@@ -160,7 +160,7 @@ def test_wheels_and_sdist_hold_every_file_of_kos_and_no_other(dist):
     core, pure, sdist = dist
     assert core.name.startswith(f"kos-{kos.__version__}-cp311-abi3-manylinux")
     assert pure.name == f"kos-{kos.__version__}-py3-none-any.whl"
-    expected = {name for name in run("git", "ls-files", "-co", "--exclude-standard", "kos").stdout.split()}
+    expected = set(run("git", "ls-files", "-co", "--exclude-standard", "kos").stdout.split())
     expected = {name for name in expected if (ROOT / name).exists()}
     sources = {name for name in expected if name.startswith("kos/_core/") and name.endswith((".c", ".h"))}
     for path, compiled in ((core, {"kos/_core/native.abi3.so"}), (pure, set())):

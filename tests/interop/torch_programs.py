@@ -161,49 +161,6 @@ def any_source() -> list[Any]:
     return found
 
 
-def any_source_order() -> list[Any]:
-    """Messages of one sender to receives from any rank and from that rank: in the order in which they were posted."""
-    if dist.get_rank() == 1:
-        dist.barrier()
-        for number in range(6):
-            dist.send(torch.full((1,), float(number)), 0)
-        return []
-    waiting = []
-    for source in (1, None, None, 1, None, 1):
-        waiting.append((x := torch.zeros(1), dist.irecv(x, source)))
-    sources = [work.source_rank() for _, work in waiting]
-    dist.barrier()
-    for _, work in reversed(waiting):
-        work.wait()
-    return [[x.item() for x, _ in waiting], sources, [work.source_rank() for _, work in waiting]]
-
-
-def any_source_left_over() -> str:
-    """A receive that nobody answers, on every rank; the group is shut down."""
-    group: Any = dist.group.WORLD
-    work = dist.irecv(torch.zeros(1))
-    dist.barrier()
-    group.shutdown()
-    return error_of(work.wait)
-
-
-def any_source_of_another_size() -> list[str]:
-    """A message that is longer than the tensor, or of another dtype; then one that fits."""
-    if dist.get_rank() == 0:
-        left = torch.full((2,), 7.0)
-        found = [error_of(lambda: dist.recv(left)) for _ in range(2)]
-        assert left.tolist() == [7, 7]
-        assert dist.recv(left) == 1 and left.tolist() == [3, 3]
-        dist.barrier()
-        return found
-    work = dist.isend(torch.ones(100_000), 0)
-    dist.send(torch.ones(2, dtype=torch.int32), 0)
-    dist.send(torch.full((2,), 3.0), 0)
-    error = error_of(work.wait)
-    dist.barrier()
-    return [error]
-
-
 def split() -> list[Any]:
     """A group of ranks 0 and 2 of three, which they alone make: a sum, a wrong timeout, and one that passes."""
     world: Any = dist.group.WORLD
