@@ -4,9 +4,7 @@ import json
 import lzma
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +22,6 @@ FLAGS = shlex.split("""
 TUNED = shlex.split("--tokens 1280 --tune-tokens 320 --rates 1e-2 3e-2 --seeds 2 --evaluations 5")
 PAIRS = shlex.split("--tokens 640 --micro-batch-size 2 --lr 1e-2 --seeds 2")
 KEYS = ("optimizer", "lr", "muon_lr", "seed", "steps")
-Losses = Callable[..., Any]
-
-
 @pytest.fixture
 def corpus(tmp_path):
     lines = [json.dumps({"text": f"the {number} ranks of a ring\n" * (number % 7 + 3)}) + "\n" for number in range(99)]

@@ -1,9 +1,8 @@
 """Runs of the programs that measure, each with few iterations: what they refuse, print and write."""
 
 import importlib.util
-import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from benchmarks.two_hosts import Impossible, two_hosts
 from kos import cuda
 from kos.bench import implementations, report
 from kos.bench.cases import OPERATIONS
@@ -22,7 +20,7 @@ from kos.cuda import driver
 from kos.errors import CudaError
 from tests.comm.shared_ranks import needs_core
 from tests.forked import python
-from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, open_mpi, run_program
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.test_benchmark_cases import PLACES, Lazy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,9 +29,6 @@ EVERY = (*OPERATIONS, "barrier")
 UNEVEN = ("barrier", *(op for op in OPERATIONS if op.endswith(("_v", "scan"))))
 FIRST = ("all_reduce", "broadcast", "all_gather")
 ROTATED = "mpi,mpi-native,mpi-again,mpi-c"
-Program = Callable[..., Any]
-
-
 def check_document(result: dict[str, Any], ranks: int) -> None:
     assert tuple(result) == report.KEYS
     assert result["driver"] is None and result["hardware"] and result["versions"]["numpy"] == np.__version__
@@ -245,8 +240,7 @@ def test_what_is_refused(module, words, code, said, program, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "typed",
     [
-        "bench --collective foo", "bench --foo", "bench --json /nowhere/x", "bench --device gpu",
-        "bench foo", "foo", "doctor --foo", "tune --foo",
+        "bench --collective foo", "bench --json /nowhere/x", "bench --device gpu", "foo", "tune --foo",
     ],
 )  # fmt: skip
 def test_rank_0_alone_refuses(typed):
@@ -280,15 +274,6 @@ def test_times_of_prefill_and_steps(program):
         assert line.startswith(row["source"]) and f"{row['step_ms']:.3f}" in line
 
 
-@needs_mpirun
-def test_times_of_steps_on_two_ranks(tmp_path):
-    path = tmp_path / "result.json"
-    words = f"-m benchmarks.generate --tp 2 {SMALL.format(json=path)} --seq-len 64 --prompt 40 --tokens 6".split()
-    done = run_program(MPIRUN, "-n", "2", sys.executable, *words, env=OUTSIDE, cwd=ROOT)
-    (row,) = json.loads(path.read_text())["rows"]
-    assert done.returncode == 0 and row["step_ms"] > 0 and done.stdout.count("kos  ") == 1, done.stderr
-
-
 def test_shares_of_a_step(program):
     done = program("benchmarks.optimizers", SMALL + "--seq-len 16 --batch-size 4 --repeats 2")
     rows = done.result["rows"]
@@ -308,21 +293,3 @@ def test_training_beside_8_bits(tmp_path):
     float32, fp8 = report.read(tmp_path / "rows.json")["rows"]
     assert [(row["implementation"], row["variant"]) for row in (float32, fp8)] == [("kos", "float32"), ("kos", "fp8")]
     assert 0 < fp8["loss_difference"] < 1e-2 and float32["loss"] == pytest.approx(fp8["loss"], rel=1e-2)
-
-
-@needs_mpirun
-def test_between_two_hosts(tmp_path):
-    try:
-        with two_hosts(tmp_path, "1gbit"):
-            pass
-    except Impossible as why:
-        pytest.skip(str(why))
-    if open_mpi() < 5:
-        pytest.skip("needs Open MPI 5")
-    words = f"-m benchmarks.between_hosts --sizes 64K --operations all_reduce --json {tmp_path / 'rows.json'}"
-    env = OUTSIDE | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = run_program(sys.executable, *words.split(), env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (row,) = report.read(tmp_path / "rows.json")["rows"]
-    assert row["bytes"] == 1 << 16 and row["limit_us"] == 524.3  # 64 KiB leave a host at 125 MB/s
-    assert min(row["kos us"], row["kos fp8 us"] * 3, row["Open MPI us"]) >= row["limit_us"]

@@ -11,7 +11,7 @@ from benchmarks.plots.results import load
 from kos.bench import report
 from kos.bench.options import parse
 from kos.bench.ratios import lines, ratios
-from kos.bench.summary import MOST_LINES, busy, summary
+from kos.bench.summary import busy, summary
 from kos.train.machine import versions_of
 from tests.core.core_ranks import needs_core
 
@@ -40,25 +40,6 @@ def test_worst_rows_are_first():
         "64 out mpi-native 1.00 0.50 none n/a n/a",  # kos was not measured there
     ]
     assert end == "# kos is the fastest in 1 of 3 rows"
-
-
-def test_other_summaries():
-    """Of a peer with several algorithms, of which the best counts; of many rows; of kos alone; of two operations."""
-    _, title, _, line, end = summary([
-        row("peer", 8, 4.0, mode="graph"), row("torch-symm", 8, 12.0, mode="graph", algorithm="one_shot"),
-        row("torch-symm", 8, 8.0, mode="graph", algorithm="two_shot"), row("peer", 8, 1.0),
-    ])  # fmt: skip
-    assert "graph" in title and line.split()[-1] == "2.00" and end == "# kos is the fastest in 1 of 1 rows"
-    each = [(1 << power, 2.0 + power) for power in range(MOST_LINES + 3)]
-    many = summary([new for size, time in each for new in (row("mpi", size, 1.0), row("mpi-native", size, time))])
-    assert len(many) == MOST_LINES + 5
-    assert many[-2] == f"# 3 more rows, each at least {2 + MOST_LINES:.2f} times as fast as every peer"
-    alone = summary([row("mock", 64, 2.0), row("mock", 8, 3.0), row("mock", 8, 1.5, call="persistent")])
-    assert alone[0] == "# kos: mock (threads of one process)" and len(alone) == 5 and "peer" not in alone[1]
-    assert [line.split()[:5] for line in alone[3:]] == [["8", "in", "mock", "persistent", "1.50"],
-                                                        ["64", "in", "mock", "2.00", "0.50"]]  # fmt: skip
-    two = summary([row("mock", 8, 1.0), row("mock", 8, 1.0, op="broadcast")])
-    assert [line.split()[2] for line in two if line.startswith("# summary")] == ["all_reduce", "broadcast"]
 
 
 def test_a_busy_machine_and_few_bytes():

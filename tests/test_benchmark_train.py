@@ -149,3 +149,15 @@ def test_rows_of_groups(capsys):
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
         rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags, micro_batch_size]))
         assert [row["variant"] for row in rows] == [variant, "eager"]
+
+
+def test_memory_that_ranks_reach_into_counts_too():
+    training = object.__new__(train.KosTraining)
+    training.pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
+    training.peak_before = 90
+    training.device = SimpleNamespace(reachable_bytes=20)
+    assert training.peak_memory() == 120
+    training.peak_before = 130  # of the search for algorithms, whose memory the step uses again
+    assert training.peak_memory() == 130
+    training.pool = None  # on CPUs
+    assert training.peak_memory() is None

@@ -137,18 +137,6 @@ def prints(expected: str, printed: str, unordered: bool = False) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("expected", "printed", "unordered"),
-    [
-        ("a\nb\n", "b\na\n", False), ("a\n", "a\nb\n", True), ("a\na\n", "a\nb\n", True),
-        ("…\nb\n", "a\nb\nc\n", False), ("in … s (1)\n", "in 0.3 s (2)\n", False),
-        ("in … s\n", "in 0.3\n4 s\n", False),
-    ],
-)  # fmt: skip
-def test_output_that_differs_is_found(expected, printed, unordered):
-    assert not prints(expected, printed, unordered)
-
-
-@pytest.mark.parametrize(
     "page", [page for page in PAGES if COMMANDS.search(page.read_text())], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_commands(page, tmp_path):

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,6 @@ from kos.errors import install
 from tests.comm.fake_nccl import no_gpu
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 PATIENT = "import kos.doctor.__main__ as d\nd.GRACE = 1e3"  # for a slow machine
 

@@ -71,7 +71,7 @@ def test_what_is_no_command(ran, capsys):
     assert not ran
 
 
-SAYING = ("--help", "--version", "schedules", "schedules ring --ranks 3", "doctor")
+SAYING = ("--help", "schedules ring --ranks 3", "doctor")
 
 
 @pytest.mark.parametrize("words", SAYING)
