@@ -38,14 +38,13 @@ def machine(request):
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_layouts(machine, where):
     """Cut, fused, transposed and converted; over both transports, with and without staging memory and verification."""
-    ways = product(("shared", "tcp"), (True, False))
     with machine.start(memory=where, checksums=True) as publisher:
-        for first, (transport, staged) in zip((1, 5, 9, 13), ways, strict=True):
+        for transport, staged in product(("shared", "tcp"), (True, False)):
             arrays, opened = checks.on_gpu(0), machine.memory and machine.memory.opened
             with Subscriber(publisher.address, arrays, transport=transport, staged=staged) as subscriber:
-                for version in range(first, first + 4):
+                for version in (1, 2, 3, 4):
                     publisher.publish(version)
-                    update = subscriber.update(60, verify=version == first + 2)
+                    update = subscriber.update(60, verify=version == 3)
                     assert (update.version, update.changed) == (version, True)
                     expect_version(arrays, version)
                     assert not subscriber.update(60).changed
@@ -53,8 +52,8 @@ def test_layouts(machine, where):
                 assert machine.memory.opened - opened == (where == "device" and transport == "shared")
         arrays = checks.on_host()  # of a process without a GPU
         with Subscriber(publisher.address, arrays, transport="auto") as subscriber:
-            assert subscriber.update(60, verify=True).version == 16
-            expect_version(arrays, 16)
+            assert subscriber.update(60, verify=True).version == 4
+            expect_version(arrays, 4)
 
 
 def test_the_host_does_not_map_a_gpu(machine):
