@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from benchmarks.programme import Piece, programme
 from kos.bench import options
 from kos.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
-Begin = Callable[..., tuple[int, str]]
 FAKE = """
 import json, os, sys, time
 mark, *more, _, file = sys.argv[1:]
@@ -113,9 +110,3 @@ def test_commands_are_accepted(piece, program):
             said = str(error)
         unknown = ("unrecognized arguments: --no-such-flag", "a flag that --help lists, got '--no-such-flag'")
         assert said.rstrip().endswith(unknown)
-
-
-def test_another_nccl_is_measured_through_the_loader():
-    pieces = programme(2, "h100", "/tmp/libnccl.so.2")["other-nccl-h100-2"]
-    assert {piece.preload for piece in pieces} == {"/tmp/libnccl.so.2"}
-    assert "other-nccl-h100-2" not in programme(2, "h100")

@@ -1,7 +1,5 @@
 """Benchmarks on emulated GPUs: collectives, calls, matmuls in 8 bits, idle time of a pipeline."""
 
-import itertools
-import json
 import shlex
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +12,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-from benchmarks import fp8, idle, train
+from benchmarks import idle, train
 from kos.bench.cases import Case, Data
 from kos.bench.implementations import Ours
 from kos.bench.limits import DeviceLimits
@@ -23,20 +21,13 @@ from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
 from kos.comm import Communicator
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu import nccl_binding
 from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
 from kos.testing import spawn
-from kos.train.ops.cuda.cublaslt import scale_mode
-from kos.train.tools.profile import Marks
 from tests.comm.fake_gpu import at
 from tests.comm.fake_nccl import FakeNCCL, Group, communicator, no_gpu
-from tests.host_compiler import needs_compiler
 from tests.test_benchmark_cases import PLACES
-from tests.train.host_kernels import emulator
-from tests.train.host_kernels.communicator import DeviceComm
-from tests.train.host_kernels.engine import host_engine, on_device
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -161,64 +152,19 @@ def test_device_code_compiles(tmp_path, arch):
     assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))
 
 
-class Ops(emulator.HostOps):
-    """Without products of two operands of fine scales."""
-
-    def __init__(self, device: int, search: bool) -> None:
-        super().__init__()
-        self.modes = set[int]()
-
-    def matmul(self, a: Any, b: Any, out: Any, *, scales: Any = (), **options: Any) -> None:
-        modes = [scale_mode(scale.shape, *x.shape) for x, scale in zip((a, b), scales, strict=False)]
-        self.modes.update(modes)
-        if modes == [4, 4]:
-            raise BackendUnavailable("cuBLASLt has no algorithm")
-        super().matmul(a, b, out, scales=scales if 5 in modes else (), **options)
-
-
-@needs_compiler
-def test_all_tables(monkeypatch, tmp_path, capsys):
-    emulator.host_memory(monkeypatch)
-    path = tmp_path / "fp8.json"
-    words = f"--preset tiny --tokens 128 --repeats 1 --settle 1 --measure 1 --json {path}"
-    bench = fp8.Bench(fp8.read_arguments(words.split()), Ops, lambda run, stream: (run(), 1.0)[1])
-    fp8.measure(bench, {"command": "python -m benchmarks.fp8"})
-    result = json.loads(path.read_text())
-    tables = [row["table"] for row in result["rows"]]
-    assert [tables.count(name) for name in ("products", "casts", "layers")] == [12, 12, 5]
-    assert bench.ops.modes == {0, 3, 4, 5} and set(result["reasons"]) == {"1x128 1x128"}
-    first, last = result["rows"][0], result["rows"][-1]
-    assert (first["name"], first["shape"]) == ("qkv forward", [128, 256, 128])
-    assert first["bf16"] == pytest.approx(2e-9 * 128 * 256 * 128) and first["1x128 1x128"] is None
-    assert last["fp8_over_bf16"] == 1 and last["with_weight_cast"] == 0.5
-    said = capsys.readouterr().out
-    assert "products  down weight gradient" in said and "1x128 1x128 left out: cuBLASLt has no algorithm" in said
-
-
-def test_every_function_has_a_name_in_nccl():
-    """As in nccl.h."""
-    names = {
-        "all_reduce": "AllReduce", "reduce": "Reduce", "reduce_scatter": "ReduceScatter", "broadcast": "Broadcast",
-        "all_gather": "AllGather", "all_to_all": "AlltoAll", "gather": "Gather", "scatter": "Scatter", "send": "Send",
-        "recv": "Recv", "group_start": "GroupStart", "group_end": "GroupEnd",
-    }  # fmt: skip
-    assert {name: nccl_binding.function_name(name) for name in names} == {x: f"nccl{y}" for x, y in names.items()}
-
-
 FLAGS = shlex.split("""
 --seq-len 8 --batch-size 4 --micro-batch-size 1 --hidden-size 16 --intermediate-size 16 --num-hidden-layers 3 --pp 2
 --num-attention-heads 2 --num-key-value-heads 2 --vocab-size 64 --dtype float32 --ranks 2 --device cpu --idle
 """)
 
 
-def facts(device: str, prepare: Callable[[Any], None], *flags: str, clock: Any = Marks) -> dict[str, Any]:
+def facts(prepare: Callable[[Any], None], clock: Any) -> dict[str, Any]:
     """The results of the third step of two ranks.  ``prepare`` gets each device before it records timestamps."""
-    options, config = train.read_arguments([*FLAGS, *flags])
+    options, config = train.read_arguments(FLAGS)
     assert options.idle
-    config = config.for_world(1, device)
+    config = config.for_world(1, "cpu")
 
     def run(comm: Communicator) -> dict[str, Any]:
-        comm = DeviceComm(comm) if device == "cuda" else comm
         model = train.model_of(config)
         training = train.KosTraining(comm, config, model, train.random_tokens(config, model), 1)
         prepare(training.device)
@@ -263,7 +209,7 @@ def test_a_rank_waits_for_a_slow_one(capsys):
 
         device.step.act = slow if here.rank == 1 else act
 
-    found = facts("cpu", slow_down, clock=Clock)
+    found = facts(slow_down, Clock)
     quick, slow = found["ranks"]
     assert slow["passes_ms"] == {"F0": 20, "B0": 20} and quick["passes_ms"] == {"F0": 0, "B0": 0}
     assert (slow["computes_ms"], slow["step_ms"], slow["idle"]) == (8 * 20, 8 * 20, 0)
@@ -271,27 +217,3 @@ def test_a_rank_waits_for_a_slow_one(capsys):
     assert (found["idle"], found["simulated_ms"], found["simulated_idle"]) == (0.5, 8 * 20, (1, 0))
     idle.print_facts(found)
     assert f"rank 0  {quick['layers'][0]:>10}" in capsys.readouterr().out
-
-
-def test_stamps_are_in_the_graph(monkeypatch):
-    """The clock ticks once per timestamp, so each pass takes a tick, and so does each gap between two passes."""
-    host_engine(monkeypatch)
-
-    class Ticks:
-        def __init__(self, stream):
-            self.ticks = itertools.count()
-
-        def mark(self):
-            event = SimpleNamespace()
-            on_device(lambda: setattr(event, "tick", next(self.ticks)))
-            return event
-
-        def microseconds(self, begin, end):
-            return 1e3 * (end.tick - begin.tick)
-
-    found = facts("cuda", lambda device: None, "--pp-schedule", "zero-bubble-v", clock=Ticks)
-    for rank in found["ranks"]:
-        assert rank["passes_ms"] == dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 1.0)
-        spans = 3 * 2 * 4 + 2  # and norm and update
-        assert (rank["computes_ms"], rank["step_ms"]) == (spans, 2 * spans + 1)
-    assert [rank["layers"] for rank in found["ranks"]] == [[1, 0], [1, 1]]

@@ -4,9 +4,7 @@ import json
 import lzma
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +17,11 @@ from tests.train.refusal import refused
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = shlex.split("""
 --seq-len 16 --batch-size 4 --hidden-size 16 --intermediate-size 24 --num-hidden-layers 2 --num-attention-heads 2
---num-key-value-heads 2 --device cpu
+--num-key-value-heads 2 --device cpu --eval-batches 2
 """)
 TUNED = shlex.split("--tokens 1280 --tune-tokens 320 --rates 1e-2 3e-2 --seeds 2 --evaluations 5")
 PAIRS = shlex.split("--tokens 640 --micro-batch-size 2 --lr 1e-2 --seeds 2")
 KEYS = ("optimizer", "lr", "muon_lr", "seed", "steps")
-Losses = Callable[..., Any]
-
-
 @pytest.fixture
 def corpus(tmp_path):
     lines = [json.dumps({"text": f"the {number} ranks of a ring\n" * (number % 7 + 3)}) + "\n" for number in range(99)]

@@ -127,11 +127,3 @@ def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded):
     assert "| broadcast | 2.00 (2.00; 1.50) |  |" in collectives.every_operation(2, "graph", (1024, 2048))
     with pytest.raises(LookupError, match=r"expected a file torch-GPU-4\.json"):
         results.newest("torch", 4)
-
-
-def test_the_command_checks_and_writes(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table torch-steps -->\n<!-- end -->\n")
-    assert command.main(["--check"], [page]) == 1 and "page.md: tables differ" in capsys.readouterr().out
-    page.write_text(tables.renewed(page.read_text(), page))
-    assert command.main(["--check"], [page]) == 0 and "ms per step" in page.read_text()

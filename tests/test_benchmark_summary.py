@@ -1,20 +1,17 @@
 """What benchmarks compute from their rows: summaries, ratios, joined files, pictures' names, power, instructions."""
 
 import json
-import shutil
 import sys
 from typing import Any
 
 import pytest
 
 from benchmarks import instructions
-from benchmarks.between_hosts import crossing
 from benchmarks.plots.results import load
-from benchmarks.power import summarize
 from kos.bench import report
 from kos.bench.options import parse
 from kos.bench.ratios import lines, ratios
-from kos.bench.summary import MOST_LINES, busy, summary
+from kos.bench.summary import busy, summary
 from kos.train.machine import versions_of
 from tests.core.core_ranks import needs_core
 
@@ -43,25 +40,6 @@ def test_worst_rows_are_first():
         "64 out mpi-native 1.00 0.50 none n/a n/a",  # kos was not measured there
     ]
     assert end == "# kos is the fastest in 1 of 3 rows"
-
-
-def test_other_summaries():
-    """Of a peer with several algorithms, of which the best counts; of many rows; of kos alone; of two operations."""
-    _, title, _, line, end = summary([
-        row("peer", 8, 4.0, mode="graph"), row("torch-symm", 8, 12.0, mode="graph", algorithm="one_shot"),
-        row("torch-symm", 8, 8.0, mode="graph", algorithm="two_shot"), row("peer", 8, 1.0),
-    ])  # fmt: skip
-    assert "graph" in title and line.split()[-1] == "2.00" and end == "# kos is the fastest in 1 of 1 rows"
-    each = [(1 << power, 2.0 + power) for power in range(MOST_LINES + 3)]
-    many = summary([new for size, time in each for new in (row("mpi", size, 1.0), row("mpi-native", size, time))])
-    assert len(many) == MOST_LINES + 5
-    assert many[-2] == f"# 3 more rows, each at least {2 + MOST_LINES:.2f} times as fast as every peer"
-    alone = summary([row("mock", 64, 2.0), row("mock", 8, 3.0), row("mock", 8, 1.5, call="persistent")])
-    assert alone[0] == "# kos: mock (threads of one process)" and len(alone) == 5 and "peer" not in alone[1]
-    assert [line.split()[:5] for line in alone[3:]] == [["8", "in", "mock", "persistent", "1.50"],
-                                                        ["64", "in", "mock", "2.00", "0.50"]]  # fmt: skip
-    two = summary([row("mock", 8, 1.0), row("mock", 8, 1.0, op="broadcast")])
-    assert [line.split()[2] for line in two if line.startswith("# summary")] == ["all_reduce", "broadcast"]
 
 
 def test_a_busy_machine_and_few_bytes():
@@ -93,12 +71,6 @@ def test_ratios_of_rows():
 )  # fmt: skip
 def test_sizes_are_those_of_nccl_tests(words, sizes):
     assert parse(words.split()).sizes == sizes
-
-
-def test_short_flags_are_the_long_ones():
-    short = "-b 8 -e 1K -f 2 -n 7 -w 3 -o max -d float64"
-    long = "--min-bytes 8 --max-bytes 1K --factor 2 --iterations 7 --warmup 3 --op max --dtype float64"
-    assert vars(parse(short.split())) == vars(parse(long.split()))
 
 
 def test_the_recorded_command_has_no_machine_paths(monkeypatch):
@@ -166,26 +138,6 @@ def test_results_are_joined(tmp_path, program):
     assert (done.code, done.err) == (2, "kos: error: expected results of the same hardware, got g, h\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("all_reduce", 100), ("reduce_scatter", 50), ("all_gather", 200), ("broadcast", 100), ("all_to_all", 100)],
-)
-def test_bytes_that_leave_a_host(name, expected):
-    """Two hosts of two ranks with 100 bytes each."""
-    assert crossing(name, 100, 2, 2) == expected
-
-
-def test_power_counts_what_is_busy():
-    """A sample that nvidia-smi did not finish, and those of an idle GPU, count nowhere."""
-    idle = "345, 120.50, 700.00, Not Active"
-    samples = [idle, *[f"{1500 + i}, {690 + i}.25, 700.00, Active" for i in range(21)], "19"]
-    assert summarize([*samples, "1980, 400.00, 700.00, Not Active"]) == {
-        "samples": 22, "power_limit_watts": 700.0, "watts": [690.3, 699.8, 709.2], "sm_mhz": [1501.0, 1510.5, 1520.0],
-        "at_power_limit": 0.955,
-    }  # fmt: skip
-    assert summarize([idle]) == {"samples": 0}
-
-
 # --- instructions of calls that the core knows -------------------------------------------------------------
 
 
@@ -212,8 +164,3 @@ def test_every_operation_is_counted():
     counted = {(each["op"], each["cpu"]) for each in load("instructions")["rows"]}
     assert {op for op, _ in counted} == set(instructions.OPERATIONS)
     assert {("broadcast", "intel"), ("broadcast", "other")} <= counted
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_the_tools_by_which_instructions_are_counted_are_recorded():
-    assert json.loads(json.dumps(instructions.toolchain()))["machine"]

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,64 +48,42 @@ def test_two_ranks_beside_torch(layout, flags, tmp_path):
     assert 0 < theirs["loss_difference"] < 2e-6
 
 
-def test_what_fails_loses_its_row_only(tmp_path):
-    options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager,eager-whole"])
+def test_what_the_ranks_refuse_is_raised(tmp_path):
+    options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager"])
     kos = train.Group("kos", options, ["--preset", "nonsense"], tmp_path)
     with pytest.raises(ConfigError, match="^--preset: expected one of .* got 'nonsense'$"):
         kos.warm_up()
     kos.end()
     assert kos.lost
-    calls, failure, fails, kos_fails_at = [], train.Lost("out of memory"), "eager", 0
+
+
+def test_what_fails_loses_its_row_only(tmp_path):
+    """One of torch in its first step; kos in its second measurement, before which all results are kept."""
+    options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager-whole,eager", "--repeats", "2"])
+    calls, kept = [], []
 
     class Stub:
         def __init__(self, name, *_):
             self.name, self.seconds, self.lost = name, list[float](), False
 
+        def warm_up(self):
+            if self.name == "eager":
+                raise train.Lost("out of memory")
+
         def measure(self):
-            if self.name == "kos" and len(self.seconds) + 1 == kos_fails_at:
+            if self.name == "kos" and self.seconds:
                 self.lost = True
                 raise train.Lost("rank 5 ended")
             self.seconds.append(1.0)
-            calls.append(f"{self.name} measure")
 
         def end(self):
-            calls.append(f"{self.name} end")
+            calls.append(f"{self.name} ends")
 
-        def warm_up(self):
-            if self.name == fails:
-                raise failure
-
-    measure = partial(train.measure, options, [], tmp_path, make_group=Stub)
-    groups, skipped = measure()
-    assert [group.name for group in groups] == ["kos", "eager-whole"] and skipped == {"eager": "out of memory"}
-    assert calls == ["eager end", "kos measure", "eager-whole measure", "eager-whole end", "kos end"]
-    calls.clear()
-    options.apart = True
-    measure()
-    assert calls == ["kos measure", "kos end", "eager end", "eager-whole measure", "eager-whole end", "kos end"]
-    failure = train.Stopped("stopped")
-    groups, skipped = measure()
-    assert [group.name for group in groups] == ["kos"] and skipped == {"eager": "stopped"}
-    options.apart, options.repeats, fails, kos_fails_at, kept = False, 2, "", 2, []
-    measure(keep=lambda groups, skipped: kept.append(([g.name for g in groups], {**skipped})))
-    assert kept == [(["kos", "eager"], {}), (["kos", "eager"], {"kos": "rank 5 ended"})], "what came through is kept"
-    kos_fails_at = 1
-    with pytest.raises(train.Lost, match="rank 5 ended"):
-        measure()
-
-
-def test_an_answer_that_comes_with_other_words_is_heard(tmp_path):
-    """In one piece: what a library says on the way to the first step, and the step."""
-
-    class Group(train.Group):
-        program = (sys.executable, "-c", "print('words\\n{\"losses\": [1]}', flush=True); input()")
-
-    group = Group("kos", train.read_arguments(SMALL)[0], [], tmp_path)
-    try:
-        group.warm_up()
-        assert group.losses == [1]
-    finally:
-        group.end()
+    train.measure(options, [], tmp_path, make_group=Stub, keep=lambda groups, skipped: kept.append(
+        ([group.name for group in groups], {**skipped})
+    ))  # fmt: skip
+    assert kept[-1] == (["kos", "eager-whole"], {"eager": "out of memory", "kos": "rank 5 ended"})
+    assert sorted(calls) == ["eager ends", "eager-whole ends", "kos ends"]
 
 
 def test_rows_are_added_to_those_of_the_same_commit(tmp_path):
@@ -184,13 +161,3 @@ def test_memory_that_ranks_reach_into_counts_too():
     assert training.peak_memory() == 130
     training.pool = None  # on CPUs
     assert training.peak_memory() is None
-
-
-def test_torch_takes_one_axis(monkeypatch):
-    from benchmarks.torch_parallel import make_training
-
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for flag, got in (("--tp", "dp tp"), ("--cp", "dp cp"), ("--pp", "pp dp")):
-        _, config = train.read_arguments([*SMALL, "--ranks", "4", flag, "2"])
-        with pytest.raises(ConfigError, match=f"^--compare torch: expected one axis of dp, tp and cp, got {got}$"):
-            make_training(config, None, None, "eager")

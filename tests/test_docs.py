@@ -8,8 +8,7 @@ hold its output.
 
 ``<!-- file: NAME -->``: the block is a file, which commands of the page use.  ``<!-- run -->`` before a ```console
 block: its lines ``$ COMMAND`` run in the order of the page, in one temporary folder, where `python`, `kos`, `pytest`
-and `mpirun` are found; the lines after a command are its output.  ``<!-- run, exit 1 -->`` names an exit status,
-``<!-- run, slow -->`` a block for `make test-all`.
+and `mpirun` are found; the lines after a command are its output.  ``<!-- run, exit 1 -->`` names an exit status.
 
 In output, `…` stands for any part of a line, and a line `…` for any lines.  ``<!-- prints, in any order -->`` and
 ``<!-- run, in any order -->`` compare lines that ranks print in any order.
@@ -54,7 +53,7 @@ BLOCK = re.compile(
 )
 COMMANDS = re.compile(
     r"^<!-- file: (?P<name>\S+) -->\n^```\w+\n(?P<code>.*?)^```$"
-    r"|^<!-- run(?P<slow>, slow)?(?P<unordered>, in any order)?(?:, exit (?P<status>\d+))? -->\n"
+    r"|^<!-- run(?P<unordered>, in any order)?(?:, exit (?P<status>\d+))? -->\n"
     r"^```console\n(?P<text>.*?)^```$",
     re.M | re.S,
 )
@@ -138,30 +137,9 @@ def prints(expected: str, printed: str, unordered: bool = False) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("expected", "printed", "unordered"),
-    [
-        ("a\nb\n", "b\na\n", False), ("a\n", "a\nb\n", True), ("a\na\n", "a\nb\n", True),
-        ("…\nb\n", "a\nb\nc\n", False), ("in … s (1)\n", "in 0.3 s (2)\n", False),
-        ("in … s\n", "in 0.3\n4 s\n", False),
-    ],
-)  # fmt: skip
-def test_output_that_differs_is_found(expected, printed, unordered):
-    assert not prints(expected, printed, unordered)
-
-
-def pages_with_commands() -> list[pytest.ParameterSet]:
-    found = []
-    for page in PAGES:
-        name, matches = str(page.relative_to(ROOT)), list(COMMANDS.finditer(page.read_text()))
-        if matches:
-            found.append(pytest.param(page, False, id=name))
-        if any(match["slow"] for match in matches):
-            found.append(pytest.param(page, True, id=f"{name}, slow", marks=pytest.mark.slow))
-    return found
-
-
-@pytest.mark.parametrize(("page", "slow"), pages_with_commands())
-def test_commands(page, slow, tmp_path):
+    "page", [page for page in PAGES if COMMANDS.search(page.read_text())], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_commands(page, tmp_path):
     programs, folder = tmp_path / "bin", tmp_path / "folder"
     programs.mkdir()
     folder.mkdir()
@@ -172,8 +150,6 @@ def test_commands(page, slow, tmp_path):
     for match in COMMANDS.finditer(text):
         if match["name"]:
             (folder / match["name"]).write_text(match["code"])
-            continue
-        if match["slow"] and not slow:
             continue
         line = text.count("\n", 0, match.start("text")) + 1
         for session in re.split(r"^\$ ", match["text"], flags=re.M)[1:]:
@@ -235,12 +211,6 @@ def resolves(name: str) -> bool:
 
 PUBLIC = [kos, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder]
 NAME = "{0.__name__}".format
-
-
-@pytest.mark.parametrize("thing", [*PUBLIC, kos.comm], ids=NAME)
-def test_what_is_public_is_documented(thing):
-    bare = [name for name, value in public(thing) if not value.__doc__]
-    assert not bare, f"{thing.__name__}: expected docstrings, {bare} have none"
 
 
 @pytest.mark.parametrize("thing", [*PUBLIC, Array], ids=NAME)

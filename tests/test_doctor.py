@@ -1,28 +1,22 @@
 """The doctor: what it says where things work, and that it says something, in time, where they do not."""
 
-import argparse
 import json
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from kos import _core
 from kos.cuda.devices import DeviceInfo
 from kos.doctor import checks, ranks
-from kos.doctor.__main__ import Doctor
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.doctor.report import Report
 from kos.errors import install
 from tests.comm.fake_nccl import no_gpu
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 PATIENT = "import kos.doctor.__main__ as d\nd.GRACE = 1e3"  # for a slow machine
 
@@ -121,17 +115,6 @@ def test_what_hangs_is_told_and_ended(wait, told):
     assert "Timeout" in said or "no end within 1 s" in said
 
 
-def test_alarms_are_cancelled(monkeypatch):
-    alarms = []
-    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
-        monkeypatch.setattr(f"faulthandler.{name}", lambda *_, name=name, **__: alarms.append(name))
-    doctor = Doctor(argparse.Namespace())
-    doctor.begin("a stage", 60)
-    assert doctor.alarm is not None and doctor.alarm.is_alive() and alarms[-1] == "dump_traceback_later"
-    doctor.rest()
-    assert doctor.alarm.finished.is_set() and alarms[-1] == "cancel_dump_traceback_later"
-
-
 @pytest.mark.parametrize(
     ("code", "finding"),
     [
@@ -181,22 +164,6 @@ def test_missing_packages(extra, missing, kernel_driver, remedy):
     assert len(names) == len(missing) and found == Check(title, NO, f"not installed: {', '.join(names)}", remedy)
     rest = checks.check_packages(extra, dict.fromkeys(versions, "1.0"), kernel_driver)
     assert rest == Check(title, OK, ", ".join(f"{name} 1.0" for name in versions))
-
-
-@pytest.mark.parametrize(
-    ("reason", "kernel_driver", "remedy"),
-    [
-        ("no CUDA driver (libcuda.so.1) on this machine", False, ""),
-        ("no CUDA driver (libcuda.so.1) on this machine", True, "--gpus all"),
-        ("the CUDA packages are not installed: pip install …", True, ""),
-        ("the CUDA driver found no usable GPU (CUDA_VISIBLE_DEVICES='')", True, "nvidia-smi -L"),
-        ("no GPU is visible (CUDA_VISIBLE_DEVICES='')", False, "nvidia-smi -L"),
-    ],
-)
-def test_cuda_unavailable(reason, kernel_driver, remedy):
-    check = checks.cuda_unavailable(reason, kernel_driver)
-    assert (check.name, check.verdict, check.found) == ("CUDA", NO, reason)
-    assert remedy in check.remedy and bool(check.remedy) == bool(remedy)
 
 
 @pytest.mark.parametrize(("capability", "noted"), [((9, 0), False), ((8, 0), True), ((10, 0), True), ((12, 0), True)])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -72,15 +71,7 @@ def test_what_is_no_command(ran, capsys):
     assert not ran
 
 
-def test_a_command_as_a_process(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # the usage fits on one line with either name
-    here, there = (run(sys.executable, "-m", *words, "--help") for words in (("kos", "tune"), ("kos.tune",)))
-    assert there.stdout.startswith("usage: python -m kos.tune [-h]")
-    expected = there.stdout.replace("python -m kos.tune", "kos tune", 1)
-    assert (here.returncode, here.stdout) == (there.returncode, expected) == (0, here.stdout)
-
-
-SAYING = ("--help", "--version", "schedules", "schedules ring --ranks 3", "doctor")
+SAYING = ("--help", "schedules ring --ranks 3", "doctor")
 
 
 @pytest.mark.parametrize("words", SAYING)
@@ -151,62 +142,37 @@ def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, program):
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory):
-    """The wheel, built from the unpacked sdist, and the sdist."""
-    pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("dist")
-    source = folder / "source"
-    source.mkdir()
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if files.returncode:
+def dist():
+    """The wheel with the compiled core, the pure one and the sdist, as ``make wheels`` builds them from a clone.
+
+    In environments of their own, which have nothing but the build requirements.
+    """
+    if shutil.which("make") is None or not BUILDS:
+        pytest.skip("needs make, a C compiler and Python.h")
+    if run("git", "rev-parse").returncode:
         pytest.skip("needs a clone made by git")
-    for name in files.stdout.split():
-        if (ROOT / name).is_file() and not name.startswith(("tests/comm", "tests/train", "benchmarks/results")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    built = run(sys.executable, "-c", BUILD.format(kind="sdist"), folder, cwd=source)
-    assert built.returncode == 0, built.stderr
-    sdist = folder / built.stdout.split()[-1]
-    with tarfile.open(sdist) as archive:
-        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and newer have it
-        archive.extractall(folder / "unpacked", **safely)
-    [unpacked] = (folder / "unpacked").iterdir()
-    built = run(sys.executable, "-c", BUILD.format(kind="wheel"), folder, cwd=unpacked)
-    assert built.returncode == 0, built.stderr
-    return folder / built.stdout.split()[-1], sdist
+    from_index("make", "wheels", f"PYTHON={sys.executable}", limit=280)
+    return *sorted((ROOT / "dist").glob("kos-*.whl")), ROOT / "dist" / f"kos-{kos.__version__}.tar.gz"
 
 
-def test_both_hold_every_file_of_kos_and_no_other(dist):
-    wheel, sdist = dist
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "kos"], cwd=ROOT, capture_output=True)
-    expected = {name for name in files.stdout.decode().split() if (ROOT / name).exists()}
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        core = {name for name in names if name.endswith(".so")}
-        metadata = archive.read(f"kos-{kos.__version__}.dist-info/METADATA").decode()
+def test_wheels_and_sdist_hold_every_file_of_kos_and_no_other(dist):
+    """The pure wheel has no core; in the other one, no symbol is newer than manylinux allows."""
+    core, pure, sdist = dist
+    assert core.name.startswith(f"kos-{kos.__version__}-cp311-abi3-manylinux")
+    assert pure.name == f"kos-{kos.__version__}-py3-none-any.whl"
+    expected = set(run("git", "ls-files", "-co", "--exclude-standard", "kos").stdout.split())
+    expected = {name for name in expected if (ROOT / name).exists()}
     sources = {name for name in expected if name.startswith("kos/_core/") and name.endswith((".c", ".h"))}
-    assert names - core == expected - sources and "kos/py.typed" in names
-    assert core <= {"kos/_core/native.abi3.so"}  # nothing where there is no compiler
-    assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.11" in metadata
+    for path, compiled in ((core, {"kos/_core/native.abi3.so"}), (pure, set())):
+        with zipfile.ZipFile(path) as archive:
+            names = {name for name in archive.namelist() if ".dist-info/" not in name and name[-1] != "/"}
+            metadata = archive.read(f"kos-{kos.__version__}.dist-info/METADATA").decode()
+        assert names == expected - sources | compiled and "kos/py.typed" in names
+        assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.11" in metadata
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     assert expected <= packed and {"LICENSE", "README.md", "pyproject.toml"} <= packed
     assert not [name for name in packed if name.startswith(("tests/", "benchmarks/"))]
-
-
-@pytest.mark.skipif(shutil.which("make") is None or not BUILDS, reason="needs make, a C compiler and Python.h")
-def test_make_wheels_builds_one_with_the_core_and_a_pure_one_and_the_sdist():
-    """The wheels have the same files but the core; no symbol is newer than manylinux allows."""
-    from_index("make", "wheels", f"PYTHON={sys.executable}", limit=280)
-    core, pure = sorted((ROOT / "dist").glob("kos-*.whl"))
-    assert [path.name for path in (ROOT / "dist").glob("kos-*.tar.gz")] == [f"kos-{kos.__version__}.tar.gz"]
-    assert core.name.startswith(f"kos-{kos.__version__}-cp311-abi3-manylinux")
-    assert pure.name == f"kos-{kos.__version__}-py3-none-any.whl"
-    files = [
-        {name for name in zipfile.ZipFile(path).namelist() if name.startswith("kos/") and name[-1] != "/"}
-        for path in (core, pure)
-    ]
-    assert files[0] - files[1] == {"kos/_core/native.abi3.so"} and files[1] < files[0]
 
 
 def test_no_wheel_parses_formats_that_differ_between_pythons():
@@ -216,9 +182,10 @@ def test_no_wheel_parses_formats_that_differ_between_pythons():
 
 
 def test_a_wheel_built_without_a_compiler_works_without_the_core(dist, tmp_path):
-    [unpacked] = (dist[0].parent / "unpacked").iterdir()
-    for built in ("build", "kos/_core/native.abi3.so"):
-        shutil.rmtree(unpacked / built, ignore_errors=True)
+    with tarfile.open(dist[2]) as archive:
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and newer have it
+        archive.extractall(tmp_path, **safely)
+    [unpacked] = tmp_path.iterdir()
     build = ("env", "CC=/no/compiler", sys.executable, "-c", BUILD.format(kind="wheel"), tmp_path)
     built = run(*build, cwd=unpacked)
     assert built.returncode == 0, built.stderr
@@ -247,20 +214,3 @@ def test_an_installed_wheel_passes_the_trial_of_releases(dist, tmp_path):
     (site / "dependencies.pth").write_text("\n".join(theirs) + "\n")
     tried = run(venv / "bin" / "python", ROOT / "tests" / "installed.py", *([MPIRUN] if MPIRUN else []), limit=290)
     assert tried.returncode == 0 and tried.stdout.endswith("\npassed\n"), tried.stdout + tried.stderr
-
-
-@pytest.mark.skipif(not BUILDS, reason="needs a C compiler and Python.h")
-def test_the_sdist_installs_without_an_index(dist, tmp_path):
-    """In an environment of its own, with nothing but the build requirements, which were downloaded before."""
-    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    from_index(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", tmp_path, *requirements)
-    assert len(list(tmp_path.glob("*.whl"))) == len(requirements)
-    assert run(sys.executable, "-m", "venv", tmp_path / "venv").returncode == 0
-    python = tmp_path / "venv" / "bin" / "python"
-    offline = ("--isolated", "install", "--no-deps", "--no-index", "--find-links", tmp_path, dist[1])
-    installed = run("env", "PIP_CONFIG_FILE=/dev/null", python, "-m", "pip", *offline, limit=240)
-    assert installed.returncode == 0, installed.stdout + installed.stderr
-    [core] = (tmp_path / "venv").glob("lib/python*/site-packages/kos/_core/*.so")
-    assert core.name == "native.abi3.so"
-    version = run(tmp_path / "venv" / "bin" / "kos", "--version", cwd=tmp_path)
-    assert version.stdout == f"kos {kos.__version__}\n", version.stderr

@@ -20,42 +20,6 @@ from tests.forked import python
 from tests.launcher import OUTSIDE, run_program
 from tests.run import ROOT, costly
 
-PYTHON = '''"""A docstring
-of two lines."""
-
-from __future__ import annotations  # code
-
-
-class Half(list):
-    # A comment.
-
-    size = 1
-    """The docstring of an attribute."""
-
-    def text(self) -> str:
-        """Of a function."""
-        return """text,
-
-# and no comment
-"""
-'''
-CUDA = """// a comment
-/* one of
-   two lines */ int x;  // code
-
-const char* name = "/* no comment */";
-/* another */
-char quote = '"';  /* it ends
-here */
-"""
-
-
-def test_what_counts_as_code():
-    python = lines.count("comm", "kos/comm/half.py", PYTHON)
-    assert (python.code, python.total, python.classes, python.functions) == (8, 18, 1, (("text", 5),))
-    cuda = lines.count("comm", "kos/comm/half.cuh", CUDA)
-    assert (cuda.language, cuda.code, cuda.total) == ("CUDA", 3, 8)
-
 
 def test_bounds(capsys):
     """Prints every bound and its value. None may be exceeded."""

@@ -36,13 +36,6 @@ def unknown(line: str) -> str:
     return " ".join(file for file in files if not (ROOT / file).is_file())
 
 
-def test_what_a_line_names():
-    known = ("make lint", ".venv/bin/python tests/lines.py", "make test PYTHON=python")
-    assert [unknown(line) for line in known] == ["", "", ""]
-    assert unknown("make lnit") == "lnit" and unknown("make") == "no target" and unknown("tox -e py") == "tox"
-    assert unknown("python tests/no_such.py") == "tests/no_such.py" and unknown("v=$(pyhton -V)") == "pyhton"
-
-
 @pytest.mark.parametrize(("job", "step"), [(job, step) for job, step in STEPS if "run" in step], ids=str)
 def test_the_commands_of_workflows_exist(job, step):
     lines = step["run"].splitlines()
@@ -114,17 +107,6 @@ def test_what_is_published_is_what_was_built():
     assert kinds == {"x86_64": "dist/*", "aarch64": "dist/*aarch64.whl"}
     downloads = [step["with"] for _, step in STEPS if "download-artifact" in step.get("uses", "")]
     assert downloads == [{"pattern": "dist-*", "path": "dist", "merge-multiple": True}] * 2
-
-
-@pytest.mark.parametrize("path", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem)
-def test_issue_forms(path):
-    form = yaml.safe_load(path.read_text())
-    assert {*form} == {"name", "description", "labels", "body"}
-    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
-    assert len(ids) == len({*ids}) >= 2 and {field["type"] for field in form["body"]} <= {"markdown", "textarea"}
-    assert all(field["attributes"]["label"] for field in form["body"] if field["type"] != "markdown")
-    for link in re.findall(r"\.\./blob/main/([\w./-]+)", path.read_text()):
-        assert (ROOT / link).is_file(), link
 
 
 def test_the_citation_is_of_this_version():

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120  # for a command to make its parser
 
 
+@cache
 def sections() -> str:
     """The sections of all commands."""
     from kos.__main__ import COMMANDS

@@ -77,7 +77,8 @@ def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
         value = getattr(import_module(module), name)(*request["args"])
         # First: gloo aborts the process at times, when a callback of a future ends while the group is destroyed.
         file.write_text(json.dumps({"value": value}))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
         file.write_text(json.dumps({"error": traceback.format_exc()}))
     sys.stderr.flush()

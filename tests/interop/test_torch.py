@@ -35,19 +35,10 @@ def test_collectives_give_what_gloo_gives(size):
 def test_ddp_with_compressed_gradients(backend):
     """Beside a group of kos, and of another backend: near the losses of exact gradients, the same model everywhere."""
     exact = run(f"{MODELS}:compressed", 2, backend, "none")
-    for name, most in (("fp8", 0.02), ("int8", 0.01), ("int4", 0.05)):
+    for name, most in [("fp8", 0.02), ("int8", 0.01), ("int4", 0.05)][: 3 if backend == "kos" else 1]:
         for mine, theirs in zip(run(f"{MODELS}:compressed", 2, backend, name), exact, strict=True):
             assert mine[0] == theirs[0] and mine[1:100] != theirs[1:], "was it compressed?"
             assert abs(sum(mine[50:100]) / sum(theirs[50:]) - 1) < most
-
-
-def test_what_compress_refuses():
-    texts = run(f"{MODELS}:refusals_of_compress")[0]
-    model, unknown, none, double = texts
-    assert model == "model: expected a DistributedDataParallel, got Linear"
-    assert unknown == "compress: expected None, 'fp8', 'int8', 'int4', got 'int2'"
-    assert none == "compress: expected 'fp8', 'int8' or 'int4', got None"
-    assert double == "model: expected parameters of float32, float16, bfloat16, got float64"
 
 
 def test_a_gather_to_one_tensor():
@@ -75,26 +66,6 @@ def test_receives_from_any_rank_give_what_gloo_gives():
     found = run(f"{PROGRAMS}:any_source", 3)
     assert found == run(f"{PROGRAMS}:any_source", 3, "gloo")
     assert found[0][0] == [[1, [1.0]], [2, [2.0]]] and found[0][3] == [2] * 4
-
-
-def test_receives_from_any_rank_and_from_one_get_messages_in_their_order():
-    values, before, after = run(f"{PROGRAMS}:any_source_order")[0]
-    assert values == [0, 1, 2, 3, 4, 5] and before == [1, -1, -1, 1, -1, 1] and after == [1] * 6
-
-
-def test_a_message_from_any_rank_that_does_not_fit_raises():
-    """Both ranks are in the error."""
-    (longer, other), _ = run(f"{PROGRAMS}:any_source_of_another_size")
-    expected = "from any rank with tag 0: rank 0 expected 2 elements of float32 from rank 1, got "
-    assert f"{expected}100000 elements of float32" in longer and f"{expected}2 elements of int32" in other
-
-
-def test_a_receive_from_any_rank_that_nobody_answers_ends_with_the_group():
-    """The rank that is later may see first that the other one has closed its communicator."""
-    errors, own = run(f"{PROGRAMS}:any_source_left_over"), "recv: the process group was closed"
-    for error in errors:
-        assert error.endswith((own, "is gone: it closed its communicator")), error
-    assert any(error.endswith(own) for error in errors), errors
 
 
 def test_a_group_can_be_named_by_device():

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import kos.interop.torch
-from kos.errors import InvalidArgument
 
 
 def _model(device: str) -> torch.nn.Sequential:
@@ -90,19 +89,6 @@ def _resumed(model: torch.nn.Module, kept: dict[str, torch.Tensor], name: str, d
         assert error <= 0.2 * max(each.abs().max() for each in kept.values()), (number, error)
         assert total.abs().max() > 0
     registered.close()
-
-
-def refusals_of_compress() -> list[str]:
-    """What ``compress`` says of what it cannot take."""
-    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
-    double = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3).double())
-    found = []
-    for model, name in ((torch.nn.Linear(3, 3), "int8"), (wrapped, "int2"), (wrapped, None), (double, "int8")):
-        try:
-            kos.interop.torch.compress(model, name)
-        except InvalidArgument as error:
-            found.append(str(error))
-    return found
 
 
 def ddp_join(kind: str = "cpu") -> list[list[float]]:

@@ -1,6 +1,8 @@
 """What ranks of torch.distributed do in the tests; each function runs on all ranks, whatever their backend."""
 
+import contextlib
 import inspect
+import io
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kos.comm.recorder import recorders
+from tests.comm.tcp_ranks import free_port
 
 
 def error_of(call: Callable[[], Any], kinds: Any = dist.DistBackendError, named: bool = False) -> str:
@@ -156,49 +159,6 @@ def any_source() -> list[Any]:
             dist.send(torch.full((2,), rank, dtype=kind), 0, tag=5)
             dist.barrier()
     return found
-
-
-def any_source_order() -> list[Any]:
-    """Messages of one sender to receives from any rank and from that rank: in the order in which they were posted."""
-    if dist.get_rank() == 1:
-        dist.barrier()
-        for number in range(6):
-            dist.send(torch.full((1,), float(number)), 0)
-        return []
-    waiting = []
-    for source in (1, None, None, 1, None, 1):
-        waiting.append((x := torch.zeros(1), dist.irecv(x, source)))
-    sources = [work.source_rank() for _, work in waiting]
-    dist.barrier()
-    for _, work in reversed(waiting):
-        work.wait()
-    return [[x.item() for x, _ in waiting], sources, [work.source_rank() for _, work in waiting]]
-
-
-def any_source_left_over() -> str:
-    """A receive that nobody answers, on every rank; the group is shut down."""
-    group: Any = dist.group.WORLD
-    work = dist.irecv(torch.zeros(1))
-    dist.barrier()
-    group.shutdown()
-    return error_of(work.wait)
-
-
-def any_source_of_another_size() -> list[str]:
-    """A message that is longer than the tensor, or of another dtype; then one that fits."""
-    if dist.get_rank() == 0:
-        left = torch.full((2,), 7.0)
-        found = [error_of(lambda: dist.recv(left)) for _ in range(2)]
-        assert left.tolist() == [7, 7]
-        assert dist.recv(left) == 1 and left.tolist() == [3, 3]
-        dist.barrier()
-        return found
-    work = dist.isend(torch.ones(100_000), 0)
-    dist.send(torch.ones(2, dtype=torch.int32), 0)
-    dist.send(torch.full((2,), 3.0), 0)
-    error = error_of(work.wait)
-    dist.barrier()
-    return [error]
 
 
 def split() -> list[Any]:
@@ -418,3 +378,18 @@ def profiled() -> list[str]:
         dist.all_reduce(x)
         dist.broadcast(x, 0, async_op=True).wait()
     return sorted(event.key for event in profile.key_averages() if event.key.startswith("kos:"))
+
+
+def example(path: str, backend: str) -> list[str]:
+    """The lines that a program of examples/ prints if torchrun starts it and its process group is of ``backend``."""
+    rank, size, text = dist.get_rank(), dist.get_world_size(), Path(path).read_text()
+    port = [free_port()]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    over_kos = 'init_process_group("kos")'
+    assert text.count(over_kos) == 1
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(text.replace(over_kos, f"init_process_group({backend!r})"), {"__name__": "__main__"})
+    return printed.getvalue().splitlines()

@@ -12,8 +12,8 @@ from kos.errors import InvalidArgument, KosError, TransferError, TransferTimeout
 from kos.testing import spawn
 from kos.transfer import Placement, Publisher, Subscriber, exchange, read_catalogue
 from kos.transfer.exchange import PROTOCOL, PURPOSE, answered, network, receive
-from tests.transfer.layouts import WHOLE, zero
-from tests.transfer.publishing import SHAPES, arrays_of, publishing
+from tests.transfer.layouts import WHOLE
+from tests.transfer.publishing import arrays_of, publishing
 
 
 def test_what_listens_there_is_no_publisher():
@@ -85,14 +85,6 @@ def test_a_replica_on_the_same_host_is_read(monkeypatch):
             comm.barrier()
 
     spawn(run, 2, timeout=60)
-
-
-
-def test_catalogue():
-    """What a subscriber can learn before it makes its arrays."""
-    with publishing([zero(r, 2) for r in range(2)], name="policy") as ranks:
-        found = read_catalogue(ranks.address)
-        assert found.offers.shapes == SHAPES and found.name == "policy" and len(found.ranks) == 2
 
 
 

@@ -68,9 +68,7 @@ def expect_text(make: Callable[[], Any], text: str) -> None:
 ARRAYS = [
     ([(X, WHOLE)], "arrays: expected a dict of name -> (array, Placement), got list"),
     ({3: (X, WHOLE)}, "arrays: expected non-empty strings as names, got 3"),
-    ({"": (X, WHOLE)}, "arrays: expected non-empty strings as names, got ''"),
     ({"w": X}, "w: expected a pair (array, Placement), got ndarray"),
-    ({"w": (X,)}, "w: expected a pair (array, Placement), got (ndarray)"),
     ({"w": (WHOLE, X)}, "w: expected a pair (array, Placement), got (Placement, ndarray)"),
     ({"w": (X, Placement((2, 3), (1,)))}, "w: expected parts of the class Part, got (1,)"),  # type: ignore[arg-type]
     ({"w": (X, Placement((2, 3), (Part("", (2, 3), (0,), (2, 3), 0, (3, 1)),)))},
@@ -81,27 +79,20 @@ ARRAYS = [
 OF_PUBLISHERS = [
     ({"buffers": 0}, "buffers: expected a whole number from 1 on, got 0"),
     ({"patience": -1}, "patience: expected a number of seconds from 0 on, got -1"),
-    ({"patience": float("inf")}, "patience: expected a number of seconds from 0 on, got inf"),
-    ({"patience": "1"}, "patience: expected a number of seconds from 0 on, got '1'"),
     ({"memory": "gpu"}, "memory: expected 'device' or 'host', got 'gpu'"),
-    ({"name": 3}, "name: expected a string, got 3"),
-    ({"checksums": "yes"}, "checksums: expected True or False, got 'yes'"),
     ({"address": "0.0.0.0:0"}, "address: expected the host of the publisher's rank 0, got 0.0.0.0, which"),
     ({"address": "nowhere"}, 'address: expected "HOST:PORT", got'),
 ]
 OF_SUBSCRIBERS = [
     ({"streams": 0}, "streams: expected a whole number from 1 on, got 0"),
     ({"transport": "rdma"}, "transport: expected 'auto', 'shared' or 'tcp', got 'rdma'"),
-    ({"staged": "no"}, "staged: expected True or False, got 'no'"),
     ({"address": "0.0.0.0:29600"}, "address: expected the host of the publisher's rank 0, got 0.0.0.0, which"),
-    ({"address": "[::]:29600"}, "address: expected the host of the publisher's rank 0, got ::, which"),
     ({"address": "localhost:0"}, "address: expected the port of the publisher, from 1 to 65535, got 0"),
     ({"arrays": {}}, "arrays: expected at least one"),
     ({"arrays": {"w": (FROZEN, Placement.whole((3,)))}}, "w: expected a writable"),
     ({"comm": X}, "comm: expected a communicator or None, got ndarray"),
 ]
 LAYOUTS = [
-    ([], "layout: expected a dict of name -> kos.transfer.Array, got list"),
     ({"w": (F32, WHOLE)}, "w: expected a kos.transfer.Array, got tuple"),
     ({"w": Array("float32", WHOLE)}, "w: expected a dtype of kos.dtypes.DTYPES, got 'float32'"),
     ({"w": Array(F32, (2, 3))}, "w: expected a Placement, got tuple"),
@@ -145,41 +136,30 @@ RIGHT: Any = {"w": Array(F32, WHOLE)}
          OF_Q.format("(1, 1)", "float64 of shape (1, 1)")),
         (lambda: Subscriber(NOWHERE, {"q": Q, "s": (SCALES, BlockScales("q", (2, 2)))}),
          OF_Q.format("(1, 2)", "float32 of shape (1, 1)")),
-        (lambda: BlockScales(3), "of: expected a string, got 3"),
         (lambda: BlockScales("w", 128), "block of w: expected (rows, columns), got 128"),
         (lambda: BlockScales("w", (0, 1)), "block of w: expected a whole number from 1 on, got 0"),
-        (lambda: BlockScales("w", (1, 2, 3)), "block of w: expected (rows, columns), got (1, 2, 3)"),
         (lambda: BlockScales("w").shape((3,)), "w: expected the shape of a matrix, such as (4, 4), got (3,)"),
         # placements
         (lambda: Placement.whole("23", "w"), "w: expected a shape, such as (4, 4), got '23'"),
-        (lambda: Placement.whole((-1, 3)), "whole: expected a shape, such as (4, 4), got (-1, 3)"),
-        (lambda: Placement.whole((2, 3), 5), "tensor: expected a string, got 5"),
         (lambda: Placement.cut((2, 3), 0, 0.5, 1), "cut: start: expected a whole number, got 0.5"),
-        (lambda: Placement.cut((), 0, 0, 1), "cut: expected an axis of shape () from 0 on, got axis 0"),
         (lambda: Placement.shard((4, 4), 0, 2, 2), "shard: rank: expected a rank from 0 to 1, got 2"),
-        (lambda: Placement.shard((4, 4), 0, 0, 0), "shard: ranks: expected a whole number from 1 on, got 0"),
-        (lambda: Placement.shard((4, 4), 0, 0, 2, most=0), "shard: most: expected a whole number from 1 on, got 0"),
         (lambda: Placement.shard((4, 4), 0, 0, 3, "w", 2), "w: expected a number of ranks that is a multiple of most"),
         (lambda: Placement.shard((5, 4), 0, 0, 2), "shard: expected a multiple of 2 elements along axis 0, for equal"),
         (lambda: Placement.shard((4, 4), 2, 0, 2), "shard: expected an axis of shape (4, 4) from 0 on, got axis 2"),
         (lambda: Placement.whole((4,)).flat(0.5, 2), "flat: start: expected a whole number, got 0.5"),
         (lambda: Placement.joined([3]), "joined: expected Placements, got [3]"),
-        (lambda: Placement.joined(3), "joined: expected Placements, got 3"),
         # plans
         *((partial(Offers.of, [layout]), text) for layout, text in LAYOUTS),
         *((partial(Plan, OFFERS, [layout]), text) for layout, text in LAYOUTS),
         (lambda: Plan([RIGHT], [RIGHT]), "offers: expected Offers, got list"),  # type: ignore[arg-type]
         (lambda: Plan(OFFERS, RIGHT), "layouts: expected a list with the layout of each rank, got dict"),
-        (lambda: Offers.of(RIGHT), "layouts: expected a list with the layout of each rank, got dict"),
         (lambda: Plan(OFFERS, TURNED), "w: expected parts of the published tensor, which has shape (2, 3), got parts "
          "of a tensor of shape (3, 2)"),
         # placements of parameters, by rules
         *((partial(placements, {name: (2, 3)}, {}, "vllm", *ranks), text)
           for name in PARAMETERS for ranks, text in RANKS),
-        (lambda: placements(["w"], {}), "parameters: expected a dict of name -> shape, got list"),
         (lambda: placements({}, ["w"]), "tensors: expected a dict of name -> shape, got list"),
         (lambda: placements({"w": X}, {"w": (2, 3)}), "w: expected a shape, such as (4, 4), got array("),
-        (lambda: placements({"w": (2, 3)}, {"w": 3}), "w: expected a shape, such as (4, 4), got 3"),
         (lambda: placements({"w": (3, 4)}, {"w": (4, 3)}), "w: expected shape (4, 3) of w on rank 0 of 1, got (3, 4), "
          "the transpose, which needs the rule `transposed`"),
         # ``bind``, which checks before it waits: nobody listens at the address, and it would raise TransferTimeout
@@ -196,13 +176,9 @@ def test_what_is_refused(make, text):
     ("rules", "text"),
     [
         ("rows = ", "expected a file of rules in TOML, got Invalid value"),
-        ("rowz = 'a'", "expected one of the keys rows, columns, copied, transposed, padded, fused, got rowz"),
-        ("rows = 3", "rows: expected a regular expression, got 3"),
         ("rows = '(('", "rows: expected '((' to be a regular expression, got missing )"),
         ("padded = 64", "padded: expected a table of regular expression = value, got int"),
         ("[padded]\n'x' = 0", "padded: x: expected a whole number from 1 on, got 0"),
-        ("[padded]\n'((' = 64", "padded: expected '((' to be a regular expression, got missing )"),
-        ("[fused]\n'x' = 'y'", "fused: x: expected a list of the names of tensors, got 'y'"),
         ("[fused]\n'x' = []", "fused: x: expected a list of the names of tensors, got []"),
         ("[fused]\n'(x)' = ['\\2y']", "fused: (x): expected names with the pattern's groups, got invalid group"),
     ],

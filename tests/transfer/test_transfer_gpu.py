@@ -1,6 +1,7 @@
 """Transfer from and to GPUs: a publisher process and a subscriber, on an emulated GPU, on one GPU, and on two."""
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,26 +35,25 @@ def machine(request):
     return SimpleNamespace(start=partial(OtherPublisher, publisher, False), publisher=publisher, memory=None)
 
 
-@pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_layouts(machine, where, transport, staged):
-    """Cut, fused, transposed and converted; from both buffers, with and without verification."""
+def test_layouts(machine, where):
+    """Cut, fused, transposed and converted; over both transports, with and without staging memory and verification."""
     with machine.start(memory=where, checksums=True) as publisher:
-        arrays = checks.on_gpu(0)
-        with Subscriber(publisher.address, arrays, transport=transport, staged=staged) as subscriber:
-            for version in (1, 2, 3, 4):
-                publisher.publish(version)
-                update = subscriber.update(60, verify=version == 3)
-                assert (update.version, update.changed) == (version, True)
-                expect_version(arrays, version)
-                assert not subscriber.update(60).changed
+        for transport, staged in product(("shared", "tcp"), (True, False)):
+            arrays, opened = checks.on_gpu(0), machine.memory and machine.memory.opened
+            with Subscriber(publisher.address, arrays, transport=transport, staged=staged) as subscriber:
+                for version in (1, 2, 3, 4):
+                    publisher.publish(version)
+                    update = subscriber.update(60, verify=version == 3)
+                    assert (update.version, update.changed) == (version, True)
+                    expect_version(arrays, version)
+                    assert not subscriber.update(60).changed
+            if machine.memory is not None:  # which is opened once for all versions
+                assert machine.memory.opened - opened == (where == "device" and transport == "shared")
         arrays = checks.on_host()  # of a process without a GPU
         with Subscriber(publisher.address, arrays, transport="auto") as subscriber:
             assert subscriber.update(60, verify=True).version == 4
             expect_version(arrays, 4)
-    if machine.memory is not None:
-        assert machine.memory.opened == (where == "device" and transport == "shared")  # once for all versions
 
 
 def test_the_host_does_not_map_a_gpu(machine):

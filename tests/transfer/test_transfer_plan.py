@@ -14,7 +14,7 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.transfer import Array, Offers, Part, Placement, Plan, placements
 from kos.transfer.placement import box
-from kos.transfer.plan import Layout, intersect, subtract
+from kos.transfer.plan import Layout
 from tests.transfer.publishing import held
 
 F32 = DTYPES["float32"]
@@ -89,22 +89,6 @@ def test_every_element_is_read_once(data):
             key = copy.source.rank, rank
             counted[key] = counted.get(key, 0) + copy.nbytes(layout[copy.array].dtype)
     assert plan.traffic() == counted
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_boxes_without_a_hole(data):
-    """``subtract`` gives boxes that share no element with the hole or with each other, and miss none."""
-    sizes = data.draw(st.lists(st.integers(1, 5), max_size=3))
-    start = tuple(data.draw(st.integers(0, 3)) for _ in sizes)
-    hole = intersect(start, tuple(sizes), *(tuple(data.draw(st.integers(low, 5)) for _ in sizes) for low in (0, 1)))
-    if hole is None:
-        return
-    seen = np.zeros((10,) * len(sizes), int)
-    for first, size in (hole, *subtract(start, tuple(sizes), *hole)):
-        seen[tuple(slice(a, a + n) for a, n in zip(first, size, strict=True))] += 1
-    whole = seen[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))]
-    assert (whole == 1).all() and seen.sum() == math.prod(sizes)
 
 
 def test_replicas_take_turns():

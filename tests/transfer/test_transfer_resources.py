@@ -5,11 +5,10 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kos.errors import TransferError
-from kos.transfer import Placement, Publisher, Subscriber, exchange, read_catalogue
+from kos.transfer import Publisher, Subscriber, read_catalogue
 from kos.transfer.buffers import Buffers
 from kos.transfer.publisher import Board
 from tests.transfer.layouts import WHOLE, zero
@@ -35,25 +34,6 @@ def test_a_subscriber_goes_on_after_the_publisher_has_closed_idle_connections(mo
             limit = time.monotonic() + 30
             while serving() and time.monotonic() < limit:
                 time.sleep(0.01)
-
-
-def test_verification_reads_each_published_array_once(monkeypatch):
-    """And not once for each request of some MiB."""
-    size, right, read = 9 << 20, exchange.checksum, list[int]()
-
-    def counting(arrays):
-        held = [*arrays]
-        if not threading.current_thread().name.startswith("kos-subscriber"):
-            read.append(sum(each.nbytes for each in held))
-        return right(held)
-
-    arrays = {"w": (np.ones(size, np.float32), Placement.whole((size,)))}
-    with Publisher(None, arrays, checksums=True) as publisher:
-        publisher.publish(1)
-        monkeypatch.setattr(exchange, "checksum", counting)
-        with Subscriber(publisher.address, {"w": (np.zeros(size, np.float32), arrays["w"][1])}) as reader:
-            assert reader.update(60, verify=True).version == 1
-    assert sum(read) == 2 * 4 * size  # what is sent, and what was published
 
 
 def test_checksums_are_known_until_the_buffer_is_written(before_call):
@@ -151,21 +131,3 @@ def test_a_descriptor_that_is_another_file_is_not_mapped(what, tmp_path):
         expect_version(arrays, 1)
         os.close(file)
         os.close(pipe)
-
-
-def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch):
-    """The one caller is gone; the next one is served."""
-    start, failed = threading.Thread.start, list[str]()
-
-    def once(thread):
-        if thread.name == SERVING and not failed:
-            failed.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", once)
-    with Publisher(None, arrays_of(WHOLE)) as publisher:
-        publisher.publish(1)
-        with Subscriber(publisher.address, arrays_of(WHOLE)) as reader:
-            assert reader.update(30).version == 1
-    assert failed
