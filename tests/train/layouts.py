@@ -212,18 +212,26 @@ def pairs(allowed: Callable[[dict[str, Any]], bool], **values: Sequence[Any]) ->
     return found
 
 
+def allowed(row: dict[str, Any], most: int) -> bool:
+    """Whether a layout of at most so many ranks, and a family, have the other settings of the row."""
+    return (
+        2 <= math.prod(row[axis] for axis in AXES) <= most
+        and row["dp"] * row["micro_batch_size"] <= RUN["batch_size"]
+        and row["dp"] * row["cp"] > row["zero"]
+        and (row["pp"] > 1 or row["pp_schedule"] == "1f1b")
+        and (row["tp"] == 1 or row["family"] != "olmo2")
+    )
+
+
 AXES = "dp", "tp", "pp", "cp"
 
 
-def layout_of(row: dict[str, Any]) -> tuple[Layout, dict[str, Any]]:
-    """The layout of a row of ``pairs``, and its other settings."""
-    return Layout(**{axis: row[axis] for axis in AXES}), {name: row[name] for name in row if name not in AXES}
-
-
-def layouts(ranks: int) -> list[Layout]:
-    axes = itertools.product(range(1, ranks + 1), repeat=4)
-    return [Layout(*sizes) for sizes in axes if math.prod(sizes) == ranks and 8 % sizes[3] == 0 and 8 % sizes[1] == 0
-            and 16 % sizes[2] == 0]  # fmt: skip
+def layouts_with(
+    most: int, possible: Callable[[dict[str, Any]], bool], **values: Sequence[Any]
+) -> list[tuple[Layout, dict[str, Any]]]:
+    """Layouts of at most so many ranks, with other settings, by ``pairs``."""
+    rows = pairs(lambda row: allowed(row, most) and possible(row), **values)
+    return [(Layout(**{axis: row.pop(axis) for axis in AXES}), row) for row in rows]
 
 
 def named(layout: Layout) -> str:

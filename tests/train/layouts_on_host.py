@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kos.errors import OutOfMemory
