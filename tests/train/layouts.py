@@ -193,22 +193,17 @@ def length(cp: int) -> int:
 def pairs(allowed: Callable[[dict[str, Any]], bool], **values: Sequence[Any]) -> list[dict[str, Any]]:
     """Rows of settings: any two values of two of them that are allowed together are together in one row.
 
-    Each row begins with two values that have not been together yet, and is the best of 80 that are drawn.
+    Each row is the one of many drawn ones that has the most of such two that have not been together yet.
     """
     draw, found = random.Random(0), list[dict[str, Any]]()
-    every = [(name, value) for name, of in values.items() for value in of]
-    left = dict.fromkeys(two for two in itertools.combinations(every, 2) if two[0][0] != two[1][0])
-
-    def new(row: dict[str, Any]) -> int:
-        return len(left.keys() & itertools.combinations(row.items(), 2))
-
+    drawn = zip(*(draw.choices(of, k=12_000) for of in values.values()), strict=True)
+    every = filter(allowed, (dict(zip(values, row, strict=True)) for row in drawn))
+    rows = [(row, {*itertools.combinations(row.items(), 2)}) for row in every]
+    left = set[Any]().union(*(twos for _, twos in rows))
     while left:
-        two = next(iter(left))
-        rows = [{name: draw.choice(of) for name, of in values.items()} | dict(two) for _ in range(80)]
-        best = max(filter(allowed, rows), key=new, default={})
-        found += [best] * bool(best)
-        for together in (two, *itertools.combinations(best.items(), 2)):
-            left.pop(together, None)
+        best, twos = max(rows, key=lambda row: len(left & row[1]))
+        found.append(best)
+        left -= twos
     return found
 
 
