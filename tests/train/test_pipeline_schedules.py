@@ -1,7 +1,7 @@
 """Pipeline schedules: right, no idler than their papers say, and drawn."""
 
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -47,9 +47,11 @@ def letters(actions: tuple[Action, ...]) -> str:
 def execute(schedule: Schedule) -> None:
     """Run the actions of the ranks, with plain queues between them, which know nothing of what a message holds.
 
-    AssertionError where a rank takes what another stage or micro-batch has made, or waits forever.
+    AssertionError where a rank takes what another stage or micro-batch has made, adds gradients of weights in another
+    order than that of micro-batches, or waits forever.
     """
     channels: dict[tuple[bool, int, int], deque[tuple[int, int]]] = defaultdict(deque)
+    added = Counter[int]()
     left, done = [deque(actions) for actions in schedule.actions], set[tuple[str, int, int]]()
 
     def runs(rank: int, action: Action) -> bool:
@@ -63,6 +65,9 @@ def execute(schedule: Schedule) -> None:
             if not (channel := channels[forward, source.rank, rank]):
                 return False
             assert channel.popleft() == made
+        if action.kind in "BW":
+            assert micro_batch == added[stage]
+            added[stage] += 1
         needs = {"F": "", "W": "I"}.get(action.kind, "F")
         assert not needs or (needs, micro_batch, stage) in done
         if to is not None and to.rank != rank:
