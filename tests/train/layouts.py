@@ -130,7 +130,6 @@ def train(
 @functools.cache
 def serial(kind: type[CpuDevice], layers: int, tied: bool, steps: int, **changes: Any) -> dict[str, Any]:
     (alone,) = train(Layout(), kind, layers, tied, steps, **changes)
-    assert alone["rows"][0, 0] > alone["rows"][-1, 0] + 0.02, "it learns"
     return alone
 
 

@@ -95,8 +95,9 @@ def test_deterministic(layout, changes):
 
 
 def test_float32():
-    """At a learning rate at which rounding does not grow from step to step."""
-    check(Layout(pp=2, tp=2), CpuDevice, 3, True, 6, lr=2e-3)
+    """At a learning rate at which rounding does not grow from step to step. The run learns."""
+    losses = check(Layout(pp=2, tp=2), CpuDevice, 3, True, 6, lr=2e-3)[0]["rows"][:, 0]
+    assert losses[-1] < losses[0] - 0.02
 
 
 def test_a_head_in_several_chunks(request):
