@@ -130,7 +130,6 @@ def train(
 @functools.cache
 def serial(kind: type[CpuDevice], layers: int, tied: bool, steps: int, **changes: Any) -> dict[str, Any]:
     (alone,) = train(Layout(), kind, layers, tied, steps, **changes)
-    assert alone["rows"][0, 0] > alone["rows"][-1, 0] + 0.02, "it learns"
     return alone
 
 
@@ -193,37 +192,40 @@ def length(cp: int) -> int:
 def pairs(allowed: Callable[[dict[str, Any]], bool], **values: Sequence[Any]) -> list[dict[str, Any]]:
     """Rows of settings: any two values of two of them that are allowed together are together in one row.
 
-    Each row begins with two values that have not been together yet, and is the best of 80 that are drawn.
+    Each row is the one of many drawn ones that has the most of such two that have not been together yet.
     """
     draw, found = random.Random(0), list[dict[str, Any]]()
-    every = [(name, value) for name, of in values.items() for value in of]
-    left = dict.fromkeys(two for two in itertools.combinations(every, 2) if two[0][0] != two[1][0])
-
-    def new(row: dict[str, Any]) -> int:
-        return len(left.keys() & itertools.combinations(row.items(), 2))
-
+    drawn = zip(*(draw.choices(of, k=12_000) for of in values.values()), strict=True)
+    every = filter(allowed, (dict(zip(values, row, strict=True)) for row in drawn))
+    rows = [(row, {*itertools.combinations(row.items(), 2)}) for row in every]
+    left = set[Any]().union(*(twos for _, twos in rows))
     while left:
-        two = next(iter(left))
-        rows = [{name: draw.choice(of) for name, of in values.items()} | dict(two) for _ in range(80)]
-        best = max(filter(allowed, rows), key=new, default={})
-        found += [best] * bool(best)
-        for together in (two, *itertools.combinations(best.items(), 2)):
-            left.pop(together, None)
+        best, twos = max(rows, key=lambda row: len(left & row[1]))
+        found.append(best)
+        left -= twos
     return found
+
+
+def allowed(row: dict[str, Any], most: int) -> bool:
+    """Whether a layout of at most so many ranks, and a family, have the other settings of the row."""
+    return (
+        2 <= math.prod(row[axis] for axis in AXES) <= most
+        and row["dp"] * row["micro_batch_size"] <= RUN["batch_size"]
+        and row["dp"] * row["cp"] > row["zero"]
+        and (row["pp"] > 1 or row["pp_schedule"] == "1f1b")
+        and (row["tp"] == 1 or row["family"] != "olmo2")
+    )
 
 
 AXES = "dp", "tp", "pp", "cp"
 
 
-def layout_of(row: dict[str, Any]) -> tuple[Layout, dict[str, Any]]:
-    """The layout of a row of ``pairs``, and its other settings."""
-    return Layout(**{axis: row[axis] for axis in AXES}), {name: row[name] for name in row if name not in AXES}
-
-
-def layouts(ranks: int) -> list[Layout]:
-    axes = itertools.product(range(1, ranks + 1), repeat=4)
-    return [Layout(*sizes) for sizes in axes if math.prod(sizes) == ranks and 8 % sizes[3] == 0 and 8 % sizes[1] == 0
-            and 16 % sizes[2] == 0]  # fmt: skip
+def layouts_with(
+    most: int, possible: Callable[[dict[str, Any]], bool], **values: Sequence[Any]
+) -> list[tuple[Layout, dict[str, Any]]]:
+    """Layouts of at most so many ranks, with other settings, by ``pairs``."""
+    rows = pairs(lambda row: allowed(row, most) and possible(row), **values)
+    return [(Layout(**{axis: row.pop(axis) for axis in AXES}), row) for row in rows]
 
 
 def named(layout: Layout) -> str:

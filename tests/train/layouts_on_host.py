@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kos.errors import OutOfMemory
@@ -81,7 +80,6 @@ def train(layout: Layout, layers: int, hosts: Sequence[int] = (), **changes: Any
 @functools.cache
 def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
     (alone,) = train(Layout(), layers, tied=tied, **changes)
-    assert alone["rows"][0, 0] > alone["rows"][1:, 0].min(), "it learns"
     return alone
 
 

@@ -1,43 +1,8 @@
-"""Gradients over micro-batches and ranks with ``--deterministic``: a tree, bit for bit."""
+"""Subtrees of a sum over micro-batches, and buckets of gradients."""
 
-import numpy as np
 import pytest
 
-from kos.testing import spawn
-from kos.train.model.parameters import Parameters
-from kos.train.parallel.data import DataParallel, make_buckets, shard_batch, subtrees, waiting_subtrees
-from kos.train.parallel.mesh import Mesh
-
-SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
-
-
-def _tree(terms: np.ndarray) -> np.ndarray:
-    """A binary tree whose left half is the largest power of two."""
-    if len(terms) == 1:
-        return terms[0]
-    half = 1 << (len(terms) - 1).bit_length() - 1
-    return _tree(terms[:half]) + _tree(terms[half:])
-
-
-@pytest.mark.parametrize(("size", "count"), [(1, 6), (2, 6), (6, 6), (2, 10), (5, 10), (7, 21), (3, 8), (7, 24)])
-def test_a_tree_over_any_number_of_micro_batches(size, count, rng):
-    """A backward stands in that writes the micro-batch's gradients, tensor by tensor."""
-    scales = 10.0 ** (np.arange(count)[:, None] % 8) / 1e3  # so that the order of additions shows
-    micro = (rng.standard_normal((count, Parameters(SHAPES).flat.size)) * scales).astype(np.float32)
-
-    def run(comm):
-        gradients = Parameters(SHAPES, multiple=comm.size)
-        gradients.flat[:] = np.nan
-        parallel = DataParallel(Mesh(comm).dense, gradients, in_order=count, bucket_bytes=300)
-        for index, rows in enumerate(shard_batch(count, 1, comm.rank, comm.size)):
-            for name, span in gradients.spans.items():
-                parallel.tree.target(index).flat[span] = micro[rows.start, span]
-                parallel.tree.add(name, index)
-        parallel.finish()
-        return gradients.flat[: micro.shape[1]].tobytes()
-
-    assert _tree(micro).tobytes() != np.add.accumulate(micro)[-1].tobytes(), "the order of additions shows in this data"
-    assert spawn(run, size) == [_tree(micro).tobytes()] * size
+from kos.train.parallel.data import make_buckets, subtrees, waiting_subtrees
 
 
 def test_a_rank_keeps_few_subtrees():

@@ -81,9 +81,9 @@ def test_every_operation(zero, text, tmp_path):
         fault, out = Fault("crash", zero * (operation % RANKS), operation), tmp_path / str(operation)
         try:
             assert train(text, out, [fault], zero=zero, **how) == plain, operation
-        except InvalidArgument as error:
-            assert "expected all to happen" in str(error) and operation > 52
-            return
+        except InvalidArgument:  # the fault did not happen: the run has no more operations
+            break
+    assert operation > 52
 
 
 def interrupt(steps: Sequence[int], ranks: Sequence[int], before_call: Any) -> list[int]:

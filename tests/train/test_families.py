@@ -1,4 +1,4 @@
-"""Families of models beside transformers: settings, logits, gradients and steps of AdamW, in every layout.
+"""Families of models beside transformers: settings, logits, gradients and steps of AdamW.
 
 Theirs runs in float64, its norms, softmax and positions too, where what differs from ours is seen; with masks of
 documents and windows written out.
@@ -30,11 +30,11 @@ from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.model.rope import RopeScaling
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel.mesh import AXES, Layout, Mesh
+from kos.train.parallel.mesh import Mesh
 from tests.packages import Package
 from tests.train.layouts import Precise, make_data
 from tests.train.masks import visible
-from tests.train.models import loss_and_gradients, part_of, random_weights, read_weights, tensors_of
+from tests.train.models import loss_and_gradients, random_weights, read_weights, tensors_of
 from tests.train.of_transformers import needs_transformers, theirs_of, torch, transformers
 from tests.train.refusal import refused
 
@@ -206,45 +206,35 @@ def test_logits_loss_and_gradients(config, documents, rng, request):
         np.testing.assert_allclose(gradients.flat, 2 * once, rtol=1e-4, atol=1e-6)
 
 
-LAYOUTS = [Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
-IN_LAYOUTS = ("llama, biases", "qwen2, windows", "qwen3", "mistral, a window", "olmo2", "smollm3, all", "yarn")
 RUN: dict[str, Any] = {
     "batch_size": 8, "micro_batch_size": 2, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2, "steps": 10,
 }  # fmt: skip
 
 
-def possible(config: LlamaConfig, *layouts: Layout) -> list[Layout]:
-    return [layout for layout in layouts if all(getattr(layout, axis) == 1 or axis in config.axes for axis in AXES)]
-
-
-def trained(config: LlamaConfig, layout: Layout, start: Parameters, count: int) -> list[Any]:
-    """What ranks know after ``count`` steps: losses, and their part of each tensor."""
+def trained(config: LlamaConfig, start: Parameters) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of ten steps, and the weights after them."""
     model: dict[str, Any] = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
-    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    model["model_type"] = config.model_type
-    asked = TrainConfig.from_preset("tiny", **RUN, **axes, model=model)
+    asked = TrainConfig.from_preset("tiny", **RUN, model={**model, "model_type": config.model_type})
 
     def run(comm: Any) -> Any:
-        mesh, ours = Mesh(comm, layout), asked.for_world(layout.dp)
+        ours = asked.for_world(1)
         assert ours.model_config_for(40) == config
-        device = Precise(ours, config, make_data(ours), mesh, lambda what, share: None)
+        device = Precise(ours, config, make_data(ours), Mesh(comm), lambda what, share: None)
         device.step.gradients.flat[:] = np.nan
-        for name in device.step.weights:
-            device.step.weights[name][...] = part_of(name, start[name], config, layout.tp, mesh.tp.rank)
-        rows = []
-        for step in range(count):
+        device.step.weights.flat[:] = start.flat
+        losses = []
+        for step in range(ours.steps):
             device.start_step(step, False)
-            rows.append(device.finish_step(step).loss)
-        weights = {name: device.step.weights[name].copy() for name in device.step.gradients}
+            losses.append(device.finish_step(step).loss)
+        weights = {name: value.copy() for name, value in device.step.weights.items()}
         device.close()
-        mesh.close()
-        return np.array(rows), weights
+        return losses, weights
 
-    return spawn(run, layout.ranks, timeout=200)
+    return spawn(run, 1, timeout=200)[0]
 
 
-def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], list[dict[str, np.ndarray]]]:
-    """The losses of ten steps of ``torch.optim.AdamW``, and the weights after each."""
+def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of ten steps of ``torch.optim.AdamW``, and the weights after them."""
     settings = TrainConfig.from_preset("tiny", **RUN, model={"vocab_size": 40})
     data, theirs = make_data(settings), precise(config, start)
     matrices, vectors = ([w for w in theirs.parameters() if (w.ndim > 1) == matrix] for matrix in (True, False))
@@ -252,7 +242,7 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], li
         [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(settings.beta1, settings.beta2), eps=settings.eps,
     )  # fmt: skip
-    losses, weights, schedule = [], [], settings.learning_rate()
+    losses, schedule = [], settings.learning_rate()
     for step in range(settings.steps):
         optimizer.zero_grad()
         loss = their_loss(config, theirs, data.batch(step))
@@ -262,26 +252,19 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], li
             group["lr"] = schedule(step)
         optimizer.step()
         losses.append(loss.item())
-        weights.append({name: w.detach().numpy().copy() for name, w in theirs.named_parameters()})
-    return losses, weights
+    return losses, {name: w.detach().numpy() for name, w in theirs.named_parameters()}
 
 
-@pytest.mark.parametrize("name", IN_LAYOUTS)
-def test_steps_beside_torch_in_every_layout(name):
-    """On data with documents: ten on one rank, the first two of them in other layouts."""
+@pytest.mark.parametrize("name", ["llama, biases", "qwen2, windows", "qwen3", "olmo2", "smollm3, all", "yarn"])
+def test_steps_beside_torch(name):
+    """On data with documents."""
     config, rng = CASES[name], np.random.default_rng(3)
     start = random_weights(config, rng, np.float64)
-    losses, weights = torch_steps(config, start)
-    for layout in possible(config, Layout(), *LAYOUTS):
-        count = 2 if layout.ranks > 1 else len(losses)
-        for rank, (rows, got) in enumerate(trained(config, layout, start, count)):
-            np.testing.assert_allclose(rows, losses[:count], rtol=2e-6, err_msg=str(layout))
-            for tensor, value in got.items():
-                if tensor in biases_of_no_effect(config):
-                    continue  # the gradient is 0 but for rounding, which AdamW enlarges
-                at = layout.coordinates(rank)["tp"]
-                wanted = part_of(tensor, weights[count - 1][tensor], config, layout.tp, at)
-                assert_near(value, wanted, 2e-5, f"{tensor} of rank {rank} of {layout}")
+    (expected, weights), (losses, got) = torch_steps(config, start), trained(config, start)
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    for tensor, value in got.items():
+        if tensor not in biases_of_no_effect(config):  # else its gradient is of rounding, which AdamW enlarges
+            assert_near(value, weights[tensor], 2e-5, tensor)
 
 
 @each_case

@@ -115,17 +115,17 @@ def test_another_base_is_refused(text, base, whole, tmp_path):
         (["--lora=4"], "trains --lora 4 --lora-alpha 8 .*, got one with --lora 3 --lora-alpha 5"),
         (["--lora=3", "--lora-alpha=5", "--lora-targets=q_proj,v_proj"], "--lora-targets q_proj,v_proj, got one with"),
         ([], "expected a run that trains all weights, got one with --lora 3"),
+        (ADAPT, "expected a run that trains --lora 3 .*, got one with all weights"),
     ],
     ids=str,
 )
 def test_a_run_with_other_adapters_does_not_resume(flags, said, text, base, whole, tmp_path):
+    before = base if flags == ADAPT else whole[0]
     with pytest.raises(CheckpointError, match=said):
-        run(text, tmp_path / "a", f"--init-from={base}", *flags, "--steps=7", f"--resume={whole[0]}")
+        run(text, tmp_path / "a", f"--init-from={base}", *flags, "--steps=7", f"--resume={before}")
 
 
-def test_adapters_and_a_run_without_them_or_without_a_base(text, base, tmp_path):
-    with pytest.raises(CheckpointError, match="expected a run that trains --lora 3 .*, got one with all weights"):
-        run(text, tmp_path / "a", f"--init-from={base}", *ADAPT, f"--resume={base}")
+def test_adapters_need_a_base(text, tmp_path):
     with pytest.raises(ConfigError, match="--lora: expected --init-from with the folder of the model to adapt"):
         run(text, tmp_path / "a", *SHAPE, *ADAPT)
 
@@ -235,22 +235,6 @@ def test_targets_by_longer_names(targets, whole, base, tmp_path):
     assert parse([f"--init-from={folder}"]).lora == 3
 
 
-@pytest.mark.parametrize(
-    ("targets", "said"),
-    [
-        (MODULES[:-1], "expected down_proj of all layers, got it without model.layers.2.mlp.down_proj"),
-        ([*MODULES, "model.layers.3.mlp.up_proj"], "expected some of q_proj, .*, got model.layers.3.mlp.up_proj"),
-        ([*MODULES, "lm_head"], "expected some of q_proj, .*, got lm_head"),
-        (["mlp.q_proj"], "expected some of q_proj, .*, got mlp.q_proj"),
-    ],
-    ids=["not-the-last", "layer-3", "head", "no-such"],
-)
-def test_targets_of_some_layers_are_refused(targets, said, whole, base, tmp_path):
-    folder = of_peft(whole, base, tmp_path, target_modules=targets)
-    with pytest.raises(ConfigError, match=f"--init-from: .*target_modules: {said}"):
-        parse([f"--init-from={folder}"])
-
-
 @pytest.mark.parametrize("name", ["peft", "all"])
 def test_a_folder_of_adapters_is_merged(name, whole, base, tmp_path, capsys):
     """One of peft with the files of its base, one that was exported with its own."""
@@ -284,32 +268,29 @@ def test_a_run_whose_base_has_moved_resumes(text, base, tmp_path):
     load(settings.parent)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"lora_dropout": 0.1}, "lora_dropout: expected 0, got 0.1"),
-        ({"use_qalora": True}, "use_qalora: expected none"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save: expected none"),
-        ({"bias": "all"}, "bias: expected none, got 'all'"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: expected"),
-        ({"peft_type": "IA3"}, "peft_type: expected LORA, got 'IA3'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights: expected True, got 'pissa'"),
-        ({"target_modules": "all-linear"}, "target_modules: expected a list of names"),
-        ({"base_model_name_or_path": "org/model"}, "expected a folder, got 'org/model'; kos downloads no models"),
-        ({"r": None}, "r: expected an integer of at least 1, got None"), ({"r": 0}, "r: expected .* 1, got 0"),
-        ({"lora_alpha": 0}, "lora_alpha: expected a number greater than 0, got 0"),
-        ({"lora_alpha": float("nan")}, "lora_alpha: expected a number greater than 0, got nan"),
-        ({"lora_alpha": 7}, "lora_alpha: expected 5.0, which the run had, got 7"),
-        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern: expected"),
-        ({"target_modules": []}, "target_modules: expected a list of names"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules: expected some of q_proj, .*, got lm_head"),
-        ({"use_something_new": {"a": 1}}, "use_something_new: expected none, got {'a': 1}"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_adapters_that_are_refused_by_name(changes, said, whole, tmp_path):
-    folder = edit(shutil.copytree(checkpoint.find(whole[0]).path, tmp_path / "peft"), **changes)
-    with pytest.raises(ConfigError, match=f"--init-from: .*{said}"):
+NUMBER, LIST, SOME = "expected a number greater than 0", "expected a list of names", "expected some of q_proj, .*, got"
+REFUSED: list[tuple[str, Any, str]] = [  # setting, value, what is said of it
+    ("lora_dropout", 0.1, "expected 0, got 0.1"), ("bias", "all", "expected none, got 'all'"),
+    ("use_qalora", True, "expected none"), ("modules_to_save", ["lm_head"], "expected none"),
+    ("rank_pattern", {"q_proj": 8}, "expected"), ("alpha_pattern", {"q_proj": 8}, "expected"),
+    ("peft_type", "IA3", "expected LORA, got 'IA3'"), ("init_lora_weights", "pissa", "expected True, got 'pissa'"),
+    ("base_model_name_or_path", "org/model", "expected a folder, got 'org/model'; kos downloads no models"),
+    ("r", None, "expected an integer of at least 1, got None"), ("r", 0, "expected .* 1, got 0"),
+    ("lora_alpha", 0, f"{NUMBER}, got 0"), ("lora_alpha", float("nan"), f"{NUMBER}, got nan"),
+    ("lora_alpha", 7, "expected 5.0, which the run had, got 7"), ("target_modules", "all-linear", LIST),
+    ("target_modules", [], LIST), ("target_modules", ["q_proj", "lm_head"], f"{SOME} lm_head"),
+    ("target_modules", MODULES[:-1], "expected down_proj of all layers, got it without model.layers.2.mlp.down_proj"),
+    ("target_modules", [*MODULES, "model.layers.3.mlp.up_proj"], f"{SOME} model.layers.3.mlp.up_proj"),
+    ("target_modules", ["mlp.q_proj"], f"{SOME} mlp.q_proj"),
+    ("use_something_new", {"a": 1}, "expected none, got {'a': 1}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "said"), REFUSED)
+def test_adapters_that_are_refused_by_name(name, value, said, whole, tmp_path):
+    folder = edit(shutil.copytree(checkpoint.find(whole[0]).path, tmp_path / "peft"), **{name: value})
+    what = "" if name == "base_model_name_or_path" else f"{name}: "
+    with pytest.raises(ConfigError, match=f"--init-from: .*{what}{said}"):
         parse([f"--init-from={folder}"])
 
 
