@@ -19,7 +19,6 @@ transformers, torch = Package("transformers"), Package("torch")
 
 def theirs_of(config: LlamaConfig, weights: Parameters, dtype: str = "float32") -> Any:
     """The model of a configuration of kos, with these weights."""
-    torch.set_num_threads(1)  # else threads wait for one another on a busy machine
     settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
     made = transformers.AutoConfig.for_model(**settings, pad_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").to(getattr(torch, dtype))
