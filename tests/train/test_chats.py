@@ -407,14 +407,13 @@ OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "a",
 PARTS = [{"type": "text", "text": "hi"}] * 2
 JSON, OBJECT = (f"{what} as the arguments of a tool call, got " for what in ("JSON", "a JSON object"))
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": "x"}, "a list of messages, got 'x'"), (of(), "a list of messages, got []"),
+    (of(), "a list of messages, got []"),
     (of({"content": "x"}), "messages with role and content, got {'content': 'x'}"),
     (of({"role": "bot", "content": "x"}), "a role of system, developer, user, assistant, tool"),
     (of({**USER, "weight": 0.5}), "a weight of 0 or 1, got 0.5"),
     (of(USER, ANSWER, tools={"a": 1}), "a list of tools and a table of chat_template_kwargs, got {'"),
     (of({**USER, "content": "a\ud800"}), "text in the field 'messages', got '\\ud800' at"),
     (of(USER, calling(None, tool_calls=[])), "content or tool_calls in message 2, got neither"),
-    (of(USER, calling(None, tool_calls="x")), "tool_calls of message 2, got 'x'"),
     (of(USER, calling(None, tool_calls=["x"])), "a list of tables as the tool_calls of message 2, got ['x']"),
     (of(calling(None, role="user")), "content in message 1, got none"),
     (of(USER, {**ANSWER, "content": None}), "content or tool_calls in message 2, got n"),

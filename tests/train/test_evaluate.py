@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kos.train
-from kos.errors import ConfigError, DataError, KosError
+from kos.errors import DataError, KosError
 from kos.testing import spawn
 from kos.train import evaluate as command
 from kos.train import evaluator
@@ -304,14 +304,6 @@ def test_short_texts(folder, tmp_path):
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(KosError, match=r"--data .*one.txt: expected a target that the loss counts, got none"):
         rows_of(folder, data=[tmp_path / "one.txt"], choices=())
-
-
-def test_text_is_refused_by_a_model_of_numbers(folder, tmp_path):
-    write_model(tmp_path / "model", NumberTokenizer(256))
-    with pytest.raises(DataError, match="expected token numbers below 256"):
-        rows_of(tmp_path, data=(), choices=[folder / "plain.jsonl"])
-    with pytest.raises(ConfigError, match="--seq-len: expected a multiple of 4"):
-        rows_of(tmp_path, 2, data=(), choices=(), cp=2, seq_len=6)
 
 
 @needs_mpirun

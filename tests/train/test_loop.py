@@ -166,20 +166,6 @@ def test_ranks_with_other_data_or_settings_are_refused(text, tmp_path):
             spawn(lambda comm, configs=configs: Trainer(configs[comm.rank], comm), 2, timeout=60)
 
 
-def test_a_folder_is_one_runs_at_a_time(text, tmp_path):
-    config = _config(text, tmp_path, steps=2)
-
-    def run(comm):
-        trainer = Trainer(config, comm)
-        for later in (config, config.model_copy(update={"data": str(tmp_path / "missing.txt")})):  # not read
-            with pytest.raises(ConfigError, match="expected a free folder, got one that a run is writing to"):
-                Trainer(later, comm)
-        trainer.run()
-
-    spawn(run, 1)
-    assert checkpoint.find(tmp_path).step == 2
-
-
 def test_init_from_hugging_face(text, tmp_path):
     trained = _train(text, tmp_path / "first", steps=30)
     source = checkpoint.find(tmp_path / "first").path

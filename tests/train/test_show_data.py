@@ -1,6 +1,5 @@
 """``--show-data``: sequences as text, with marks around what the loss counts."""
 
-import json
 import re
 from pathlib import Path
 
@@ -142,12 +141,3 @@ def test_tokens_of_another_tokenizer_than_the_models_are_refused(chats, tmp_path
     assert "(bytes)" in show.report(config)
     with refused(CheckpointError, f"{chats[3]}: expected the tokenizer of this run, bytes, got "):
         show.report(config.model_copy(update={"init_from": chats[3]}))
-
-
-def test_a_run_shows_some_of_its_first_sequence(chats, tmp_path, capsys):
-    config = _config(Path(chats[1]), tmp_path / "out", tokenizer=chats[3], seq_len=400, steps=1, eval_batches=0)
-    config = config.model_copy(update={"sample_tokens": 0, "epochs": None})
-    run(config, 2)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the first sequence, of which ")]
-    assert len(lines) == 1 and " of 400 tokens count, in «»: " in lines[0] and lines[0].endswith(" (--show-data N)")
-    assert "«" in json.loads(lines[0].partition("«»: ")[2].removesuffix(" (--show-data N)"))
