@@ -1,10 +1,8 @@
 """The backend of docs/guides/writing-a-backend.md keeps the promises of the conformance suite; defects of it do not."""
 
 import logging
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +30,12 @@ def files():
     del kos.comm.BACKENDS["files"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_on_ranks_that_meet_as_processes_do(size):
+def test_on_ranks_that_meet_as_processes_do():
     def body(rendezvous):
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world)
 
-    for broken in run_ranks(size, body, limit=6 * TIMEOUT):  # a busy machine takes minutes
+    for broken in run_ranks(2, body, limit=6 * TIMEOUT):  # a busy machine takes minutes
         assert not broken, "\n".join(broken.values())
 
 
@@ -200,16 +197,6 @@ def test_a_check_that_does_not_end_is_named():
     assert done.returncode == 1 and done.stdout.startswith("1 of 1: all_reduce, a rank is late\n"), done.stderr
     broken = r"^BROKEN all_reduce, a rank is late: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$"
     assert re.search(broken, done.stdout, re.M)
-
-
-def test_a_closed_pipe_is_no_error():
-    command = [sys.executable, "-m", "kos.testing.conformance", "--backend", "mock", "--only", "lost"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # what cannot be written stays in the buffer
-    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_text_that_no_check_has_is_refused():
