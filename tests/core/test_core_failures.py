@@ -115,18 +115,6 @@ def test_a_failure_ends_a_start_that_waits(call, by):
     raise AssertionError("no start has raised the failure")
 
 
-def test_a_closed_group_uses_its_memory_no_more():
-    with groups(1) as (a,):
-        core = a.core
-        a.close()
-        for call in (lambda: core.publish(0, 1),):
-            with pytest.raises(CoreError, match="^CLOSED of rank 0"):
-                call()
-        core.fail(0)
-        core.close()
-        assert core.failure() == 0
-
-
 def use_the_core_in_destructors() -> None:
     """A Work ends while the core advances all; its array's destructor ends and frees the one before it in the list."""
     with groups(2) as (a, b):
