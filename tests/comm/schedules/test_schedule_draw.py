@@ -130,23 +130,3 @@ def test_numbers_are_checked(numbers, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--predict", "--sizes", numbers])
     assert f"--sizes: expected numbers like 8,64 or 1K,4M,1G, got {numbers!r}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["rong"], "kos: error: unknown algorithm 'rong' for all_reduce, expected one of ring"),
-    (["ring", "--ranks", "257"], "kos: error: --ranks: expected up to 256, got 257; --predict accepts more"),
-    (["ring", "--chunks", "1025"], "kos: error: --chunks: expected up to 1,024, got 1,025"),
-    (["ring", "--chunks", "100000000", "--predict"], "kos: error: --chunks: expected up to 1,024, got 100,000,000"),
-    (["ring", "--ranks", "100", "--chunks", "100"],
-     "kos: error: --ranks times --chunks: expected up to 8,192, got 100 ranks with 100 chunks"),
-    (["--collective", "foo"], "kos: error: unknown collective 'foo', expected one of"),
-    (["hierarchical", "--ranks-per-node", "0"], "kos: error: ranks must be a multiple of ranks_per_node, got 8 and 0"),
-    (["ring", "--predict", "--scales", "65537"], "kos: error: --scales: expected numbers up to 65,536, got 65,537"),
-    (["ring", "--predict", "--sizes", "9" * 400],
-     "kos: error: --sizes: expected numbers up to 4,611,686,018,427,387,904, got 9"),
-    (["--predict", "--topology", "moon"], "kos: error: unknown topology 'moon', expected one of h200"),
-])
-def test_errors_are_one_line(arguments, message, capsys):
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(message) and err.count("\n") == 1

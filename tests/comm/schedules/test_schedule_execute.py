@@ -46,7 +46,7 @@ def check(schedule, elements, seed, deliveries=1, dtype=np.float64):
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6, 8))])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_algorithm(collective, algorithm, ranks):
     for i, root in enumerate(sorted({0, ranks - 1, ranks // 2})):
         for j, elements in enumerate((0, 1, 5, 53)):
@@ -78,7 +78,7 @@ def test_any_schedule_any_size_any_order_of_delivery(segments, request):
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), [(c, a) for c, a in CASES if "reduce" in c])
-@pytest.mark.parametrize("ranks", [3, 6, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 7, 16))])
+@pytest.mark.parametrize("ranks", [3, 6, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_order_of_additions_depends_on_no_cut(collective, algorithm, ranks):
     """Every element is added in one order however many chunks a message has: shown by a sum that is not associative."""
 
@@ -97,31 +97,6 @@ def test_the_order_of_additions_depends_on_no_cut(collective, algorithm, ranks):
             got = fake_world.result(schedule, buffers, schedule.root)
             whole = got if whole is None else whole
             assert np.array_equal(got, whole), f"{schedule}: {(got != whole).sum()} of {got.size} elements differ"
-
-
-def test_segments_overlap_reduction_and_transfer(tiny_segments):
-    """The first segment of a long message is passed on before the last one has arrived."""
-    log = []
-
-    class Noting(fake_world.Endpoint):
-        def isend(self, array, peer, tag):
-            log.append(("send", self.rank))
-            return super().isend(array, peer, tag)
-
-    class Wire(fake_world.Wire):
-        def endpoint(self, rank):
-            return Noting(self, rank)
-
-        def deliver(self, rng):
-            moved = super().deliver(rng)
-            log.append(("deliver", moved))
-            return moved
-
-    schedule = build("reduce", "ring", 3, 1, 0)
-    buffers = fake_world.make_buffers(schedule, 12, np.random.default_rng(0))
-    fake_world.run(schedule, buffers, lambda dst, src: np.add(dst, src, out=dst), wire=Wire())
-    arrived_before = log[:log.index(("send", 1))].count(("deliver", True))
-    assert arrived_before < 4, "rank 1 waited for all four segments"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
