@@ -14,7 +14,6 @@ import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.cuda.streams import LEGACY
-from kos.dtypes import DTYPES, dtype_of
 from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -313,19 +312,6 @@ def test_tensors(name):
     assert (kept.flat == 1).all()
     with pytest.raises(InvalidArgument, match=r"x: expected an array that DLPack can share, .* C-contiguous"):
         as_buffer(torch.ones(2, 3).to(getattr(torch, name)).t(), "x", writable=True)
-
-
-def test_dtype_table():
-    for name, entry in DTYPES.items():
-        assert dtype_of(np.zeros(1, entry.numpy).dtype) is entry
-        assert entry.name == name
-        assert entry.accumulate == (np.float32 if entry.is_float and entry.itemsize < 4 else entry.numpy)
-    mpi = pytest.importorskip("mpi4py.util.dtlib")
-    from mpi4py import MPI
-
-    for entry in DTYPES.values():
-        if entry.mpi:
-            assert mpi.to_numpy_dtype(getattr(MPI, entry.mpi)) == entry.numpy
 
 
 # Every parameter of every function, given what it is not.

@@ -1,6 +1,5 @@
 """How ``auto`` routes, without a GPU: two backends that say what they are, over the stand-ins of ``fake_nccl``."""
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -18,8 +17,6 @@ from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu import works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import Operation, Options
@@ -393,24 +390,6 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
     ranks = SimpleNamespace(size=4, local_size=local_size, **ON_GPU_0)
     made = making._for_gpus(ranks, probes, None, ExitStack())
     assert [*map(type, made)] == [Made, phases][: 1 + (local_size < 4)]
-
-
-def test_explain_describes_the_routes():
-    def body(comm, log):
-        said = comm.explain()
-        assert re.search("tuning table +in use +the test", said)
-        rows = [re.split("  +", line) for line in said.splitlines()]
-        by_size = ["1 KB", "32 KB", "1 MB", "32 MB", "1 GB"]
-        assert ["float32 on GPUs", *by_size] in rows and ["all_reduce", "peer", *["nccl"] * 4] in rows
-        assert ["all_to_all", *["nccl"] * 3, *["peer"] * 2] in rows
-        assert ["all_to_all (symmetric; symmetric, graph)", *["peer"] * 5] in rows
-        assert ["float32 on hosts", *by_size] in rows and ["broadcast", *["mock native"] * 5] in rows
-
-    run(body)
-    engine = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
-    engine.pick = partial(PeerEngine.pick, engine)
-    for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
-        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True, False) == way
 
 
 def test_tuning_measures_every_operation(monkeypatch, tmp_path, fake):

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from kos.comm import timeouts
-from kos.comm.failures import HOST_SECONDS, FailureLog, Late
+from kos.comm.failures import FailureLog, Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, from_record, to_record
-from tests.comm.works import work_of
 
 
 def test_a_posted_failure_holds_no_frames():
@@ -273,21 +272,6 @@ def test_a_cycle_with_a_call_that_is_not_known():
     assert "ranks [0, 1, 2] wait for one another" in text.split("; "), text
 
 
-def test_the_failure_of_the_earliest_collective_counts():
-    """Whichever is reported first; calls before it go on, and links carry what is earlier than all before."""
-    carried = []
-    link = SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))
-    log = FailureLog(range(3), 0)
-    log.reporters = [link]
-    for sequence in (5, 7, 3):
-        log.report(work_of("barrier", sequence=sequence), RankLost(f"lost in #{sequence}", ranks=[1]), 0)
-    assert carried == [5, 3] and str(log.first) == "lost in #5"
-    log.record(4, RankLost("of another rank"))
-    log.raise_reported(2)
-    with pytest.raises(RankLost, match="lost in #3"):
-        log.raise_reported(3)
-
-
 def on_hosts(world: Sequence[int] = range(5)) -> FailureLog:
     """That of rank 0 of five ranks on three hosts."""
     log = FailureLog(world, 0)
@@ -342,18 +326,6 @@ class _Plane:
         self.silent -= 1
         if self.silent == 0:
             status.ends[3] = CLOSED
-
-
-def test_a_lost_rank_waits_for_the_ends_of_its_host():
-    """If they can arrive, and not for long; ranks of this host are not waited for."""
-    for silent, lost in ((5, (2, 3)), (-1, (2,))):
-        log, plane = on_hosts(), _Plane(silent)
-        log.status.connect(plane)
-        log.status.ends[2] = CLOSED
-        began = time.monotonic()
-        assert log.lost(2, CLOSED).ranks == log.lost(2, CLOSED).ranks == lost
-        assert log.lost(1, CLOSED).ranks == (1,)
-        assert silent > 0 or time.monotonic() - began >= HOST_SECONDS
 
 
 def test_the_parts_of_an_error_are_copied_sent_and_pickled():

@@ -242,19 +242,6 @@ def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch):
     spawn(refused, 3)
 
 
-def test_a_message_sent_before_leaving_arrives():
-    def body(comm):
-        x = np.full(1, comm.rank + 1.0)
-        if comm.rank == 0:
-            comm.send(x, 1)
-        else:
-            comm.recv(x, 0)
-        return float(x[0])
-
-    for _ in range(50):
-        assert spawn(body, 2, timeout=60, buffer_bytes=8) == [1.0, 1.0]
-
-
 def test_spawn_names_ranks_that_hang(monkeypatch):
     release = threading.Event()
     threads = {}
@@ -328,15 +315,3 @@ def test_ranks_that_request_different_backends():
             kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, TIMEOUT))
 
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
-
-
-@on_each_rank(spawn, 3, timeout=60)
-def test_nothing_is_kept_of_finished_operations(comm, /):
-    for _ in range(20):
-        comm.all_reduce(np.ones(100), algorithm="ring")
-        comm.all_gather_bytes(b"abc")
-    comm.barrier()
-    comm.rendezvous.barrier()
-    transport = comm.backend.transport
-    assert (transport._sent, transport._posted, transport._calls) == ({}, {}, {})
-    assert comm.backend.engine.outstanding() == []

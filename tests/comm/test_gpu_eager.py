@@ -85,20 +85,6 @@ def test_a_captured_call_says_nothing_of_eager_ones(gpu, /, fake):
         comm.all_reduce(x, stream=stream)
 
 
-@on_each_rank(FakeRanks(2).run)
-def test_objects_that_are_new_each_time_are_not_kept(gpu, /, fake):
-    """They would push out calls that the core knows."""
-    comm, x = gpu.comm, on_gpu([1.0])
-    known(comm, x)
-    fresh = type("ExternalStream", (Stream,), {"__module__": "torch.cuda"})
-    for number in range(40):
-        comm.all_reduce(x, timeout=10.0 + number)
-        comm.all_reduce(x, stream=fresh(40))
-    comm.all_reduce(x)
-    with by(comm, 1):
-        comm.all_reduce(x)
-
-
 @on_each_rank("gpu_run")
 def test_works_of_persistent_starts(comm, /):
     """A start returns a Work that the program has let go; if it has none, Python makes another one."""

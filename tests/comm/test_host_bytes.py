@@ -1,8 +1,6 @@
 """Collectives on host memory between hosts with several ranks each: bytes that leave the hosts, and equal bits."""
 
 import threading
-import time
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from kos.comm import host_compressed
 from kos.comm.compression import FORMATS
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
-from kos.comm.work import Engine
 from kos.testing import spawn
 from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import TCPRanks
@@ -142,23 +139,3 @@ def test_messages_within_a_host_use_no_socket(monkeypatch, before_call):
     on_hosts(monkeypatch, (2, 2))
     TCPRanks(4).run(_calls)
     assert peers and all(rank // 2 != peer // 2 for rank, peer in peers)
-
-
-def test_a_wait_for_another_host_sleeps(monkeypatch, before_call):
-    """Rank 0 waits for the other host alone; rank 1 for rank 0, whose messages are no events."""
-    polls = Counter()
-    before_call(Engine, "poll", lambda self: polls.update([self]))
-
-    def body(comm):
-        engine = comm.backend.engine
-        comm.barrier()
-        before, began = polls[engine], time.monotonic()
-        if comm.rank >= 2:
-            time.sleep(0.5)
-        comm.broadcast(np.ones(10), root=2)
-        return polls[engine] - before, time.monotonic() - began
-
-    on_hosts(monkeypatch, (2, 2))
-    (across, _), (inside, seconds), *_ = TCPRanks(4).run(body)
-    assert across < 100  # without sleeping, a rank would poll about 100,000 times
-    assert inside < 20_000 * seconds  # of 50 us each

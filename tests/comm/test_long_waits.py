@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import work
 from kos.comm.control.base import Rendezvous
 from kos.comm.waits import Backoff
 from kos.testing import spawn
-from tests.comm import shared_ranks
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 
 SECONDS = 0.6
@@ -63,27 +61,3 @@ def test_a_wait_of_mpi_takes_a_small_part_of_a_core(mpi_world):
     pair = mpi_world.split(0 if mpi_world.rank < 2 else None)
     if pair is not None and pair.size == 2:
         waits(pair)
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_long_sleeps(busy, monkeypatch):
-    """A wait sleeps longer while a rank has not begun the call, unless another operation is in flight."""
-    slept, sleep = threading.Event(), time.sleep
-    monkeypatch.setattr(work, "LONG_WAIT", 0.05)
-    monkeypatch.setattr(work, "LONG_SLEEP", 0.0123)
-    monkeypatch.setattr(time, "sleep", lambda seconds: (seconds == 0.0123 and slept.set(), sleep(seconds)))
-
-    def body(comm):
-        x = np.ones(2)
-        if comm.rank == 0:
-            other = comm.recv(np.empty(2), 1, async_op=True) if busy else None
-            comm.all_reduce(x)
-            if other is not None:
-                other.wait()
-        else:
-            assert slept.wait(0.5 if busy else 30) != busy
-            comm.all_reduce(x)
-            if busy:
-                comm.send(x, 0)
-
-    shared_ranks.run(body, 2)

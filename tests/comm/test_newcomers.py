@@ -3,7 +3,6 @@
 import errno
 import json
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 import kos
 from kos.comm import making
 from kos.comm.control.hub import pair
-from kos.comm.control.join import CLOSES, SILENT, parse
+from kos.comm.control.join import SILENT, parse
 from kos.comm.control.newcomers import Newcomer, Newcomers
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.control.wire import JOIN, Acceptor, Connection, Network, authenticate, connect, drive, receive_greeting
@@ -49,43 +48,6 @@ def test_the_timeout_of_join_says_what_it_waited_for(tmp_path):
     assert str(caught.value).endswith(f" s, got none: {waited}")
     with pytest.raises(RendezvousError, match="got none: .*No such file or directory: '.*/address'$"):
         join(f"{tmp_path}/address", timeout=0.1)
-
-
-def test_a_service_that_is_no_member(tmp_path):
-    """A server of HTTP, which waits for a request, and one that closes each connection."""
-
-    class Answers(socketserver.BaseRequestHandler):
-        def handle(self):
-            if self.request.recv(4) == b"GET ":
-                self.request.sendall(b"HTTP/1.0 404 Not Found\r\n\r\n")
-
-    class Closes(socketserver.BaseRequestHandler):
-        pass
-
-    expected = {Answers: "expected a member, got another service, which answers b'HTTP/1.0 404 Not'", Closes: CLOSES}
-    for handler, words in expected.items():
-        with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            place = f"127.0.0.1:{server.server_address[1]}"
-            with pytest.raises(RendezvousError) as caught:
-                join(place, timeout=0.5)
-            server.shutdown()
-        assert str(caught.value).endswith(f" s, got none: {place}: {words}")
-
-
-def test_files_that_hold_no_address(tmp_path):
-    (binary := tmp_path / "binary").write_bytes(b"\x7fELF\xff\xfe" + bytes(100))
-    (long := tmp_path / "long").write_bytes(b"a" * 100_000)
-    (text := tmp_path / "text").write_text("hello " * 100)
-    for path, words in (
-        (binary, rf"^join: address: expected {binary} to hold the address of members, got b'\\x7fELF.*'…$"),
-        (long, rf"^join: address: expected {long} to hold the address of members, got b'a{{16}}'…$"),
-        (text, r'^join: address: expected "host:port", several with commas, got \'hello [helo ]{70,74}$'),
-        (tmp_path, rf"^join: address: expected a file that holds it, got: .*Is a directory: '{tmp_path}'$"),
-        (text / "no", "^join: address: expected a file that holds it, got: .*Not a directory"),
-    ):
-        with pytest.raises(RendezvousError, match=words):
-            join(str(path), timeout=20)
 
 
 @pytest.mark.parametrize("call", ["grow", "replace"])
@@ -310,19 +272,6 @@ def test_a_newcomer_stops_while_it_joins(when, impatient, monkeypatch):
     monkeypatch.setattr("kos.comm.communicator", stopping)
     here, over = threading.Event(), threading.Event()
     healthy_beside(stopped, here, body)
-
-
-@pytest.mark.parametrize("when", ["before it is admitted", "once it is admitted"])
-def test_a_newcomer_dies_while_it_joins(when):
-    def dying(address):
-        connection = raw_newcomer(address)
-        if when.startswith("once"):
-            receive_plan(connection)
-        connection.close()
-        died.set()
-
-    died = threading.Event()
-    healthy_beside(dying, died)
 
 
 @pytest.mark.usefixtures("impatient")

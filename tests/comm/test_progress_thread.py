@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -88,30 +87,6 @@ def pair() -> list[kos.Communicator]:
         lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, TIMEOUT), progress_thread=rank == 0)
         for rank in range(2)
     ))  # fmt: skip
-
-
-def test_the_progress_thread_sleeps_while_the_program_waits():
-    """The program polls by itself; the thread could take the core of the rank that the program waits for."""
-    comm, other = pair()
-    progress = comm.backend.engine.thread
-    counts, x = list[int](), np.zeros(3)
-
-    def send_later():
-        deadline = time.monotonic() + TIMEOUT
-        while not progress.paused and time.monotonic() < deadline:  # the program has not begun to wait
-            time.sleep(0.001)
-        for _ in range(2):
-            counts.append(wakes(progress._thread))
-            time.sleep(WAIT)
-        other.send(np.ones(3), 0)
-
-    work, later = comm.recv(x, 1, async_op=True), threading.Thread(target=send_later, daemon=True)
-    later.start()
-    work.wait()
-    later.join()
-    assert counts[1] - counts[0] < 10 and (x == 1).all()
-    for each in (comm, other):
-        each.abort()
 
 
 def wakes(thread: threading.Thread) -> int:

@@ -12,7 +12,6 @@ from kos.comm.prepared import MOST_STORED
 from kos.errors import InvalidArgument
 from kos.testing import spawn
 from tests.comm import shared_ranks
-from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 
 
@@ -20,16 +19,6 @@ from tests.comm.ranks import on_each_rank
 def alone():
     """A group of one."""
     return kos.init("mock")
-
-
-@on_each_rank(shared_ranks.run, 2)
-def test_hundreds_of_signatures_stay_cached(comm, /):
-    """A model may have as many bucket sizes, or windows."""
-    arrays, prepared, node = [np.ones(count) for count in range(1, 601)], Prepared(comm), comm.backend.messages
-    for x in arrays:
-        comm.all_reduce(x)
-    node.describe = lambda *_: pytest.fail("the core dropped a cached call")
-    assert not any(prepared.by(lambda x=x: comm.all_reduce(x)) for x in arrays)
 
 
 def test_arrays_are_not_held_and_the_cache_is_bounded(alone):

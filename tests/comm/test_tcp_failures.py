@@ -21,21 +21,6 @@ from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture 
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
 
 
-@on_each_rank(TCPRanks(3).run)
-def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous(comm, /):
-    comm.rendezvous.barrier()
-    if comm.rank:
-        with pytest.raises(CollectiveTimeout):
-            comm.barrier(timeout=0.05)
-        comm.close()
-        assert comm.rendezvous._connection is None
-    else:
-        expected = r"barrier #0: not complete .*; rank [12] aborted because of it"
-        with pytest.raises(CollectiveTimeout, match=expected):
-            comm.rendezvous.barrier()
-        comm.abort()
-
-
 @on_each_rank(TCPRanks(2).run)
 def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm, /):
     x = np.full(4, float(comm.rank))
@@ -315,28 +300,6 @@ def test_a_rank_that_dies_within_a_split_is_not_awaited(hosts, monkeypatch):
     results = run_processes(DIES_WITHIN_A_SPLIT, 3)
     for _, output in results[:2]:
         assert output.startswith("RankLost (2,) ") and "rank 2 is gone: its process ended" in output, results
-
-
-LIMITED = """
-import os, resource
-import kos
-comm = kos.init(timeout=30)
-limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-if comm.rank == {lacking}:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limit[1]))
-try:
-    comm.duplicate()
-except kos.errors.KosError as error:
-    print(error)
-resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-"""
-
-
-@pytest.mark.parametrize("lacking", [0, 1])
-def test_a_rank_that_may_open_too_few_files_is_named_on_all(lacking):
-    for code, output in run_processes(LIMITED.format(lacking=lacking), 2):
-        assert code == 0, output
-        assert f"rank {lacking}" in output and "Traceback" not in output, output
 
 
 UNMADE = """

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +19,7 @@ from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
 from kos.comm.tuning import Table, load, merged, parse, pick, read, user_path
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import InvalidArgument
 from kos.tune import measure as tune
 from tests import fake_cuda
 from tests.comm.tcp_ranks import run_threads
@@ -372,21 +371,3 @@ def test_a_file_that_cannot_be_written_loses_no_measurements(tmp_path, monkeypat
     said = capsys.readouterr()
     assert parse(json.loads(said.out), "").to_json() == parse(TABLE, "").to_json()
     assert said.err.count("\n") == 1 and "No such file or directory" in said.err
-
-
-@pytest.mark.parametrize(("rank", "said"), [(0, "kos: error: peer: no CUDA driver\n"), (1, "")])
-def test_no_gpu_is_said_once(rank, said, no_launcher, tmp_path, capsys):
-    no_launcher.setenv("XDG_CACHE_HOME", str(tmp_path))
-    no_launcher.setenv("RANK", str(rank))
-    no_launcher.setenv("WORLD_SIZE", "2")
-    no_launcher.setattr(tune, "init", Mock(side_effect=BackendUnavailable("peer: no CUDA driver")))
-    assert tune.main([]) == 2
-    assert capsys.readouterr().err == said
-
-
-def test_candidates_are_launches_that_a_table_may_hold():
-    for nbytes in (1 << 10, 1 << 18, 1 << 22, 1 << 30):
-        for symmetric in (False, True):
-            found = list(tune.candidates(nbytes, symmetric))
-            assert found and all(KernelConfig.from_json(launch.as_json()) == launch for launch in found)
-            assert symmetric or not {"copies", "direct"} & {launch.algorithm for launch in found}
