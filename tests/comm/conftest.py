@@ -58,15 +58,12 @@ def backends(*sizes: int, more: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def ranks_of(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
-    """The ranks that a parameter of ``backends`` stands for."""
-    return MPIRanks(request.getfixturevalue("mpi_world")) if request.param == "mpi" else MockRanks(request.param)
-
-
 @pytest.fixture(**backends(1, 2, 3, 4))
 def ranks(request):
     """``ranks.run(fn)`` runs fn(comm) on every rank."""
-    return ranks_of(request)
+    if request.param == "mpi":
+        return MPIRanks(request.getfixturevalue("mpi_world"))
+    return MockRanks(request.param)
 
 
 TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -4,6 +4,7 @@ import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import ml_dtypes
 import numpy as np
@@ -19,8 +20,7 @@ from kos.testing.conformance.failures import SCENARIOS
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import REDUCTIONS, assert_bits, inputs, vector
 from tests.comm import compression_bounds as bounds
-from tests.comm.conftest import backends, ranks_of
-from tests.comm.ranks import TIMEOUT
+from tests.comm.ranks import TIMEOUT, MockRanks, MPIRanks
 
 # Collected on GPUs too, by ``import *``.
 __all__ = ["test_compressed_sums_are_near", "test_error_feedback", "test_result"]
@@ -53,15 +53,26 @@ def test_promise(ranks, seed, name):
     check(ranks, seed, name)
 
 
-@pytest.fixture(**backends(3))
-def three(request):
-    return ranks_of(request)
+# Threads and MPI share the promises of other dtypes: each pair of a dtype and a reduce operation has an all_reduce on
+# one of them and a reduce_scatter on the other.
+OTHERS = [*filter(OF_OTHER_DTYPES.fullmatch, names_of())]
+OPERATIONS = [*dict.fromkeys(name.partition(" ")[0] for name in OTHERS)]  # all_reduce, reduce_scatter, ...
 
 
-@pytest.mark.parametrize("name", filter(OF_OTHER_DTYPES.fullmatch, names_of()))
-def test_other_dtypes(three, seed, name):
-    """Groups of threads of each size are those of float32."""
-    check(three, seed, name)
+def is_for_mpi(name: str) -> bool:
+    operation, _, of_what = name.partition(" ")
+    return (OPERATIONS.index(operation) + crc32(of_what.encode())) % 2 == 0
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if not is_for_mpi(name)])
+def test_other_dtypes(seed, name):
+    check(MockRanks(3), seed, name)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", filter(is_for_mpi, OTHERS))
+def test_other_dtypes_on_mpi(mpi_world, seed, name):
+    check(MPIRanks(mpi_world), seed, name)
 
 
 @pytest.mark.parametrize(

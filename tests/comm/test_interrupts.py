@@ -100,7 +100,7 @@ def _receive(
 
 
 def _send(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
-    x = np.full(1 << 20, 0.0 if comm.rank == 1 else float(comm.size))
+    x = np.full(1 << 19, 0.0 if comm.rank == 1 else float(comm.size))
     calls = [lambda: comm.send(x, dst=1), lambda: comm.recv(x, src=0)]
     return x, calls[comm.rank] if comm.rank < 2 else lambda: None
 

@@ -1,4 +1,4 @@
-"""One way for every operation: its keywords, its persistent form, its place in a batch, its timeout."""
+"""One way for every operation: wrong keywords, its persistent form, its place in a batch, its timeout."""
 
 import copy
 import mmap

@@ -53,7 +53,7 @@ def test_a_factor_of_minus_zero_is_another_one(comm, /):
         assert (x == 0).all() and (np.signbit(x) == np.signbit(factor)).all()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(program=programs())
 @pytest.mark.usefixtures("large")
 def test_random_programs(program):

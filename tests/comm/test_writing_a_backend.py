@@ -30,13 +30,12 @@ def files():
     del kos.comm.BACKENDS["files"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_on_ranks_that_meet_as_processes_do(size):
+def test_on_ranks_that_meet_as_processes_do():
     def body(rendezvous):
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world)
 
-    for broken in run_ranks(size, body, limit=6 * TIMEOUT):  # a busy machine takes minutes
+    for broken in run_ranks(2, body, limit=6 * TIMEOUT):  # a busy machine takes minutes
         assert not broken, "\n".join(broken.values())
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -111,6 +113,45 @@ def test_a_failure_ends_a_start_that_waits(call, by):
             with pytest.raises(CoreError, match=f"^TOLD of rank {by}"):
                 result.wait()
     raise AssertionError("no start has raised the failure")
+
+
+def use_the_core_in_destructors() -> None:
+    """A Work ends while the core advances all; its array's destructor ends and frees the one before it in the list."""
+    with groups(2) as (a, b):
+
+        def recv(tag: int, x: Any) -> Any:
+            return a.prepare("recv", "float64", 2, src=1, tag=tag).start(x)
+
+        def send(tag: int) -> None:
+            b.prepare("send", "float64", 2, dst=0, tag=tag).start(np.full(2, float(tag)))
+
+        def ended(tag: int) -> None:
+            send(tag + 1)
+            last.done()
+            ends.append(tag)
+
+        ends, y = list[int](), [np.zeros(2) for _ in range(3)]
+        last = recv(9, y[0])
+        for tag in (1, 3, 5):
+            x = np.zeros(2)
+            weakref.finalize(x, ended, tag).atexit = False
+            recv(tag, x)  # nobody but the core has it
+            del x
+            recv(tag + 1, np.zeros(2))
+        theirs, mine = b.start(y[1]), a.start(y[2])
+        for tag in (1, 3, 5):
+            send(tag)
+        while not last.done():
+            if sorted(ends) == [1, 3, 5]:
+                send(9)
+        assert theirs.done() and mine.done() and y[0].tolist() == [9.0, 9.0]
+
+
+def test_the_destructor_of_an_array_may_use_the_core():
+    program = "from tests.core.test_core_failures import use_the_core_in_destructors as f; f()"
+    env = os.environ | {"PYTHONMALLOC": "debug"}  # which overwrites what is freed
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def close_in_a_destructor(group: CoreGroup) -> None:

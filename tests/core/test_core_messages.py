@@ -1,4 +1,4 @@
-"""Messages of the compiled core: matched in order by tag, refused, cancelled, in one copy and in pieces."""
+"""Messages of the compiled core: refused, cancelled, without room, in one copy and in pieces."""
 
 import time
 from typing import Any

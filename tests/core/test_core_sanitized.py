@@ -33,7 +33,7 @@ def test_random_programs_under_a_sanitizer(sanitizer, tmp_path):
     assert built.returncode == 0 and not built.stderr, built.stderr
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
-    for ranks, direct in ((2, 0), (2, 1), (3, 0), (4, 1)):
+    for ranks, direct in ((2, 1), (3, 0), (4, 1)):
         command = [program, str(ranks), "500", str(seed), str(direct)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if "unexpected memory mapping" in done.stderr:
