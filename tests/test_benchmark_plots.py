@@ -9,8 +9,7 @@ from benchmarks.plots import __main__ as command
 from benchmarks.plots import measured, results, tables
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots.pictures import PICTURES
-from benchmarks.plots.results import RESULTS, ROOT, us
-from kos.bench.report import size
+from benchmarks.plots.results import RESULTS, ROOT
 
 README = ROOT / "README.md"
 LARGEST = 100_000  # bytes of a picture
@@ -84,20 +83,6 @@ def test_pictures_are_those_of_the_files(name, drawing):
     assert style.digest(PICTURES[name]()) == shown, f"{path.name} differs from its results: python -m benchmarks.plots"
     pages = "".join(page.read_text() for page in tables.PAGES)
     assert f"images/{name}.png" in pages
-
-
-def test_a_digest_is_of_what_is_shown(drawing):
-    from benchmarks.plots import style
-
-    figure = PICTURES["loss-baby"]()
-    before, line = style.digest(figure), figure.axes[0].lines[1]
-    line.set_ydata([*line.get_ydata()[:-1], 1.5])
-    assert style.digest(figure) != before
-
-
-def test_sizes_and_times():
-    assert ", ".join(map(size, (8, 1024, 512 << 10, 1 << 20, 1 << 30))) == "8 B, 1 KB, 512 KB, 1 MB, 1 GB"
-    assert " ".join(map(us, (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2))) == "3.24 10.0 24.9 100 362 5,353"
 
 
 @pytest.fixture
