@@ -41,6 +41,15 @@ def test_ddp_with_compressed_gradients(backend):
             assert abs(sum(mine[50:100]) / sum(theirs[50:]) - 1) < most
 
 
+def test_compress_takes_ddp_only():
+    import torch
+
+    from kos.interop.torch import compress
+
+    with pytest.raises(InvalidArgument, match="model: expected a DistributedDataParallel, got Linear"):
+        compress(torch.nn.Linear(3, 3), "int8")
+
+
 def test_a_gather_to_one_tensor():
     assert run(f"{PROGRAMS}:gather_single") == [[], [2.0, 2.0, 12.0, 12.0]]
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from tests.packages import needs
 from tests.transfer.gpu_process import Program
 
 pytestmark = needs("torch")
-ROOT = Path(__file__).parents[2]
 
 
 def ask(worker: Program, name: str, **argument: Any) -> None:
