@@ -77,6 +77,14 @@ def test_receives_from_any_rank_give_what_gloo_gives():
     assert found[0][0] == [[1, [1.0]], [2, [2.0]]] and found[0][3] == [2] * 4
 
 
+def test_a_receive_from_any_rank_that_nobody_answers_ends_with_the_group():
+    """The rank that is later may see first that the other one has closed its communicator."""
+    errors, own = run(f"{PROGRAMS}:any_source_left_over"), "recv: the process group was closed"
+    for error in errors:
+        assert error.endswith((own, "is gone: it closed its communicator")), error
+    assert any(error.endswith(own) for error in errors), errors
+
+
 def test_a_group_can_be_named_by_device():
     assert run(f"{PROGRAMS}:messages", 2, "cpu:kos,cuda:kos") == run(f"{PROGRAMS}:messages", 2, "gloo")
 
