@@ -35,7 +35,7 @@ places = [{"RANK": str(i), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTE
 ranks = [subprocess.Popen([sys.executable, "example.py"], env=os.environ | place) for place in places]
 sys.exit(max([rank.wait() for rank in ranks]))
 """
-SMALL = "--hidden-size 32 --num-hidden-layers 2 --intermediate-size 48 --batch-size 8 --seq-len 32"
+SMALL = "--hidden-size 32 --num-hidden-layers 2 --intermediate-size 48 --batch-size 8 --seq-len 32 --eval-batches 2"
 FEW = "-b 1K -e 4K -f 2 -n 4 -w 1 -o max -d float64 --device host"
 
 

@@ -76,12 +76,6 @@ def test_a_piece_ends_with_its_ranks(begin, tmp_path, monkeypatch):
     assert code == 1 and "failed: expected its end within 1 s; see " in shown
 
 
-def test_parts_measured_apart_are_refused():
-    part = {"hardware": "a", "driver": None, "commit": "abc", "date": "1", "command": "x", "rows": []}
-    with pytest.raises(ConfigError, match="expected parts of the same hardware, got a, b"):
-        command.join([part, {**part, "hardware": "b"}])
-
-
 EVERY = [
     pytest.param(piece, id=f"{subject}-{number}")
     for gpus in (0, 1, 2)

@@ -1,16 +1,13 @@
 """The pictures and tables of README.md and docs/benchmarks are those of the recorded results."""
 
-import json
 import re
 
 import pytest
 
 from benchmarks.plots import __main__ as command
-from benchmarks.plots import measured, results, tables
-from benchmarks.plots import tables_collectives as collectives
+from benchmarks.plots import results, tables
 from benchmarks.plots.pictures import PICTURES
-from benchmarks.plots.results import RESULTS, ROOT, us
-from kos.bench.report import size
+from benchmarks.plots.results import RESULTS, ROOT
 
 README = ROOT / "README.md"
 LARGEST = 100_000  # bytes of a picture
@@ -84,46 +81,3 @@ def test_pictures_are_those_of_the_files(name, drawing):
     assert style.digest(PICTURES[name]()) == shown, f"{path.name} differs from its results: python -m benchmarks.plots"
     pages = "".join(page.read_text() for page in tables.PAGES)
     assert f"images/{name}.png" in pages
-
-
-def test_a_digest_is_of_what_is_shown(drawing):
-    from benchmarks.plots import style
-
-    figure = PICTURES["loss-baby"]()
-    before, line = style.digest(figure), figure.axes[0].lines[1]
-    line.set_ydata([*line.get_ydata()[:-1], 1.5])
-    assert style.digest(figure) != before
-
-
-def test_sizes_and_times():
-    assert ", ".join(map(size, (8, 1024, 512 << 10, 1 << 20, 1 << 30))) == "8 B, 1 KB, 512 KB, 1 MB, 1 GB"
-    assert " ".join(map(us, (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2))) == "3.24 10.0 24.9 100 362 5,353"
-
-
-@pytest.fixture
-def recorded(tmp_path, monkeypatch):
-    """An empty folder in place of benchmarks/results."""
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    for cached in (results.load, results.result_files):
-        cached.cache_clear()
-    yield tmp_path
-    for cached in (results.load, results.result_files):
-        cached.cache_clear()
-
-
-def test_tables_are_of_the_newest_file_and_show_another_nccl(recorded):
-    row = {"op": "broadcast", "mode": "graph", "in_place": False, "bytes": 1024, "time_us": 4.0}
-    kos = {**row, "backend": "auto", "algorithm": "auto", "call": "function", "time_us": 2.0}
-
-    def write(name, gpu, date, *rows):
-        about = {"hardware": f"2 x NVIDIA {gpu}", "date": date}
-        (recorded / f"{name}.json").write_text(json.dumps({**about, "rows": rows}))
-
-    write("collectives-h200-2", "H200", "2026-11-20", {**row, "backend": "nccl", "time_us": 99.0})
-    write("collectives-h100-2", "H100 80GB HBM3", "2026-11-25", kos, {**row, "backend": "nccl"})
-    assert measured.on(2) == "2 H100"
-    assert collectives.every_operation(2, "graph", (1024, 2048)).splitlines()[2] == "| broadcast | 2.00 (2.00) |  |"
-    write("other-nccl-h100-2", "H100 80GB HBM3", "2026-11-25", {**row, "backend": "nccl", "time_us": 3.0})
-    assert "| broadcast | 2.00 (2.00; 1.50) |  |" in collectives.every_operation(2, "graph", (1024, 2048))
-    with pytest.raises(LookupError, match=r"expected a file torch-GPU-4\.json"):
-        results.newest("torch", 4)

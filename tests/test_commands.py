@@ -110,6 +110,11 @@ def test_the_doctor_compares_mpirun_with_the_library(environment, monkeypatch, s
     assert check.verdict == verdict and bool(check.remedy) == (verdict == checks.NO)
 
 
+def test_an_mpirun_whose_version_is_not_utf8(environment):
+    _program(environment / "mpirun", "mpirun (Open MPI) 5.0.11, paramétré")
+    assert commands.mpi_of(str(environment / "mpirun")) == "Open MPI"
+
+
 @needs_mpirun
 @pytest.mark.parametrize("script", [False, True])
 def test_the_options_that_started_this_job_are_kept(tmp_path, script):

@@ -111,10 +111,3 @@ def test_the_page_of_commands_is_up_to_date():
     shown = reference.on_page_markdown(page, SimpleNamespace(file=SimpleNamespace(src_uri="reference/commands.md")))
     assert shown.count("\n## kos ") == page.count("\n## kos ") == len(COMMANDS)
     assert "| `--data NAME or PATH[:WEIGHT]` |" in shown and "| `--data" not in page
-
-
-def test_the_section_of_a_command_has_its_flags():
-    from kos.train.config.flags import make_parser
-
-    section = hook("commands").section("train", make_parser(), "train a model: more")
-    assert section.startswith("## kos train\n\nTrain a model.\n") and "| `--lr " in section

@@ -1,9 +1,8 @@
 """The tours of docs/how-it-works quote lines of the code: each is in a file that its row names."""
 
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("a-failure", "a-layer", "an-all-reduce")
@@ -23,11 +22,10 @@ def quotes() -> list[tuple[str, str, tuple[str, ...]]]:
     return found
 
 
-def test_quotes_are_found():
-    assert len(quotes()) > 40 and all(files for *_, files in quotes())
-
-
-@pytest.mark.parametrize(("folder", "code", "files"), quotes())
-def test_a_quoted_line_is_in_its_file(folder, code, files):
-    texts = [" ".join((ROOT / folder / each).read_text().split()) for each in files]
-    assert any(all(part in text for part in code.split("…")) for text in texts), f"{code}: not in {files}"
+def test_quoted_lines_are_in_their_files():
+    texts = cache(lambda path: " ".join(path.read_text().split()))
+    found = quotes()
+    assert len(found) > 40 and all(files for *_, files in found)
+    for folder, code, files in found:
+        places = [texts(ROOT / folder / each) for each in files]
+        assert any(all(part in text for part in code.split("…")) for text in places), f"{code}: not in {files}"

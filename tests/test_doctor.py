@@ -149,12 +149,6 @@ def test_a_check_that_fails_or_hangs_is_a_finding():
         ("train", ["rich"], True, install("train")),
         ("cuda", ["nccl4py"], True, install("cuda")),
         ("cuda", ["nccl4py", "cuda-core"], False, ""),  # without a GPU none wants it
-        ("chat", ["jinja2"], False, install("chat")),
-        ("parquet", ["pyarrow"], False, install("parquet")),
-        pytest.param(
-            "zstd", ["backports.zstd"], False, install("zstd"),
-            marks=pytest.mark.skipif(sys.version_info >= (3, 14), reason="the standard library has it"),
-        ),
     ],
 )  # fmt: skip
 def test_missing_packages(extra, missing, kernel_driver, remedy):

@@ -208,7 +208,7 @@ def test_kos_imports_neither_torch_nor_pickle():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("code", ["from kos import init", "import kos; kos.init", "from kos.train import fit"])
+@pytest.mark.parametrize("code", ["from kos import init", "from kos.train import fit"])
 def test_a_python_without_the_gil_is_refused(code):
     """By the first import of what communicates: torch imports ``kos.interop.autoload`` in every program."""
     program = f"import sys; sys._is_gil_enabled = lambda: False; import kos.interop.autoload; {code}"

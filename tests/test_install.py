@@ -62,14 +62,6 @@ def fake_python(path: Path, version_ok: bool = True, venv_ok: bool = True) -> Pa
     )
 
 
-def test_help_is_the_default_and_names_every_target(tmp_path):
-    done = run_make(tmp_path / "venv")
-    assert done.returncode == 0, done.stderr
-    for target in ("help", "train", "test", "lint", "clean"):
-        assert re.search(rf"^  make {target} +\w", done.stdout, re.MULTILINE), done.stdout
-    assert not (tmp_path / "venv").exists()
-
-
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [

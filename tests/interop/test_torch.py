@@ -41,6 +41,15 @@ def test_ddp_with_compressed_gradients(backend):
             assert abs(sum(mine[50:100]) / sum(theirs[50:]) - 1) < most
 
 
+def test_compress_takes_ddp_only():
+    import torch
+
+    from kos.interop.torch import compress
+
+    with pytest.raises(InvalidArgument, match="model: expected a DistributedDataParallel, got Linear"):
+        compress(torch.nn.Linear(3, 3), "int8")
+
+
 def test_a_gather_to_one_tensor():
     assert run(f"{PROGRAMS}:gather_single") == [[], [2.0, 2.0, 12.0, 12.0]]
 
@@ -66,6 +75,14 @@ def test_receives_from_any_rank_give_what_gloo_gives():
     found = run(f"{PROGRAMS}:any_source", 3)
     assert found == run(f"{PROGRAMS}:any_source", 3, "gloo")
     assert found[0][0] == [[1, [1.0]], [2, [2.0]]] and found[0][3] == [2] * 4
+
+
+def test_a_receive_from_any_rank_that_nobody_answers_ends_with_the_group():
+    """The rank that is later may see first that the other one has closed its communicator."""
+    errors, own = run(f"{PROGRAMS}:any_source_left_over"), "recv: the process group was closed"
+    for error in errors:
+        assert error.endswith((own, "is gone: it closed its communicator")), error
+    assert any(error.endswith(own) for error in errors), errors
 
 
 def test_a_group_can_be_named_by_device():

@@ -1,13 +1,7 @@
 """``kos.interop.vllm``, on a stand-in for the interface that vLLM 0.32 publishes."""
 
 import json
-import os
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,72 +12,37 @@ from kos.interop.vllm import register
 from kos.transfer import Placement, Publisher
 from tests.interop.vllm_stand_in import TENSORS, install, make_engine, tensor
 from tests.packages import needs
+from tests.transfer.gpu_process import Program
 
 pytestmark = needs("torch")
-ROOT = Path(__file__).parents[2]
 
 
-class Worker:
-    """A worker process."""
-
-    def __init__(self, rank: int, ranks: int, store: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.interop.vllm_stand_in", str(rank), str(ranks), str(store)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ,
-        )  # fmt: skip
-        self.limit = threading.Timer(120, self.process.kill)
-        self.limit.daemon = True
-        self.limit.start()
-
-    def ask(self, name: str, **argument: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([name, argument]) + "\n")
-        self.process.stdin.flush()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def close(self) -> None:
-        self.limit.cancel()
-        self.process.kill()
-        self.process.communicate()
-
-
-@contextmanager
-def workers(tmp_path: Path) -> Iterator[list[Worker]]:
-    made = [Worker(rank, 2, tmp_path / "store") for rank in range(2)]
-    try:
-        assert [each.line() for each in made] == ["ready\n"] * 2
-        yield made
-    finally:
-        for each in made:
-            each.close()
-
-
-def both(made: list[Worker], name: str, **argument: Any) -> list[Any]:
-    for each in made:
-        each.ask(name, **argument)
-    return [json.loads(each.line()) for each in made]
+def ask(worker: Program, name: str, **argument: Any) -> None:
+    worker.say(json.dumps([name, argument]))
 
 
 def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
     """Both get the same version in place, also if the publisher goes on between their calls."""
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     held = {name: (np.zeros(shape, np.float32), Placement.whole(shape)) for name, shape in TENSORS.items()}
-    with Publisher(None, held) as publisher, workers(tmp_path) as made:
+    made = [Program("tests.interop.vllm_stand_in", str(rank), "2", str(tmp_path / "store")) for rank in range(2)]
+    with Publisher(None, held) as publisher, made[0], made[1]:
+        assert [each.line() for each in made] == ["ready"] * 2
+
         def publish(version):
             for name, (array, _) in held.items():
                 array[...] = tensor(name, version)
             publisher.publish(version)
 
         publish(0)
-        places = both(made, "init", address=publisher.address)
+        for each in made:
+            ask(each, "init", address=publisher.address)
+        places = [json.loads(each.line()) for each in made]
         for version in (1, 2):
             publish(version)
-            made[0].ask("update", timeout=60)
+            ask(made[0], "update", timeout=60)
             publish(version + 1)
-            made[1].ask("update", timeout=60)
+            ask(made[1], "update", timeout=60)
             found = [json.loads(each.line()) for each in made]
             got = found[0][0]
             assert found[1][0] == got and got in (version, version + 1)
@@ -91,7 +50,7 @@ def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
                 rows = [np.split(tensor(f"{name}_proj.weight", got), 2)[rank] for name in "qkv"]
                 columns = np.split(tensor("o_proj.weight", got), 2, axis=1)[rank]
                 assert rest == [*places[rank], np.concatenate(rows).tolist(), columns.tolist()]
-        made[0].ask("update", timeout=1.0)  # the other worker does not come
+        ask(made[0], "update", timeout=1.0)  # the other worker does not come
         assert "expected an answer of all vLLM workers" in made[0].line()
 
 

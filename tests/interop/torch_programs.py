@@ -161,6 +161,15 @@ def any_source() -> list[Any]:
     return found
 
 
+def any_source_left_over() -> str:
+    """A receive that nobody answers, on every rank; the group is shut down."""
+    group: Any = dist.group.WORLD
+    work = dist.irecv(torch.zeros(1))
+    dist.barrier()
+    group.shutdown()
+    return error_of(work.wait)
+
+
 def split() -> list[Any]:
     """A group of ranks 0 and 2 of three, which they alone make: a sum, a wrong timeout, and one that passes."""
     world: Any = dist.group.WORLD

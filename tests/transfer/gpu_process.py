@@ -41,31 +41,26 @@ def main(device: int, options: dict[str, Any]) -> None:
             print(publisher.publish(version), flush=True)
 
 
-class OtherPublisher:
-    """That process, started."""
+class Program:
+    """``python -m ARGUMENTS``, which answers lines with lines; killed at the end of the block, or after ``SECONDS``."""
 
-    def __init__(self, device: int, emulated: bool, **options: Any) -> None:
-        program = [*EMULATED * emulated, "tests.transfer.gpu_process", str(device), json.dumps(options)]
+    def __init__(self, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "KOS_SECRET": "of the tests"},
+            [sys.executable, "-m", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, **environment},
         )  # fmt: skip
         self.limit = threading.Timer(SECONDS, self.process.kill)
         self.limit.daemon = True
         self.limit.start()
-        self.address = self._line()
 
-    def _line(self) -> str:
+    def say(self, line: object) -> None:
+        print(line, file=self.process.stdin, flush=True)
+
+    def line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
-        assert line, "the publisher has ended"
+        assert line, "the program has ended"
         return line
-
-    def publish(self, version: int) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{version}\n")
-        self.process.stdin.flush()
-        return int(self._line())
 
     def kill(self) -> None:
         self.process.kill()
@@ -78,6 +73,19 @@ class OtherPublisher:
         self.limit.cancel()
         self.process.kill()
         self.process.communicate()
+
+
+class OtherPublisher(Program):
+    """That process, started."""
+
+    def __init__(self, device: int, emulated: bool, **options: Any) -> None:
+        words = [*EMULATED * emulated, "tests.transfer.gpu_process", str(device), json.dumps(options)]
+        super().__init__(*words, KOS_SECRET="of the tests")
+        self.address = self.line()
+
+    def publish(self, version: int) -> int:
+        self.say(version)
+        return int(self.line())
 
 
 if __name__ == "__main__":

@@ -190,16 +190,6 @@ def test_rules(rules, text, tmp_path):
     expect_text(lambda: placements({}, {}, f"{path}"), f"{path}: {text}")
 
 
-def test_the_name_of_rules(tmp_path):
-    expected = "rules: expected one of huggingface, vllm or the path of a .toml file, got "
-    for rules in (3, "", f"{tmp_path}", "llamacpp"):
-        expect_text(lambda rules=rules: placements({}, {}, rules), f"{expected}{rules!r}")
-    missing = tmp_path / "none.toml"
-    for rules in (missing, f"{missing}"):
-        text = f"{missing}: expected a file of rules in TOML, got [Errno 2]"
-        expect_text(lambda rules=rules: placements({}, {}, rules), text)
-
-
 def test_patience_is_less_than_the_timeout():
     def make(comm):
         text = "patience: expected less than the communicator's timeout of 7 s, got 7"

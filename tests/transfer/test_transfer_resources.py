@@ -131,3 +131,21 @@ def test_a_descriptor_that_is_another_file_is_not_mapped(what, tmp_path):
         expect_version(arrays, 1)
         os.close(file)
         os.close(pipe)
+
+
+def test_a_publisher_goes_on_after_a_thread_could_not_start(monkeypatch):
+    """The one caller is gone; the next one is served."""
+    start, failed = threading.Thread.start, list[str]()
+
+    def once(thread):
+        if thread.name == SERVING and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    with Publisher(None, arrays_of(WHOLE)) as publisher:
+        publisher.publish(1)
+        with Subscriber(publisher.address, arrays_of(WHOLE)) as reader:
+            assert reader.update(30).version == 1
+    assert failed
