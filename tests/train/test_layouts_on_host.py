@@ -77,7 +77,7 @@ FIXED = [
           (Layout(pp=2, cp=2), {"zero": 1, "pp_schedule": V}),
       )),
     (Layout(tp=2, dp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "zero": 1, "tied": True}),
-    (Layout(tp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "tied": True, **TRAINED["lora"]}),
+    (Layout(tp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "tied": True, "lora": 4, "lr": 3e-2}),
     (Layout(cp=4, dp=2), {"seq_len": 32, "recompute": "block"}),
     (Layout(cp=8), {"tied": True, "seq_len": 32, "micro_batch_size": 2, "zero": 1}),
 ]  # fmt: skip
