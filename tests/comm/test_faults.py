@@ -168,7 +168,7 @@ def test_a_fault_that_never_happens_fails_the_test():
             spawn(body, 2, faults=[fault])
 
 
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("mpi", marks=needs_mpirun)])
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("mpi", marks=needs_mpirun, id="on mpi")])
 def test_every_survivor_names_the_rank_that_failed_first(backend, tmp_path):
     seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
     assert campaign(2, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"
