@@ -328,6 +328,19 @@ def test_a_hub_that_stalls(grace):
         rendezvous.allgather(b"")
 
 
+def test_the_ranks_beside_a_lost_hub_are_looked_for_on_its_host(monkeypatch):
+    asked = []
+    monkeypatch.setattr("kos.comm.control.group.look_beside_hub", lambda failures, places: asked.extend(places))
+    mine, hubs = pair()
+    hubs.close()
+    network = Network(b"s", "hub", "10.0.0.2", loopback=False, name="hub")
+    rendezvous = TCPRendezvous(2, 3, 1.0, network, None)
+    rendezvous._connection, rendezvous._addresses = mine, [("", 1), ("", 2), ("10.0.0.2", 3)]
+    with pytest.raises(RankLost, match="rank 0 is gone"):
+        rendezvous.allgather(b"")
+    assert asked == [("hub", 1), ("hub", 2), ("10.0.0.2", 3)]
+
+
 def test_an_exchange_that_cannot_be_compressed(monkeypatch):
     for name, value in (("hub.PACKED_RANKS", 2), ("hub.MAX_MESSAGE", 300_000), ("wire.MAX_MESSAGE", 300_000)):
         monkeypatch.setattr(f"kos.comm.control.{name}", value)

@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,6 +19,26 @@ from tests.forked import Forked, fork_server
 
 needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
 LIMIT = 60.0  # seconds in which a process ends
+
+
+class _Interrupted(Exception):
+    pass
+
+
+@contextmanager
+def interrupted(seconds: float) -> Iterator[None]:
+    """After ``seconds``, a signal handler raises an exception in this block."""
+
+    def handler(*_: Any) -> None:
+        raise _Interrupted
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with pytest.raises(_Interrupted):
+            yield
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 @contextmanager
