@@ -32,7 +32,7 @@ KV_HEADS, DTYPES = {"kv_heads": (8, 1)}, {"dtype": ("float32", "bfloat16", WITHO
 def possible(row: dict[str, Any]) -> bool:
     return (
         (row["pp"] > 1) == (row["layers"] > 2)
-        and (row["tp"] == 1 or row.get("dtype") in (None, "float32"))
+        and (row["tp"] == 1 or row.get("dtype") != WITHOUT)
         and row["tp"] % (8 // row.get("kv_heads", 8)) == 0
     )
 
@@ -77,7 +77,6 @@ FIXED = [
           (Layout(pp=2, cp=2), {"zero": 1, "pp_schedule": V}),
       )),
     (Layout(tp=2, dp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "zero": 1, "tied": True}),
-    (Layout(tp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "tied": True, "lora": 4, "lr": 3e-2}),
     (Layout(cp=4, dp=2), {"seq_len": 32, "recompute": "block"}),
     (Layout(cp=8), {"tied": True, "seq_len": 32, "micro_batch_size": 2, "zero": 1}),
 ]  # fmt: skip
