@@ -76,6 +76,7 @@ def test_a_setting_is_refused_by_a_family_or_comes_back(family):
         ({"model_type": "gpt2", "n_embd": 9, "n_layer": 2, "n_positions": 8, "n_head": 5}, "hidden_size: .* 5 .* 9"),
         ({**GPT2, "activation_function": "relu"}, "expected activation_function 'gelu_new', got 'relu'"),
         ({**GPT2, "scale_attn_weights": False}, "expected scale_attn_weights True, got False"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "expected scale_attn_by_inverse_layer_idx False, got True"),
         ({"model_type": "qwen2_moe"}, r"llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3 \(closest: qwen2\), got"),
         ({"partial_rotary_factor": 0.5}, "expected partial_rotary_factor 1.0, got 0.5"),
         *(({"num_hidden_layers": 2, "model_type": kind, **change}, message) for kind, change, message in (

@@ -54,7 +54,8 @@ def drawn(**values: Sequence[Any]) -> list[Any]:
 
 
 NEAR = [
-    *drawn(**VALUES, **COPIES), run(Layout(dp=2, tp=2, pp=2), zero=1), run(Layout(pp=2, cp=2, tp=2), pp_schedule=V),
+    *drawn(**VALUES, **COPIES), run(Layout(dp=2, tp=2, pp=2), zero=1, tied=True),
+    run(Layout(pp=2, cp=2, tp=2), pp_schedule=V, tied=True, recompute="block"),
     run(Layout(dp=2, tp=4), trained="muon", copies=2, zero=1, tied=True, batch_size=8),
     run(Layout(dp=2, cp=2, tp=2), trained="lora", zero=1), run(Layout(tp=8), copies=8),
     run(Layout(dp=4, pp=2), zero=1, tied=True), run(Layout(pp=6), layers=9),
@@ -81,9 +82,9 @@ BITS = [
     *drawn(**VALUES),
     run(Layout(dp=2, pp=3), batch_size=12),  # six micro-batches a rank: subtrees of several sizes
     run(Layout(dp=2, tp=2, pp=2), tied=True, zero=1, vocab_size=400),  # the ends of a pipeline hold other parts of it
-    run(Layout(dp=2, tp=4), tied=True, micro_batch_size=2), run(Layout(tp=8)), run(Layout(cp=8)),
+    run(Layout(dp=2, tp=4), trained="muon", zero=1, tied=True), run(Layout(tp=8)), run(Layout(cp=8)),
     run(Layout(dp=3), batch_size=18, micro_batch_size=2),  # micro-batches that are no power of two
-    run(Layout(tp=2, cp=2), seq_len=2 * length(2)),  # more pieces than ranks
+    run(Layout(dp=2, tp=2, cp=2), seq_len=2 * length(2)),  # more pieces than ranks
     *(run(each, tied=True, dtype="fp8", intermediate_size=32, seq_len=64)
       for each in (Layout(dp=2), TWO, Layout(cp=2), Layout(dp=2, cp=2))),
 ]  # fmt: skip
