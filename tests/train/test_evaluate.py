@@ -179,6 +179,7 @@ def test_endings_of_a_context(tmp_path):
         ("[1]", "expected ctx and endings, or question, choices and answerKey, with texts, got [1]"),
         ('{"ctx": "a", "endings": ["b"]}', "expected the label of one of 1 endings, got None"),
         ('{"ctx": "a", "endings": ["b"], "label": 1}', "expected the label of one of 1 endings, got 1"),
+        ('{"ctx": "a", "endings": ["b"], "label": true}', "expected the label of one of 1 endings, got True"),
         ('{"question": "a", "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "B"}', "endings, got 'B'"),
         ("{", "expected JSON, got"),
         (json.dumps({"ctx": "a", "endings": ["b" * 99], "label": 0}), "expected endings of up to 64 tokens"),

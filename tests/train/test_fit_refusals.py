@@ -93,6 +93,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
                    "--tokenizer: expected bytes, a tokenizer.json, or auto with --vocab-size, got auto"),
     "result": ({}, {**BATCHES, "loss": lambda logits, batch: logits}, InvalidArgument,
                "loss: expected losses and their gradient, of shapes [(32,), (32, 32)], got ndarray"),
+    "losses": ({}, {**BATCHES, "loss": lambda logits, batch: (logits, logits)}, InvalidArgument,
+               "of shapes [(32,), (32, 32)], got [(32, 32), (32, 32)]"),
     "integers": ({}, {**BATCHES, "loss": lambda logits, batch: (logits[:, 0], logits.astype(int))}, InvalidArgument,
                  "loss: expected a floating-point gradient, got int64"),
 }  # fmt: skip
