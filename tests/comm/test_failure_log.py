@@ -46,6 +46,15 @@ def test_what_is_queued_may_change_while_another_thread_reads_it():
     assert status.queued == {first: (1,), second: (2,)}
 
 
+def test_an_earlier_failure_than_those_reported_is_carried_too():
+    """Other ranks may wait in that collective."""
+    log, carried = FailureLog(range(3), 0), list[int]()
+    log.reporters = [SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))]
+    for sequence in (5, 7, 3):
+        log.report(work_of("barrier", sequence=sequence), RankLost(f"lost in #{sequence}", ranks=[1]), 0)
+    assert carried == [5, 3]
+
+
 class _Waits(PeerStatus):
     """What ranks show of their waits and failures; all of them run."""
 

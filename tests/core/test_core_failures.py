@@ -83,6 +83,20 @@ def test_a_thread_that_waits_in_a_start_ends_when_others_close_the_group():
             assert results[0].kind == "CLOSED" and results[1:] == [None, None]
 
 
+def test_a_closed_group_releases_its_arrays_and_uses_its_memory_no_more():
+    with groups(2) as (a, _):
+        x, core = np.ones(4), a.core
+        work, alive = a.start(x), weakref.ref(x)
+        del x
+        a.close()
+        assert alive() is None
+        for call in (work.wait, lambda: core.publish(0, 1)):
+            with pytest.raises(CoreError, match="^CLOSED of rank 0"):
+                call()
+        core.fail(0)
+        assert core.failure() == 0
+
+
 def close_beside(group: CoreGroup) -> None:
     while not group.core.parks:
         time.sleep(0)
