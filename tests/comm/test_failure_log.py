@@ -13,6 +13,7 @@ from kos.comm import timeouts
 from kos.comm.failures import FailureLog, Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, from_record, to_record
+from tests.comm.works import work_of
 
 
 def test_a_posted_failure_holds_no_frames():
