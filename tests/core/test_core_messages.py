@@ -1,6 +1,5 @@
 """Messages of the compiled core: refused, cancelled, without room, in one copy and in pieces."""
 
-import signal
 import time
 import weakref
 from typing import Any
@@ -158,26 +157,6 @@ def test_a_cancelled_message_releases_its_array(pair):
         for work in works:
             work.cancel()
         assert alive() is None
-
-
-def test_an_interrupted_receive_leaves_the_message_to_the_next(pair):
-    """A signal's handler raises in the start, whose caller has no Work then."""
-
-    def interrupt(*_):
-        raise InterruptedError
-
-    a, b = pair
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for nbytes in (3, 500_000):
-            lost, y, x = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8), data(nbytes, nbytes)
-            with pytest.raises(InterruptedError):
-                signal.setitimer(signal.ITIMER_REAL, 0.002)
-                a.prepare("recv", "uint8", nbytes, src=1).start(lost, waits=True)
-            end(send(b, x, 0), recv(a, y, 1))
-            assert (y == x).all() and not lost.any()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
 
 
 def test_a_message_within_a_collective_fails_with_it_or_an_earlier_one(pair):
