@@ -74,7 +74,7 @@ class Forked:
 
 
 class ForkServer:
-    """Starts processes; ends with the process that made it.  May be used by several threads."""
+    """Starts processes; they and it end with the process that made it.  May be used by several threads."""
 
     def __init__(self) -> None:
         self.name = f"kos-forked-{os.getpid()}-{secrets.token_hex(4)}"  # of an abstract socket
@@ -128,7 +128,9 @@ def serve(owner: socket.socket, listener: socket.socket) -> Callable[[], Any] | 
     while True:
         clients = {connection: process for process, (_, connection) in running.items()}
         ready = select.select([owner, listener, *running, *clients], [], [])[0]
-        if owner in ready:
+        if owner in ready:  # also if it was killed
+            for pid, _ in running.values():
+                os.kill(pid, signal.SIGKILL)
             return None
         for each in ready:
             if each in clients and clients[each] in running:
