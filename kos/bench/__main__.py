@@ -37,7 +37,7 @@ RING_BYTES = {False: 128 << 20, True: 8 << 30}
 """The most that the slots of a batch take, for host memory and for GPUs."""
 MOST_SLOTS = {False: 16, True: 100}
 ROTATED_BYTES, BATCH_BYTES, BATCHES = 64 << 20, 16 << 20, 31
-"""With ``--arrays``: the most bytes of the arrays, and of the calls of a batch; and how many batches there are."""
+"""With ``--arrays``: the most bytes of the arrays, and of the calls of a batch; and the most batches."""
 TIMED_BYTES = 512 << 20
 """Larger messages are timed fewer times, until their bytes add up to this."""
 
@@ -175,7 +175,8 @@ class Benchmark:
         slots = max(1, min(arrays, ROTATED_BYTES // (sum(case.largest) * case.dtype.itemsize)))
         calls = min(self.options.iterations // (1 if mode == "eager" else 4), BATCH_BYTES // case.nbytes)
         runs = [run for run in self._runs(case, slots, max(1, calls // slots)) if run.offers(mode)]
-        samples = measure(self.job, self.timer, runs, mode, BATCHES * slots, slots, self.options.warmup)
+        batches = min(BATCHES, self.options.iterations)
+        samples = measure(self.job, self.timer, runs, mode, batches * slots, slots, self.options.warmup)
         return [
             report.make_row(case, run.name, mode, sample, 0.0, arrays)
             for run, sample in zip(runs, samples, strict=True)
