@@ -1,7 +1,6 @@
 """Benchmarks on emulated GPUs: collectives, calls, matmuls in 8 bits, idle time of a pipeline."""
 
 import shlex
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -177,43 +176,3 @@ def facts(prepare: Callable[[Any], None], clock: Any) -> dict[str, Any]:
     first, second = spawn(run, 2)
     assert first == second
     return first
-
-
-def test_a_rank_waits_for_a_slow_one(capsys):
-    here = threading.local()
-
-    class Clock:
-        """It goes on by 20 ms in each pass of rank 1, and never during a pass of rank 0."""
-
-        now, stopped = 0, threading.Lock()
-
-        def __init__(self, stream):
-            self.works = here.rank == 0 and self.stopped.acquire()
-
-        def mark(self):
-            if here.rank == 0:
-                self.works = not self.works
-                self.stopped.acquire() if self.works else self.stopped.release()
-            return Clock.now
-
-        def microseconds(self, begin, end):
-            return end - begin
-
-    def slow_down(device):
-        act, here.rank = device.step.act, device.mesh.pp.rank
-
-        def slow(*arguments):
-            act(*arguments)
-            with Clock.stopped:
-                Clock.now += 20_000
-
-        device.step.act = slow if here.rank == 1 else act
-
-    found = facts(slow_down, Clock)
-    quick, slow = found["ranks"]
-    assert slow["passes_ms"] == {"F0": 20, "B0": 20} and quick["passes_ms"] == {"F0": 0, "B0": 0}
-    assert (slow["computes_ms"], slow["step_ms"], slow["idle"]) == (8 * 20, 8 * 20, 0)
-    assert (quick["computes_ms"], quick["step_ms"], quick["idle"]) == (0, 8 * 20, 1)
-    assert (found["idle"], found["simulated_ms"], found["simulated_idle"]) == (0.5, 8 * 20, (1, 0))
-    idle.print_facts(found)
-    assert f"rank 0  {quick['layers'][0]:>10}" in capsys.readouterr().out
