@@ -397,8 +397,10 @@ def example(path: str, backend: str) -> list[str]:
     dist.destroy_process_group()
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
     os.environ.update({name: str(value) for name, value in places.items()})
-    over_kos = 'init_process_group("kos")'
-    assert text.count(over_kos) == 1
+    over_kos, end = 'init_process_group("kos")', "dist.destroy_process_group()"
+    assert text.count(over_kos) == text.count(end) == 1
+    if backend == "gloo":  # which waits there for ever at times, see ranks.py
+        text = text.replace(end, "pass")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(text.replace(over_kos, f"init_process_group({backend!r})"), {"__name__": "__main__"})
     return printed.getvalue().splitlines()
