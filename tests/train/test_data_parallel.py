@@ -24,4 +24,5 @@ def test_a_large_last_tensor_has_few_buckets_of_its_own():
     buckets = make_buckets(1000, 8, 320, 80, last=405)
     assert buckets == [slice(0, 96), slice(96, 176), slice(176, 256), slice(256, 336), slice(336, 400), slice(400, 720),
                        slice(720, 1000)]  # fmt: skip
+    assert make_buckets(1000, 8, 320, 80, last=615)[-2:] == [slice(584, 608), slice(608, 1000)]
     assert make_buckets(1000, 8, 320, 80, last=921) == make_buckets(1000, 8, 320, 80)

@@ -167,15 +167,17 @@ def make_buckets(
     than ``least``.  The backward finishes the last bucket last, so its sum overlaps no computation and should be short.
 
     ``last`` is where the last tensor begins.  If this tensor has at least ``least`` elements, it has buckets of its
-    own, of ``largest`` elements: all of it is complete at once, and fewer sums take less time.
+    own, of ``largest`` elements: all of it is complete at once, and fewer sums take less time.  If fewer than ``least``
+    elements would remain for the last one, the bucket before it has them too.
     """
     buckets, end = [], total if last is None or total - last < least else last // multiple * multiple
-    while start < total:
-        size = max(min(largest, (end - start) // 4), least) if start < end else largest
-        stop = min(start + max(1, size // multiple) * multiple, end if start < end else total)
+    while start < end:
+        size = max(min(largest, (end - start) // 4), least)
+        stop = min(start + max(1, size // multiple) * multiple, end)
         buckets.append(slice(start, stop))
         start = stop
-    return buckets
+    starts = range(end, total - least + 1, max(1, largest // multiple) * multiple)
+    return buckets + [slice(*ends) for ends in itertools.pairwise([*starts, total])]
 
 
 def cut_around(uncut: Collection[str], layout: Parameters, buckets: Sequence[slice], step: int) -> list[slice]:
