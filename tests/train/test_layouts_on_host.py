@@ -25,24 +25,23 @@ VALUES: dict[str, Sequence[Any]] = {
     "deterministic": (False, True), **dict.fromkeys(AXES, (1, 2)), "zero": (0, 1), "pp_schedule": tuple(SCHEDULES),
     "layers": (2, HEAD_ALONE, 5), "recompute": ("none", "norms", "block"), "graph": (True, False),
     "micro_batch_size": (1, 2), "tied": (False, True), "documents": ("cross", "pack"),
-    "family": ("llama", "qwen3", "olmo2"), "trained": tuple(TRAINED), "kv_heads": (8, 1),
+    "family": ("llama", "qwen3", "olmo2"), "trained": tuple(TRAINED),
     "dtype": ("float32", "bfloat16", WITHOUT),
 }  # fmt: skip
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """Copies of kv heads are compared in no fixed order, bfloat16 only in one."""
+    """Runs in bfloat16 are compared in a fixed order alone."""
     return (
         (row["layers"] > 2 if row["pp"] > 1 else row["layers"] == 2)
         and (row["layers"] < 5 or row["pp_schedule"] == V)
         and (row["tp"] == 1 or row["dtype"] != WITHOUT)
-        and row["tp"] % (8 // row["kv_heads"]) == 0
-        and (row["kv_heads"] == 8 if row["deterministic"] else row["dtype"] == "float32")
+        and (row["deterministic"] or row["dtype"] == "float32")
     )
 
 
 NEAR = [
-    (Layout(tp=4), {"micro_batch_size": 4}), (Layout(tp=4), {"kv_heads": 2}),
+    (Layout(tp=4), {"micro_batch_size": 4}), (Layout(tp=4), {"kv_heads": 2, **TRAINED["muon"]}),
     (Layout(cp=4), {"documents": "pack"}), (Layout(pp=4), {}), (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
 ]  # fmt: skip
 FIXED = [
@@ -61,7 +60,6 @@ for chosen, how in layouts_with(4, possible, **VALUES):
         how |= {"dtype": "bfloat16", "master_weights": "none"}
     if how.pop("deterministic"):
         how |= {"seq_len": 8 * chosen.cp, **({"deterministic_parts": 4} if chosen.tp > 1 else {})}
-        del how["kv_heads"]
         FIXED.append((chosen, how))
     else:
         NEAR.append((chosen, how))
