@@ -47,7 +47,7 @@ NEAR = [
 FIXED = [
     *((layout, {"dtype": "fp8", "intermediate_size": 32, "seq_len": 32 * layout.cp, "tied": True, **how})
       for layout, how in (
-          (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {}),
+          (Layout(dp=2), {"zero": 1}),
           (Layout(pp=2), {"layers": 3, "recompute": "norms", "tied": False, "graph": False}),
           (Layout(pp=2, cp=2), {"layers": HEAD_ALONE, "zero": 1, "pp_schedule": V}),
       )),
