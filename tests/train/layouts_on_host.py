@@ -29,7 +29,7 @@ from tests.train.host_kernels.engine import host_engine, on_host
 from tests.train.layouts import OF_LAYOUTS, SHAPE, compare, make_data, run_to_its_end, settings
 from tests.train.models import InMemory
 
-STEPS = 3
+STEPS = 2
 RUN: dict[str, Any] = {
     "batch_size": 4, "micro_batch_size": 1, "seq_len": 8, "lr": 1e-2, "eps": 1e-3, "warmup_steps": 2, "steps": STEPS,
     "dtype": "float32", "documents": "cross",

@@ -24,19 +24,9 @@ def one_pass(arena):
         c = arena.take((7,), np.int8)
         c[:] = 3
         assert (a == 1).all() and (c == 3).all()
-        return [address(x) for x in (a, b, c)]
-
-
-@pytest.mark.parametrize("nbytes", [0, 100, 1 << 20])
-def test_arrays_are_aligned_and_apart(nbytes):
-    arena = Arena(nbytes)
-    shapes = [(1,), (3, 7), (0,), (65,), (2, 3, 5)]
-    arrays = [arena.take(shape, dtype) for shape in shapes for dtype in (np.float32, np.float64, np.uint8)]
-    for value, array in enumerate(arrays):
-        array.fill(value)
-    for value, array in enumerate(arrays):
-        assert (array == value).all() and array.flags.c_contiguous
-        assert address(array) % ALIGNMENT == 0 or array.size == 0
+        found = [address(x) for x in (a, b, c)]
+        assert not any(at % ALIGNMENT for at in found)
+        return found
 
 
 def test_after_one_pass_the_slab_holds_the_next_at_the_same_addresses():
@@ -46,15 +36,6 @@ def test_after_one_pass_the_slab_holds_the_next_at_the_same_addresses():
     second = one_pass(arena)
     assert one_pass(arena) == second
     assert all(second[0] <= at < second[0] + arena.capacity for at in second)
-
-
-def test_released_memory_is_taken_again():
-    arena = Arena(1 << 12)
-    mark = arena.mark()
-    first = address(arena.take((10,), np.float32))
-    arena.release(mark)
-    assert address(arena.take((5, 2), np.float32)) == first
-    assert arena.in_use == ALIGNMENT
 
 
 def test_overflow_is_freed_with_its_scope():

@@ -59,10 +59,12 @@ EVERY = [pair for ranks in (1, 2, 4, 6, 8) for pair in layouts(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_every_layout_saves_and_every_other_loads(tmp_path, rng, ranks):
+def test_a_layout_saves_and_another_loads(tmp_path, rng, ranks):
     models = [grouped(tie_word_embeddings=tied, num_key_value_heads=8 >> 2 * tied) for tied in (False, True)]
     wholes = [whole_state(model) for model in models]
-    for step, (layout, chunks) in enumerate(layouts(ranks)):
+    every = layouts(ranks)
+    for step in range(min(len(every), 8)):  # other ones in each run
+        layout, chunks = every.pop(int(rng.integers(len(every))))
         tied, zero, master, v_shape = (bool(x) for x in rng.integers(2, size=4))
         how = {"master_shards": master, "v_shape": v_shape, "bucket_bytes": int(rng.choice([3000, 20_000, 1 << 20]))}
         print(f"{layout}, {chunks = }, {zero = }, {tied = }, {how}")
@@ -109,7 +111,6 @@ def test_ranks_write_about_equally_much(layout):
     ("layout", "zero", "at_once"),
     [
         (Layout(), False, False), (Layout(tp=2, dp=2), True, True), (Layout(tp=2, dp=2), True, False),
-        (Layout(tp=4), False, True),
     ],
 )
 def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, before_call):

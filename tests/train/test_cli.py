@@ -18,7 +18,6 @@ from kos.errors import ConfigError, KosError, SettingError, install
 from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train.checkpoint import huggingface
-from kos.train.config.flags import overrides, parse
 from kos.train.data.tokenizers import make_tokenizer
 from kos.train.parallel.failures import together
 from kos.train.tools.metrics import read_metrics
@@ -49,28 +48,6 @@ def test_bad_input_is_one_line_and_ends_the_job(text, tmp_path, flags, out, expe
     assert len(_errors(done)) == 1, f"exit status {done.returncode}: {done.stderr}"
     (error,) = _errors(done)
     assert "expected" in error and expected in error
-
-
-@pytest.mark.parametrize(
-    ("values", "typed", "said"),
-    [
-        ({"batch_size": 9, "micro_batch_size": 4}, [],
-         "sets --batch-size and --micro-batch-size: type --batch-size … --micro-batch-size …"),
-        ({"micro_batch_size": 4}, ["--batch-size", "9"], "sets --micro-batch-size: type --micro-batch-size …"),
-        ({"deterministic": True}, ["--compress", "int8"], "sets --deterministic: type --no-deterministic"),
-        ({"graph": False}, [], "sets --graph: type --graph"),
-        ({"model": {"vocab_size": 64}}, [], "sets --vocab-size: type --vocab-size …"),
-        ({"data": "stdlib"}, ["--batch-size", "9", "--micro-batch-size", "4"], ""),
-    ],
-)  # fmt: skip
-def test_an_error_names_the_settings_of_the_file(tmp_path, values, typed, said):
-    """By their keys, whatever words the text has."""
-    (file := tmp_path / "mine.json").write_text(json.dumps(values))
-    flags = ["--config", str(file), *typed]
-    with pytest.raises(ConfigError) as caught:
-        parse(flags).for_world(1).model_config_for(256)
-    assert overrides(flags, caught.value.settings) == (said and f"; {file} {said} to override it")
-    assert overrides(flags, ConfigError(f"--data, --batch-size, --compress: expected {caught.value}").settings) == ""
 
 
 def test_the_settings_of_an_error_reach_every_rank():

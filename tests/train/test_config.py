@@ -2,19 +2,16 @@
 
 import dataclasses
 import json
-import re
-import tomllib
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
-from kos.train.config import PRESETS, flag_of, optimizers, other_names
+from kos.train.config import PRESETS
 from kos.train.config.effects import without_effect
-from kos.train.config.flags import make_parser, parse
-from kos.train.config.options import KEYS, TrainConfig
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from tests.train.models import SCALING, small
@@ -50,24 +47,6 @@ def test_baby_is_nanogpts_setting():
     config = parse(["--preset", "baby"])
     assert (config.data, config.tokenizer, config.steps) == ("tinyshakespeare", "chars", 5000)
     assert (config.lr, config.learning_rate().min_lr, config.warmup_steps, config.beta2) == (1e-3, 1e-4, 100, 0.99)
-
-
-def test_help_begins_with_what_a_newcomer_needs():
-    """Every flag is in a named group; its help is a sentence, with the default."""
-    parts = re.split(r"^(\w.*):$", make_parser().format_help(), flags=re.MULTILINE)
-    groups = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert list(groups)[1:5] == ["Model", "Data", "Ranks and layout", "Length and output"]
-    assert "--preset" in groups["Model"] and "--tp" in groups["Ranks and layout"]
-    flags = {title: re.findall(r"^  (--[a-z0-9-]+)((?:.*\n)(?: {10}.*\n)*)", text, re.MULTILINE)
-             for title, text in groups.items()}  # fmt: skip
-    assert not flags.pop("options")
-    found = dict(pair for pairs in flags.values() for pair in pairs)
-    tables = {"groups", "model.rope_scaling", "model.layer_types", "model.no_rope_layers"}
-    fields = {flag_of(key) for key in KEYS if key not in tables}
-    assert found.keys() == fields | {"--config", "--plan", "--ranks", "--hosts", "--network", "--gpu"}
-    for flag, about in found.items():
-        words = " ".join(about.split())
-        assert re.search(r"\b[A-Z].+\. Default: .+\.$", words), flag
 
 
 def test_trackers_are_a_list_however_they_are_given(tmp_path):
@@ -408,10 +387,17 @@ def test_flags_without_effect_are_named():
 
 
 def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):
-    """A file of an earlier version has the key pp_chunks, which is ignored; a value is reported."""
+    """Or replaced by one with the same results. A file of an earlier version has the key pp_chunks, which is ignored; a
+    value is reported."""
     with refused(ConfigError, "--pp-schedule: expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--pp", "2", "--pp-schedule", "interleaved"])
     path = tmp_path / "old.json"
+    for schedule in ("gpipe", "zero-bubble"):
+        path.write_text(f'{{"pp": 2, "pp_schedule": "{schedule}"}}')
+        assert parse(["--config", str(path)]).pp_schedule == "1f1b"
+        (said,) = caplog.messages
+        assert f"pp_schedule: {schedule} is no longer available, 1f1b is used instead: same results" in said
+        caplog.clear()
     path.write_text('{"pp": 2, "pp_schedule": "1f1b", "pp_chunks": null}')
     assert parse(["--config", str(path)]).pp == 2
     path.write_text('{"pp": 2, "pp_schedule": "interleaved", "pp_chunks": 2}')
@@ -421,20 +407,3 @@ def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):
     assert caplog.messages == [f"{path}: pp_chunks: 2 is ignored: only the removed schedule interleaved used it"]
     with refused(ConfigError, "(here: --pp-schedule zero-bubble-v, which replaces interleaved), got '--pp-chunks'"):
         parse(["--pp", "2", "--pp-chunks", "2"])
-
-
-def test_other_names_are_no_flags_and_lead_to_flags():
-    """No name of another trainer is one of ours, none is there twice, and what is suggested exists."""
-    table = tomllib.loads(Path(other_names.__file__).with_suffix(".toml").read_text("utf-8"))
-    flags = {flag_of(key) for key, field in KEYS.items() if isinstance(field.json_schema_extra, dict)} | {"--config"}
-    names = [*chain(*table["here"].values()), *table["none"]["names"]]
-    assert len(names) == len({*names}) and not {f"--{name}" for name in names} & flags
-    assert not [name for name in names if name != name.lower() or "_" in name or name.startswith("-")]
-    assert not [flag for flag in flags if other_names.suggestion(flag, [])]
-    assert {other_names.suggestion(f"--{name}", []) for name in optimizers.OPTIMIZERS} == {
-        f" (here: --optimizer {name})" for name in optimizers.OPTIMIZERS
-    }
-    suggested = {flag for here in table["here"] for flag in re.findall(r"--[a-z0-9-]+", here)}
-    assert suggested <= flags and suggested
-    page = Path(__file__).parents[2] / other_names.WITHOUT
-    assert page.is_file()

@@ -174,22 +174,6 @@ def test_no_field_is_cut_on_a_narrow_terminal(width, headline):
     assert ("━" in lines[0]) == (width >= 40), "there is a bar where there is room for one"
 
 
-def test_what_is_over_does_not_stay_on_the_terminal(ticking, terminal):
-    ticking(3)
-    made, lines = terminal(40), Console(0, 9)
-    for _ in range(2):
-        lines.progress("reading the data", 0.5)
-        lines.close()
-    assert made.getvalue().endswith("\x1b[2K"), "the bar's line is erased"
-    lines.step({"step": 9, **ROW}, log=True)
-    lines.progress("saving a checkpoint", 0.5)
-    assert lines._bar is not None and lines._bar._fields == [*describe(ROW), "saving a checkpoint: 50%"]
-    for _ in range(2):
-        lines.close()
-    shown = ESCAPE.sub("", made.getvalue()).split("training 9/9")
-    assert shown[-1].split()[1:] == " ".join(describe(ROW)).split()
-
-
 def test_the_terminal_has_its_cursor_after_a_warning(terminal):
     """A second Ctrl-C then ends the process without another word."""
     made, lines = terminal(80), Console(0, 9)
@@ -199,14 +183,6 @@ def test_the_terminal_has_its_cursor_after_a_warning(terminal):
     said = made.getvalue()
     lines.close()
     assert said.count(HIDE) == said.count(SHOW) == 1, "the bar is still there"
-
-
-def test_what_takes_long_is_a_line_now_and_then(ticking, capsys):
-    ticking(3)
-    lines = Console(0, 9)
-    for part in range(12):
-        lines.progress("tokenizing the data", part / 12)
-    assert capsys.readouterr().out == "tokenizing the data: 25%\ntokenizing the data: 58%\ntokenizing the data: 92%\n"
 
 
 @pytest.mark.parametrize("bar", [False, True])

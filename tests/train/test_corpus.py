@@ -292,19 +292,6 @@ def test_names_mean_the_same_for_every_kind_of_file(tmp_path, kind, names, train
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
-def test_the_files_trained_on_are_listed(tmp_path, kind):
-    """With a note on those that may be meant to be held out: their words hold nothing out."""
-    for number, name in enumerate(["a", "b", "device", "dev", "my_eval", "held_out", "val", "test"]):
-        write_documents(tmp_path / name, kind, number)
-    got = read_corpus(str(tmp_path)).splits.trained_on
-    noted = f"dev.{kind}, held_out.{kind}, my_eval.{kind}"
-    held = "only val, valid, validation or test in a name holds a file out"
-    assert got == f"6 files: a.{kind}, b.{kind}, dev.{kind} and 3 more (also on {noted}: {held})"
-    assert read_corpus(str(tmp_path / f"dev.{kind}")).splits.trained_on.startswith(f"1 file: dev.{kind}")
-    assert read_corpus("stdlib").splits.trained_on.startswith("155 files: ")
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
 def test_the_last_tenth_of_files_named_train_is_held_out(tmp_path, kind):
     texts = [str(number % 10) for number in range(100)]
     for name in ("train_0", "train_1"):

@@ -58,10 +58,10 @@ FAULTS: dict[str, list[Fault]] = {
 """A step has two all_to_all, of the embedding's two gradients."""
 
 
-@pytest.mark.parametrize(("where", "zero"), [
-    ("the first rank", 1), ("in a validation", 0), ("two at once", 0), ("two at once", 1), ("another one meanwhile", 0),
-    ("another one meanwhile", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "zero"),
+    [("the first rank", 1), ("two at once", 0), ("two at once", 1), ("another one meanwhile", 1)],
+)
 def test_a_lost_rank_changes_no_bit(where, zero, text, tmp_path, unhurt, capsys):
     assert train(text, tmp_path, FAULTS[where], zero=zero) == unhurt
     assert ranks_of(tmp_path)[-1][0] == RANKS - len(FAULTS[where])
@@ -71,14 +71,15 @@ def test_a_lost_rank_changes_no_bit(where, zero, text, tmp_path, unhurt, capsys)
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_every_operation(zero, text, tmp_path):
-    """A rank ends before each operation after the first validation: in steps, in a validation and in checkpoints.
+    """A rank ends before an operation after the first validation: in steps, in a validation and in checkpoints.
 
-    It is rank 0, which writes the files, and with ``zero`` in turn with the others.
+    It is rank 0, which writes the files, before every second one, and with ``zero``, before the ones between them, in
+    turn with the others.
     """
     how = {"steps": 2, "eval_every": 2, "batch_size": 4, "model": {**SHAPE, "num_hidden_layers": 1}}
     plain = train(text, tmp_path / "plain", elastic=None, **how)
-    for operation in itertools.count(32 + zero):
-        fault, out = Fault("crash", zero * (operation % RANKS), operation), tmp_path / str(operation)
+    for operation in itertools.count(32 + zero, 2):
+        fault, out = Fault("crash", zero * (operation // 2 % RANKS), operation), tmp_path / str(operation)
         try:
             assert train(text, out, [fault], zero=zero, **how) == plain, operation
         except InvalidArgument:  # the fault did not happen: the run has no more operations
@@ -109,7 +110,7 @@ def on_gpus(text: Path, out: Path, faults: Sequence[Fault] = (), **changes: Any)
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("zero", "graph"), [(0, True), (1, True), (1, False)])
+@pytest.mark.parametrize(("zero", "graph"), [(0, False), (1, True)])
 def test_gpus(zero, graph, text, tmp_path, before_call):
     """A lost rank; without a graph, also ranks that are behind by a step."""
     plain = on_gpus(text, tmp_path / "plain", zero=zero, graph=graph)

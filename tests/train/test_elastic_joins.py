@@ -20,7 +20,7 @@ from kos.train.checkpoint import saving
 from kos.train.data import packing
 from kos.train.newcomer import Newcomer
 from kos.train.run_context import ADDRESS
-from tests.train.elastic_runs import RANKS, SHAPE, config_of, no_dry_run, ranks_of, text, train, unhurt, until
+from tests.train.elastic_runs import RANKS, config_of, no_dry_run, ranks_of, text, train, unhurt, until
 from tests.train.newcomers import ended, invite
 from tests.train.test_loss_masks import write_lines
 
@@ -110,7 +110,6 @@ def test_a_newcomer_whose_ranks_die_meanwhile_says_so(text, tmp_path, before_cal
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"seed": 5}, "--seed: expected 1337, which the run has, got 5"),
-    ({"model": {**SHAPE, "rope_theta": 5.0}}, "--rope-theta: expected 10000.0, which the run has, got 5.0"),
     ({"fit": "whole"}, "--fit: expected cut, which the run has, got whole; add --fit cut"),
     ({}, "--data: expected letters.txt ([0-9a-f]{12}), which the run has, got other.txt"),
 ])  # fmt: skip

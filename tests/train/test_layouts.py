@@ -11,7 +11,7 @@ import pytest
 from kos.train.device.cpu import CpuDevice
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
-from tests.train.layouts import STEPS, Precise, check, check_bits, layouts_with, length, named, serial, train
+from tests.train.layouts import AXES, STEPS, Precise, check, check_bits, layouts_with, length, named, serial, train
 
 V, TWO = "zero-bubble-v", Layout(pp=2)
 SLIDES, FULL = "sliding_attention", "full_attention"
@@ -24,7 +24,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adamw": {}, "muon": {"optimizer": "muon", "muon_lr": 4e-3}, "lora": {"lora": 4, "lr": 3e-2}
 }  # fmt: skip
 VALUES: dict[str, Sequence[Any]] = {
-    "dp": (1, 2, 4), "tp": (1, 2, 4), "pp": (1, 2, 3), "cp": (1, 2, 4), "pp_schedule": tuple(SCHEDULES), "zero": (0, 1),
+    **dict.fromkeys(AXES, (1, 2)), "pp_schedule": tuple(SCHEDULES), "zero": (0, 1),
     "recompute": ("none", "norms", "block"), "documents": ("cross", "pack"), "micro_batch_size": (1, 2),
     "tied": (False, True), "family": tuple(FAMILIES), "trained": tuple(TRAINED),
 }  # fmt: skip
@@ -34,7 +34,7 @@ COPIES = {"copies": (1, 2)}
 
 def run(layout: Layout, family: str = "llama", trained: str = "adamw", copies: int = 1, **changes: Any) -> Any:
     """A case; a pipeline has stages of unequal length."""
-    layers = 5 if layout.pp > 1 else 2
+    layers = 2 if layout.pp == 1 else 5 if changes.get("pp_schedule") == V else layout.pp + 1
     of_model = {key: (value * 3)[:layers] if isinstance(value, tuple) else value
                 for key, value in FAMILIES[family].items()}  # fmt: skip
     how = {"layers": layers, "tied": False, **of_model, **TRAINED[trained], **changes}
@@ -49,16 +49,16 @@ def run(layout: Layout, family: str = "llama", trained: str = "adamw", copies: i
 
 def drawn(**values: Sequence[Any]) -> list[Any]:
     """Cases in which any two values are together, of those that are allowed together."""
-    every = layouts_with(6, lambda row: row["tp"] % row.get("copies", 1) == 0, **values)
+    every = layouts_with(4, lambda row: row["tp"] % row.get("copies", 1) == 0, **values)
     return [run(layout, **how) for layout, how in every]
 
 
 NEAR = [
     *drawn(**VALUES, **COPIES), run(Layout(dp=2, tp=2, pp=2), zero=1, tied=True),
     run(Layout(pp=2, cp=2, tp=2), pp_schedule=V, tied=True, recompute="block"),
-    run(Layout(dp=2, tp=4), trained="muon", copies=2, zero=1, tied=True, batch_size=8),
-    run(Layout(dp=2, cp=2, tp=2), trained="lora", zero=1), run(Layout(tp=8), copies=8),
-    run(Layout(dp=4, pp=2), zero=1, tied=True), run(Layout(pp=6), layers=9),
+    run(Layout(tp=4), trained="muon", copies=2, tied=True), run(Layout(dp=4), family="qwen3", zero=1),
+    run(Layout(dp=2, cp=2, tp=2), trained="lora", zero=1), run(Layout(tp=8), copies=8), run(Layout(pp=4)),
+    run(Layout(pp=3), pp_schedule=V, tied=True),  # a stage has no layer
     run(Layout(cp=3), family="smollm3", seq_len=30, documents="pack"),
     run(Layout(tp=2), trained="lora", lora_targets=("q_proj", "down_proj"), batch_size=8),
     run(TWO, layers=1, tied=True), run(TWO, layers=3, tied=True, pp_schedule=V),  # the last has a head alone
@@ -82,11 +82,12 @@ BITS = [
     *drawn(**VALUES),
     run(Layout(dp=2, pp=3), batch_size=12),  # six micro-batches a rank: subtrees of several sizes
     run(Layout(dp=2, tp=2, pp=2), tied=True, zero=1, vocab_size=400),  # the ends of a pipeline hold other parts of it
-    run(Layout(dp=2, tp=4), trained="muon", zero=1, tied=True), run(Layout(tp=8)), run(Layout(cp=8)),
+    run(Layout(tp=4), trained="muon", family="qwen3"), run(Layout(tp=8)), run(Layout(cp=8)), run(Layout(dp=4), zero=1),
+    run(Layout(pp=3), pp_schedule=V, tied=True, zero=0),
     run(Layout(dp=3), batch_size=18, micro_batch_size=2),  # micro-batches that are no power of two
     run(Layout(dp=2, tp=2, cp=2), seq_len=2 * length(2)),  # more pieces than ranks
     *(run(each, tied=True, dtype="fp8", intermediate_size=32, seq_len=64)
-      for each in (Layout(dp=2), TWO, Layout(cp=2), Layout(dp=2, cp=2))),
+      for each in (TWO, Layout(dp=2, cp=2))),
 ]  # fmt: skip
 
 

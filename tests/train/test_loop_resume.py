@@ -145,26 +145,6 @@ def test_resume_on_other_ranks_says_what_was_asked_differently(text, tmp_path, c
     assert "another micro_batch_size:" in line
 
 
-def test_a_run_with_a_removed_schedule_is_resumed(text, tmp_path, caplog):
-    """From its checkpoint and its config.json, to the bits of a run that was not interrupted."""
-    settings = {"steps": 4, "pp": 2, "micro_batch_size": 1, "sample_tokens": 0}
-    whole, out = _train(text, tmp_path / "whole", 2, **settings), tmp_path / "run"
-    _train(text, out, 2, **{**settings, "steps": 2})
-    written = (file := out / "config.json").read_text()
-    for schedule in ("gpipe", "zero-bubble"):
-        caplog.clear()
-        file.write_text(written.replace('"1f1b"', f'"{schedule}"'))
-        config = parse(["--config", str(file), "--resume", "auto", "--steps", "4"])
-        assert config.pp_schedule == "1f1b"
-        assert [record.getMessage() for record in caplog.records] == [
-            f"{file}: pp_schedule: {schedule} is no longer available, 1f1b is used instead: same results"
-        ]
-    rows = run(config, 2)
-    for key in ("loss", "grad_norm"):
-        assert _losses(rows, key).tobytes() == _losses(whole, key).tobytes()
-    assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
-
-
 # --- what kos 0.2.0 wrote -------------------------------------------------------------------------------------
 
 

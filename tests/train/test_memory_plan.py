@@ -5,7 +5,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.device import cpu
-from kos.train.device.memory_plan import GIB, plan_memory, slow_attention
+from kos.train.device.memory_plan import GIB, plan_memory
 from kos.train.ops.fp8 import linears
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
@@ -173,15 +173,3 @@ def test_a_cpu_and_a_gpu_are_planned_by_one_rule():
     assert [gpu.uses[use] for use in of_parameters] == pytest.approx(sizes, rel=1e-3)
     tied = on_cpu("--deterministic", "--batch-size", "16", ranks=1)
     assert tied.uses["gradients, float32"] % tied.uses["weights, float32"], "a tied embedding has two gradients then"
-
-
-@pytest.mark.parametrize(("kernels", "head_dim", "dtype", "said"), [
-    ("hopper", 72, "bfloat16", "a head size that is a multiple of 16, got 72"),
-    ("mma", 64, "float32", "bfloat16 or float16, got float32"),
-    ("hopper", 80, "bfloat16", None), ("hopper", 256, "bfloat16", None), ("simple", 72, "bfloat16", None),
-])  # fmt: skip
-def test_attention_without_tensor_cores_is_said(kernels, head_dim, dtype, said):
-    """A run reports it in its first lines, --plan in its notes. If a GPU has no faster kernels, nothing is reported."""
-    model = parse(["--preset", "tiny", "--head-dim", str(head_dim)]).model_config_for(256)
-    slow = slow_attention(model, GPUS["H100"]._replace(attention_kernels=kernels), dtype)
-    assert slow == (said and f"the fast kernels expect {said}")

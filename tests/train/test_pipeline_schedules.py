@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kos.errors import ConfigError, InvalidArgument
+from kos.errors import InvalidArgument
 from kos.train.parallel.schedules import (
     SCHEDULES,
     Action,
@@ -193,18 +193,6 @@ def test_what_verify_accepts_an_executor_can_run(name, ranks, groups, seed):
 
 
 # --- bad input, and the command --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("1f1", 4, 8), f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got '1f1'"),
-    (("1f1b", 0, 8), "1f1b: expected at least 1 stage and 1 micro-batch, got 0 and 8"),
-    (("gpipe", 4, 8), f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got 'gpipe'"),
-    (("zero-bubble-v", 4, 0), "zero-bubble-v: expected at least 1 stage and 1 micro-batch, got 4 and 0"),
-])  # fmt: skip
-def test_bad_input_is_refused(arguments, message):
-    with pytest.raises(ConfigError) as caught:
-        build(*arguments)
-    assert str(caught.value) == message
 
 
 def test_a_drawing_shows_who_waits_when():

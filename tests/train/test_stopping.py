@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from kos.errors import CollectiveTimeout, ConfigError
 from kos.testing import spawn
 from kos.train import checkpoint
-from kos.train import run as loop
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.device import cpu, memory_plan
@@ -28,9 +26,7 @@ from kos.train.parallel import schedules
 from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
-from kos.train.tools import trackers
 from kos.train.tools.metrics import read_metrics
-from kos.train.train import Step
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
 from tests.train.commands import ENVIRONMENT, SHAPE
@@ -253,22 +249,6 @@ def test_ctrl_c_says_within_the_step_what_it_does(text, tmp_path, ranks, number)
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 7)]
 
 
-def test_what_ctrl_c_does_depends_on_the_moment(text, tmp_path, before_call):
-    plans = {}
-    moments = [(loop, "load_data"), (loop, "train"), (loop, "sample_text"), (checkpoint, "save"), (trackers, "close")]
-    for module, name in moments:
-        before_call(module, name, lambda *_, name=name, **__: plans.update({name: stop.plan}))
-    stop, folder = Stop(), tmp_path / "checkpoints"
-    spawn(lambda comm: Trainer(_config(text, tmp_path, steps=3), comm, stop).run(), 1, timeout=100)
-    assert plans == {
-        "load_data": "stopping before the first step",
-        "train": f"stopping after this step, then saving to {folder}",
-        "save": f"saving the last step to {folder}, then ending",
-        "sample_text": "ending the sample, all steps are saved",
-        "close": "waiting for the trackers, all steps are saved",
-    }
-
-
 def test_a_second_signal_ends_at_once(text, tmp_path):
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
     code += "from kos.train import checkpoint\n"
@@ -321,25 +301,6 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text, tmp_path, monke
     expected = "expected at most 0.00 GiB, the memory free on this machine for each of 2 ranks, got .* use fewer ranks"
     with pytest.raises(ConfigError, match=expected):
         _train(text, tmp_path, 2)
-
-
-@pytest.mark.parametrize("warm_seconds", [1.0])
-def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(text, tmp_path, monkeypatch, before_call, capsys):
-    """The first two steps are slow, as on a processor that was idle; on a clock of which only steps take time."""
-    steps, now = [0], [0.0]
-
-    def slow(step):
-        steps[0] += 1
-        now[0] += 0.6 if steps[0] <= 2 else 0.25
-
-    before_call(Step, "run", slow)
-    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    for batches, validations in ((0, ""), (2, ", 3 validations of 0.17 s")):  # a backward is two forwards
-        steps[0], whole = 0, "2 s" if validations else "1.5 s"
-        how = {"eval_every": 3, "eval_batches": batches, "sample_tokens": 0}
-        _train(text, tmp_path / str(batches), steps=6, **how)
-        said = capsys.readouterr().out
-        assert re.search(rf"about {whole} in all: 6 steps of 0\.25 s{validations}( \(|\n)", said), said
 
 
 @pytest.mark.parametrize("warm_seconds", [0.0])

@@ -12,8 +12,6 @@ import pytest
 
 from kos.errors import ConfigError, DataError, KosError
 from kos.testing import spawn
-from kos.train.__main__ import main
-from kos.train.config.effects import without_effect
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import pieces, tokenized
@@ -258,48 +256,10 @@ def test_a_folder_within_the_data_is_left_out(folder):
     same(load(folder), expected)
 
 
-def test_flags_of_text_have_no_effect_on_tokens(folder, tmp_path, capsys):
-    """In a mixture with text, they have none on one source."""
-    out = str(tmp_path / "out")
-    tokenize(Path(out), [str(folder)])
-    flags = ["--text-field=body", "--encoding=latin-1", "--split-turns", "--token-dtype=uint16", "--hold-out=0.3"]
-    flags += ["--no-split-special-tokens", "--seq-len=8", "--batch-size=4", "--sample-tokens=0", "--steps=1"]
-    config = parse([f"--data={out}", *flags, f"--out={tmp_path / 'run'}", "--backend=mock"])
-    with Trainer(config):
-        said = capsys.readouterr().out
-    for name in ("text-field", "encoding", "split-turns", "split-special-tokens"):
-        assert f"--{name} ({out} has tokens)" in said
-    for name in ("token-dtype", "hold-out"):
-        assert f"--{name} ({out} is a folder of kos tokenize)" in said
-    mixed = load_data(parse([f"--data={out}:1", f"--data={folder / 'a_train.txt'}:1", *flags]))
-    assert "for one" not in mixed.unused_settings.pop("token_dtype")
-    assert mixed.unused_settings["hold_out"] == f"for one of the sources: {out} is a folder of kos tokenize"
-    of_text = f"--text-field={folder / 'b_train.jsonl'}=text"
-    other = load_data(parse([f"--data={out}:1", f"--data={folder / 'b_train.jsonl'}:1", of_text, *flags[-4:]]))
-    assert "text_field" not in other.unused_settings, "it is that of the text alone"
-    other = load_data(parse([f"--data={out}", f"--eval-data=a={folder / 'a_train.txt'}", *flags]))
-    assert other.unused_settings.keys() == {"token_dtype", "text_field"}, "a file of text has no fields"
-    config = parse(["--val-data=x", "--hold-out=0.3"])
-    assert without_effect(config, config.to_json()) == ["--hold-out (--val-data)"]
-
-
 def test_what_was_held_out_stays_as_it_was_written(folder, tmp_path):
     tokenize(out := tmp_path / "out", [str(folder / "a_train.txt")], hold_out=0.0)
     with refused(DataError, "kos tokenize chose what is held out: its --hold-out counts, not that of the run"):
         load(out, "--hold-out=0.05")
-
-
-def test_a_field_that_no_record_has(folder, tmp_path, monkeypatch, capsys):
-    """Pairs and chats have a form of their own, so they are read without it."""
-    pairs, said = folder / "c_train.json", "--text-field (no record of c_train.json has the field mesages)"
-    monkeypatch.chdir(tmp_path)
-    assert main([f"--data={pairs}", "--seq-len=8", "--text-field=mesages", "--show-data=1"]) == 0
-    assert f"--- without effect: {said}\n" in capsys.readouterr().out
-    done = kos("tokenize", pairs, tmp_path / "out", "--text-field", "mesages")
-    assert "\nwithout effect: --text-field (no record has the field mesages)\n" in done.stdout
-    assert "text_field" not in load(folder / "b_train.jsonl", "--text-field=text").unused_settings
-    mixed = [f"--data={pairs}:1", f"--data={folder / 'b_train.jsonl'}:1", "--text-field=text", "--seq-len=8"]
-    assert load_data(parse(mixed)).unused_settings["text_field"].startswith("for one of the sources: no record of c_t")
 
 
 def kos(*words: object) -> subprocess.CompletedProcess[str]:

@@ -62,6 +62,15 @@ def _events(folder: Path) -> Iterator[Any]:
             at += size + 16
 
 
+@pytest.fixture
+def without_torch(monkeypatch, tmp_path):
+    """tensorboardX imports it if it can, which takes long."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "torch.py").write_text("raise ImportError('torch is left out')")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_tensorboard_has_the_values_of_metrics_jsonl(text, tmp_path):
     """Those of a step that is repeated replace the first: a mark in the file says so. A run that begins again in the
     folder is the same."""
