@@ -59,7 +59,7 @@ _JOBS = (("2", True), ("4", True), ("3", True), ("2", False))
 def share(each: Iterable[Any], parts: int) -> list[Any]:
     """What this job of mpirun checks of ``each``: two jobs have half of them, or four a quarter, and together all.
 
-    The jobs are those of ``make test-all``: 2, 4 and 3 ranks, and 2 without the core.  Others have all, and no job none.
+    The jobs are those of ``make test-all``: 2, 4 and 3 ranks, and 2 without the core.  Any other job has all.
     """
     if (size := os.environ.get("OMPI_COMM_WORLD_SIZE")) is None:
         return []
