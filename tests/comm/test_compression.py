@@ -332,23 +332,3 @@ def test_counts_that_disagree(comm, /, count):
         with pytest.raises(CollectiveMismatch, match="rank 1 of world expected .* from rank 2 of world") as caught:
             pair.all_to_all_v(x, mine, theirs, compress="int8")
         assert caught.value.ranks == (1, 2) and caught.value.expected and caught.value.got
-
-
-def test_persistent_batches_and_the_format_in_texts():
-    spawn(_persistent_and_batches, 3)
-
-
-def _persistent_and_batches(comm: kos.Communicator) -> None:
-    x, y = np.full(100, 2.0, np.float32), np.full(64, comm.rank + 1.0, np.float32)
-    kept = comm.all_reduce_init(x, ReduceOp.AVG, compress="int8")
-    for _ in range(3):
-        kept.start().wait()
-        assert (abs(x - 2) < 0.02).all()
-    with comm.batch():
-        comm.all_reduce(y, compress="fp8")
-        comm.all_reduce(x, ReduceOp.AVG)
-    n = comm.size
-    assert (abs(y - n * (n + 1) / 2) < 0.1 * n).all() and (abs(x - 2) < 0.02).all()
-    work = comm.all_reduce(x, compress="int4", async_op=True)
-    assert "compressed by int4" in str(work)
-    assert work.wait() is x and (abs(x - 2 * n) < 0.4 * n).all()
