@@ -78,7 +78,11 @@ def test_errors_between_hosts_are_within_the_bounds(dtype, hosts, seed):
     spawn(lambda comm: errors_are_within_the_bounds(comm, seed, np.dtype(dtype)), sum(hosts), hosts=hosts)
 
 
-@pytest.mark.parametrize(("form", "dtype", "hosts"), zip(FORMATS, DTYPES[::-1], HOSTS, strict=True), ids=str)
+@pytest.mark.parametrize(("form", "dtype", "hosts"), [
+    ("fp8", "bfloat16", (2, 2)),
+    ("int8", "float32", (3, 3)),  # whose sums within a host show in which order they were added
+    ("int4", "float16", (2, 2, 2)),
+], ids=str)  # fmt: skip
 def test_bits_between_hosts(form, dtype, hosts, seed):
     """Exact sums in rank order within the hosts, of which only the hosts' are compressed; with error feedback too."""
 

@@ -55,7 +55,7 @@ KINDS = re.compile(".* (float32|bfloat16|complex64|bool) .*")  # dtypes of which
 def is_drawn(name: str) -> bool:
     """Whether a promise that GPUs check is checked here: of one dtype of a kind one in two, of the others one in eight.
 
-    Each pair of the former and a reduce operation is in an all_reduce or in a reduce_scatter, as are all sums and maxima.
+    Each pair of the former and a reduce operation is in an all_reduce or in a reduce_scatter; so are sums and maxima.
     """
     if name.startswith(("compressed", "feedback")):
         return name in COMPRESSED
