@@ -495,7 +495,6 @@ def check(comm: Any, row: Scenario, limit: float = SHORT, meet: Meet = _sleep) -
     """
     if row.applies(comm):
         part = comm.duplicate()
-        comm.rendezvous.barrier()
         FAULTS[row.fault](comm, part, row, limit, meet)
         part.abort()
         comm.rendezvous.barrier()
