@@ -13,13 +13,14 @@ import resource
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kos
+from kos._core import native
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import RankLost
 from kos.testing import spawn
@@ -50,6 +51,20 @@ def no_file_may_be_opened() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+
+_JOBS = (("2", True), ("4", True), ("3", True), ("2", False))
+
+
+def share(each: Iterable[Any], parts: int) -> list[Any]:
+    """What this job of mpirun checks of ``each``: two jobs have half of them, or four a quarter, and together all.
+
+    The jobs are those of ``make test-all``: 2, 4 and 3 ranks, and 2 without the core.  Any other job has all.
+    """
+    if (size := os.environ.get("OMPI_COMM_WORLD_SIZE")) is None:
+        return []
+    job = size, native is not None
+    return [*each][_JOBS.index(job) % parts :: parts] if job in _JOBS else [*each]
 
 
 def host_of(rank: int) -> str:

@@ -421,6 +421,7 @@ def test_every_parameter(comm, name, parameter):
     *((spawn, f"check_{what}", [None, 2, "no"]) for what in ("deadlock", "messages", "arrays")),
     (spawn, "world_size", [*NO_NUMBER, 0, -1]),
     (spawn, "timeout", [None, *WRONG["timeout"]]),
+    (spawn, "buffer_bytes", [-1, "1", None, NAN]),
     (spawn, "faults", [5, "x", [5], [None], [Fault("drop", 2)]]),
     (Fault, "kind", [None, "x", 5]),
     (Fault, "call", [3]),

@@ -36,13 +36,8 @@ def test_bytes_of_bf16(form):
 
 @formats
 @dtypes
-@pytest.mark.parametrize("by_core", [True, False], ids=["core", "numpy"])
-def test_errors_are_within_the_bounds(form, dtype, by_core, seed, monkeypatch):
+def test_errors_are_within_the_bounds(form, dtype, seed):
     """Of any bits, normal values of every size, outliers, one-hot blocks, and of what is near the bounds."""
-    if by_core and compression.native is None:
-        pytest.skip("needs the compiled core")
-    if not by_core:
-        monkeypatch.setattr(compression, "native", None)
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal((600, BLOCK))
     normal[::6, 0] = 1e4
@@ -75,25 +70,26 @@ def test_small_scales_and_the_rounding_to_the_dtype_count(form, dtype, size, see
 
 
 HOSTS = [(2, 2), (3, 3), (2, 2, 2)]
-PAIRS = [(form, t, HOSTS[(i + j) % 3]) for i, form in enumerate(FORMATS.values()) for j, t in enumerate(DTYPES)]
-on_hosts = pytest.mark.parametrize("hosts", HOSTS, ids=str)
 
 
-@on_hosts
-@dtypes
+@pytest.mark.parametrize(("dtype", "hosts"), zip(DTYPES, HOSTS, strict=True), ids=str)
 def test_errors_between_hosts_are_within_the_bounds(dtype, hosts, seed):
     """Each host's sum is encoded once, and the sum of these once: a bound of each, whatever the ranks of a host."""
     spawn(lambda comm: errors_are_within_the_bounds(comm, seed, np.dtype(dtype)), sum(hosts), hosts=hosts)
 
 
-@pytest.mark.parametrize(("form", "dtype", "hosts"), PAIRS, ids=lambda x: getattr(x, "__name__", getattr(x, "name", x)))
+@pytest.mark.parametrize(("form", "dtype", "hosts"), [
+    ("fp8", "bfloat16", (2, 2)),
+    ("int8", "float32", (3, 3)),  # whose sums within a host show in which order they were added
+    ("int4", "float16", (2, 2, 2)),
+], ids=str)  # fmt: skip
 def test_bits_between_hosts(form, dtype, hosts, seed):
     """Exact sums in rank order within the hosts, of which only the hosts' are compressed; with error feedback too."""
 
     def body(comm):
         assert comm.exact_group_size() == hosts[0]
-        results.compressed(comm, seed, form.name, np.dtype(dtype))
-        results.feedback_keeps_what_is_lost(comm, seed, form.name, np.dtype(dtype))
+        results.compressed(comm, seed, form, np.dtype(dtype))
+        results.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype))
 
     spawn(body, sum(hosts), hosts=hosts, timeout=120)
 
@@ -120,8 +116,7 @@ def test_in_rank_order_all_ranks_of_hosts_compress(seed):
     assert one == of_one == of_several != several
 
 
-@on_hosts
-@pytest.mark.parametrize("count", [1, 64, 1000, 4096 + 65])
+@pytest.mark.parametrize(("count", "hosts"), [*zip((1, 64, 1000), HOSTS, strict=True), (4096 + 65, (2, 2))], ids=str)
 def test_feedback_of_an_all_reduce(count, hosts, seed):
     """What is lost comes back: the sum of many calls is nearer to the exact one than that of calls without feedback."""
 
@@ -341,23 +336,3 @@ def test_counts_that_disagree(comm, /, count):
         with pytest.raises(CollectiveMismatch, match="rank 1 of world expected .* from rank 2 of world") as caught:
             pair.all_to_all_v(x, mine, theirs, compress="int8")
         assert caught.value.ranks == (1, 2) and caught.value.expected and caught.value.got
-
-
-def test_persistent_batches_and_the_format_in_texts():
-    spawn(_persistent_and_batches, 3)
-
-
-def _persistent_and_batches(comm: kos.Communicator) -> None:
-    x, y = np.full(100, 2.0, np.float32), np.full(64, comm.rank + 1.0, np.float32)
-    kept = comm.all_reduce_init(x, ReduceOp.AVG, compress="int8")
-    for _ in range(3):
-        kept.start().wait()
-        assert (abs(x - 2) < 0.02).all()
-    with comm.batch():
-        comm.all_reduce(y, compress="fp8")
-        comm.all_reduce(x, ReduceOp.AVG)
-    n = comm.size
-    assert (abs(y - n * (n + 1) / 2) < 0.1 * n).all() and (abs(x - 2) < 0.02).all()
-    work = comm.all_reduce(x, compress="int4", async_op=True)
-    assert "compressed by int4" in str(work)
-    assert work.wait() is x and (abs(x - 2 * n) < 0.4 * n).all()

@@ -20,7 +20,8 @@ from kos.testing.conformance.failures import SCENARIOS
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import REDUCTIONS, assert_bits, inputs, vector
 from tests.comm import compression_bounds as bounds
-from tests.comm.ranks import TIMEOUT, MockRanks, MPIRanks
+from tests.comm.conftest import UNDER_MPIRUN, backends
+from tests.comm.ranks import TIMEOUT, MockRanks, MPIRanks, share
 
 # Collected on GPUs too, by ``import *``.
 __all__ = ["test_compressed_sums_are_near", "test_error_feedback", "test_result"]
@@ -48,8 +49,21 @@ def check(ranks: Any, seed: int, name: str) -> None:
     ranks.run(lambda comm: case.applies(comm) and case.call(comm))
 
 
-@pytest.mark.parametrize("name", [name for name in names_of() if not OF_OTHER_DTYPES.fullmatch(name)])
+@pytest.fixture(**backends(1, 3))
+def ranks(request):
+    return MPIRanks(request.getfixturevalue("mpi_world")) if request.param == "mpi" else MockRanks(request.param)
+
+
+PROMISES = [name for name in names_of() if not OF_OTHER_DTYPES.fullmatch(name)]
+ON_THREADS = [(size, name) for number, name in enumerate(PROMISES) for size in (1, 2 + number % 3)]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [
+    *(pytest.param(size, name, id=f"mock-{size}-{name}") for size, name in ON_THREADS if not UNDER_MPIRUN),
+    *(pytest.param("mpi", name, id=f"mpi-{name}", marks=pytest.mark.mpi) for name in share(PROMISES, 2)),
+], indirect=["ranks"])  # fmt: skip
 def test_promise(ranks, seed, name):
+    """On threads, each by one rank and by 2, 3 or 4."""
     check(ranks, seed, name)
 
 
@@ -70,22 +84,21 @@ def test_other_dtypes(seed, name):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", filter(is_for_mpi, OTHERS))
+@pytest.mark.parametrize("name", share(filter(is_for_mpi, OTHERS), 4))
 def test_other_dtypes_on_mpi(mpi_world, seed, name):
     check(MPIRanks(mpi_world), seed, name)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        *(Step("reduce", dtype=dtype, op=op) for dtype, op in REDUCTIONS if op in (ReduceOp.SUM, ReduceOp.BXOR)),
-        *(Step(name, dtype=dtype, op=op) for name in ("scan", "exscan")
-          for dtype, op in REDUCTIONS if op is ReduceOp.PREMUL_SUM),
-    ],
-    ids=lambda step: f"{step.name}-{step.dtype}-{step.op.name}",
-)  # fmt: skip
+STEPS = [
+    *(Step("reduce", dtype=dtype, op=op) for dtype, op in REDUCTIONS if op in (ReduceOp.SUM, ReduceOp.BXOR)),
+    *(Step(name, dtype=dtype, op=op) for name in ("scan", "exscan")
+      for dtype, op in REDUCTIONS if op is ReduceOp.PREMUL_SUM),
+]  # fmt: skip
+"""Calls that the table of promises does not have."""
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.name}-{step.dtype}-{step.op.name}")
 def test_result(ranks, seed, step):
-    """Of calls that the table of promises does not have."""
     ranks.run(lambda comm: results.correct(comm, seed, step))
 
 

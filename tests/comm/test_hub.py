@@ -41,30 +41,6 @@ from tests.comm.tcp_ranks import (
 from tests.forked import python
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_allgather_and_split(size):
-    def body(rendezvous):
-        me = rendezvous.rank
-        for length in (0, 1, 70_000):
-            got = rendezvous.allgather(bytes([me]) * (length + me))
-            assert got == [bytes([r]) * (length + r) for r in range(size)]
-        rendezvous.barrier()
-        assert (rendezvous.local_rank, rendezvous.local_size) == (me, size)
-        part = rendezvous.split(me % 3 if me % 3 < 2 else None, -me)
-        if me % 3 == 2:
-            assert part is None
-        else:
-            members = [r for r in reversed(range(size)) if r % 3 == me % 3]
-            assert part.allgather(str(me).encode()) == [str(r).encode() for r in members]
-            assert (part.rank, part.size) == (members.index(me), len(members))
-            smaller = part.split(part.rank)
-            assert smaller is not None and smaller.allgather(b"x") == [b"x"]
-            part.close()
-        rendezvous.barrier()
-
-    run_ranks(size, body)
-
-
 def test_the_last_answers_arrive_without_a_close():
     """The process of rank 0 ends only when the hub has sent the answer to the others."""
     code = "from kos.comm.control.env import env_rendezvous\nenv_rendezvous(60).allgather(b'x' * 30_000_000)"

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,18 @@ from tests.comm.interleavings import LIMIT, Interleaving
 from tests.comm.ranks import TIMEOUT, on_each_rank
 from tests.comm.shared_ranks import needs_core, run, shared_only
 from tests.comm.tcp_ranks import both_ranks, environment, free_port, run_threads
+
+
+@contextlib.contextmanager
+def sharing() -> Iterator[list[Any]]:
+    """The communicators of two ranks that share memory and have no sockets."""
+    group = ThreadGroup(2)
+    places = [ThreadRendezvous(group, rank, TIMEOUT) for rank in (0, 1)]
+    made = run_threads(*[partial(shared_only, place) for place in places])
+    try:
+        yield made
+    finally:
+        run_threads(*[each.abort for each in made])
 
 
 def _failure(rank: int, text: str = "a failure that the watchdog has found") -> KosError:
@@ -168,7 +181,7 @@ def test_another_thread_aborts_a_waiting_call(name, memory, monkeypatch):
         "async": lambda comm: comm.all_reduce(np.ones(3), async_op=True, timeout=0.02).wait(),
     }
     while left:
-        with both_ranks() as (comm, _):
+        with sharing() if memory == "shared" else both_ranks() as (comm, _):
             def call(comm=comm):
                 with contextlib.suppress(KosError):
                     calls[name](comm)
@@ -199,32 +212,31 @@ def test_another_thread_frees_what_a_wait_uses(name):
     """At every instruction of the backend."""
     interleaving, left, count = Interleaving("host/host_backend.py", finely=True), True, 0
     while left:
-        gate, group = _Gate(), ThreadGroup(2)
-        places = [ThreadRendezvous(group, rank, TIMEOUT) for rank in (0, 1)]
-        comm, _ = run_threads(*[lambda place=place: shared_only(place) for place in places])
-        comm.backend.failures.reporters.append(gate)
-        work = comm.all_reduce(np.ones(3), async_op=True)
-        aborting = threading.Thread(target=comm.abort, daemon=True)
-        aborting.start()
-        assert gate.reached.wait(LIMIT)
+        gate = _Gate()
+        with sharing() as (comm, _):
+            comm.backend.failures.reporters.append(gate)
+            work = comm.all_reduce(np.ones(3), async_op=True)
+            aborting = threading.Thread(target=comm.abort, daemon=True)
+            aborting.start()
+            assert gate.reached.wait(LIMIT)
 
-        def call(comm=comm, work=work):
-            if name == "late":  # as a wait does
-                with comm.backend.engine.lock:
-                    comm.backend.late(work)
-                    comm.backend.may_sleep(work)
-            else:
-                with contextlib.suppress(KosError):
-                    work.wait(0.05)
+            def call(comm=comm, work=work):
+                if name == "late":  # as a wait does
+                    with comm.backend.engine.lock:
+                        comm.backend.late(work)
+                        comm.backend.may_sleep(work)
+                else:
+                    with contextlib.suppress(KosError):
+                        work.wait(0.05)
 
-        def free(gate=gate, aborting=aborting):
+            def free(gate=gate, aborting=aborting):
+                gate.open.set()
+                aborting.join(LIMIT)
+
+            left = interleaving(call, free)
             gate.open.set()
             aborting.join(LIMIT)
-
-        left = interleaving(call, free)
-        gate.open.set()
-        aborting.join(LIMIT)
-        count += 1
+            count += 1
     assert count > 5
 
 

@@ -14,7 +14,7 @@ import pytest
 from kos._core import native
 from kos.comm.failures import FailureLog
 from kos.testing.conformance.failures import LATE, SCENARIOS, check
-from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario
+from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario, share
 from tests.comm.tcp_ranks import TCPRanks
 
 # Left to `make test-all`: rows whose ranks wait for a timeout, but for these.
@@ -24,7 +24,7 @@ PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
 
 
 def rows() -> list[Any]:
-    """Each row in one of both memories; under mpirun 3 ranks have the memory that 2 and 4 ranks do not have."""
+    """Each row in one of both memories; 3 ranks of mpirun have the other one."""
     found = []
     for number, row in enumerate(SCENARIOS):
         waits = row.error is LATE and str(row) not in WAITING
@@ -36,7 +36,10 @@ def rows() -> list[Any]:
     return found
 
 
-in_both_memories = pytest.mark.parametrize(("row", "memory"), rows(), indirect=["memory"])
+ROWS = rows()
+OF_THREE = [each for each in ROWS if each.values[0].ranks > 2]
+OF_MPI = ROWS if PROCESSES == "3" else [*(OF_THREE if PROCESSES != "2" else ()), *share(
+    [each for each in ROWS if each not in OF_THREE], 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", SCENARIOS, ids=str)
@@ -65,13 +68,13 @@ def test_a_rank_that_gets_no_core_may_be_named(monkeypatch):
     MockRanks(3).run(lambda comm: check(comm, row, 2.0, meet))
 
 
-@in_both_memories
+@pytest.mark.parametrize(("row", "memory"), ROWS, indirect=["memory"])
 def test_on_tcp(row, memory):
     check_scenario(TCPRanks(3).run, row)
 
 
 @pytest.mark.mpi
-@in_both_memories
+@pytest.mark.parametrize(("row", "memory"), OF_MPI, indirect=["memory"])
 def test_on_mpi(row, ranks_of_mpi, memory):
     from mpi4py import MPI
 

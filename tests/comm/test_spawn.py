@@ -220,12 +220,6 @@ def test_pytest_shows_the_frames_of_the_program(tmp_path, debug):
     assert ("communicator.py" in done.stdout or "collectives.py" in done.stdout) == (debug == "1"), done.stdout
 
 
-def test_a_wrong_size_of_the_buffer():
-    for wrong in (-1, "1", None, float("nan")):
-        with pytest.raises(InvalidArgument, match="buffer_bytes: expected a number of bytes from 0 on, got"):
-            spawn(ring, 2, buffer_bytes=wrong)
-
-
 @pytest.mark.parametrize("how", ["alone", "batch", "persistent", "message", "group"])
 def test_a_work_that_is_never_waited_for(how):
     def body(comm):

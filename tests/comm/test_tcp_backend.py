@@ -37,9 +37,11 @@ def _apart(request):
         request.getfixturevalue("apart")
 
 
-MORE = re.compile(r"\w+ (int64|complex128)( SUM)?( deterministic)?|.* by every schedule")
-"""Promises beside those of the short suite: elements of 8 and of 16 bytes, and schedules."""
-SHORT = [name for name in conformance.names_of(full=False) if " int32" not in name]  # of 4 bytes, as float32
+MORE = re.compile(r"\w+ complex128( SUM)?|.* by every schedule")
+"""Promises beside those of the short suite: elements of 16 bytes, and schedules."""
+LESS = re.compile(r".* int32( .*)?|compressed (?!int8 bfloat16|fp8 float32).*")
+"""Those of 4 bytes, as float32 has, and formats that differ within a rank."""
+SHORT = [name for name in conformance.names_of(full=False) if not LESS.fullmatch(name)]
 NAMES = [*SHORT, *filter(MORE.fullmatch, conformance.names_of())]
 SHARED = {"views_put_and_get", *(name for name in NAMES[::2] if " " in name)}
 """Those that are checked in shared memory: what ranks of several hosts cannot do, and half of the results of calls."""

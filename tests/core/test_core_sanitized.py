@@ -34,7 +34,7 @@ def test_random_programs_under_a_sanitizer(sanitizer, tmp_path):
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     for ranks, direct in ((2, 1), (3, 0), (4, 1)):
-        command = [program, str(ranks), "500", str(seed), str(direct)]
+        command = [program, str(ranks), "250", str(seed), str(direct)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if "unexpected memory mapping" in done.stderr:
             pytest.skip("ThreadSanitizer does not know this kernel's layout of memory")
@@ -61,7 +61,7 @@ def test_random_programs_within_whose_calls_python_runs(tmp_path):
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     env = os.environ | {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
-    command = [sys.executable, "-m", "tests.core.reentering", str(seed), "2500", str(module)]
+    command = [sys.executable, "-m", "tests.core.reentering", str(seed), "1000", str(module)]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
     assert done.returncode == 0 and "calls of the core" in done.stdout, done.stderr
 

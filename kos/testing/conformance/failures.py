@@ -306,6 +306,7 @@ def _differs(comm: Any, part: Any, row: Scenario, limit: float, meet: Meet) -> N
     """All ranks raise, in one of the next calls at the latest, and name two ranks and the difference."""
     for odd in (0, comm.size - 1):
         part = comm.duplicate()
+        comm.rendezvous.barrier()  # a rank that is still within ``duplicate`` would raise the error there
         if odd and row.program != "counts" and not _on_gpus(comm):  # calls that are known are compared too
             for other in (False, True):
                 _call_or_other(part, row.program, other)

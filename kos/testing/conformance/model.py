@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 import ml_dtypes
@@ -130,6 +131,7 @@ def contributions(seed: int, step: Step, n: int) -> list[Array]:
 
 
 _inputs = lru_cache(8)(contributions)
+_ONE_AT_A_TIME = Lock()  # ranks that are threads ask for the same inputs, which one of them generates
 
 
 def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
@@ -174,7 +176,8 @@ def result(step: Step, xs: list[Array], me: int, exact: int = 1) -> Array | None
 @lru_cache(32)  # the forms of a call have the same inputs, and ranks may be threads
 def _known(step: Step, seed: int, n: int, me: int, exact: int) -> tuple[Array, list[Array] | None, Array | None]:
     """What rank ``me`` gives, the parts of its result, and its result (an array of that size if it is not exact)."""
-    xs = _inputs(seed, step, n)
+    with _ONE_AT_A_TIME:
+        xs = _inputs(seed, replace(step, op=ReduceOp.SUM, root=0, deterministic=False), n)
     mine = parts(step, xs, me)
     if step.is_exact or mine is None:
         return xs[me], mine, result(step, xs, me, exact)
@@ -304,7 +307,7 @@ class Trial:
 
     def fill(self, seed: int) -> None:
         """Write other inputs into the arrays, for one more call."""
-        call = replace(self.step, in_place=False, sized=True, made=False, other=False)
+        call = replace(self.step, algorithm=0, in_place=False, sized=True, made=False, other=False)
         self.given, self.mine, self.expected = _known(
             call, seed, self.comm.size, self.comm.rank, self.comm.exact_group_size()
         )

@@ -19,12 +19,7 @@ from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument
 from kos.testing.conformance import model
 from kos.testing.conformance.model import COMPRESSED, REDUCING, ROOT_GIVES, ROOTED, Step, Trial, forms
-from kos.testing.conformance.values import (
-    SIZES,
-    assert_bits,
-    assert_same_on_all_ranks,
-    raises,
-)
+from kos.testing.conformance.values import SIZES, assert_bits, assert_same_on_all_ranks, raises
 
 REPEATED = 7
 """The size of the calls that are made three times, each on other data, if only the root uses their argument."""

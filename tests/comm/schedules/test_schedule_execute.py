@@ -78,7 +78,7 @@ def test_any_schedule_any_size_any_order_of_delivery(segments, request):
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), [(c, a) for c, a in CASES if "reduce" in c])
-@pytest.mark.parametrize("ranks", [3, 6, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, 6, 8])
 def test_the_order_of_additions_depends_on_no_cut(collective, algorithm, ranks):
     """Every element is added in one order however many chunks a message has: shown by a sum that is not associative."""
 
