@@ -196,13 +196,15 @@ def pairs(allowed: Callable[[dict[str, Any]], bool], **values: Sequence[Any]) ->
     """
     draw, found = random.Random(0), list[dict[str, Any]]()
     drawn = zip(*(draw.choices(of, k=12_000) for of in values.values()), strict=True)
-    every = filter(allowed, (dict(zip(values, row, strict=True)) for row in drawn))
-    rows = [(row, {*itertools.combinations(row.items(), 2)}) for row in every]
-    left = set[Any]().union(*(twos for _, twos in rows))
-    while left:
-        best, twos = max(rows, key=lambda row: len(left & row[1]))
-        found.append(best)
-        left -= twos
+    rows = [*filter(allowed, (dict(zip(values, row, strict=True)) for row in drawn))]
+    columns = [np.array([[*of].index(row[name]) for row in rows]) for name, of in values.items()]
+    twos = [100 * first + second for first, second in itertools.combinations(columns, 2)]  # fewer values than 100
+    numbers = np.stack([10_000 * pair + two for pair, two in enumerate(twos)], axis=1)
+    left = np.bincount(numbers.ravel()) > 0
+    while left.any():
+        best = left[numbers].sum(axis=1).argmax()
+        found.append(rows[best])
+        left[numbers[best]] = False
     return found
 
 
