@@ -34,10 +34,11 @@ LATE = "still waiting for ranks [1]" if _core.unavailable else "ranks [1] did no
 LIMIT, GROUP_LIMIT = 250.0, 60.0  # seconds of a call, and of an operation
 
 
-def run(call: str, size: int = 2, backend: str = "kos", *args: Any, gpu: str = "auto") -> list[Any]:
+def run(call: str, size: int = 2, backend: str | None = "kos", *args: Any, gpu: str = "auto") -> list[Any]:
     """What ``call``, "module:function", returned on each rank, as JSON; raises AssertionError if one failed.
 
-    A rank that was killed has the result None.  ``gpu`` is the backend of kos for GPUs.
+    A rank that was killed has the result None.  ``gpu`` is the backend of kos for GPUs.  Without a ``backend`` there is
+    no group.
     """
     server = _server()
     server.write(json.dumps({"call": call, "size": size, "backend": backend, "args": args, "gpu": gpu}) + "\n")
@@ -78,11 +79,12 @@ def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
 
     file = Path(folder, str(rank))
     try:
-        options = import_module("kos.interop.torch").Options(request["gpu"]) if "kos" in request["backend"] else None
-        dist.init_process_group(
-            request["backend"], f"file://{folder}/store", rank=rank, world_size=request["size"],
-            timeout=timedelta(seconds=GROUP_LIMIT), pg_options=options,
-        )  # fmt: skip
+        if backend := request["backend"]:
+            options = import_module("kos.interop.torch").Options(request["gpu"]) if "kos" in backend else None
+            dist.init_process_group(
+                backend, f"file://{folder}/store", rank=rank, world_size=request["size"],
+                timeout=timedelta(seconds=GROUP_LIMIT), pg_options=options,
+            )  # fmt: skip
         module, name = request["call"].split(":")
         value = getattr(import_module(module), name)(*request["args"])
         file.write_text(json.dumps({"value": value}))
