@@ -17,8 +17,6 @@ from kos.comm.collectives import Operations
 from kos.comm.control.identity import process
 from tests import lines, stubs
 from tests import run as stages
-from tests.forked import python
-from tests.launcher import OUTSIDE, run_program
 from tests.run import ROOT, costly
 
 
@@ -122,18 +120,3 @@ def test_a_selection_without_a_test_fails(passed, code, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "run_stage", lambda *_: next(left))
     assert stages.main(False, ["-k", "name"]) == code
     assert next(left, "all ran") == "all ran"
-
-
-def test_what_tests_start_is_no_rank_once_mpi_has_run():
-    """MPI_Init of Open MPI 4 sets variables for programs that this process starts, but not in ``os.environ``."""
-    program = """
-import os, subprocess, sys, types
-sys.modules["mpi4py.MPI"] = sys
-os.putenv("PMIX_RANK", "0")
-from tests.conftest import pytest_runtest_setup
-pytest_runtest_setup(types.SimpleNamespace(path=None))
-found = subprocess.run(["env"], stdout=subprocess.PIPE, text=True).stdout.splitlines()
-assert "PMIX_RANK=0" not in found and "HOME=here" in found, found
-"""
-    done = run_program(*python(), "-c", program, env={**OUTSIDE, "HOME": "here"}, cwd=ROOT)
-    assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ def both(**options):
 @pytest.mark.parametrize(
     ("publishers", "subscribers", "transport"),
     [
-        pytest.param([zero(r, 2) for r in range(2)], [tensor(r, 2) for r in range(2)], "shared", id="dp2 ZeRO-1 to tp2"),
+        pytest.param([zero(r, 2) for r in range(2)], [tensor(r, 2) for r in range(2)], "shared", id="ZeRO-1 to tp2"),
         pytest.param([zero(r, 3) for r in range(3)], [tensor(r, 2) for r in range(2)], "tcp", id="3 to 2"),
         pytest.param([tensor(r, 2) for r in range(2)], [tensor(r, 3) for r in range(3)], "shared", id="tp2 to tp3"),
         pytest.param([zero_of_tensor(r) for r in range(4)], [WHOLE], "tcp", id="dp2 x tp2, ZeRO, to 1"),
