@@ -49,6 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     elsewhere = {i.path for i in items if i.get_closest_marker("mpi")} - known
     if elsewhere:
         raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")
+    unmarked = {i.path for i in items if not i.get_closest_marker("mpi")} & {ROOT / file for file in WITH_GPUS}
+    if unmarked:
+        raise pytest.UsageError(f"expected none but tests marked mpi, got others in {min(unmarked)}")
     mark_costly(items)
     on_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpus and (reason := cuda.unavailable()):

@@ -184,6 +184,7 @@ def run_program(code: str, name: str = "<string>", arguments: Sequence[str] = ()
     """As ``python -c``, or as of a file of that name."""
     sys.argv = ["-c" if name == "<string>" else name, *arguments]
     module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = name
     exec(compile(code, name, "exec"), module.__dict__)
 
 

@@ -43,7 +43,7 @@ WAITING = 2  # workers more than cores: many tests wait for a process or for a t
 NEVER_STARTED = 213  # Open MPI 5 found files of a killed mpirun with the same process id; no rank has run
 MPI_SIZES = (2, 4)
 MORE_MPI_SIZES = (2, 3, 4)  # with --all
-# Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
+# Where all tests marked `mpi` are, for each rank collects these files; the latter hold no others, and all need GPUs.
 WITH_MPI = (
     "tests/comm/test_any_source.py",
     "tests/comm/test_conformance.py",
@@ -242,7 +242,7 @@ def main(everything: bool, arguments: list[str]) -> int:
     parts = {"serial": (cores + WAITING, arguments)}
     if not arguments:
         parts = {
-            "serial": (cores + WAITING, [f"--ignore={file}" for file in EMULATED]),
+            "serial": (cores + WAITING, [f"--ignore={file}" for file in EMULATED + WITH_GPUS]),
             "kernels": (cores + 1, list(EMULATED)),
         }
         # Python compiles the tests here once, and not in each worker of the stage: a fresh clone has none compiled.

@@ -1,6 +1,5 @@
-"""Benchmarks on emulated GPUs: collectives, calls, matmuls in 8 bits, idle time of a pipeline."""
+"""Benchmarks on emulated GPUs: collectives and limits."""
 
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,14 +10,12 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-from benchmarks import idle, train
 from kos.bench.cases import Case, Data
 from kos.bench.implementations import Ours
 from kos.bench.limits import DeviceLimits
 from kos.bench.measure import DeviceTimer, Job, Run, measure
 from kos.bench.memory import DeviceMemory, Space
 from kos.bench.peers_gpu import RawNCCL
-from kos.comm import Communicator
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
@@ -149,30 +146,3 @@ def test_device_code_compiles(tmp_path, arch):
     source = ROOT / "kos" / "bench" / "device.cu"
     cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
     assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))
-
-
-FLAGS = shlex.split("""
---seq-len 8 --batch-size 4 --micro-batch-size 1 --hidden-size 16 --intermediate-size 16 --num-hidden-layers 3 --pp 2
---num-attention-heads 2 --num-key-value-heads 2 --vocab-size 64 --dtype float32 --ranks 2 --device cpu --idle
-""")
-
-
-def facts(prepare: Callable[[Any], None], clock: Any) -> dict[str, Any]:
-    """The results of the third step of two ranks.  ``prepare`` gets each device before it records timestamps."""
-    options, config = train.read_arguments(FLAGS)
-    assert options.idle
-    config = config.for_world(1, "cpu")
-
-    def run(comm: Communicator) -> dict[str, Any]:
-        model = train.model_of(config)
-        training = train.KosTraining(comm, config, model, train.random_tokens(config, model), 1)
-        prepare(training.device)
-        stamps = idle.Stamps(training.device, clock)
-        training.run(0, 3)
-        found = stamps.facts()
-        training.device.close()
-        return found
-
-    first, second = spawn(run, 2)
-    assert first == second
-    return first

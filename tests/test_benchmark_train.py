@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shlex
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from benchmarks import train
 from kos.errors import ConfigError
+from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 # Not imported here: every worker that collects this file would pay for it.
@@ -31,7 +31,7 @@ def test_two_ranks_beside_torch(layout, flags, tmp_path):
     """Micro-batches and grouped queries: DDP with an untied head; tensor parallelism with a tied one and clipping."""
     file = tmp_path / "rows.json"
     arguments = [*SMALL, *flags.split(), "--compare", "torch", "--torch", "eager", "--json", str(file)]
-    done = run_program(MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.train", *arguments, env=OUTSIDE, cwd=ROOT)
+    done = run_program(MPIRUN, "-n", "2", *python(), "-m", "benchmarks.train", *arguments, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())
     assert list(result) == HEADER

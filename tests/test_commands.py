@@ -274,12 +274,3 @@ def test_every_variable_on_the_page_is_read():
     files = [path for path in python_files("tests", "benchmarks", "docs/hooks") if path != Path(__file__)]
     elsewhere = {name for path in files for name in constants.findall(path.read_text())}
     assert listed(OF_TESTS).keys() <= elsewhere
-
-
-def test_every_variable_of_the_tests_is_on_the_page():
-    """Those of kos's own name that a test, a benchmark or a hook of the site reads."""
-    reads = re.compile(r"environ(?:\.get\(|\[)\"(KOS_[A-Z_]+)\"")
-    files = python_files("tests", "benchmarks", "docs/hooks")
-    names = {name for path in files for name in reads.findall(path.read_text())}
-    names -= {"KOS_TEST_FIRST"}  # a test sets it for its own ranks
-    assert names <= listed().keys(), names - listed().keys()

@@ -3,12 +3,14 @@
 import importlib.util
 import logging
 import re
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from kos.__main__ import COMMANDS
+from tests.forked import as_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,6 +80,13 @@ def test_a_folder_shows_what_is_not_hidden(tmp_path):
     )
 
 
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """The parsers of commands are made by forked processes."""
+    monkeypatch.setattr(sys, "executable", as_program(tmp_path / "python"))
+
+
+@pytest.mark.usefixtures("forked")
 def test_names_of_the_reference_become_their_docstrings(caplog):
     reference, page = hook("reference"), SimpleNamespace(file=SimpleNamespace(src_uri="reference/api.md"))
     text = "- `kos.Work.done`\n- `kos.comm.Batch`\n\n- `kos.init` is not alone in its line\n"
@@ -103,6 +112,7 @@ def test_the_code_of_the_home_page_does_not_scroll_sideways():
     assert lines and [line for line in lines if len(line) > 57] == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_page_of_commands_is_up_to_date():
     """In a clone it has a heading for each command, to which the site adds the arguments."""
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from itertools import chain
 
@@ -16,8 +17,6 @@ from kos.comm.collectives import Operations
 from kos.comm.control.identity import process
 from tests import lines, stubs
 from tests import run as stages
-from tests.forked import python
-from tests.launcher import OUTSIDE, run_program
 from tests.run import ROOT, costly
 
 
@@ -92,47 +91,23 @@ def until(reached: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def ignore_sigint() -> None:
-    """As a shell without job control does for its jobs in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@pytest.mark.parametrize(
-    ("number", "start"),
-    [(signal.SIGINT, None), (signal.SIGTERM, ignore_sigint)],
-    ids=["SIGINT", "SIGTERM, SIGINT ignored"],
-)
-def test_a_test_under_way_ends_what_it_started(tmp_path, number, start):
+def test_a_test_under_way_ends_what_it_started(tmp_path):
+    """At SIGTERM, and where a shell without job control began the run in the background, so that it ignores SIGINT."""
     file, children = tmp_path / "test_waits.py", tmp_path / "children"
     file.write_text(WAITS.replace('"children"', repr(str(children))))
-    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    command = [sys.executable, "-c", RUN, *options, str(file)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=ROOT, preexec_fn=start, **quiet) as run:
+    command = [sys.executable, "-c", RUN, "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    command.append(str(file))
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    with subprocess.Popen(command, cwd=ROOT, **options) as run:
         try:
             until(lambda: children.exists() and children.read_text() != "", "the test")
-            run.send_signal(number)
+            run.terminate()
             assert run.wait(SECONDS) != 0
         finally:
             run.kill()
     child = int(children.read_text())
     until(lambda: process(child)[0] in "ZX", "the end of what the test started")
-
-
-def test_what_tests_start_heeds_sigint():
-    ignored = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
-    done = subprocess.run([sys.executable, "-c", ignored], capture_output=True, text=True, timeout=SECONDS)
-    assert done.stdout == "False\n"
-
-
-def test_tests_that_a_shell_began_in_the_background():
-    """There SIGINT is ignored, by all children too."""
-    this = f"{__file__}::{test_what_tests_start_heeds_sigint.__name__}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", this]
-    done = subprocess.run(
-        command, cwd=ROOT, preexec_fn=ignore_sigint, capture_output=True, text=True, timeout=2 * SECONDS
-    )
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -145,18 +120,3 @@ def test_a_selection_without_a_test_fails(passed, code, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "run_stage", lambda *_: next(left))
     assert stages.main(False, ["-k", "name"]) == code
     assert next(left, "all ran") == "all ran"
-
-
-def test_what_tests_start_is_no_rank_once_mpi_has_run():
-    """MPI_Init of Open MPI 4 sets variables for programs that this process starts, but not in ``os.environ``."""
-    program = """
-import os, subprocess, sys, types
-sys.modules["mpi4py.MPI"] = sys
-os.putenv("PMIX_RANK", "0")
-from tests.conftest import pytest_runtest_setup
-pytest_runtest_setup(types.SimpleNamespace(path=None))
-found = subprocess.run(["env"], stdout=subprocess.PIPE, text=True).stdout.splitlines()
-assert "PMIX_RANK=0" not in found and "HOME=here" in found, found
-"""
-    done = run_program(*python(), "-c", program, env={**OUTSIDE, "HOME": "here"}, cwd=ROOT)
-    assert done.returncode == 0, done.stderr

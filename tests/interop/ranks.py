@@ -3,10 +3,12 @@
 ``run("module:function", size, backend)`` calls the function on each rank of a process group and returns its results.
 """
 
-import atexit
+import contextlib
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kos import _core
 
@@ -32,34 +34,43 @@ LATE = "still waiting for ranks [1]" if _core.unavailable else "ranks [1] did no
 LIMIT, GROUP_LIMIT = 250.0, 60.0  # seconds of a call, and of an operation
 
 
-def run(call: str, size: int = 2, backend: str = "kos", *args: Any, gpu: str = "auto") -> list[Any]:
+def run(call: str, size: int = 2, backend: str | None = "kos", *args: Any, gpu: str = "auto") -> list[Any]:
     """What ``call``, "module:function", returned on each rank, as JSON; raises AssertionError if one failed.
 
-    A rank that was killed has the result None.  ``gpu`` is the backend of kos for GPUs.
+    A rank that was killed has the result None.  ``gpu`` is the backend of kos for GPUs.  Without a ``backend`` there is
+    no group.
     """
     server = _server()
-    assert server.stdin and server.stdout
-    request = {"call": call, "size": size, "backend": backend, "args": args, "gpu": gpu}
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    results = json.loads(server.stdout.readline())
+    server.write(json.dumps({"call": call, "size": size, "backend": backend, "args": args, "gpu": gpu}) + "\n")
+    server.flush()
+    results = json.loads(server.readline())
     failures = [f"rank {rank}: {result['error']}" for rank, result in enumerate(results) if "error" in result]
     assert not failures, "\n".join(failures)
     return [result.get("value") for result in results]
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server() -> TextIO:
+    """A connection with the server, which all workers of one run of pytest share: the first that asks starts it."""
+    name = f"\0kos-torch-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"  # of an abstract socket
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(ConnectionRefusedError):
+            connection.connect(name)
+            return connection.makefile("rw")
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # of another that starts it
+            listener.bind(name)
+            listener.listen()
+            _start(listener.fileno())
+
+
+def _start(listener: int) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI"))}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env["PYTHONPATH"] = ":".join(paths)
     env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.interop.ranks"], cwd=ROOT, env=env, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    atexit.register(server.kill)
-    return server
+    command = [sys.executable, "-m", "tests.interop.ranks", str(listener)]
+    subprocess.Popen(command, cwd=ROOT, env=env, stdout=2, pass_fds=[listener])  # what ranks print is no output
 
 
 def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
@@ -68,11 +79,12 @@ def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
 
     file = Path(folder, str(rank))
     try:
-        options = import_module("kos.interop.torch").Options(request["gpu"]) if "kos" in request["backend"] else None
-        dist.init_process_group(
-            request["backend"], f"file://{folder}/store", rank=rank, world_size=request["size"],
-            timeout=timedelta(seconds=GROUP_LIMIT), pg_options=options,
-        )  # fmt: skip
+        if backend := request["backend"]:
+            options = import_module("kos.interop.torch").Options(request["gpu"]) if "kos" in backend else None
+            dist.init_process_group(
+                backend, f"file://{folder}/store", rank=rank, world_size=request["size"],
+                timeout=timedelta(seconds=GROUP_LIMIT), pg_options=options,
+            )  # fmt: skip
         module, name = request["call"].split(":")
         value = getattr(import_module(module), name)(*request["args"])
         file.write_text(json.dumps({"value": value}))
@@ -108,11 +120,35 @@ def _serve(request: dict[str, Any]) -> list[Any]:
     return results
 
 
+def _answer(requests: TextIO) -> None:
+    for line in requests:
+        requests.write(json.dumps(_serve(json.loads(line))) + "\n")
+        requests.flush()
+
+
+def main(listener: socket.socket) -> None:
+    """Answer each connection in a process of its own, which ends with it; end when there is none left."""
+    listener.settimeout(1.0)
+    answering = set[int]()
+    while True:
+        try:
+            connection = listener.accept()[0]
+        except TimeoutError:
+            answering -= {pid for pid in answering if os.waitpid(pid, os.WNOHANG)[0]}
+            if not answering:
+                return
+            continue
+        if pid := os.fork():
+            answering.add(pid)
+            connection.close()
+        else:
+            listener.close()
+            _answer(connection.makefile("rw"))
+            os._exit(0)
+
+
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks print is no answer
     for name in IMPORTED:
         import_module(name)
-    for line in sys.stdin:
-        answers.write(json.dumps(_serve(json.loads(line))) + "\n")
-        answers.flush()
+    gc.freeze()
+    main(socket.socket(fileno=int(sys.argv[1])))

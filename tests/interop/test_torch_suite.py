@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.interop.torch_suite import EXCEPT, RESULT, RESULT_CUDA, missed, run
+from tests.interop.ranks import run
+from tests.interop.torch_suite import EXCEPT, RESULT, RESULT_CUDA, missed
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
@@ -47,6 +48,11 @@ def autograd():
     pytest.skip("torch built for CUDA, a driver, no visible GPU: cuInit crashes in processes forked after a first call")
 
 
+def run_suite(backend: str, pattern: str) -> dict[str, str]:
+    outcomes: dict[str, str] = run("tests.interop.torch_suite:run_forked", 1, None, backend, 2, pattern)[0]
+    return outcomes
+
+
 def expect_no_failure(outcomes):
     failed = {name: outcome for name, outcome in outcomes.items() if outcome.startswith("failed")}
     assert failed.keys() <= EXCEPT.keys() | {"test_get_backend"}, failed
@@ -56,7 +62,7 @@ def expect_no_failure(outcomes):
 @pytest.mark.usefixtures("autograd")
 def test_a_part_of_the_suite_passes_by_the_name_of_kos():
     """The suite has for kos, by its own name, a part of the tests that it has for gloo."""
-    outcomes = run("kos", 2, PART)
+    outcomes = run_suite("kos", PART)
     expect_no_failure(outcomes)
     assert sum(outcome == "passed" for outcome in outcomes.values()) >= 7, outcomes
 
@@ -76,7 +82,7 @@ def test_the_suite_passes():
     left_out = {name for name, twin in twins.items() if twin != name and twin in known}
     names = [name for name in known.keys() - left_out if not known[name].startswith("skipped")]
     same = table["torch"] == torch.__version__
-    outcomes = run("kos as gloo", 2, " ".join(names) if same else "")
+    outcomes = run_suite("kos as gloo", " ".join(names) if same else "")
     expect_no_failure(outcomes)
     if same:
         passed = {name for name, outcome in outcomes.items() if outcome == "passed"}

@@ -265,6 +265,7 @@ def _mine(device: str) -> torch.Tensor:
 def matrix(parts: Sequence[str], compiler: str, kind: str, cache: str) -> dict[str, Any]:
     """The result of each case of "collectives", "functional" and "models", or of models by name; an error is a string.
 
+    "together" are all of "functional" in one graph.
     ``cache`` is a folder for what inductor compiles.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
@@ -285,6 +286,9 @@ def matrix(parts: Sequence[str], compiler: str, kind: str, cache: str) -> dict[s
     if "functional" in parts:
         for call in functional():
             case(call.__name__, lambda call=call: _compiled(call, compiler, fullgraph=True)(_mine(device)).tolist())
+    if "together" in parts:
+        whole = _compiled(lambda x: torch.cat([call(x) for call in functional()]), compiler, fullgraph=True)
+        case("together", lambda: whole(_mine(device)).tolist())
     for program in MODELS:
         if {"models", program.__name__} & {*parts}:
             case(program.__name__, lambda program=program: program(device, compiler))

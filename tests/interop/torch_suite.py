@@ -103,23 +103,36 @@ def run(backend: str, ranks: int, pattern: str = "", jobs: int = 1) -> dict[str,
 def run_part(backend: str, ranks: int, pattern: str, part: int, parts: int) -> dict[str, str]:
     """The outcomes of one part of the suite, in a process of its own."""
     with tempfile.NamedTemporaryFile() as file:
-        env = os.environ | {
-            "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": PATHS,
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONHASHSEED": "0",  # reasons have sets of names: a repeated run writes the same file
-            "PYTHONFAULTHANDLER": "1",  # a rank that crashes prints where
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch initializes the driver, which a forked rank may not use
-            "TMPDIR": "/tmp",  # of sockets of multiprocessing, whose paths have at most 107 characters
-        }  # fmt: skip
-        if backend.startswith("kos as "):
-            env["TORCH_SUITE_ON_KOS"] = "1"
-        for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TEMP_DIR"):
-            env.pop(name, None)
         command = [sys.executable, "-m", "tests.interop.torch_suite", "--only", pattern]
         command += ["--here", file.name, "--part", str(part), str(parts)]
-        subprocess.run(command, env=env, cwd=ROOT, check=True)
+        subprocess.run(command, env=environment(backend, ranks), cwd=ROOT, check=True)
         outcomes: dict[str, str] = json.loads(Path(file.name).read_text())
     return outcomes
+
+
+def run_forked(backend: str, ranks: int, pattern: str) -> dict[str, str]:
+    """As ``run``, in this process: one that ``tests.interop.ranks`` has started."""
+    env = environment(backend, ranks)
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None
+    return run_here(pattern)
+
+
+def environment(backend: str, ranks: int) -> dict[str, str]:
+    env = os.environ | {
+        "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": PATHS,
+        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONHASHSEED": "0",  # reasons have sets of names: a repeated run writes the same file
+        "PYTHONFAULTHANDLER": "1",  # a rank that crashes prints where
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch initializes the driver, which a forked rank may not use
+        "TMPDIR": "/tmp",  # of sockets of multiprocessing, whose paths have at most 107 characters
+    }  # fmt: skip
+    if backend.startswith("kos as "):
+        env["TORCH_SUITE_ON_KOS"] = "1"
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TEMP_DIR"):
+        env.pop(name, None)
+    return env
 
 
 def main() -> None:
