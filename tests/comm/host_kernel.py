@@ -41,7 +41,7 @@ def library(path: Path, defines: tuple[tuple[str, Any], ...]) -> Any:
     source += "\n".join(f"RUN({name})" for name in only or NAMES.get(path.stem, (path.stem,)))
     defines += (("AT_ONCE", path.stem == "all_reduce_specialized"),)
     options = [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
-    return compiled({**headers, "kernels.cc": source}, ["-Og", "-ffp-contract=off", *options])
+    return compiled({**headers, "kernels.cc": source}, ["-ffp-contract=off", *options])
 
 
 _compiling = threading.Lock()
