@@ -14,11 +14,7 @@ from tests.host_compiler import compiled
 HERE = Path(__file__).parent
 SIMT = HERE.parent / "train/host_kernels/simt.h"
 
-NAMES = {  # the kernels of a file, all compiled at once
-    "all_reduce_packets": (
-        "one_shot", "two_shot", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "ring", "tree"
-    ),
-    "all_reduce_push": ("push", "reduce_scatter", "reduce_scatter_v"),
+NAMES = {  # the kernels of a file, all compiled at once unless ONLY says which
     "all_gather": ("all_gather", "all_to_all"),
     "all_reduce_direct": ("direct",),
     "all_reduce_specialized": ("specialized",),
@@ -41,7 +37,8 @@ def library(path: Path, defines: tuple[tuple[str, Any], ...]) -> Any:
     """C functions ``run_<kernel>`` that run the kernels of a file: (blocks, threads, seed, arguments)."""
     source, headers = read_sources(path)
     headers["ptx.cuh"] = f'#pragma once\n#include "{SIMT}"\n#include "{HERE / "ptx_host.h"}"\n'
-    source += "\n".join(f"RUN({name})" for name in NAMES.get(path.stem, (path.stem,)))
+    only = [str(value).lower() for name, value in defines if name == "ONLY"]
+    source += "\n".join(f"RUN({name})" for name in only or NAMES.get(path.stem, (path.stem,)))
     defines += (("AT_ONCE", path.stem == "all_reduce_specialized"),)
     options = [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
     return compiled({**headers, "kernels.cc": source}, ["-ffp-contract=off", *options])
@@ -54,7 +51,7 @@ class HostKernel:
     """A kernel whose launch returns when it has run."""
 
     def __init__(self, path: Path, name: str, device: int, **defines: Any) -> None:
-        defines.pop("ONLY", None), defines.pop("THREADS", None)
+        defines.pop("THREADS", None)
         self._threads = THREADS.get(path.stem, 0)
         if self._threads:
             defines["THREADS"] = self._threads

@@ -5,15 +5,14 @@
 // - a block sees its own stores, of other threads after a barrier; stores to one place keep their order;
 // - the end of a thread, and __threadfence_system, let out what the thread has stored.
 // Whatever waits lets other threads, and other ranks, run.
-#include <emmintrin.h>
-#include <pthread.h>  // <thread> takes longer to compile than all the rest
+#include <pthread.h>  // <thread>, <utility> and <emmintrin.h> take longer to compile than all the rest
 #include <sched.h>
 #include <time.h>
 #include <unistd.h>
-#include <utility>
 
 #define __noinline__ __attribute__((noinline))
 using u64 = unsigned long long;
+using Whole = long long __attribute__((vector_size(16), may_alias));  // read and written at once
 
 static unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
 template <class V> static V __ldg(const V* p) { return *p; }
@@ -43,7 +42,7 @@ struct Store {
     alignas(16) unsigned char data[16];
     bool overlaps(u64 at, u64 n) const { return address < at + n && at < address + bytes; }
     void arrive() const {
-        if (bytes == 16) _mm_store_si128((__m128i*)address, *(const __m128i*)data);
+        if (bytes == 16) *(volatile Whole*)address = *(const Whole*)data;
         else if (bytes == 8) __atomic_store_n((u64*)address, *(const u64*)data, __ATOMIC_RELEASE);
         else if (bytes == 4) __atomic_store_n((unsigned*)address, *(const unsigned*)data, __ATOMIC_RELEASE);
         else memcpy((void*)address, data, bytes);
@@ -138,8 +137,7 @@ static void store_whole(u64 address, u64 low, u64 high) {
 static void load_whole(u64 address, u64& low, u64& high) {
     if (draw() % 2) give_way();
     see(address, 16);
-    alignas(16) u64 both[2];
-    _mm_store_si128((__m128i*)both, *(const volatile __m128i*)address);
+    const Whole both = *(const volatile Whole*)address;
     low = both[0], high = both[1];
 }
 static u64 nanoseconds() {
@@ -178,12 +176,11 @@ template <class A> static A from_word(u64 word) {
     if constexpr (sizeof(A) == 8) return same_bits<A>(word);
     else return A(word);
 }
-template <class... A, size_t... I>
-static void call_with(void (*kernel)(A...), const u64* words, std::index_sequence<I...>) {
-    kernel(from_word<A>(words[I])...);
-}
+template <class... A> struct Call {
+    Call(void (*kernel)(A...), A... arguments) { kernel(arguments...); }
+};
 template <class... A> static void call_with(void (*kernel)(A...), const u64* words) {
-    call_with(kernel, words, std::index_sequence_for<A...>());
+    Call<A...>{kernel, from_word<A>(*words++)...};  // braces: from the first to the last
     __threadfence_system();
 }
 

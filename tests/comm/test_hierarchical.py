@@ -4,10 +4,11 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -35,7 +36,7 @@ from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results
 from kos.testing.conformance.model import Step
-from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS
+from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS, SIZES
 from kos.tune import measure as tune
 from tests.comm import test_conformance as conformance
 from tests.comm import test_nccl
@@ -117,33 +118,41 @@ MOVED = (BF16, np.dtype(np.int64), np.dtype(np.int8))
 
 
 def suite() -> Iterator[Any]:
-    """Every operation with every dtype and reduce operation: few of these in all layouts, the others by turns."""
-    for turn, name in enumerate(CARRIED):
-        pairs: Any = REDUCTIONS if "reduce" in name else [(dtype, None) for dtype in ALL_DTYPES]
-        for dtype, op in pairs:
-            turn += 1
+    """Few dtypes and reduce operations with every operation, layout and size; by turns each other one with one of each.
+
+    Both operations that reduce add within a host by the same kernel.
+    """
+    for names, pairs in ((CARRIED[:2], REDUCTIONS), (CARRIED[2:], [(dtype, None) for dtype in ALL_DTYPES])):
+        for turn, (dtype, op) in enumerate(pairs):
             few = (dtype, op) in FEW if op else dtype in MOVED
-            for layout in LAYOUTS if few else [LAYOUTS[turn % len(LAYOUTS)]]:
+            one = [(names[turn % len(names)], LAYOUTS[turn % len(LAYOUTS)])]
+            for name, layout in product(names, LAYOUTS) if few else one:
                 words = [str(layout), name, dtype.name, *([] if op is None else [op.name])]
-                yield pytest.param(layout, name, dtype, op, id="-".join(words), marks=() if few else pytest.mark.slow)
+                sizes, marks = (SIZES, ()) if few else ((7, 997), pytest.mark.slow)
+                yield pytest.param(layout, name, dtype, op, sizes, id="-".join(words), marks=marks)
 
 
-@pytest.mark.parametrize(("ranks", "name", "dtype", "op"), [*suite()], indirect=["ranks"])
-def test_results(ranks, seed, name, dtype, op):
-    ranks.run(lambda comm: results.correct(comm, seed, Step(name, dtype=dtype, op=op or ReduceOp.SUM)))
+@pytest.mark.parametrize(("ranks", "name", "dtype", "op", "sizes"), [*suite()], indirect=["ranks"])
+def test_results(ranks, seed, name, dtype, op, sizes):
+    ranks.run(lambda comm: results.correct(comm, seed, Step(name, dtype=dtype, op=op or ReduceOp.SUM), sizes))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["split_of_a_split", "close", "several_in_flight", "persistent", "feedback_keeps_what_is_lost fp8 float32",
-     *(f"all_reduce {dtype} {op} with NaN" for dtype in ("float32", "bfloat16") for op in ("MIN", "MAX"))],
-)  # fmt: skip
+def in_turn(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Run a test with each case in one layout, which differs from one case to the next."""
+    rows = [(LAYOUTS[turn % len(LAYOUTS)], *case) for turn, case in enumerate(cases)]
+    ids = ["-".join(map(str, row)) for row in rows]
+    return pytest.mark.parametrize(f"ranks {names}".split(), rows, indirect=["ranks"], ids=ids)
+
+
+@in_turn("name", [
+    ("split_of_a_split",), ("close",), ("several_in_flight",), ("persistent",),
+    *((f"all_reduce {dtype} {op} with NaN",) for dtype in ("float32", "bfloat16") for op in ("MIN", "MAX")),
+])  # fmt: skip
 def test_promises(ranks, seed, name):
     conformance.check(ranks, seed, name)
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
+@in_turn("form dtype", product(FORMATS, (np.dtype(np.float32), BF16)))
 @on_each_rank("ranks.run")
 def test_compressed_between_hosts(comm, /, seed, form, dtype):
     """Exact sums by peer within a host, compressed ones by NCCL on its rails: the bits that ranks of CPUs have."""
@@ -152,6 +161,12 @@ def test_compressed_between_hosts(comm, /, seed, form, dtype):
         step = Step(name, dtype=dtype, compress=form, values="hostile")
         results.correct(comm, seed, step, (1, 65, 5011))
         results.correct(comm, seed, replace(step, op=ReduceOp.AVG), (1000,))
+
+
+@in_turn("form dtype", [("fp8", np.dtype(np.float32)), ("int8", BF16), ("int4", np.dtype(np.float16))])
+@on_each_rank("ranks.run")
+def test_error_feedback(comm, /, seed, form, dtype):
+    results.feedback_keeps_what_is_lost(comm, seed, form, dtype)
 
 
 @on_each_rank("ranks.run")
@@ -166,8 +181,6 @@ def test_compressed_sums_go_in_phases_and_all_else_does_not(gpu, /):
     assert ways.of(comm.all_to_all, filled(comm, 600), compress="int8") == "nccl"
 
 
-test_error_feedback = conformance.test_error_feedback
-test_deterministic_is_in_rank_order = test_nccl.test_deterministic_is_in_rank_order
 test_several_communicators = test_nccl.test_several_communicators
 
 
@@ -244,10 +257,9 @@ def sent(name: str, size: int, nbytes: int) -> float:
             "broadcast": 1, "allto_all": size - 1}[name] * nbytes  # fmt: skip
 
 
-@pytest.mark.parametrize("phases", [True, False])
-def test_bytes_out_of_a_host(ranks, phases, no_gpu):
+def test_bytes_out_of_a_host(ranks, no_gpu):
     """2(h-1)/h of the data, where a ring of all ranks sends 2(n-1)/n over the edge between two hosts."""
-    out = Counter()  # by size of NCCL's communicator and rank in it
+    out = Counter()  # by size of NCCL's communicator, which is that of a rail, and rank in it: that of the host
     lock = threading.Lock()
 
     def counting(name, at):
@@ -265,28 +277,16 @@ def test_bytes_out_of_a_host(ranks, phases, no_gpu):
     for name, at in (("all_reduce", 2), ("reduce_scatter", 2), ("all_gather", 2), ("send", 1), ("allto_all", 2)):
         setattr(no_gpu, name, counting(name, at))
     hosts, n = len(set(ranks.names)), ranks.size
-    local, ranks.routes = n // hosts, ALWAYS if phases else {}
-    part = 4 * 5040  # elements, which everything divides
+    local, part = n // hosts, 4 * 5040  # elements that a rank gets in all, which everything divides
     expected = {
         "all_reduce": 2 * (hosts - 1) / hosts, "reduce_scatter": (hosts - 1) / hosts, "all_gather": (n - local) / n,
         "all_to_all": local * (hosts - 1) / hosts,
     }  # fmt: skip
     for name, share in expected.items():
-        if name == "all_to_all" and not phases:  # no ring, and as many bytes
-            continue
         out.clear()
         given = part // n if name == "all_gather" else part
-
-        def call(gpu, name=name, given=given):
-            getattr(gpu.comm, name)(filled(gpu, given))
-
-        ranks.run(call)
-        if phases:
-            # Rank k of a rail is on host k; ``part`` is all that a rank gets.
-            assert out == {(hosts, host): round(share * part * 4) for host in range(hosts)}, name
-        else:
-            ring = 2 * (n - 1) / n if name == "all_reduce" else (n - 1) / n
-            assert out == {(n, rank): round(ring * part * 4) for rank in range(n)}, name
+        ranks.run(lambda gpu, name=name, given=given: getattr(gpu.comm, name)(filled(gpu, given)))
+        assert out == {(hosts, host): round(share * part * 4) for host in range(hosts)}, name
 
 
 @on_each_rank("ranks.run")
@@ -296,7 +296,8 @@ def test_what_stays_with_nccl(gpu, /):
     backend, ways = comm.backend, Ways(comm)
     assert ways.of(comm.all_reduce, filled(comm, 600)) == PHASES
     assert ways.of(comm.all_reduce, filled(comm, 600), algorithm=PHASES) == PHASES
-    assert ways.of(comm.all_reduce, filled(comm, 600), deterministic=True) == "nccl"
+    for call in (comm.all_reduce, comm.reduce_scatter, comm.reduce):
+        assert ways.of(call, filled(comm, 600), deterministic=True) == "nccl"
     assert ways.of(comm.all_reduce, filled(comm, 600, ml_dtypes.float8_e4m3fn)) == "nccl"
     assert ways.of(comm.reduce, filled(comm, 600)) == "nccl"
     routes = {key("all_reduce", False, False, True): ((4000, "nccl"), (None, PHASES))}
