@@ -9,6 +9,7 @@ same torch replaces the ranks that it runs and keeps the others.
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -116,7 +117,12 @@ def run_forked(backend: str, ranks: int, pattern: str) -> dict[str, str]:
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
-    return run_here(pattern)
+    try:
+        return run_here(pattern)
+    finally:
+        for process in multiprocessing.active_children():  # the ranks, which the end of this process would leave
+            process.kill()
+            process.join()
 
 
 def environment(backend: str, ranks: int) -> dict[str, str]:
