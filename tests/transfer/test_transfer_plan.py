@@ -91,16 +91,6 @@ def test_every_element_is_read_once(data):
     assert plan.traffic() == counted
 
 
-def test_replicas_take_turns():
-    """Two ranks that hold the same tensors each send half of them."""
-    layout = {name: Array(F32, Placement.whole((4, 4)).named(name)) for name in "abcd"}
-    plan = Plan(Offers.of([layout, layout]), [layout, layout])
-    assert plan.traffic() == {(source, target): 2 * 64 for source in (0, 1) for target in (0, 1)}
-    text = plan.describe()
-    assert "2 publisher ranks -> 2 subscriber ranks: 4 tensors, 512 bytes in all" in text
-    assert "a[0:4, 0:4] float32: rank 0 a+0 -> a+0" in text
-
-
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
