@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
-from kos.bench.cases import IN_PLACE, OPERATIONS, PERIOD, STRIDE, Case, Data, bandwidths, busbw_factor, uneven
+from kos.bench.cases import IN_PLACE, OPERATIONS, PERIOD, STRIDE, Case, Data, bandwidths, busbw_factor
 from kos.bench.implementations import Ours
 from kos.bench.measure import HostTimer, Job, Run, measure
 from kos.bench.memory import HostMemory, Space
@@ -35,16 +35,6 @@ def test_counts_are_those_of_nccl_tests():
     assert (case.count, case.nbytes, case.sends(7), case.receives(7), case.redop) == (24, 96, 3, 24, "none")
     case = Case.of("reduce_scatter", 100, "bfloat16", "sum", 8, False)
     assert (case.count, case.nbytes, case.sends(0), case.receives(0), case.redop) == (48, 96, 48, 6, "sum")
-
-
-def test_uneven_parts():
-    assert uneven(24, 4) == [3, 9, 3, 9] and uneven(15, 3) == [3, 7, 5] and uneven(5, 1) == [5]
-    assert uneven(6, 2) == [2, 4], "half of three is one"
-    for ranks in (1, 2, 3, 5, 8):
-        case = Case.of("all_to_all_v", 8 * 7 * ranks, "float64", "sum", ranks, False)
-        for rank in range(ranks):
-            assert [sum(counts) for counts in case.counts(rank)] == [case.count] * 2
-            assert sorted(case.counts(rank)[0]) == sorted(case.parts)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -308,14 +308,6 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_what_was_found_is_kept(path, caplog):
-    """What two processes find at the same time, too: of the same shape, what was stored first."""
-    mine, other = kept(), kept()
-    mine.keep({"a": "1"})
-    other.keep({"a": "3", "b": "2"})
-    assert json.loads(path.read_text()) == kept().known == other.known == {"a": "1", "b": "2"} and not warnings(caplog)
-
-
 def test_two_searches_that_end_at_the_same_time_have_one_result(path, before_call):
     """The second one ends while the first one writes: it waits, then finds what was not stored when it began."""
 

@@ -225,7 +225,8 @@ def test_a_placement_that_names_no_tensor_means_that_of_the_array():
     layout: Any = {"w": Array(F32, WHOLE)}
     plan = Plan(Offers.of([layout, layout]), [layout, layout])
     assert plan.offers.shapes == {"w": (2, 3)} and plan.traffic() == {(0, 0): 24, (1, 1): 24}
-    assert "w[0:2, 0:3] float32: rank 0 w+0 -> w+0" in plan.describe()
+    assert "w[0:2, 0:3] float32: rank 0 w+0 -> w+0" in (text := plan.describe())
+    assert "2 publisher ranks -> 2 subscriber ranks: 1 tensor, 48 bytes in all; 24 to 24 bytes of each of 2" in text
 
 
 def test_calls_of_a_publisher_and_a_subscriber():

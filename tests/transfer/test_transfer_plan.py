@@ -91,25 +91,6 @@ def test_every_element_is_read_once(data):
     assert plan.traffic() == counted
 
 
-def test_replicas_take_turns():
-    """Two ranks that hold the same tensors each send half of them."""
-    layout = {name: Array(F32, Placement.whole((4, 4)).named(name)) for name in "abcd"}
-    plan = Plan(Offers.of([layout, layout]), [layout, layout])
-    assert plan.traffic() == {(source, target): 2 * 64 for source in (0, 1) for target in (0, 1)}
-    text = plan.describe()
-    assert "2 publisher ranks -> 2 subscriber ranks: 4 tensors, 512 bytes in all" in text
-    assert "a[0:4, 0:4] float32: rank 0 a+0 -> a+0" in text
-
-
-def test_replicas_that_are_near_are_preferred():
-    """Publishers of the first set that holds a box are read, in turn.  The last rank holds only one of the tensors."""
-    layout = {name: Array(F32, Placement.whole((4, 4)).named(name)) for name in "abcd"}
-    offers = Offers.of([layout, layout, layout, {"a": layout["a"]}])
-    some = {0: 64, 1: 64, 2: 64, 3: 64}
-    for near, right in (([{2}, {1}], {2: 256}), ([{3}, {1, 2}], {1: 64, 2: 128, 3: 64}), ([{3}], some)):
-        assert Plan(offers, [layout], near=near).traffic() == {(source, 0): n for source, n in right.items()}
-
-
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
