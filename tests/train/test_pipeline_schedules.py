@@ -1,10 +1,15 @@
 """Pipeline schedules: right, no idler than their papers say, and drawn."""
 
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kos.errors import InvalidArgument
 from kos.train.parallel.schedules import (
     SCHEDULES,
     Action,
@@ -27,6 +32,12 @@ def sizes() -> Iterator[tuple[int, int]]:
     for ranks in range(1, 9):
         for micro_batches in range(1, 17):
             yield ranks, micro_batches
+
+
+def changed(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
+    of_ranks = list(schedule.actions)
+    of_ranks[rank] = tuple(actions)
+    return replace(schedule, actions=tuple(of_ranks))
 
 
 def letters(actions: tuple[Action, ...]) -> str:
@@ -134,6 +145,43 @@ def test_stages_may_differ_and_messages_take_time():
     split = simulate(zero_bubble_v(2, 1), {"F": 1, "I": 1, "W": 2}, message=0.5)
     turned = Action("I", 0, 1), 5, 6  # of the last stage, for whose W the stage before does not wait
     assert split.passes[0][2] == turned and split.passes[1][2] == (Action("I", 0, 1), 6.5, 7.5)
+
+
+# --- verify finds what is wrong --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_lost_or_repeated_or_foreign_action_is_named(name):
+    schedule = build(name, 3, 6)
+    for rank, actions in enumerate(map(list, schedule.actions)):
+        for at, action in enumerate(actions):
+            for wrong, message in (
+                (actions[:at] + actions[at + 1 :], rf"rank {rank}: expected \w{action.micro_batch}.* 1 times, got 0"),
+                ([*actions, action], f"rank {rank}: expected {action} 1 times, got 2"),
+                ([*actions, Action("F", 6)], f"rank {rank}: expected F6 0 times, got 1"),
+                ([*actions, Action("F", 0, 2)], f"rank {rank}: expected F0 of chunk 2 0 times, got 1"),
+                ([*actions, Action("X", 0)], f"rank {rank}: expected X0 0 times, got 1"),
+            ):
+                with pytest.raises(InvalidArgument, match=message):
+                    verify(changed(schedule, rank, wrong))
+
+
+@settings(deadline=None, max_examples=300)
+@given(name=st.sampled_from(list(SCHEDULES)), ranks=st.integers(2, 4), groups=st.integers(1, 2), seed=st.integers(0))
+def test_what_verify_accepts_an_executor_can_run(name, ranks, groups, seed):
+    """Two actions of one rank change places: verify refuses, or queues mix nothing up."""
+    schedule, draws = build(name, ranks, groups * ranks), random.Random(seed)
+    rank = draws.randrange(ranks)
+    actions = list(schedule.actions[rank])
+    a = draws.randrange(len(actions) - 1)
+    b = min(len(actions) - 1, a + draws.choice((1, 1, 1, 2, 3, 8)))
+    actions[a], actions[b] = actions[b], actions[a]
+    mutant = changed(schedule, rank, actions)
+    try:
+        verify(mutant)
+    except InvalidArgument:
+        return
+    execute(mutant)
 
 
 # --- bad input, and the command --------------------------------------------------------------------------
