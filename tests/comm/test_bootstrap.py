@@ -18,7 +18,7 @@ from kos.comm.control import offers, store
 from kos.comm.control.store import store_rendezvous
 from kos.comm.control.wire import Network
 from kos.errors import InvalidArgument, RendezvousError
-from tests.comm.tcp_ranks import SECRET, TIMEOUT, free_port, run_processes, run_threads
+from tests.comm.tcp_ranks import SECRET, TIMEOUT, free_port, run_threads
 from tests.comm.test_jobs import mpirun, program
 from tests.launcher import needs_mpirun
 
@@ -61,23 +61,6 @@ print("same", flush=True)
 def test_a_split_of_mpi_beside_plain_calls_of_mpi(tmp_path):
     done = mpirun(4, program(tmp_path, BESIDE_MPI), fresh=True)
     assert (done.returncode, done.stdout) == (0, "same\n" * 4), done.stderr
-
-
-def test_addresses_in_processes_that_anything_started():
-    code = f"""
-import os, sys, threading
-import numpy as np, kos
-place = {{"rank": int(os.environ["RANK"]), "size": 3, "address": "127.0.0.1:" + os.environ["MASTER_PORT"]}}
-before = sys.excepthook, threading.excepthook
-for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KOS_SECRET"):
-    del os.environ[name]
-with kos.init(rendezvous=place | {{"secret": "of this job"}}, timeout={TIMEOUT}) as comm:
-    assert (comm.rank, comm.size, comm.backend_name, comm.local_rank) == (place["rank"], 3, "tcp", place["rank"])
-    assert comm.all_reduce(np.array([comm.rank])) == 3
-    assert comm.split(0).all_reduce(np.ones(2)).sum() == 6
-    assert (sys.excepthook, threading.excepthook) == before
-"""
-    assert run_processes(code, 3) == [(0, "")] * 3
 
 
 def test_addresses_twice_and_a_local_rank():

@@ -43,10 +43,10 @@ def together(body: Callable[[list[CallRing]], None], size: int = 2) -> None:
 
 
 class Words:
-    """Those of the segment; once it was read how far a rank has come, something happens."""
+    """Those of the segment; once the word at ``place`` was read, something happens."""
 
-    def __init__(self, calls: CallRing, then: Callable[[], None], rank: int = 1) -> None:
-        self.words, self.then, self.place = calls.segment.words, then, calls.segment.line(rank) + ARRIVED
+    def __init__(self, calls: CallRing, then: Callable[[], None], place: int) -> None:
+        self.words, self.then, self.place = calls.segment.words, then, place
 
     def __getitem__(self, place: Any) -> Any:
         word = self.words[place]
@@ -73,13 +73,22 @@ def test_a_rank_that_goes_on_while_its_calls_are_read(calls, /, looks):
         for sequence in range(RING - 1, RING + 20):
             theirs.announce(varied(sequence))
 
-    mine.words = Words(mine, go_on)
+    mine.words = Words(mine, go_on, mine.segment.line(1) + ARRIVED)
     o = varied(4)
     if looks == "compare":
         assert mine.compare(o, 0) == 5
     else:
         theirs.words[theirs._ring + 4] = 0  # as it was found the first time
         assert mine.check(o) is None
+
+
+@on_each_rank(together)
+def test_a_rank_that_comes_while_it_is_looked_for(calls, /):
+    mine, theirs = calls
+    mine.announce(call(0))
+    assert mine.check(call(0)) == 1
+    mine.words = Words(mine, lambda: theirs.announce(call(0)), mine.segment.ring(1))
+    assert mine.check(call(0)) is None
 
 
 @on_each_rank(together)
@@ -93,7 +102,7 @@ def test_own_calls_that_are_overwritten_while_they_are_read(calls, /):
         for sequence in range(RING, RING + 20):
             mine.announce(varied(sequence))
 
-    mine.words = Words(mine, go_on, 0)
+    mine.words = Words(mine, go_on, mine.segment.line(0) + ARRIVED)
     first, marks = mine.since(0)
     assert first == 21 and marks == [varied(sequence).prepared.fingerprint for sequence in range(21, RING)]
     assert mine.since(RING + 20) == (RING + 20, []) and mine.since(RING + 100) == (RING + 100, [])

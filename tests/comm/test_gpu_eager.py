@@ -7,7 +7,6 @@ host.
 import ctypes
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -26,7 +25,7 @@ from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.recorder import SLOTS
 from kos.cuda import driver
-from kos.errors import CollectiveError, CollectiveTimeout, CudaError, KosError
+from kos.errors import CollectiveError, CollectiveTimeout, CudaError
 from tests.comm.fake_gpu import Status, captures
 from tests.comm.fake_nccl import WAIT, Comm, FakeRanks, Group
 from tests.comm.fake_peer import ThreadRanks
@@ -324,63 +323,37 @@ def test_cached_calls_keep_few_streams(comm, /):
                 comm.all_reduce(x, stream=each)
 
 
-LONG = 100  # seconds
+def test_two_threads_are_found_while_a_launch_blocks(fake, monkeypatch):
+    """An all_reduce by the core is sem_wait: its first address is that of a semaphore."""
+    libc, found = ctypes.CDLL(None), threading.Event()
+    monkeypatch.setattr(fake, "address_of", lambda operation: ctypes.cast(libc.sem_wait, ctypes.c_void_p).value)
+    monkeypatch.setattr(fake, "all_reduce", lambda *_: None)
 
-
-@pytest.fixture
-def blocking(fake):
-    """An all_reduce by the core is nanosleep: its first address is that of how long it blocks, if no signal comes."""
-    nanosleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
-    fake.address_of = lambda operation: nanosleep
-    fake.all_reduce = lambda *_: None
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-def end_block(thread: int, over: threading.Event) -> None:
-    """Send that thread signals, which end its nanosleep, until its call is over."""
-    while not over.wait(0.002):
-        signal.pthread_kill(thread, signal.SIGUSR1)
-
-
-def call_that_blocks(comm: Any, x: Any, over: threading.Event) -> float:
-    """The seconds that the call has taken, which a signal has ended."""
-    began = time.monotonic()
-    try:
-        with pytest.raises(KosError):
-            comm.all_reduce(x)
-    finally:
-        over.set()
-    return time.monotonic() - began
-
-
-def test_two_threads_are_found_while_a_launch_blocks(fake, blocking):
-    found = threading.Event()
+    def semaphore(value):
+        array = on_gpu(np.zeros(4, np.int64))
+        libc.sem_init(ctypes.c_void_p(array.pointer), 0, value)
+        return array
 
     def body(gpu):
-        comm, x, y, over = gpu.comm, on_gpu(np.array([LONG, 0])), on_gpu(np.array([0, 0])), threading.Event()
+        comm, x, y = gpu.comm, semaphore(0), semaphore(9)
         known(comm, y)
         comm.rendezvous.barrier()
         if comm.rank == 1:
-            assert found.wait(LONG)
+            assert found.wait(WAIT)
             comm.all_reduce(y)  # the one that the other rank has begun
             comm.all_reduce(y)
             with pytest.raises(CollectiveError, match="two threads"):
                 comm.synchronize()
             return
-        seconds = []
-        first = threading.Thread(target=lambda: seconds.append(call_that_blocks(comm, x, over)))
+        first = threading.Thread(target=comm.all_reduce, args=(x,))
         first.start()
         while comm._active is None:
             time.sleep(0.001)
         with pytest.raises(CollectiveError, match=r"two threads call .*all_reduce #4 .* and all_reduce"):
             comm.all_reduce(y)
         found.set()
-        assert first.ident is not None
-        end_block(first.ident, over)
+        libc.sem_post(ctypes.c_void_p(x.pointer))
         first.join()
-        assert seconds[0] < LONG
 
     FakeRanks(2).run(body)
 

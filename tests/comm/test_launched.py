@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -300,11 +300,14 @@ def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched):
     assert claimant(False) is None
 
 
+STRANGER = "1 (other) S 0" + " 0" * 20  # the file stat of a process that no other one has started
+
+
 @contextmanager
-def claiming(by_mpi: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """A process that has claimed the rank of this environment, until it is killed or told to end."""
-    program = f"from kos.comm.control.identity import claimed\nimport sys\nwith claimed({by_mpi}, 60):"
-    program += "\n    print('claimed', flush=True)\n    sys.stdin.readline()"
+def claiming(by_mpi: bool = False, then: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that has claimed the rank of this environment, and what it does ``then``, until it is killed."""
+    program = f"from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed({by_mpi}, 60):"
+    program += f"\n    print('claimed', flush=True)\n    {then}\n    sys.stdin.readline()"
     command = (sys.executable, "-c", program)
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -335,26 +338,6 @@ def test_the_claim_of_another_process(launched, launcher):
     assert claimant(False) is None and environment
 
 
-@contextmanager
-def orphaned() -> Iterator[tuple[int, int]]:
-    """A process that claims this process's rank, and that no living process has started: its id, and the pipe that ends
-    it when it is closed."""
-    program = "from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False, 60):\n"
-    program += "    print(os.getpid(), flush=True)\n    sys.stdin.readline()"
-    ends, pipe = os.pipe()
-    command = ["sh", "-c", 'exec 3<&0; "$@" <&3 & exec 3<&-', "sh", sys.executable, "-c", program]
-    with subprocess.Popen(command, text=True, stdin=ends, stdout=subprocess.PIPE) as shell:
-        os.close(ends)
-        assert shell.stdout is not None
-        pid = int(shell.stdout.readline())
-        assert shell.wait(60) == 0
-        try:
-            yield pid, pipe
-        finally:
-            with suppress(OSError):
-                os.close(pipe)
-
-
 @pytest.fixture
 def on_first_sleep(monkeypatch, before_call):
     """Calls a function when kos first waits for a process to end, which may take long; returns the waits in seconds."""
@@ -376,12 +359,13 @@ def on_first_sleep(monkeypatch, before_call):
 
 def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched, on_first_sleep):
     """As if a script starts a job again when one of its ranks has ended: the others may end a moment later."""
-    launched("shell")
-    with orphaned() as (pid, pipe):
-        expected = f"^init: process {pid}, perhaps of an earlier run, is already rank 0 of 2 of this job: "
+    environment = launched("shell")
+    environment.setattr(Path, "read_text", lambda path, **_: STRANGER)
+    with claiming() as process:
+        expected = f"^init: process {process.pid}, perhaps of an earlier run, is already rank 0 of 2 of this job: "
         with pytest.raises(kos.errors.RendezvousError, match=expected), claimed(False, 0.1):
             pass
-        waits = on_first_sleep(lambda: os.close(pipe))
+        waits = on_first_sleep(process.kill)
         with claimed(False, 60):
             assert waits and claimant(False) == os.getpid()
 
@@ -395,10 +379,7 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched, how
         "fork": f"os.fork() or exec('print(os.getpid(), flush=True); {sleep}')",  # its hooks after a fork have run
         "spawn": f"import subprocess; print(subprocess.Popen([sys.executable, '-c', '{sleep}']).pid, flush=True)",
     }[how]
-    program = "from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed(False, 60):\n"
-    program += f"    {then}\n    sys.stdin.readline()"
-    command = (sys.executable, "-c", program)
-    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with claiming(then=then) as process:
         assert process.stdout is not None
         left = int(process.stdout.readline())
         try:
@@ -436,7 +417,7 @@ def test_a_job_without_a_name(launched, relation):
     environment = launched("mpi", PMI_RANK=f"{rank}", PMI_SIZE=f"{rank + 1}")
     with claiming(by_mpi=True):
         if relation == "unrelated":
-            environment.setattr(Path, "read_text", lambda path, **_: "1 (other) S 0" + " 0" * 20)
+            environment.setattr(Path, "read_text", lambda path, **_: STRANGER)
             with claimed(True, 60):
                 assert claimant(True) != os.getpid()
         else:

@@ -28,7 +28,6 @@ from tests.comm.test_failures import F4
 from tests.comm.test_jobs import mpirun, program
 from tests.comm.test_message_failures import Interrupted
 from tests.comm.test_recorder import line_of
-from tests.comm.works import work_of
 
 pytestmark = needs_core
 
@@ -73,36 +72,6 @@ def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call()
         return str(error.value).split("all_reduce #3: ")[-1]
 
     assert len(set(run(body, 2))) == 1
-
-
-def test_a_rank_that_comes_while_it_is_looked_for():
-    class Words:
-        """Those of the segment; rank 1 comes right after the word at ``place`` was read first."""
-
-        def __init__(self, place, comes):
-            self.place, self.comes = place, comes
-
-        def __getitem__(self, place):
-            word = calls[0].segment.words[place]
-            if place == self.place:
-                self.place = -1
-                self.comes()
-            return word
-
-    calls = {}
-
-    def body(comm):
-        calls[comm.rank] = comm.backend.calls
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            mine, theirs = (work_of("barrier", sequence=0) for _ in range(2))
-            calls[0].announce(mine)
-            assert calls[0].check(mine) == 1
-            calls[0].words = Words(calls[0].segment.ring(1), lambda: calls[1].announce(theirs))
-            assert calls[0].check(mine) is None
-        comm.rendezvous.barrier()
-
-    run(body, 2, close=False)
 
 
 @on_each_rank(run, 3)

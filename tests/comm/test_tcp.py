@@ -128,14 +128,6 @@ def say(sender: Connection, receiver: Connection, message: bytes) -> bytes:
     return drive(receiver.receive(), receiver.sock, soon())
 
 
-def test_messages_go_both_ways():
-    ours, (rank, size, theirs) = shake_hands(*tcp_pair())
-    assert (rank, size) == (5, 9)
-    for message in (b"", b"a", os.urandom(10_000)):
-        assert say(ours, theirs, message) == message
-        assert say(theirs, ours, message) == message
-
-
 class Wire:
     """A socket that others' sends are recorded on and played again."""
 
@@ -225,7 +217,7 @@ def test_a_socket_that_called_itself(monkeypatch):
 # Messages.
 
 
-@pytest.mark.parametrize("what", ["again", "changed", "swapped", "from the other side", "longer"])
+@pytest.mark.parametrize("what", ["again", "changed", "from the other side", "longer"])
 def test_messages_that_were_tampered_with(what):
     caller, answerer = tcp_pair()
     wire = Wire(caller)
@@ -241,11 +233,6 @@ def test_messages_that_were_tampered_with(what):
         ours.post(b"second message")
         [view] = ours._outgoing
         caller.send(bytes(view[:-1]) + b"E")
-    elif what == "swapped":
-        ours.post(b"second")
-        ours.post(b"third!")
-        second, third = ours._outgoing
-        caller.send(bytes(third) + bytes(second))
     elif what == "from the other side":
         say(theirs, ours, b"said by the listener")
         theirs.post(b"said by the listener")
@@ -288,12 +275,8 @@ def test_a_caller_of_another_epoch_is_refused(mine, its):
     assert run_threads(door, call) == [[1], f"expected epoch {mine} of the membership, got {its}"]
 
 
-def test_a_header_of_too_many_bytes_is_refused_before_anything_is_allocated():
-    ours, (_, _, theirs) = shake_hands(*tcp_pair())
-    ours.sock.send(struct.pack("!II", tcp.MAX_MESSAGE + 1, 0) + bytes(32))
-    message = f"message: expected at most {tcp.MAX_MESSAGE} bytes, got a header of {tcp.MAX_MESSAGE + 1}"
-    with pytest.raises(RendezvousError, match=message):
-        drive(theirs.receive(), theirs.sock, soon())
+def test_a_message_of_too_many_bytes_is_not_sent():
+    ours, _ = shake_hands(*tcp_pair())
     with pytest.raises(RendezvousError, match=f"message: expected at most {tcp.MAX_MESSAGE} bytes, got"):
         ours.post(bytes(tcp.MAX_MESSAGE + 1))
 

@@ -89,22 +89,6 @@ def test_16384_ranks(collective, algorithm, rounds):
     assert cost(schedule, topology("h200-cluster"))[1] * 400e9 > whole * 16383 / 16384 / 1.01
 
 
-def test_rounds_spelled_out_cost_what_the_short_forms_do():
-    n = 100
-    r = np.arange(n)
-
-    def shift(s, to_chunk=r, **more):
-        return Moves(r, (r + s) % n, (r + s) % n, to_chunk, space="input", to_space="output", **more)
-
-    for collective, algorithm, rounds in (
-            ("all_to_all", "pairwise", lambda: ([shift(s)] for s in range(n))),
-            ("all_gather", "one_shot", lambda: [(shift(s) for s in range(n))]),
-            ("all_gather", "ring", lambda: ([shift(s > 0, count=np.ones(n, int))] for s in range(n)))):
-        for where in (ODD, topology("h200-cluster")):
-            plain, short = Schedule(collective, "plain", n, 1, 0, False, rounds), build(collective, algorithm, n)
-            assert cost(plain, where) == pytest.approx(cost(short, where), rel=1e-12), algorithm
-
-
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
 def test_rounds_that_cost_the_same_are_evaluated_once(collective, algorithm, monkeypatch):
     """The very same numbers as of every round by itself; of a long chain only few rounds are evaluated."""

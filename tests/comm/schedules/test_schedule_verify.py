@@ -1,4 +1,4 @@
-"""The prover accepts every schedule that is built and rejects every mutant that gives a wrong result."""
+"""The prover accepts every schedule that is built and rejects what gives a wrong result."""
 
 import contextlib
 import itertools
@@ -75,86 +75,6 @@ def test_names_that_no_own_schedule_may_have(collective, name, message):
     assert {each: algorithms(each) for each in collectives()} == known
 
 
-def mutants(schedule):
-    """Every way to spoil one step: (what was done, the rounds)."""
-    rounds = schedule.rounds
-
-    def put(t, rank, steps):
-        changed = [*rounds[t]]
-        changed[rank] = tuple(steps)
-        return (*rounds[:t], tuple(changed), *rounds[t + 1:])
-
-    def move(t, rank, i, to):
-        out = [list(map(list, r)) for r in rounds]
-        out[to][rank].append(out[t][rank].pop(i))
-        return tuple(tuple(map(tuple, r)) for r in out)
-
-    other_kind = {"recv": "recv_reduce", "recv_reduce": "recv", "copy": "reduce", "reduce": "copy", "send": "recv"}
-    for t, row in enumerate(rounds):
-        for rank, steps in enumerate(row):
-            for i, step in enumerate(steps):
-                def alter(*replacement, t=t, rank=rank, i=i, steps=steps):
-                    return put(t, rank, [*steps[:i], *replacement, *steps[i + 1:]])
-
-                name = f"round {t}, rank {rank}, {step}"
-                yield f"drop {name}", alter()
-                yield f"duplicate {name}", alter(step, step)
-                yield f"change kind of {name}", alter(step._replace(kind=other_kind[step.kind]))
-                for chunk in {step.chunk - 1, step.chunk + 1, 0} - {step.chunk}:
-                    yield f"chunk {chunk} in {name}", alter(step._replace(chunk=chunk))
-                yield f"longer {name}", alter(step._replace(span=step.span + 1))
-                if step.source_space:
-                    yield f"source of {name}", alter(step._replace(source_chunk=step.source_chunk + 1))
-                else:
-                    for peer in set(range(schedule.ranks)) - {step.peer, rank}:
-                        yield f"peer {peer} in {name}", alter(step._replace(peer=peer))
-                if i + 1 < len(steps):
-                    yield f"swap with next {name}", put(t, rank, [*steps[:i], steps[i + 1], step, *steps[i + 2:]])
-                for to in {t - 1, t + 1} & set(range(len(rounds))):
-                    yield f"to round {to} {name}", move(t, rank, i, to)
-    for t in range(len(rounds) - 1):
-        yield f"swap rounds {t} and {t + 1}", (*rounds[:t], rounds[t + 1], rounds[t], *rounds[t + 2:])
-        for rank in range(schedule.ranks):
-            a, b = [*rounds[t]], [*rounds[t + 1]]
-            a[rank], b[rank] = b[rank], a[rank]
-            spoilt = (*rounds[:t], tuple(a), tuple(b), *rounds[t + 2:])
-            yield f"swap rounds {t} and {t + 1} of rank {rank}", spoilt
-
-
-def gives_right_result(schedule, elements, seed):
-    """The oracle: run it and compare with NumPy; bit for bit where rank order is promised."""
-    rng = np.random.default_rng(seed)
-    buffers = fake_world.make_buffers(schedule, elements, rng)
-    want = fake_world.expected(schedule, buffers, elements)
-    inputs = [b["input"].copy() if "input" in b else None for b in buffers]
-    try:
-        fake_world.run(schedule, buffers, lambda dst, src: np.add(dst, src, out=dst), seed)
-    except (AssertionError, LookupError, ValueError):  # stuck, left over, or out of its space
-        return False
-    close = np.array_equal if schedule.ordered else np.allclose
-    results = [fake_world.result(schedule, buffers, r) for r in range(schedule.ranks)]
-    same = schedule.collective != "all_reduce" or all(np.array_equal(results[0], r) for r in results)
-    return same and all(w is None or close(g, w) for g, w in zip(results, want, strict=True)) and all(
-        i is None or np.array_equal(i, b["input"]) for i, b in zip(inputs, buffers, strict=True))
-
-
-@pytest.mark.parametrize(("collective", "algorithm"), CASES)
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(5, marks=pytest.mark.slow)])  # of five, four are a power of two
-def test_mutants_that_change_the_result_are_rejected(collective, algorithm, ranks):
-    schedule = build(collective, algorithm, ranks, 1 if ranks > 3 else 2, ranks // 2)
-    killed = survived = 0
-    for what, rounds in mutants(schedule):
-        mutant = fake_world.with_rounds(schedule, rounds)
-        try:
-            verify(mutant)
-        except ScheduleError:
-            killed += 1
-        else:
-            survived += 1
-            assert gives_right_result(mutant, 35, seed=survived), what  # no two parts are of one length
-    assert killed > 2 * survived, f"{killed} killed, {survived} survived: is the prover asleep?"
-
-
 def one_rank_all_reduce(*steps):
     return fake_world.with_rounds(build("all_reduce", "tree", 2), steps)
 
@@ -173,6 +93,7 @@ back = Step("send", "data", 0, 1, 0), Step("recv", "data", 0, 1, 1)
     ([((send,), (add,)), ((send,), (add,))], "rank 1, round 1, recv_reduce .*: adds .* of rank 0 a second"),
     ([((send._replace(space="scratch"),), (add,))], "rank 0, round 0, send of scratch chunk 0: .* is empty"),
     ([((send._replace(peer=2),), (add,))], "rank 0, round 0, send of data chunk 0: 2 is no peer"),
+    ([((send._replace(peer=0),), (add,))], "rank 0, round 0, send of data chunk 0: 0 is no peer"),
     ([((send._replace(span=2),), (add,))], "reads data chunk 1, it is empty"),
 ])
 def test_the_message_names_rank_round_and_chunk(rounds, message):
@@ -189,13 +110,24 @@ def test_the_message_names_rank_round_and_chunk(rounds, message):
      "rank 0, round 0, recv of input chunk 0: writes an input"),
     ("all_gather", 2, ((Step("copy", "output", 0, 1, -1, "input", 1),), ()),
      "rank 0, round 0, copy of output chunk 0: input chunk 1 .* has another length"),
-    ("all_gather", 1, ((Step("copy", "output", 2, 1, -1, "input", 0),), ()),
-     "rank 0, round 0, copy of output chunk 2: outside 'output', which has 2 chunks"),
     ("gather", 1, ((), (Step("copy", "output", 0, 1, -1, "input", 0),)), "rank 1, .* which has 0 chunks"),
+    ("all_gather", 1, ((Step("reduce", "output", 0, 1, -1, "input", 0),), ()),
+     "rank 0, round 0, reduce of output chunk 0: adds to chunk 0, which is empty"),
+    *(("all_gather", 1, ((Step("copy", "output", at, span, -1, "input", 0),), ()), "outside 'output', .* 2 chunks")
+      for at, span in ((2, 1), (-1, 1), (0, 0))),
+    ("all_reduce", 2, ((add._replace(peer=1, span=2),), (back[0],)), r"data chunk 0 \(span 1\) .* has another length"),
+    ("all_to_all", 1, ((Step("copy", "output", 0, 1, -1, "input", 1),), ()), "chunk 0 holds chunk 1 of rank 0, exp.*"),
+    ("scan", 1, ((send,), (add,)), "rank 1, .*: adds rank 0 to rank 1, not in rank order"),
 ])
 def test_what_no_round_may_do(collective, chunks, steps, message):
     with pytest.raises(ScheduleError, match=message):
         verify(fake_world.with_rounds(build(collective, algorithms(collective)[-1], 2, chunks), (steps,)))
+
+
+def test_chunks_of_other_ranks_are_not_added():
+    rounds = [((Step(kind, "output", 0, 1, -1, "input", at),), ()) for at, kind in enumerate(("copy", "reduce"))]
+    with pytest.raises(ScheduleError, match="round 1, .* adds what began as chunk 1 to what began as chunk 0"):
+        verify(fake_world.with_rounds(build("reduce_scatter", "ring", 2), rounds))
 
 
 def test_ranks_that_add_in_another_order_are_rejected():
