@@ -77,3 +77,19 @@ class HostKernel:
         places = (ctypes.c_uint64 * self._parameters).from_address(parameters)
         words = (ctypes.c_uint64 * self._parameters)(*(ctypes.c_uint64.from_address(at).value for at in places))
         self._run(config.grid[0], threads, ctypes.c_uint(next(self._seeds) * 2_654_435_761 % (1 << 32)), words)
+
+
+class NoKernel(HostKernel):
+    """A kernel that computes nothing."""
+
+    def __init__(self, *_: Any, **defines: Any) -> None:
+        self._function = fake_driver.number(self)
+
+    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> BoundKernel:
+        return NoLaunch(self, fake_driver.Config(blocks, threads), arguments)
+
+    def run(self, config: Any, parameters: int) -> None: ...
+
+
+class NoLaunch(BoundKernel):
+    def __call__(self, stream: Any, *arrays: int) -> None: ...
