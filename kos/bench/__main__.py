@@ -37,7 +37,7 @@ RING_BYTES = {False: 128 << 20, True: 8 << 30}
 """The most that the slots of a batch take, for host memory and for GPUs."""
 MOST_SLOTS = {False: 16, True: 100}
 ROTATED_BYTES, BATCH_BYTES, BATCHES = 64 << 20, 16 << 20, 31
-"""With ``--arrays``: the most bytes of the arrays, and of the calls of a batch; and the most batches."""
+"""With ``--arrays``: the most bytes of all arrays together, the most bytes of a batch of calls, the most batches."""
 TIMED_BYTES = 512 << 20
 """Larger messages are timed fewer times, until their bytes add up to this."""
 

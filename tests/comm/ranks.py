@@ -53,18 +53,19 @@ def no_file_may_be_opened() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
-_JOBS = (("2", True), ("4", True), ("3", True), ("2", False))
+_JOBS = (("2", True), ("4", True), ("3", True), ("2", False))  # of `make test-all`: ranks, with the compiled core
 
 
-def share(each: Iterable[Any], parts: int) -> list[Any]:
-    """What this job of mpirun checks of ``each``: two jobs have half of them, or four a quarter, and together all.
+def split_among_jobs(cases: Iterable[Any], parts: int) -> list[Any]:
+    """The ``cases`` that this job of mpirun checks.
 
-    The jobs are those of ``make test-all``: 2, 4 and 3 ranks, and 2 without the core.  Any other job has all.
+    With 4 ``parts``, each of ``_JOBS`` checks another quarter.  With 2, the first two jobs check one half each, and so
+    do the last two.  Any other job checks all cases.  Without mpirun, there are none.
     """
     if (size := os.environ.get("OMPI_COMM_WORLD_SIZE")) is None:
         return []
     job = size, native is not None
-    return [*each][_JOBS.index(job) % parts :: parts] if job in _JOBS else [*each]
+    return [*cases][_JOBS.index(job) % parts :: parts] if job in _JOBS else [*cases]
 
 
 def host_of(rank: int) -> str:

@@ -20,7 +20,7 @@ from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import REDUCTIONS, assert_bits, inputs
 from tests.comm import compression_bounds as bounds
 from tests.comm.conftest import UNDER_MPIRUN, backends
-from tests.comm.ranks import TIMEOUT, MockRanks, MPIRanks, share
+from tests.comm.ranks import TIMEOUT, MockRanks, MPIRanks, split_among_jobs
 
 # Collected on GPUs too, by ``import *``.
 __all__ = ["test_compressed_sums_are_near", "test_error_feedback", "test_result"]
@@ -33,7 +33,7 @@ def names_of(full: bool = True, gpu: bool = False) -> list[str]:
 
 
 OF_OTHER_DTYPES = re.compile(r".* (?!float32)(float|bfloat|u?int|complex|bool)\d*(_\w+)?\b.*")
-"""The names of promises of other dtypes than float32."""
+"""Matches the names of promises whose dtype is not float32."""
 
 
 @cache
@@ -59,22 +59,22 @@ ON_THREADS = [(size, name) for number, name in enumerate(PROMISES) for size in (
 
 @pytest.mark.parametrize(("ranks", "name"), [
     *(pytest.param(size, name, id=f"mock-{size}-{name}") for size, name in ON_THREADS if not UNDER_MPIRUN),
-    *(pytest.param("mpi", name, id=f"mpi-{name}", marks=pytest.mark.mpi) for name in share(PROMISES, 2)),
+    *(pytest.param("mpi", name, id=f"mpi-{name}", marks=pytest.mark.mpi) for name in split_among_jobs(PROMISES, 2)),
 ], indirect=["ranks"])  # fmt: skip
 def test_promise(ranks, seed, name):
-    """On threads, each by one rank and by 2, 3 or 4."""
+    """On threads, each promise is checked on one rank, and on 2, 3 or 4 ranks."""
     check(ranks, seed, name)
 
 
-# Threads and MPI share the promises of other dtypes: each pair of a dtype and a reduce operation has an all_reduce on
-# one of them and a reduce_scatter on the other.
+# Each promise of another dtype is checked either on threads or on MPI. For each pair of a dtype and a reduce operation,
+# the all_reduce is checked on one of them, and the reduce_scatter on the other.
 OTHERS = [*filter(OF_OTHER_DTYPES.fullmatch, names_of())]
 OPERATIONS = [*dict.fromkeys(name.partition(" ")[0] for name in OTHERS)]  # all_reduce, reduce_scatter, ...
 
 
 def is_for_mpi(name: str) -> bool:
-    operation, _, of_what = name.partition(" ")
-    return (OPERATIONS.index(operation) + crc32(of_what.encode())) % 2 == 0
+    operation, _, pair = name.partition(" ")
+    return (OPERATIONS.index(operation) + crc32(pair.encode())) % 2 == 0
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if not is_for_mpi(name)])
@@ -83,7 +83,7 @@ def test_other_dtypes(seed, name):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", share(filter(is_for_mpi, OTHERS), 4))
+@pytest.mark.parametrize("name", split_among_jobs(filter(is_for_mpi, OTHERS), 4))
 def test_other_dtypes_on_mpi(mpi_world, seed, name):
     check(MPIRanks(mpi_world), seed, name)
 

@@ -22,7 +22,7 @@ from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, R
 from kos.testing import spawn
 from kos.testing.conformance import cases
 from tests.comm.fake_nccl import no_gpu, of_nccl
-from tests.comm.ranks import MockRanks, MPIRanks, on_each_rank, on_hosts, share
+from tests.comm.ranks import MockRanks, MPIRanks, on_each_rank, on_hosts, split_among_jobs
 from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TCPRanks, environment, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_jobs import needs_mpirun
@@ -66,14 +66,14 @@ def named(kind: str, hosts: tuple[int, ...], *more: Any) -> Any:
     return pytest.param((kind, hosts), *more, marks=marks, id=name)
 
 
-CHOSEN = {"mock": CASES[::3], "tcp": CASES, "mpi": share(CASES, 2)}
+CHOSEN = {"mock": CASES[::3], "tcp": CASES, "mpi": split_among_jobs(CASES, 2)}
 PROMISES = [
     named(kind, hosts, case)
     for kind, hosts in KINDS
     for number, case in enumerate(CHOSEN[kind])
     if hosts not in OF_FOUR or hosts == OF_FOUR[number % 3]
 ]
-"""Each promise over tcp, some on threads, and half of them in a job of MPI; each with one of ``OF_FOUR``."""
+"""All promises on tcp, a third on threads, and half in each job of mpirun.  Each runs on one of ``OF_FOUR``."""
 
 
 @pytest.fixture(params=[named(*each) for each in KINDS])

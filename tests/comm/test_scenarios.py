@@ -14,17 +14,17 @@ import pytest
 from kos._core import native
 from kos.comm.failures import FailureLog
 from kos.testing.conformance.failures import LATE, SCENARIOS, check
-from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario, share
+from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario, split_among_jobs
 from tests.comm.tcp_ranks import TCPRanks
 
-# Left to `make test-all`: rows whose ranks wait for a timeout, but for these.
+# Rows whose ranks wait for a timeout run in `make test-all` only, except these.
 WAITING = ("all_reduce, a rank is late", "barrier, rank 0 gives up", "recv, rank 0 gives up")
 IN_BOTH = ("all_reduce, a later one fails", "recv, rank 0 gives up")
 PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
 
 
 def rows() -> list[Any]:
-    """Each row in one of both memories; 3 ranks of mpirun have the other one."""
+    """Each row in one kind of memory; 3 ranks of mpirun run it in the other kind."""
     found = []
     for number, row in enumerate(SCENARIOS):
         waits = row.error is LATE and str(row) not in WAITING
@@ -38,7 +38,7 @@ def rows() -> list[Any]:
 
 ROWS = rows()
 OF_THREE = [each for each in ROWS if each.values[0].ranks > 2]
-OF_MPI = ROWS if PROCESSES == "3" else [*(OF_THREE if PROCESSES != "2" else ()), *share(
+OF_MPI = ROWS if PROCESSES == "3" else [*(OF_THREE if PROCESSES != "2" else ()), *split_among_jobs(
     [each for each in ROWS if each not in OF_THREE], 2)]  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def contributions(seed: int, step: Step, n: int) -> list[Array]:
 
 
 _inputs = lru_cache(8)(contributions)
-_ONE_AT_A_TIME = Lock()  # ranks that are threads ask for the same inputs, which one of them generates
+_inputs_lock = Lock()  # ranks that are threads need the same inputs: one generates them, and the others wait
 
 
 def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
@@ -176,7 +176,7 @@ def result(step: Step, xs: list[Array], me: int, exact: int = 1) -> Array | None
 @lru_cache(32)  # the forms of a call have the same inputs, and ranks may be threads
 def _known(step: Step, seed: int, n: int, me: int, exact: int) -> tuple[Array, list[Array] | None, Array | None]:
     """What rank ``me`` gives, the parts of its result, and its result (an array of that size if it is not exact)."""
-    with _ONE_AT_A_TIME:
+    with _inputs_lock:
         xs = _inputs(seed, replace(step, op=ReduceOp.SUM, root=0, deterministic=False), n)
     mine = parts(step, xs, me)
     if step.is_exact or mine is None:

@@ -167,8 +167,8 @@ def make_buckets(
     than ``least``.  The backward finishes the last bucket last, so its sum overlaps no computation and should be short.
 
     ``last`` is where the last tensor begins.  If this tensor has at least ``least`` elements, it has buckets of its
-    own, of ``largest`` elements: all of it is complete at once, and fewer sums take less time.  If fewer than ``least``
-    elements would remain for the last one, the bucket before it has them too.
+    own, of ``largest`` elements: all of it is complete at once, and fewer sums take less time.  If the last of these
+    buckets would have fewer than ``least`` elements, they are part of the bucket before it.
     """
     buckets, end = [], total if last is None or total - last < least else last // multiple * multiple
     while start < end:
