@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")
     unmarked = {i.path for i in items if not i.get_closest_marker("mpi")} & {ROOT / file for file in WITH_GPUS}
     if unmarked:
-        raise pytest.UsageError(f"expected none but tests marked mpi, got others in {min(unmarked)}")
+        raise pytest.UsageError(f"expected only tests marked mpi in the files with GPUs, got others in {min(unmarked)}")
     mark_costly(items)
     on_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpus and (reason := cuda.unavailable()):
@@ -74,16 +74,16 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    pass_over_earlier_files(item.path)
+    freeze_objects_of_earlier_files(item.path)
     if "mpi4py.MPI" in sys.modules:
         remove_variables_of_mpi()
 
 
 @lru_cache(maxsize=1)
-def pass_over_earlier_files(path: Path) -> None:
-    """As the tests of another file begin: what those before have imported and kept is collected no more.
+def freeze_objects_of_earlier_files(path: Path) -> None:
+    """Exclude the objects that earlier files have created from garbage collection; once for each file, by the cache.
 
-    Each collection for which a test asks would look through it, a million objects once torch and others are there.
+    Otherwise, each collection that a test requests would traverse them.  After the import of torch, they are a million.
     """
     gc.collect()
     gc.freeze()

@@ -74,7 +74,10 @@ class Forked:
 
 
 class ForkServer:
-    """Starts processes; they and it end with the process that made it.  May be used by several threads."""
+    """Starts processes.  May be used by several threads.
+
+    The server and the processes that it started end with the process that made the server.
+    """
 
     def __init__(self) -> None:
         self.name = f"kos-forked-{os.getpid()}-{secrets.token_hex(4)}"  # of an abstract socket
@@ -128,7 +131,7 @@ def serve(owner: socket.socket, listener: socket.socket) -> Callable[[], Any] | 
     while True:
         clients = {connection: process for process, (_, connection) in running.items()}
         ready = select.select([owner, listener, *running, *clients], [], [])[0]
-        if owner in ready:  # also if it was killed
+        if owner in ready:  # it has ended, or it was killed
             for pid, _ in running.values():
                 os.kill(pid, signal.SIGKILL)
             return None

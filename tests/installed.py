@@ -68,7 +68,7 @@ def main() -> None:
         run(folder, python, "threads.py")
         run(folder, python, "torchrun.py", expected=f"1 2 {sys.prefix}")
         run(folder, kos, "doctor", expected=f" at {sys.prefix}")
-        backends = ["--backend", "mpi,mpi-native"] * bool(ranks)  # not torch's, if it is there
+        backends = ["--backend", "mpi,mpi-native"] * bool(ranks)  # without those of torch, which may be installed
         run(folder, *ranks, kos, "bench", *FEW.split(), *backends, expected="0 wrong elements")
         run(folder, *train, "run", "--steps", "2", expected="step 2/2  loss ")
         run(folder, *train, "run", "--steps", "3", "--resume", "auto", expected="step 3/3  loss ")

@@ -43,7 +43,8 @@ WAITING = 2  # workers more than cores: many tests wait for a process or for a t
 NEVER_STARTED = 213  # Open MPI 5 found files of a killed mpirun with the same process id; no rank has run
 MPI_SIZES = (2, 4)
 MORE_MPI_SIZES = (2, 3, 4)  # with --all
-# Where all tests marked `mpi` are, for each rank collects these files; the latter hold no others, and all need GPUs.
+# All files with tests marked `mpi`, because each rank collects them. The files of WITH_GPUS contain only such tests,
+# and all of these need GPUs.
 WITH_MPI = (
     "tests/comm/test_any_source.py",
     "tests/comm/test_conformance.py",

@@ -27,8 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FEW = "--iterations 4 --no-plot"
 EVERY = (*OPERATIONS, "barrier")
 UNEVEN = ("barrier", *(op for op in OPERATIONS if op.endswith(("_v", "scan"))))
-FIRST = ("all_reduce", "broadcast", "all_gather")
-ROTATED = "mpi,mpi-native,mpi-again,mpi-c"
+SOME = ("all_reduce", "broadcast", "all_gather")
+ALL_OF_MPI = "mpi,mpi-native,mpi-again,mpi-c"
+
+
 def check_document(result: dict[str, Any], ranks: int) -> None:
     assert tuple(result) == report.KEYS
     assert result["driver"] is None and result["hardware"] and result["versions"]["numpy"] == np.__version__
@@ -83,14 +85,14 @@ def test_an_algorithm_is_measured_where_it_exists(program):
         (2, "--sizes 1K --backend mpi,mpi-native,gloo"),
         (1, "--sizes 8 --backend mpi,mpi-native"),  # not the mock's threads
         (3, f"--sizes 1K,2K --mode eager --place out --collective {','.join(UNEVEN)} --backend mpi,mpi-native"),
-        (2, f"--sizes 4 --arrays 1 --mode eager --collective {','.join(EVERY)} --backend {ROTATED}"),
-        (2, f"--sizes 1K --arrays 1,3 --collective {','.join(FIRST)} --backend mpi,mpi-native"),
+        (2, f"--sizes 4 --arrays 1 --mode eager --collective {','.join(EVERY)} --backend {ALL_OF_MPI}"),
+        (2, f"--sizes 1K --arrays 1,3 --collective {','.join(SOME)} --backend mpi,mpi-native"),
     ],
-    ids=["two ranks", "one rank", "uneven sizes", "an array again and again", "arrays in rotation"],
+    ids=["two ranks", "one rank", "uneven sizes", "one array, repeatedly", "arrays in rotation"],
 )
 def test_beside_open_mpi(ranks, words, tmp_path):
     file, backends = tmp_path / "rows.json", set(words.split()[-1].split(","))
-    few = 1 if "--arrays" in words else 4  # a call of Open MPI takes milliseconds where others use the cores
+    few = 1 if "--arrays" in words else 4  # calls of Open MPI take milliseconds on busy cores
     words = f"-m kos.bench --device host -n {few} {words} {'--no-plot ' * ('gloo' not in backends)}--json {file}"
     done = run_program(MPIRUN, "-n", str(ranks), *python(), *words.split(), env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -111,11 +113,11 @@ def test_beside_open_mpi(ranks, words, tmp_path):
         assert found(rows, "op", "backend") == set(product(UNEVEN, measured))
         assert len([row for row in rows if row["op"] == "barrier" and row["backend"] == "mpi-native"]) == 1
     elif "--arrays" in words:
-        ops, single = (EVERY, set()) if ROTATED in words else (FIRST, {(1, "single_shot"), (3, "eager")})
+        ops, more = (EVERY, set()) if ALL_OF_MPI in words else (SOME, {(1, "single_shot"), (3, "eager")})
         calls = {*product(["mpi"], ["persistent", "async"]), *product(measured, ["function"])}
         eager = [row for row in rows if row["mode"] == "eager"]
         assert found(eager, "op", "backend", "call") == {(op, *call) for op in ops for call in calls}
-        assert found(rows, "op", "arrays", "mode") == {(op, *each) for op in ops for each in {(1, "eager"), *single}}
+        assert found(rows, "op", "arrays", "mode") == {(op, *each) for op in ops for each in {(1, "eager"), *more}}
         assert found(rows, "op", "in_place") == {(op, op == "broadcast") for op in ops}
         assert min(row["bytes"] for row in rows if row["op"] == "all_gather") == (8 if ops == EVERY else 1024)
         assert "# time of kos / Open MPI" in done.stdout and "# geometric mean of all but all_reduce" in done.stdout

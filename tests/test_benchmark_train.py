@@ -48,7 +48,7 @@ def test_two_ranks_beside_torch(layout, flags, tmp_path):
     assert 0 < theirs["loss_difference"] < 2e-6
 
 
-def test_what_the_ranks_refuse_is_raised(tmp_path):
+def test_an_error_of_the_ranks_is_raised(tmp_path):
     options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager"])
     kos = train.Group("kos", options, ["--preset", "nonsense"], tmp_path)
     with pytest.raises(ConfigError, match="^--preset: expected one of .* got 'nonsense'$"):
@@ -58,7 +58,7 @@ def test_what_the_ranks_refuse_is_raised(tmp_path):
 
 
 def test_what_fails_loses_its_row_only(tmp_path):
-    """One of torch in its first step; kos in its second measurement, before which all results are kept."""
+    """A program of torch fails in its first step, and kos in its second measurement; the results before it are kept."""
     options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager-whole,eager", "--repeats", "2"])
     calls, kept = [], []
 

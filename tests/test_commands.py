@@ -239,7 +239,7 @@ def read_by(tree: ast.AST) -> Iterator[str]:
             of, key = node.value, node.slice
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             of, key = node.comparators[0], node.left
-        named = getattr(of, "attr", getattr(of, "id", "")) == "environ"  # of os, or imported
+        named = getattr(of, "attr", getattr(of, "id", "")) == "environ"  # os.environ, or an imported environ
         if named and isinstance(key, ast.Constant) and isinstance(key.value, str):
             yield key.value
 

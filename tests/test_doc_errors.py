@@ -68,10 +68,10 @@ def test_a_message_that_is_put_together_is_as_quoted(line):
 
 
 def test_the_words_of_quoted_messages_are_in_the_code():
-    """In a literal of kos or of ``OF_RENDEZVOUS``; or in several, where clauses make up a message."""
+    """They are in one literal of kos or of ``OF_RENDEZVOUS``, or each clause of the message is in one."""
     texts, missing = "\n".join([literals(ROOT / "kos"), *texts_of(OF_RENDEZVOUS)]), list[str]()
-    for line in QUOTED:
-        for fragment in [each.strip(" ,;:()<>'\"") for each in split(line)[1].split(VALUE) if line not in PUT_TOGETHER]:
+    for line in [each for each in QUOTED if each not in PUT_TOGETHER]:
+        for fragment in [each.strip(" ,;:()<>'\"") for each in split(line)[1].split(VALUE)]:
             clauses = re.split(r"; |: |, | \(|(?<=expected) ", fragment)
             if fragment not in texts and not all(clause.strip("()") in texts for clause in clauses):
                 missing.append(f"{line}: {fragment}")

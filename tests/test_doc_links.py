@@ -42,7 +42,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
 
 
-def test_links_lead_somewhere():
+def test_targets_of_links_exist():
     wrong, known = list[str](), cache(anchors)
     for page in PAGES:
         for target in links(page.read_text()):

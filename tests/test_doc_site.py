@@ -82,7 +82,7 @@ def test_a_folder_shows_what_is_not_hidden(tmp_path):
 
 @pytest.fixture
 def forked(monkeypatch, tmp_path):
-    """The parsers of commands are made by forked processes."""
+    """Forked processes make the parsers of commands, because they start faster."""
     monkeypatch.setattr(sys, "executable", as_program(tmp_path / "python"))
 
 

@@ -168,7 +168,7 @@ def test_commands(page, tmp_path):
     assert ran, f"{page.relative_to(ROOT)}: no command uses its files"
 
 
-def test_what_is_to_be_compared_is_found():
+def test_each_comment_is_before_a_block():
     """A comment that is misspelt, or not directly before its block, would compare nothing."""
     for page in PAGES:
         text = page.read_text()

@@ -240,7 +240,7 @@ def test_a_hostfile(tmp_path):
 @needs("torch")
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
 def test_torch(name):
-    """The losses that gloo gives, to the last printed digit; that of DDP is also started by torchrun."""
+    """Its losses are those over gloo, to the last printed digit.  torchrun starts the example of DDP, too."""
     path = EXAMPLES / name
     assert f"start with torchrun --nproc-per-node 2 examples/{name}" in path.read_text()
     over_kos, over_gloo = (

@@ -71,10 +71,10 @@ def test_what_is_no_command(ran, capsys):
     assert not ran
 
 
-SAYING = ("--help", "schedules ring --ranks 3", "doctor")
+PRINTING = ("--help", "schedules ring --ranks 3", "doctor")
 
 
-@pytest.mark.parametrize("words", SAYING)
+@pytest.mark.parametrize("words", PRINTING)
 def test_an_output_that_cannot_be_written_is_one_line(words):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "kos", *words.split()]
@@ -83,7 +83,7 @@ def test_an_output_that_cannot_be_written_is_one_line(words):
     assert done.stderr.startswith("kos: error: expected to write the output, got [Errno 28]")
 
 
-@pytest.mark.parametrize("words", SAYING)
+@pytest.mark.parametrize("words", PRINTING)
 def test_a_closed_pipe_or_an_ascii_output_ends_no_command_with_an_error(words):
     command = ["env", "PYTHONIOENCODING=ascii", sys.executable, "-m", "kos", *words.split()]
     done = subprocess.run(command, capture_output=True, timeout=120)
@@ -145,7 +145,7 @@ def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, program):
 def dist():
     """The wheel with the compiled core, the pure one and the sdist, as ``make wheels`` builds them from a clone.
 
-    In environments of their own, which have nothing but the build requirements.
+    They are built in isolated environments, which have only the build requirements.
     """
     if shutil.which("make") is None or not BUILDS:
         pytest.skip("needs make, a C compiler and Python.h")

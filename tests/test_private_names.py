@@ -65,8 +65,8 @@ def of_self(node: ast.Attribute) -> bool:
 def counts() -> dict[str, int]:
     """The number of uses in each file of the tests that has some."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
-    some = {path: text for path, text in texts.items() if not of_kos().isdisjoint(re.findall(r"\b_\w+", text))}
-    found = {path: len(list(used(text))) for path, text in some.items()}
+    candidates = {path: text for path, text in texts.items() if not of_kos().isdisjoint(re.findall(r"\b_\w+", text))}
+    found = {path: len(list(used(text))) for path, text in candidates.items()}
     return {path: count for path, count in sorted(found.items()) if count}
 
 

@@ -92,7 +92,7 @@ def until(reached: Callable[[], bool], what: str) -> None:
 
 
 def test_a_test_under_way_ends_what_it_started(tmp_path):
-    """At SIGTERM, and where a shell without job control began the run in the background, so that it ignores SIGINT."""
+    """At SIGTERM.  The run ignores SIGINT, as do programs that a shell without job control starts in the background."""
     file, children = tmp_path / "test_waits.py", tmp_path / "children"
     file.write_text(WAITS.replace('"children"', repr(str(children))))
     command = [sys.executable, "-c", RUN, "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]

@@ -14,7 +14,7 @@ from tests.host_compiler import compiled
 HERE = Path(__file__).parent
 SIMT = HERE.parent / "train/host_kernels/simt.h"
 
-NAMES = {  # the kernels of a file, all compiled at once unless ONLY says which
+NAMES = {  # the kernels of a file, all compiled at once unless ONLY names one
     "all_gather": ("all_gather", "all_to_all"),
     "all_reduce_direct": ("direct",),
     "all_reduce_specialized": ("specialized",),

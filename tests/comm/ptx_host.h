@@ -12,7 +12,7 @@
 
 #define __noinline__ __attribute__((noinline))
 using u64 = unsigned long long;
-using Whole = long long __attribute__((vector_size(16), may_alias));  // read and written at once
+using Whole = long long __attribute__((vector_size(16), may_alias));  // read and written by one instruction
 
 static unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
 template <class V> static V __ldg(const V* p) { return *p; }
@@ -180,7 +180,7 @@ template <class... A> struct Call {
     Call(void (*kernel)(A...), A... arguments) { kernel(arguments...); }
 };
 template <class... A> static void call_with(void (*kernel)(A...), const u64* words) {
-    Call<A...>{kernel, from_word<A>(*words++)...};  // braces: from the first to the last
+    Call<A...>{kernel, from_word<A>(*words++)...};  // braces: evaluated from left to right
     __threadfence_system();
 }
 

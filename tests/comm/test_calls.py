@@ -43,7 +43,7 @@ def together(body: Callable[[list[CallRing]], None], size: int = 2) -> None:
 
 
 class Words:
-    """Those of the segment; once the word at ``place`` was read, something happens."""
+    """The control words of the segment; calls ``then`` after the first read of the word at ``place``."""
 
     def __init__(self, calls: CallRing, then: Callable[[], None], place: int) -> None:
         self.words, self.then, self.place = calls.segment.words, then, place
@@ -83,7 +83,7 @@ def test_a_rank_that_goes_on_while_its_calls_are_read(calls, /, looks):
 
 
 @on_each_rank(together)
-def test_a_rank_that_comes_while_it_is_looked_for(calls, /):
+def test_a_rank_that_announces_its_call_while_it_is_checked(calls, /):
     mine, theirs = calls
     mine.announce(call(0))
     assert mine.check(call(0)) == 1

@@ -80,7 +80,7 @@ def test_errors_between_hosts_are_within_the_bounds(dtype, hosts, seed):
 
 @pytest.mark.parametrize(("form", "dtype", "hosts"), [
     ("fp8", "bfloat16", (2, 2)),
-    ("int8", "float32", (3, 3)),  # whose sums within a host show in which order they were added
+    ("int8", "float32", (3, 3)),  # a sum of 3 ranks of a host shows in which order they were added
     ("int4", "float16", (2, 2, 2)),
 ], ids=str)  # fmt: skip
 def test_bits_between_hosts(form, dtype, hosts, seed):

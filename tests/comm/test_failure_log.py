@@ -47,13 +47,13 @@ def test_what_is_queued_may_change_while_another_thread_reads_it():
     assert status.queued == {first: (1,), second: (2,)}
 
 
-def test_an_earlier_failure_than_those_reported_is_carried_too():
-    """Other ranks may wait in that collective."""
-    log, carried = FailureLog(range(3), 0), list[int]()
-    log.reporters = [SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))]
+def test_a_failure_of_an_earlier_collective_is_reported_too():
+    """Other ranks may be waiting in that collective.  A failure of a later one is not reported."""
+    log, reported = FailureLog(range(3), 0), list[int]()
+    log.reporters = [SimpleNamespace(report_failure=lambda failure, sequence: reported.append(sequence))]
     for sequence in (5, 7, 3):
         log.report(work_of("barrier", sequence=sequence), RankLost(f"lost in #{sequence}", ranks=[1]), 0)
-    assert carried == [5, 3]
+    assert reported == [5, 3]
 
 
 class _Waits(PeerStatus):

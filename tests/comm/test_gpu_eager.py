@@ -324,7 +324,7 @@ def test_cached_calls_keep_few_streams(comm, /):
 
 
 def test_two_threads_are_found_while_a_launch_blocks(fake, monkeypatch):
-    """An all_reduce by the core is sem_wait: its first address is that of a semaphore."""
+    """The core calls ``sem_wait`` in place of NCCL's all_reduce; the first argument, the array, holds a semaphore."""
     libc, found = ctypes.CDLL(None), threading.Event()
     monkeypatch.setattr(fake, "address_of", lambda operation: ctypes.cast(libc.sem_wait, ctypes.c_void_p).value)
     monkeypatch.setattr(fake, "all_reduce", lambda *_: None)

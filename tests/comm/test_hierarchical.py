@@ -118,9 +118,10 @@ MOVED = (BF16, np.dtype(np.int64), np.dtype(np.int8))
 
 
 def suite() -> Iterator[Any]:
-    """Few dtypes and reduce operations with every operation, layout and size; by turns each other one with one of each.
+    """The dtypes and reduce operations of ``FEW`` and ``MOVED``, each with every operation, layout and size.
 
-    Both operations that reduce add within a host by the same kernel.
+    Each of the others runs with one operation in one layout, in turn.  That is enough, because both operations that
+    reduce use the same kernel within a host.
     """
     for names, pairs in ((CARRIED[:2], REDUCTIONS), (CARRIED[2:], [(dtype, None) for dtype in ALL_DTYPES])):
         for turn, (dtype, op) in enumerate(pairs):
@@ -259,7 +260,7 @@ def sent(name: str, size: int, nbytes: int) -> float:
 
 def test_bytes_out_of_a_host(ranks, no_gpu):
     """2(h-1)/h of the data, where a ring of all ranks sends 2(n-1)/n over the edge between two hosts."""
-    out = Counter()  # by size of NCCL's communicator, which is that of a rail, and rank in it: that of the host
+    out = Counter()  # by the size of NCCL's communicator, a rail's, and the rank in it, which is the host's number
     lock = threading.Lock()
 
     def counting(name, at):
@@ -277,7 +278,7 @@ def test_bytes_out_of_a_host(ranks, no_gpu):
     for name, at in (("all_reduce", 2), ("reduce_scatter", 2), ("all_gather", 2), ("send", 1), ("allto_all", 2)):
         setattr(no_gpu, name, counting(name, at))
     hosts, n = len(set(ranks.names)), ranks.size
-    local, part = n // hosts, 4 * 5040  # elements that a rank gets in all, which everything divides
+    local, part = n // hosts, 4 * 5040  # elements that a rank gets in all; every number of ranks divides them
     expected = {
         "all_reduce": 2 * (hosts - 1) / hosts, "reduce_scatter": (hosts - 1) / hosts, "all_gather": (n - local) / n,
         "all_to_all": local * (hosts - 1) / hosts,

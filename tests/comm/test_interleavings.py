@@ -25,7 +25,7 @@ from tests.comm.tcp_ranks import both_ranks, environment, free_port, run_threads
 
 
 @contextlib.contextmanager
-def sharing() -> Iterator[list[Any]]:
+def shared_memory_ranks() -> Iterator[list[Any]]:
     """The communicators of two ranks that share memory and have no sockets."""
     group = ThreadGroup(2)
     places = [ThreadRendezvous(group, rank, TIMEOUT) for rank in (0, 1)]
@@ -181,7 +181,7 @@ def test_another_thread_aborts_a_waiting_call(name, memory, monkeypatch):
         "async": lambda comm: comm.all_reduce(np.ones(3), async_op=True, timeout=0.02).wait(),
     }
     while left:
-        with sharing() if memory == "shared" else both_ranks() as (comm, _):
+        with shared_memory_ranks() if memory == "shared" else both_ranks() as (comm, _):
             def call(comm=comm):
                 with contextlib.suppress(KosError):
                     calls[name](comm)
@@ -213,7 +213,7 @@ def test_another_thread_frees_what_a_wait_uses(name):
     interleaving, left, count = Interleaving("host/host_backend.py", finely=True), True, 0
     while left:
         gate = _Gate()
-        with sharing() as (comm, _):
+        with shared_memory_ranks() as (comm, _):
             comm.backend.failures.reporters.append(gate)
             work = comm.all_reduce(np.ones(3), async_op=True)
             aborting = threading.Thread(target=comm.abort, daemon=True)

@@ -176,7 +176,7 @@ def _places(backend: str) -> list[Callable[[], Any]]:
 
 
 OF_TRANSPORTS = ("all_reduce", "recv", "recv from any", "probe", "send")
-"""The calls that differ in their transports; works are the same on all."""
+"""The calls whose code depends on the transport; that of a ``Work`` is the same on all transports."""
 
 
 @pytest.mark.parametrize(("backend", "name"), [

@@ -300,12 +300,12 @@ def test_a_group_that_is_freed_while_another_is_made_leaves_the_claim(launched):
     assert claimant(False) is None
 
 
-STRANGER = "1 (other) S 0" + " 0" * 20  # the file stat of a process that no other one has started
+STRANGER = "1 (other) S 0" + " 0" * 20  # /proc/PID/stat of a process without a parent
 
 
 @contextmanager
 def claiming(by_mpi: bool = False, then: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process that has claimed the rank of this environment, and what it does ``then``, until it is killed."""
+    """A process that has claimed the rank of this environment and runs the line ``then``.  It is killed at the end."""
     program = f"from kos.comm.control.identity import claimed\nimport os, sys\nwith claimed({by_mpi}, 60):"
     program += f"\n    print('claimed', flush=True)\n    {then}\n    sys.stdin.readline()"
     command = (sys.executable, "-c", program)

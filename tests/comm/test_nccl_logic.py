@@ -49,20 +49,22 @@ def ranks(fake, request):
 
 
 COMPRESSED = ("compressed int4 bfloat16", "feedback_keeps_what_is_lost fp8 float32")  # their emulated kernels take long
-KINDS = re.compile(".* (float32|bfloat16|complex64|bool) .*")  # dtypes of which NCCL adds other ones, or none
+KINDS = re.compile(".* (float32|bfloat16|complex64|bool) .*")  # one for each way in which NCCL adds
 
 
 def is_drawn(name: str) -> bool:
-    """Whether a promise that GPUs check is checked here: of one dtype of a kind one in two, of the others one in eight.
+    """Whether a promise that is checked on GPUs is checked here, too.
 
-    Each pair of the former and a reduce operation is in an all_reduce or in a reduce_scatter; so are sums and maxima.
+    Promises of float32 are.  Of other dtypes, one promise in two is checked for the dtypes of ``KINDS`` and for SUM and
+    MAX, so that each such pair of a dtype and a reduce operation is checked in an all_reduce or in a reduce_scatter.
+    Of the remaining promises, one in eight is checked.
     """
     if name.startswith(("compressed", "feedback")):
         return name in COMPRESSED
     if not conformance.OF_OTHER_DTYPES.fullmatch(name):
         return True
-    half = KINDS.fullmatch(name) or name.endswith((" SUM", " MAX"))
-    return conformance.is_for_mpi(name) if half else crc32(name.encode()) % 8 == 0
+    one_in_two = KINDS.fullmatch(name) or name.endswith((" SUM", " MAX"))
+    return conformance.is_for_mpi(name) if one_in_two else crc32(name.encode()) % 8 == 0
 
 
 @pytest.mark.parametrize("name", filter(is_drawn, conformance.names_of(gpu=True)))

@@ -1,4 +1,4 @@
-"""One way for every operation: wrong keywords, its persistent form, its place in a batch, its timeout."""
+"""What every operation has in common: wrong keywords, its persistent form, its place in a batch, its timeout."""
 
 import copy
 import mmap

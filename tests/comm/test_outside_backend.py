@@ -77,7 +77,7 @@ def on_ranks(
 
 
 def test_host_memory(installed):
-    """Messages are the same for every operation, and the whole suite has another backend of messages."""
+    """One operation is enough: all are made of the same messages.  Another such backend runs the whole suite."""
 
     def body(comm):
         assert comm.backend_name == "relay" and "relay    in use" in comm.explain()
@@ -89,7 +89,7 @@ def test_host_memory(installed):
 ON_GPU = cases(gpu=True)
 FAILURES = [case for case in ON_GPU if ", " in case.name]
 SOME = re.compile(r"\w+ float32( PREMUL_SUM| SUM( deterministic| in rank order)?)?|compressed int8 bfloat16|shapes.*")
-"""The names of one promise of each kind: others differ in the kernels, which are the ones of nccl."""
+"""Matches the names of one promise of each kind.  Others differ only in their kernels, which are those of nccl."""
 
 
 @pytest.mark.parametrize("group", [

@@ -322,17 +322,17 @@ def _silent(**more: Any) -> Any:
     return SimpleNamespace(**known | more)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu, told):
+@pytest.mark.parametrize("reported", [True, False])
+def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu, reported):
     """A kernel that ended because another rank's did waits for that rank's report, which may come later or never."""
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     first = CollectiveTimeout("all_reduce #7: rank 2 did not arrive within 0.3 s")
-    reports = iter([None, None, first] if told else [])
+    reports = iter([None, None, first] if reported else [])
     backend.unwatch()
     backend.failures.world = [0, 1, 2]
     backend.shared.calls = _silent(check=lambda call: _raise(next(reports, None)))
     failure = backend.to_error(work_of("all_reduce", backend, 7), EndedEarly("rank 1 ended early", ranks=[1]))
-    assert failure is first if told else type(failure) is RankLost and "rank 1 ended early" in str(failure)
+    assert failure is first if reported else type(failure) is RankLost and "rank 1 ended early" in str(failure)
 
 
 def _raise(error: Exception | None) -> None:

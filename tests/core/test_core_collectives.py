@@ -1,4 +1,4 @@
-"""Calls of the compiled core: who waits for whom, and for how long; counts of another number of ranks."""
+"""Calls of the compiled core: which ranks wait for which, and for how long; counts for a wrong number of ranks."""
 
 import time
 
@@ -60,8 +60,8 @@ def test_a_start_that_waits_returns_a_work_after_ten_milliseconds():
             assert work.done()
 
 
-def test_a_spin_ends_where_each_look_takes_longer_than_it_lasts():
-    """As on a busy machine, where a rank that yields its core has it back much later; else it would never end."""
+def test_a_spin_ends_if_one_check_takes_longer_than_the_spin_may():
+    """As on a busy machine, where a rank that yields its core gets it back much later.  The spin must end there too."""
     with groups(2, spin=1e-9) as (a, _):
         assert a.core.spin_ns == 1
         assert not a.prepare("barrier").start(waits=True).done()

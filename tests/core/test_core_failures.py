@@ -83,7 +83,7 @@ def test_a_thread_that_waits_in_a_start_ends_when_others_close_the_group():
             assert results[0].kind == "CLOSED" and results[1:] == [None, None]
 
 
-def test_a_closed_group_releases_its_arrays_and_uses_its_memory_no_more():
+def test_a_closed_group_releases_its_arrays_and_no_longer_uses_its_memory():
     with groups(2) as (a, _):
         x, core = np.ones(4), a.core
         work, alive = a.start(x), weakref.ref(x)

@@ -1,4 +1,4 @@
-"""Messages of the compiled core: refused, cancelled, without room, in one copy and in pieces."""
+"""Messages of the compiled core: refused, cancelled, waiting for credits, in one copy and in pieces."""
 
 import time
 import weakref

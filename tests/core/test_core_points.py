@@ -89,7 +89,7 @@ def stopped(group: CoreGroup, build: str, point: int, count: int, number: int, t
 
 @pytest.mark.parametrize("point", range(len(POINTS)), ids=[name.lower() for name in POINTS])
 def test_a_rank_killed_at_a_step_is_named(build, point, tmp_path):
-    """When it comes there first, or later."""
+    """The rank is killed when it reaches an even point for the first time, or an odd point for the ninth time."""
     count = 1 + 8 * (point % 2)
     error, nothing = on_processes(2, stopped, tmp_path, build, point, count, int(signal.SIGKILL), 30.0)
     assert nothing is None and error[:2] == ["LOST", VICTIM] and error[2] < 20

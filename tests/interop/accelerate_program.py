@@ -28,6 +28,6 @@ for x, y in loader:
     losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
 if accelerator.is_main_process:
     print(json.dumps([type(model).__name__, dist.get_backend(), losses]), flush=True)
-if dist.get_backend() == "gloo":  # which waits for ever at times where its groups end, see ranks.py
+if dist.get_backend() == "gloo":  # it sometimes hangs when its groups are destroyed: see ranks.py
     os._exit(0)
 dist.destroy_process_group()

@@ -37,8 +37,8 @@ LIMIT, GROUP_LIMIT = 250.0, 60.0  # seconds of a call, and of an operation
 def run(call: str, size: int = 2, backend: str | None = "kos", *args: Any, gpu: str = "auto") -> list[Any]:
     """What ``call``, "module:function", returned on each rank, as JSON; raises AssertionError if one failed.
 
-    A rank that was killed has the result None.  ``gpu`` is the backend of kos for GPUs.  Without a ``backend`` there is
-    no group.
+    A rank that was killed has the result None.  ``gpu`` is the backend of kos for GPUs.  If ``backend`` is None, ranks
+    have no process group.
     """
     server = _server()
     server.write(json.dumps({"call": call, "size": size, "backend": backend, "args": args, "gpu": gpu}) + "\n")
@@ -51,14 +51,14 @@ def run(call: str, size: int = 2, backend: str | None = "kos", *args: Any, gpu: 
 
 @cache
 def _server() -> TextIO:
-    """A connection with the server, which all workers of one run of pytest share: the first that asks starts it."""
+    """A connection to the server, which all workers of a run of pytest share: the first that needs it starts it."""
     name = f"\0kos-torch-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"  # of an abstract socket
     while True:
         connection = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(ConnectionRefusedError):
             connection.connect(name)
             return connection.makefile("rw")
-        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # of another that starts it
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # another has bound the name
             listener.bind(name)
             listener.listen()
             _start(listener.fileno())
@@ -70,7 +70,7 @@ def _start(listener: int) -> None:
     env["PYTHONPATH"] = ":".join(paths)
     env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.interop.ranks", str(listener)]
-    subprocess.Popen(command, cwd=ROOT, env=env, stdout=2, pass_fds=[listener])  # what ranks print is no output
+    subprocess.Popen(command, cwd=ROOT, env=env, stdout=2, pass_fds=[listener])  # ranks print to stderr
 
 
 def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
@@ -88,7 +88,8 @@ def _rank(rank: int, folder: str, request: dict[str, Any]) -> None:
         module, name = request["call"].split(":")
         value = getattr(import_module(module), name)(*request["args"])
         file.write_text(json.dumps({"value": value}))
-        # Without gloo's: its destructor waits, with the GIL, for a thread that may be about to take it for a callback.
+        # Groups of gloo are not destroyed: the destructor holds the GIL while it waits for a thread, which may need the
+        # GIL to run a callback.
         if dist.is_initialized() and dist.get_backend() != "gloo":
             dist.destroy_process_group()
     except BaseException:
@@ -120,14 +121,14 @@ def _serve(request: dict[str, Any]) -> list[Any]:
     return results
 
 
-def _answer(requests: TextIO) -> None:
-    for line in requests:
-        requests.write(json.dumps(_serve(json.loads(line))) + "\n")
-        requests.flush()
+def _answer(connection: TextIO) -> None:
+    for line in connection:
+        connection.write(json.dumps(_serve(json.loads(line))) + "\n")
+        connection.flush()
 
 
 def main(listener: socket.socket) -> None:
-    """Answer each connection in a process of its own, which ends with it; end when there is none left."""
+    """Fork a process for each connection, which ends when the connection is closed; return after the last has ended."""
     listener.settimeout(1.0)
     answering = set[int]()
     while True:

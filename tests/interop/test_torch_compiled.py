@@ -28,7 +28,7 @@ def cache(tmp_path_factory):
     ("compiler", "parts"),
     [
         *((compiler, parts) for compiler in COMPILERS[:2] for parts in (PARTS[:2], PARTS[2:])),
-        pytest.param("inductor", IN_GRAPH, marks=INDUCTOR),  # what else there is of kos breaks the graph, as in eager
+        pytest.param("inductor", IN_GRAPH, marks=INDUCTOR),  # other calls of kos break the graph, as in eager
     ],
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )

@@ -60,7 +60,7 @@ def expect_no_failure(outcomes):
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("autograd")
-def test_a_part_of_the_suite_passes_by_the_name_of_kos():
+def test_a_part_of_the_suite_passes_with_the_backend_name_kos():
     """The suite has for kos, by its own name, a part of the tests that it has for gloo."""
     outcomes = run_suite("kos", PART)
     expect_no_failure(outcomes)
@@ -70,9 +70,10 @@ def test_a_part_of_the_suite_passes_by_the_name_of_kos():
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("autograd")
 def test_the_suite_passes():
-    """If the committed table is of this torch: without the tests that were skipped, and one of each pair of twins.
+    """If the committed table is of this version of torch, only a part of the suite runs.
 
-    On 2 ranks, the same test in a group of all ranks, and under the older of two profilers.
+    The tests that the table has as skipped are left out.  Of two tests that do the same on 2 ranks, one is left out,
+    too: the one in a group of all ranks, and the one under the older of two profilers.
     """
     import torch
 

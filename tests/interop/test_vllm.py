@@ -18,7 +18,7 @@ pytestmark = needs("torch")
 
 
 def ask(worker: Program, name: str, **argument: Any) -> None:
-    worker.say(json.dumps([name, argument]))
+    worker.write_line(json.dumps([name, argument]))
 
 
 def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
@@ -27,7 +27,7 @@ def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
     held = {name: (np.zeros(shape, np.float32), Placement.whole(shape)) for name, shape in TENSORS.items()}
     made = [Program("tests.interop.vllm_stand_in", str(rank), "2", str(tmp_path / "store")) for rank in range(2)]
     with Publisher(None, held) as publisher, made[0], made[1]:
-        assert [each.line() for each in made] == ["ready"] * 2
+        assert [each.read_line() for each in made] == ["ready"] * 2
 
         def publish(version):
             for name, (array, _) in held.items():
@@ -37,13 +37,13 @@ def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
         publish(0)
         for each in made:
             ask(each, "init", address=publisher.address)
-        places = [json.loads(each.line()) for each in made]
+        places = [json.loads(each.read_line()) for each in made]
         for version in (1, 2):
             publish(version)
             ask(made[0], "update", timeout=60)
             publish(version + 1)
             ask(made[1], "update", timeout=60)
-            found = [json.loads(each.line()) for each in made]
+            found = [json.loads(each.read_line()) for each in made]
             got = found[0][0]
             assert found[1][0] == got and got in (version, version + 1)
             for rank, (_, *rest) in enumerate(found):
@@ -51,7 +51,7 @@ def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
                 columns = np.split(tensor("o_proj.weight", got), 2, axis=1)[rank]
                 assert rest == [*places[rank], np.concatenate(rows).tolist(), columns.tolist()]
         ask(made[0], "update", timeout=1.0)  # the other worker does not come
-        assert "expected an answer of all vLLM workers" in made[0].line()
+        assert "expected an answer of all vLLM workers" in made[0].read_line()
 
 
 def test_what_is_refused(monkeypatch):

@@ -102,7 +102,7 @@ class KeptProcess:
 
 def run_tests(tasks: Connection) -> None:
     """Run the tests received from ``tasks`` as PyTorch's runner does, and answer each with its exit code."""
-    gc.freeze()  # what torch has made: each of the collections below would look through it
+    gc.freeze()  # so that the collections below do not traverse the objects of torch
     while True:
         try:
             environment, args, keywords = tasks.recv()

@@ -20,14 +20,14 @@ TABLE = Path(__file__).with_suffix(".json")
 REFERENCE = {"cpu": "gloo", "cuda": "nccl"}
 PARTS, COMPILERS = ("collectives", "functional", "models"), ("none", "eager", "aot_eager", "inductor")
 IN_GRAPH = ("together", "gradients_of_functional", "tensor_parallel")
-"""The cases whose collectives are compiled: those of "functional" in one graph, and two models."""
+"""The cases in which collectives are compiled: all calls of "functional" in one graph, and two models."""
 
 
 def compare(parts: Sequence[str], compiler: str, kind: str, cache: str) -> dict[str, Any]:
     """For each case "equal", or the results of kos and of the other process group, by rank.
 
-    ``parts`` may name single models too.
-    Only models round, which depends on a compiler that changes operations: else the other process group runs without.
+    ``parts`` may name single models too.  Only models round, and only a compiler that changes operations changes the
+    rounding.  In other cases, the other process group runs without a compiler.
     """
     ours = _results("kos", parts, compiler, kind, cache)
     exact = compiler == "eager" or {*parts} <= {*PARTS[:2]}

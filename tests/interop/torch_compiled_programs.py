@@ -263,9 +263,9 @@ def _mine(device: str) -> torch.Tensor:
 
 
 def matrix(parts: Sequence[str], compiler: str, kind: str, cache: str) -> dict[str, Any]:
-    """The result of each case of "collectives", "functional" and "models", or of models by name; an error is a string.
+    """The result of each case of "collectives", "functional" and "models", or of models by name.
 
-    "together" are all of "functional" in one graph.
+    The result of a case that fails is the error, a string.  The case "together" runs all of "functional" in one graph.
     ``cache`` is a folder for what inductor compiles.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache

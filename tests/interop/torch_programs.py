@@ -390,16 +390,16 @@ def profiled() -> list[str]:
 
 
 def example(path: str, backend: str) -> list[str]:
-    """The lines that a program of examples/ prints if torchrun starts it and its process group is of ``backend``."""
+    """The lines that a program of examples/ prints as under torchrun, with ``backend`` for its process group."""
     rank, size, text = dist.get_rank(), dist.get_world_size(), Path(path).read_text()
     port = [free_port()]
     dist.broadcast_object_list(port, 0)
     dist.destroy_process_group()
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
-    os.environ.update({name: str(value) for name, value in places.items()})
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+    os.environ.update({name: str(value) for name, value in env.items()})
     over_kos, end = 'init_process_group("kos")', "dist.destroy_process_group()"
     assert text.count(over_kos) == text.count(end) == 1
-    if backend == "gloo":  # which waits there for ever at times, see ranks.py
+    if backend == "gloo":  # it sometimes hangs there: see ranks.py
         text = text.replace(end, "pass")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(text.replace(over_kos, f"init_process_group({backend!r})"), {"__name__": "__main__"})

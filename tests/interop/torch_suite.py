@@ -112,7 +112,7 @@ def run_part(backend: str, ranks: int, pattern: str, part: int, parts: int) -> d
 
 
 def run_forked(backend: str, ranks: int, pattern: str) -> dict[str, str]:
-    """As ``run``, in this process: one that ``tests.interop.ranks`` has started."""
+    """As ``run``, but in this process, which ``tests.interop.ranks`` has forked."""
     env = environment(backend, ranks)
     os.environ.clear()
     os.environ.update(env)
@@ -120,7 +120,7 @@ def run_forked(backend: str, ranks: int, pattern: str) -> dict[str, str]:
     try:
         return run_here(pattern)
     finally:
-        for process in multiprocessing.active_children():  # the ranks, which the end of this process would leave
+        for process in multiprocessing.active_children():  # the ranks, which would outlive this process
             process.kill()
             process.join()
 
@@ -129,10 +129,10 @@ def environment(backend: str, ranks: int) -> dict[str, str]:
     env = os.environ | {
         "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": PATHS,
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONHASHSEED": "0",  # reasons have sets of names: a repeated run writes the same file
+        "PYTHONHASHSEED": "0",  # reasons contain sets of names; a repeated run writes the same file
         "PYTHONFAULTHANDLER": "1",  # a rank that crashes prints where
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch initializes the driver, which a forked rank may not use
-        "TMPDIR": "/tmp",  # of sockets of multiprocessing, whose paths have at most 107 characters
+        "TMPDIR": "/tmp",  # for sockets of multiprocessing: their paths have at most 107 characters
     }  # fmt: skip
     if backend.startswith("kos as "):
         env["TORCH_SUITE_ON_KOS"] = "1"

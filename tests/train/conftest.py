@@ -20,7 +20,7 @@ from tests.train.tokenizer_files import huggingface_file
 
 __all__ = ["emulated", "huggingface_file"]
 
-ABOUT = {name: cache(getattr(machine, name)) for name in ("git_commit", "versions_of")}
+ASKED_ONCE = {name: cache(getattr(machine, name)) for name in ("git_commit", "versions_of")}
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 
 
@@ -42,7 +42,7 @@ def _one_thread():
 
 @pytest.fixture
 def warm_seconds():
-    """Of dry runs beyond the first two.  None: on a CPU no dry run precedes the first step, for most runs are short."""
+    """The seconds of dry runs after the first two.  None: on a CPU, no dry run precedes the first step of a test."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,9 @@ def _dry_runs(monkeypatch, warm_seconds):
 
 
 @pytest.fixture(autouse=True)
-def _about(monkeypatch):
-    """What git and the installed packages say of each run is asked once."""
-    for name, once in ABOUT.items():
+def _asked_once(monkeypatch):
+    """The commit and the versions of packages, which each run records, are the same for all runs of a process."""
+    for name, once in ASKED_ONCE.items():
         monkeypatch.setattr(machine, name, once)
 
 

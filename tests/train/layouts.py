@@ -18,7 +18,7 @@ from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.generate import Sampling, Uncached, generate
-from kos.train.model import model as of_models
+from kos.train.model import model as model_module
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops.fp8 import Quantized
@@ -94,10 +94,10 @@ def settings(layout: Layout, **values: Any) -> TrainConfig:
 def small_buckets(patch: pytest.MonkeyPatch) -> None:
     """The weights of a small model are updated in many blocks, and exchanged in many buckets.
 
-    In a fixed order, short sequences are cut for the ranks of cp.
+    With ``deterministic``, even short sequences are split among the ranks of cp.
     """
     blocks = ((optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (memory_plan, "HOST_BUCKET_BYTES", 4096),
-              (of_models, "LEAST_CHUNK", LEAST_CHUNK))  # fmt: skip
+              (model_module, "LEAST_CHUNK", LEAST_CHUNK))  # fmt: skip
     for module, name, value in blocks:
         patch.setattr(module, name, value)
 
@@ -164,7 +164,7 @@ OF_LAYOUTS = {"pp_schedule", "zero", "recompute"}
 def check(
     layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any
 ) -> list[dict[str, Any]]:
-    """Returns what each rank knows."""
+    """Compare the ranks of a layout with one rank, and return what ``train`` returns."""
     alone = {name: value for name, value in changes.items() if name not in OF_LAYOUTS}
     ranks = train(layout, kind, layers, tied, steps, **changes)
     compare(ranks, serial(kind, layers, tied, steps, **alone), layout, DEVICES[kind])
@@ -190,24 +190,25 @@ def length(cp: int) -> int:
 
 
 def pairs(allowed: Callable[[dict[str, Any]], bool], **values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Rows of settings: any two values of two of them that are allowed together are together in one row.
+    """Few rows of settings, for pairwise testing: any two values that may be combined are together in some row.
 
-    Each row is the one of many drawn ones that has the most of such two that have not been together yet.
+    The rows are chosen from 400 random ones.  The next row is always the one with the most pairs of values that no
+    chosen row has.
     """
-    draw, found = random.Random(0), list[dict[str, Any]]()
-    drawn = ({name: draw.choice(of) for name, of in values.items()} for _ in itertools.count())
-    every = itertools.islice(filter(allowed, drawn), 400)
-    rows = [(row, {*itertools.combinations(row.items(), 2)}) for row in every]
-    left = set[Any]().union(*(twos for _, twos in rows))
-    while left:
-        best, twos = max(rows, key=lambda row: len(left & row[1]))
-        found.append(best)
-        left -= twos
-    return found
+    rng, chosen = random.Random(0), list[dict[str, Any]]()
+    drawn = ({name: rng.choice(choices) for name, choices in values.items()} for _ in itertools.count())
+    candidates = itertools.islice(filter(allowed, drawn), 400)
+    rows = [(row, {*itertools.combinations(row.items(), 2)}) for row in candidates]
+    missing = set[Any]().union(*(of_row for _, of_row in rows))
+    while missing:
+        best, of_best = max(rows, key=lambda row: len(missing & row[1]))
+        chosen.append(best)
+        missing -= of_best
+    return chosen
 
 
 def allowed(row: dict[str, Any], most: int) -> bool:
-    """Whether a layout of at most so many ranks, and a family, have the other settings of the row."""
+    """Whether the settings of a row may be combined, in a layout of 2 to ``most`` ranks."""
     return (
         2 <= math.prod(row[axis] for axis in AXES) <= most
         and row["dp"] * row["micro_batch_size"] <= RUN["batch_size"]
@@ -223,7 +224,7 @@ AXES = "dp", "tp", "pp", "cp"
 def layouts_with(
     most: int, possible: Callable[[dict[str, Any]], bool], **values: Sequence[Any]
 ) -> list[tuple[Layout, dict[str, Any]]]:
-    """Layouts of at most so many ranks, with other settings, by ``pairs``."""
+    """Layouts of 2 to ``most`` ranks, each with the other settings of its row of ``pairs``."""
     rows = pairs(lambda row: allowed(row, most) and possible(row), **values)
     return [(Layout(**{axis: row.pop(axis) for axis in AXES}), row) for row in rows]
 

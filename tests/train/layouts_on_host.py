@@ -102,7 +102,8 @@ def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.Monk
     alone = {key: value for key, value in changes.items() if key not in OF_LAYOUTS | {"graph"}}
     ranks, expected = train(layout, layers, **changes), serial(layers, **alone)
     if layout.tp > 1 and changes.get("dtype") == "bfloat16":
-        expected = {**expected, "text": ranks[0]["text"]}  # its bits are not promised: it is drawn by a model in parts
+        # The text may differ: it is sampled from logits of a sharded model, whose bits are not promised.
+        expected = {**expected, "text": ranks[0]["text"]}
     compare(ranks, expected, layout)
 
 

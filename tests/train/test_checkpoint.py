@@ -32,7 +32,7 @@ def test_keep_deletes_the_oldest_and_what_the_run_went_back_behind(tmp_path):
 
     for step in (1, 2, 10):
         saved = _save(tmp_path, step, keep=2)
-    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1, "as the umask wants them"
+    assert len({file.stat().st_mode for file in saved.iterdir()}) == 1, "the mode that the umask gives"
     assert kept() == ["step-10", "step-2"]
     _save(tmp_path, 9, keep=2)
     assert kept() == ["step-2", "step-9"]

@@ -61,7 +61,7 @@ def test_a_layout_saves_and_another_loads(tmp_path, rng, ranks):
     models = [grouped(tie_word_embeddings=tied, num_key_value_heads=8 >> 2 * tied) for tied in (False, True)]
     wholes = [whole_state(model) for model in models]
     every = layouts(ranks)
-    for step in range(min(len(every), 8)):  # other ones in each run
+    for step in range(min(len(every), 8)):  # a random choice in each run
         layout, chunks = every.pop(int(rng.integers(len(every))))
         tied, zero, master, v_shape = (bool(x) for x in rng.integers(2, size=4))
         how = {"master_shards": master, "v_shape": v_shape, "bucket_bytes": int(rng.choice([3000, 20_000, 1 << 20]))}

@@ -39,7 +39,7 @@ def _small_buckets(monkeypatch):
 
 
 ODD: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12}
-"""Tensors that share a block with others, which is refused where two ranks hold one tensor beside different ones."""
+"""Sizes with which tensors share blocks.  They are refused if two ranks hold one tensor beside different others."""
 LAYOUTS = [
     (Layout(dp=3), {"zero": 1, "batch_size": 9, **ODD}), (Layout(dp=2, pp=2), ODD),
     (Layout(cp=2, tp=2), {"tied": True, "zero": 1}),

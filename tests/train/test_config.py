@@ -387,8 +387,8 @@ def test_flags_without_effect_are_named():
 
 
 def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):
-    """Or replaced by one with the same results. A file of an earlier version has the key pp_chunks, which is ignored; a
-    value is reported."""
+    """A schedule that has a successor with the same results is replaced by it. A file of an earlier version has the key
+    pp_chunks, which is ignored; a value is reported."""
     with refused(ConfigError, "--pp-schedule: expected zero-bubble-v, which replaces it, got interleaved"):
         parse(["--pp", "2", "--pp-schedule", "interleaved"])
     path = tmp_path / "old.json"

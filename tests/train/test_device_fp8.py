@@ -85,7 +85,7 @@ COPIES = [((True, 1), (False, 1)), ((True, 1, True),) * 2, ((False, 1), (False, 
 
 
 def kinds_of_copies(ops: Any, kind: str) -> list[Any]:
-    """All on a GPU; of an emulated one, which takes long, only for one kind of numbers: for others of each scaling."""
+    """All of ``COPIES``; on an emulated GPU, which is slow, only the first two if ``kind`` is not "normal"."""
     return COPIES[: 2 if isinstance(ops, HostOps) and kind != "normal" else None]
 
 
@@ -97,7 +97,7 @@ def new_copies(ops: Any, shape: tuple[int, int], form: str, kinds: Any) -> list[
 def check_alike(
     ops: Any, arena: Arena, copies: list[Any], x: Array, form: str, fused: Callable[..., None], *given: Any
 ) -> None:
-    """What quantizes ``x`` without writing it in 16 bits gives the bits of the kernel that quantizes it."""
+    """``fused``, which quantizes ``x`` without writing it in 16 bits, gives the bits of ``quantize``."""
     for kinds in copies:
         expected, made = (new_copies(ops, x.shape, form, kinds) for _ in range(2))
         ops.quantize(x, *expected, arena)
@@ -109,7 +109,7 @@ def check_alike(
 @pytest.mark.parametrize("kind", KINDS)
 @on_devices
 def test_quantize(ops, arena, rng, shapes, kind, form):
-    """Both copies, and each alone, and their scales have the bits of the emulation."""
+    """Both copies, and each alone, and their scales have the bits of the reference in NumPy."""
     for shape in shapes if kind == "normal" else shapes[1:2]:
         x = matrix(kind, shape, rng)
         given = _put(ops, x, "bfloat16")
@@ -139,7 +139,7 @@ def test_swiglu(ops, arena, rng, shapes, kind):
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "huge"])
 @on_devices
 def test_rms_norm(ops, arena, rng, shapes, kind):
-    """The same statistics, too."""
+    """The statistics have the same bits, too."""
     for n, f in shapes if kind == "normal" else shapes[1:2]:
         given, weight = (_put(ops, x, "bfloat16") for x in (matrix(kind, (n, f), rng), rng.normal(size=f)))
         norm, copies = Normalize(weight, 1e-5), kinds_of_copies(ops, kind)
@@ -152,7 +152,7 @@ def test_rms_norm(ops, arena, rng, shapes, kind):
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 @on_devices
 def test_one_value_that_is_not_finite(ops, arena, value):
-    """The scale of its block says so."""
+    """The scale of its block is NaN; no other scale is."""
     for i, j in ((0, 0), (271, 143), (130, 70)):
         broken = np.ones((272, 144), np.float32)
         broken[i, j] = value

@@ -73,8 +73,8 @@ def test_a_lost_rank_changes_no_bit(where, zero, text, tmp_path, unhurt, capsys)
 def test_every_operation(zero, text, tmp_path):
     """A rank ends before an operation after the first validation: in steps, in a validation and in checkpoints.
 
-    It is rank 0, which writes the files, before every second one, and with ``zero``, before the ones between them, in
-    turn with the others.
+    Without ``zero``, it is rank 0, which writes the files, before every second operation.  With ``zero``, it is each
+    rank in turn, before the operations in between.
     """
     how = {"steps": 2, "eval_every": 2, "batch_size": 4, "model": {**SHAPE, "num_hidden_layers": 1}}
     plain = train(text, tmp_path / "plain", elastic=None, **how)

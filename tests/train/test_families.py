@@ -265,7 +265,7 @@ def test_steps_beside_torch(name):
     (expected, weights), (losses, got) = torch_steps(config, start), trained(config, start)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     for tensor, value in got.items():
-        if tensor not in biases_of_no_effect(config):  # else its gradient is of rounding, which AdamW enlarges
+        if tensor not in biases_of_no_effect(config):  # whose gradients are rounding errors, which AdamW enlarges
             assert_near(value, weights[tensor], 2e-5, tensor)
 
 

@@ -23,10 +23,10 @@ from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.engine import on_host
 
 
-@pytest.mark.parametrize("name", ["zero", "pp", "cp"])
-def test_a_loss_of_ones_own(name, tmp_path):
+@pytest.mark.parametrize("layout_name", ["zero", "pp", "cp"])
+def test_a_loss_of_ones_own(layout_name, tmp_path):
     """The cross-entropy of a program is that of the trainer, in training and in validation."""
-    ranks, layout = LAYOUTS[name]
+    ranks, layout = LAYOUTS[layout_name]
     for name, loss in (("ours", None), ("own", cross_entropy)):
         config = config_of(tmp_path / name, **layout)
         on_ranks(ranks, config, batches=batches_of(), val_batches=batches_of(2, rows=3), loss=loss)
@@ -44,16 +44,16 @@ def weighted(tmp_path_factory):
     return weights, column(out, "loss", "grad_norm")
 
 
-@pytest.mark.parametrize("name", ["zero", "pp", "cp", "tp"])
-def test_weights_of_targets(name, weighted, tmp_path):
+@pytest.mark.parametrize("layout_name", ["zero", "pp", "cp", "tp"])
+def test_weights_of_targets(layout_name, weighted, tmp_path):
     """Of 1 they change no bit; others give what the same loss of the program gives."""
-    (ranks, layout), (weights, own) = LAYOUTS[name], weighted
+    (ranks, layout), (weights, own) = LAYOUTS[layout_name], weighted
     found, ones = [], np.ones((ROWS, TOKENS))
     for kind, more in (("plain", {}), ("ones", {"weights": ones}), ("weights", {"weights": weights})):
         on_ranks(ranks, config_of(tmp_path / kind, eval_every=0, **layout), batches=batches_of(**more))
         found.append(column(tmp_path / kind, "loss", "grad_norm"))
-    plain, of_ones, ours = found
-    assert plain == of_ones and ours != plain
+    plain, with_ones, ours = found
+    assert plain == with_ones and ours != plain
     np.testing.assert_allclose(ours, own, rtol=1e-4, atol=1e-6)
 
 
@@ -83,10 +83,10 @@ def on_memory(logits: Array, batch: Batch) -> tuple[Array, Array]:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("name", ["one", "pp"])
-def test_an_emulated_gpu(name, tmp_path, capsys):
+@pytest.mark.parametrize("layout_name", ["one", "pp"])
+def test_an_emulated_gpu(layout_name, tmp_path, capsys):
     """All fields of a batch, validation, and each kind of loss, as on the CPU."""
-    ranks, layout = LAYOUTS[name]
+    ranks, layout = LAYOUTS[layout_name]
     starts = np.repeat([[0] * 8 + [8] * 8], ROWS, axis=0)
     more = {"weights": np.random.default_rng(2).normal(size=(ROWS, TOKENS)), "document_starts": starts}
     losses = {"cpu": cross_entropy, "ours": None, "array": on_memory, "cuda": CudaLoss(KERNEL, 32)}

@@ -248,7 +248,7 @@ def test_the_rows_of_logits_in_a_fixed_order_are_a_multiple_of_16():
 
 
 def test_tensor_parallel_on_cpus():
-    """Other layouts have the bits of one rank with ``deterministic`` (``test_layouts.py``); ranks of tp are near."""
+    """Near one rank.  Other layouts have the bits of one rank with ``deterministic``: see ``test_layouts.py``."""
     how = {**IN_8, "lr": 1e-3}
     (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
     for got in on_cpus.train(Layout(tp=2), CpuDevice, 2, True, **how):

@@ -26,7 +26,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_every_family_is_there():
+def test_every_family_is_tested():
     assert {CASES[name].model_type for name in NAMES} == {*FAMILIES}
 
 

@@ -19,7 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "olmo2": {}, "qwen3": {"attention_bias": True, "sliding_window": 7, "layer_types": (SLIDES, FULL)},
     "smollm3": {"no_rope_layers": (1, 0), "sliding_window": 4, "mlp_bias": True, "layer_types": (FULL, SLIDES)},
 }  # fmt: skip
-"""The settings of a model; those of its layers, in turn."""
+"""Settings of models.  A tuple has a value for each layer in turn; it is repeated for more layers."""
 TRAINED: dict[str, dict[str, Any]] = {
     "adamw": {}, "muon": {"optimizer": "muon", "muon_lr": 4e-3}, "lora": {"lora": 4, "lr": 3e-2}
 }  # fmt: skip
@@ -29,11 +29,11 @@ VALUES: dict[str, Sequence[Any]] = {
     "tied": (False, True), "family": tuple(FAMILIES), "trained": tuple(TRAINED),
 }  # fmt: skip
 COPIES = {"copies": (1, 2)}
-"""Ranks of tp that have the same kv head."""
+"""How many ranks of tp have a copy of the same kv head."""
 
 
 def run(layout: Layout, family: str = "llama", trained: str = "adamw", copies: int = 1, **changes: Any) -> Any:
-    """A case; a pipeline has stages of unequal length."""
+    """A test case; the stages of its pipeline have different numbers of layers."""
     layers = 2 if layout.pp == 1 else 5 if changes.get("pp_schedule") == V else layout.pp + 1
     of_model = {key: (value * 3)[:layers] if isinstance(value, tuple) else value
                 for key, value in FAMILIES[family].items()}  # fmt: skip
@@ -48,7 +48,7 @@ def run(layout: Layout, family: str = "llama", trained: str = "adamw", copies: i
 
 
 def drawn(**values: Sequence[Any]) -> list[Any]:
-    """Cases in which any two values are together, of those that are allowed together."""
+    """Few cases: any two values that may be combined are together in one of them."""
     every = layouts_with(4, lambda row: row["tp"] % row.get("copies", 1) == 0, **values)
     return [run(layout, **how) for layout, how in every]
 
@@ -61,13 +61,13 @@ NEAR = [
     run(Layout(pp=3), pp_schedule=V, tied=True),  # a stage has no layer
     run(Layout(cp=3), family="smollm3", seq_len=30, documents="pack"),
     run(Layout(tp=2), trained="lora", lora_targets=("q_proj", "down_proj"), batch_size=8),
-    run(TWO, layers=1, tied=True), run(TWO, layers=3, tied=True, pp_schedule=V),  # the last has a head alone
+    run(TWO, layers=1, tied=True), run(TWO, layers=3, tied=True, pp_schedule=V),  # the last stage has only the head
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "changes"), NEAR)
 def test_layout(layout, changes):
-    """Neighbours along tp with copies of a kv head count its gradient once, and their copies have the same bits."""
+    """Ranks of tp with copies of a kv head count its gradient once, and their copies have the same bits."""
     ranks = check(layout, Precise, **changes)
     held = dict[Any, bytes]()
     for rank, got in enumerate(ranks):
@@ -81,11 +81,12 @@ def test_layout(layout, changes):
 BITS = [
     *drawn(**VALUES),
     run(Layout(dp=2, pp=3), batch_size=12),  # six micro-batches a rank: subtrees of several sizes
-    run(Layout(dp=2, tp=2, pp=2), tied=True, zero=1, vocab_size=400),  # the ends of a pipeline hold other parts of it
+    # The first and the last stage of a pipeline shard the tied matrix differently.
+    run(Layout(dp=2, tp=2, pp=2), tied=True, zero=1, vocab_size=400),
     run(Layout(tp=4), trained="muon", family="qwen3"), run(Layout(tp=8)), run(Layout(cp=8)), run(Layout(dp=4), zero=1),
     run(Layout(pp=3), pp_schedule=V, tied=True, zero=0),
     run(Layout(dp=3), batch_size=18, micro_batch_size=2),  # micro-batches that are no power of two
-    run(Layout(dp=2, tp=2, cp=2), seq_len=2 * length(2)),  # more pieces than ranks
+    run(Layout(dp=2, tp=2, cp=2), seq_len=2 * length(2)),  # more chunks than ranks
     *(run(each, tied=True, dtype="fp8", intermediate_size=32, seq_len=64)
       for each in (TWO, Layout(dp=2, cp=2))),
 ]  # fmt: skip

@@ -20,22 +20,22 @@ V = "zero-bubble-v"
 TRAINED: dict[str, dict[str, Any]] = {
     "adamw": {}, "muon": {"optimizer": "muon", "muon_lr": 0.05}, "lora": {"lora": 4, "lr": 2e-3}
 }  # fmt: skip
-WITHOUT = "bfloat16 without master weights"
+NO_MASTER_WEIGHTS = "bfloat16 without master weights"
 VALUES: dict[str, Sequence[Any]] = {
     "deterministic": (False, True), **dict.fromkeys(AXES, (1, 2)), "zero": (0, 1), "pp_schedule": tuple(SCHEDULES),
     "layers": (2, HEAD_ALONE, 5), "recompute": ("none", "norms", "block"), "graph": (True, False),
     "micro_batch_size": (1, 2), "tied": (False, True), "documents": ("cross", "pack"),
     "family": ("llama", "qwen3", "olmo2"), "trained": tuple(TRAINED),
-    "dtype": ("float32", "bfloat16", WITHOUT),
+    "dtype": ("float32", "bfloat16", NO_MASTER_WEIGHTS),
 }  # fmt: skip
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """Runs in bfloat16 are compared in a fixed order alone."""
+    """Whether the settings of a row may be combined.  Runs in bfloat16 are compared with ``deterministic`` only."""
     return (
         (row["layers"] > 2 if row["pp"] > 1 else row["layers"] == 2)
         and (row["layers"] < 5 or row["pp_schedule"] == V)
-        and (row["tp"] == 1 or row["dtype"] != WITHOUT)
+        and (row["tp"] == 1 or row["dtype"] != NO_MASTER_WEIGHTS)
         and (row["deterministic"] or row["dtype"] == "float32")
     )
 
@@ -56,7 +56,7 @@ FIXED = [
 ]  # fmt: skip
 for chosen, how in layouts_with(4, possible, **VALUES):
     how |= TRAINED[how.pop("trained")]
-    if how["dtype"] == WITHOUT:
+    if how["dtype"] == NO_MASTER_WEIGHTS:
         how |= {"dtype": "bfloat16", "master_weights": "none"}
     if how.pop("deterministic"):
         how |= {"seq_len": 8 * chosen.cp, **({"deterministic_parts": 4} if chosen.tp > 1 else {})}

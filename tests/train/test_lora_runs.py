@@ -256,7 +256,7 @@ def test_a_folder_of_adapters_is_merged(name, whole, base, tmp_path, capsys):
 
 
 NUMBER, LIST, SOME = "expected a number greater than 0", "expected a list of names", "expected some of q_proj, .*, got"
-REFUSED: list[tuple[str, Any, str]] = [  # setting, value, what is said of it
+REFUSED: list[tuple[str, Any, str]] = [  # setting, value, what the error says of it
     ("lora_dropout", 0.1, "expected 0, got 0.1"), ("bias", "all", "expected none, got 'all'"),
     ("use_qalora", True, "expected none"), ("modules_to_save", ["lm_head"], "expected none"),
     ("rank_pattern", {"q_proj": 8}, "expected"), ("alpha_pattern", {"q_proj": 8}, "expected"),

@@ -220,7 +220,7 @@ def chats(monkeypatch):
 
 def test_packed_chats_have_the_losses_of_each_alone(chats):
     """Four steps with the validation after them, in float64; 20 chats lie in 16 sequences at most.  Attention across
-    them gives others."""
+    chats gives other losses."""
     (alone,), (crossing,) = chats(Layout(), len(CHATS)), chats(Layout(), 16, documents="cross")
     assert alone["rows"][0, 0] > alone["rows"][-1, 0] + 0.02, "it learns"
     for rank in chats(Layout(dp=2), 16):
@@ -314,8 +314,8 @@ def test_a_run_goes_on_with_its_plan_or_not_at_all(pairs, whole, tmp_path, known
     (out, whole_rows), made, drawn = whole, packing.make_plan, {"epochs": None, "steps": 4, "eval_batches": 0}
     train(pairs, tmp_path / "drawn", **drawn)
     alone, steps = {}, len(whole_rows) - 2
-    for name, run_of, step in (("whole", out, steps), ("drawn", tmp_path / "drawn", 3)):
-        source = run_of / "checkpoints" / f"step-{step}"
+    for name, folder, step in (("whole", out, steps), ("drawn", tmp_path / "drawn", 3)):
+        source = folder / "checkpoints" / f"step-{step}"
         alone[name] = shutil.copytree(source, tmp_path / f"{name}-alone" / source.name)
         values = json.loads((manifest := alone[name] / "manifest.json").read_text())
         if not known:
@@ -329,7 +329,7 @@ def test_a_run_goes_on_with_its_plan_or_not_at_all(pairs, whole, tmp_path, known
     plan = alone["whole"].parents[1] / packing.FILE
     with refused(CheckpointError, f"({plan}), got {'another' if known else 'none'}"):
         train(pairs, tmp_path / "lone", epochs=2, resume=str(alone["whole"]))
-    # Of which another line warns.
+    # Another line warns of the other length.
     train(pairs, tmp_path / "other-length", epochs=2, resume=str(alone["whole"]), seq_len=60)
     train(pairs, tmp_path / "lone-drawn", resume=str(alone["drawn"]), **drawn)
     said = [each.getMessage() for each in caplog.records]

@@ -45,26 +45,26 @@ def letters(actions: tuple[Action, ...]) -> str:
 
 
 def execute(schedule: Schedule) -> None:
-    """Run the actions of the ranks, with plain queues between them, which know nothing of what a message holds.
+    """Run the actions of all ranks.  Messages go through plain queues, which do not know what a message holds.
 
-    AssertionError where a rank takes what another stage or micro-batch has made, adds gradients of weights in another
-    order than that of micro-batches, or waits forever.
+    Raises AssertionError if a rank receives the message of a wrong stage or micro-batch, if it adds the gradients of
+    weights in another order than that of the micro-batches, or if it waits forever.
     """
     channels: dict[tuple[bool, int, int], deque[tuple[int, int]]] = defaultdict(deque)
     added = Counter[int]()
     left, done = [deque(actions) for actions in schedule.actions], set[tuple[str, int, int]]()
 
-    def runs(rank: int, action: Action) -> bool:
+    def runs(rank: int, action: Action) -> bool:  # False: it has to wait
         stage, forward, micro_batch = schedule.stage(rank, action.chunk), action.kind == "F", action.micro_batch
         source, to = schedule.source(rank, action), schedule.destination(rank, action)
-        made = micro_batch, stage - 1 if forward else stage + 1
+        needed = micro_batch, stage - 1 if forward else stage + 1
         if source is not None and source.rank == rank:  # from chunk to chunk on one rank
-            if ("F" if forward else "I", *made) not in done:
+            if ("F" if forward else "I", *needed) not in done:
                 return False
         elif source is not None:
             if not (channel := channels[forward, source.rank, rank]):
                 return False
-            assert channel.popleft() == made
+            assert channel.popleft() == needed
         if action.kind in "BW":
             assert micro_batch == added[stage]
             added[stage] += 1
@@ -169,7 +169,7 @@ def test_a_lost_or_repeated_or_foreign_action_is_named(name):
 @settings(deadline=None, max_examples=300)
 @given(name=st.sampled_from(list(SCHEDULES)), ranks=st.integers(2, 4), groups=st.integers(1, 2), seed=st.integers(0))
 def test_what_verify_accepts_an_executor_can_run(name, ranks, groups, seed):
-    """Two actions of one rank change places: verify refuses, or queues mix nothing up."""
+    """Two actions of one rank change places: ``verify`` refuses the schedule, or ``execute`` runs it."""
     schedule, draws = build(name, ranks, groups * ranks), random.Random(seed)
     rank = draws.randrange(ranks)
     actions = list(schedule.actions[rank])

@@ -83,12 +83,12 @@ def test_compressed_gradients_that_muon_would_not_shard():
 
 
 def test_what_does_not_divide_is_refused():
-    refused = {tuple(sizes.values()): reason for sizes, reason in planned(8, *ONE[2:])[1]}
+    refused = {tuple(sizes.values()): reason for sizes, reason in planned(8, *ONE_CHOICE[2:])[1]}
     assert "--tp 8: expected num_attention_heads to be a multiple of 8, got 4" in refused[1, 8, 1, 1]
     assert (2, 4, 1, 1) not in refused  # of 2 kv heads, four ranks hold a copy each
     assert "--pp 8: expected at most 5 stages (layers + 1), got 8" in refused[1, 1, 8, 1]
     assert "--batch-size: expected a multiple of 16 (--micro-batch-size 2 × 8 ranks), got 8" in refused[8, 1, 1, 1]
-    refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, *ONE[2:], "--seq-len", "18")[1]}
+    refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, *ONE_CHOICE[2:], "--seq-len", "18")[1]}
     assert "--seq-len: expected a multiple of" in refused[1, 1, 1, 4]
 
 
@@ -222,8 +222,8 @@ def test_the_example_of_the_memory_page():
 # --- the command -----------------------------------------------------------------------------------------
 
 
-ONE = ["--num-hidden-layers=2", "--micro-batch-size=1", "--zero=0", "--recompute=none"]
-"""With a layout, the one way to train a small model: few steps are simulated."""
+ONE_CHOICE = ["--num-hidden-layers=2", "--micro-batch-size=1", "--zero=0", "--recompute=none"]
+"""Flags of a small model that leave one choice for each layout, so that few steps are simulated."""
 
 
 def test_the_command_starts_neither_mpi_nor_cuda():
@@ -253,7 +253,7 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     ],
 )
 def test_what_no_run_has_confirmed_is_said(flags, said):
-    lines = planning.report([*f"--plan --preset tiny {flags}".split(), *ONE]).splitlines()
+    lines = planning.report([*f"--plan --preset tiny {flags}".split(), *ONE_CHOICE]).splitlines()
     notes = [line for line in lines if line.startswith("note: ")]
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
 
@@ -263,7 +263,7 @@ def test_the_gpu_that_is_here(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "DRIVER", tmp_path)
 
     def first_line():
-        return planning.report(["--plan", "--preset=tiny", "--ranks=2", *ONE]).partition("\n")[0]
+        return planning.report(["--plan", "--preset=tiny", "--ranks=2", *ONE_CHOICE]).partition("\n")[0]
 
     assert costs.gpu_here() is None
     assert re.match(r"2 ranks on .*H200 \(no GPU is here: see --gpu\), ", first_line())
@@ -278,7 +278,7 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path):
     header = np.array([20240520, 1, 300, *[0] * 253], "<i4")
     (tmp_path / "tokens.bin").write_bytes(header.tobytes() + bytes(600))
     flags = ["--plan", "--ranks", "1", "--gpu", "H200", "--data", str(tmp_path / "tokens.bin")]
-    flags += ONE[1:]
+    flags += ONE_CHOICE[1:]
     for more, vocabulary in (([], 50_257), (["--tokenizer", "bytes"], 256), (["--vocab-size", "60000"], 60_000)):
         model = parse([]).model_config_for(vocabulary)
         assert f" {model.num_parameters():,} parameters" in planning.report([*flags, *more])
@@ -288,7 +288,7 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path):
 
 def test_layouts_of_sizes_that_have_no_product_in_8_bits():
     """Are refused, as a run would."""
-    flags = ["--plan", "--ranks=4", "--gpu=H100", "--preset=tiny", *ONE[2:], "--pp=1", "--cp=1", "--seq-len=64"]
+    flags = ["--plan", "--ranks=4", "--gpu=H100", "--preset=tiny", *ONE_CHOICE[2:], "--pp=1", "--cp=1", "--seq-len=64"]
     said = planning.report([*flags, "--dtype=fp8"])
     assert "refused: dp 1 tp 4 pp 1 cp 1: --dtype fp8: expected --seq-len 64 / 8 to be a multiple of 16, got 8" in said
     assert "seq-len 64 / 8" not in planning.report(flags)

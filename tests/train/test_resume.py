@@ -120,8 +120,8 @@ def test_a_resumed_run_without_held_out_data_refuses_what_needs_it(text, tmp_pat
 
 
 def test_a_schedule_that_starts_over_is_reported(text, tmp_path, caplog):
-    """More steps stretch a cosine: the learning rate jumps; with fewer it jumps to near its end. The advice printed at
-    the end goes on where it stood."""
+    """More steps stretch a cosine, so that the learning rate rises; with fewer steps, it falls to near its end. The
+    advice printed at the end of a run continues with the last learning rate."""
     _train(text, tmp_path / "a", steps=8, save_every=7, eval_every=0)
     _train(text, tmp_path / "a", steps=9, resume="auto", schedule="constant", lr=3e-4, warmup_steps=0)
     assert not caplog.records

@@ -81,7 +81,7 @@ ALL = [1, 2, 3, 4, 5, 6, 7]
     ids=str,
 )  # fmt: skip
 def test_every_so_many_steps_and_the_last(text, tmp_path, capsys, every, evaluated, saved, logged):
-    """A run evaluates, saves, and prints a line, also of each validation; the metrics have all steps."""
+    """Then a run evaluates, saves, or prints a line; each validation prints one, too. The metrics have all steps."""
     rows = _train(text, tmp_path, eval_every=every[0], save_every=every[1], log_every=every[2])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [int(line.split()[1].partition("/")[0]) for line in lines] == logged

@@ -64,7 +64,7 @@ def _events(folder: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def without_torch(monkeypatch, tmp_path):
-    """tensorboardX imports it if it can, which takes long."""
+    """tensorboardX imports torch if it is installed, which takes long."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "torch.py").write_text("raise ImportError('torch is left out')")
     monkeypatch.syspath_prepend(tmp_path / "path")
@@ -72,8 +72,8 @@ def without_torch(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("without_torch")
 def test_tensorboard_has_the_values_of_metrics_jsonl(text, tmp_path):
-    """Those of a step that is repeated replace the first: a mark in the file says so. A run that begins again in the
-    folder is the same."""
+    """Those of a step that is repeated replace the first: a mark in the file says so. The same holds for a run
+    that begins again in the folder."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
     skip_without_semaphores()  # tensorboardX writes in another process
     rows = _interrupted_and_resumed(text, tmp_path / "run", "tensorboard")

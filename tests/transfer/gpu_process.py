@@ -42,7 +42,7 @@ def main(device: int, options: dict[str, Any]) -> None:
 
 
 class Program:
-    """``python -m ARGUMENTS``, which answers lines with lines; killed at the end of the block, or after ``SECONDS``."""
+    """``python -m ARGUMENTS``, which answers lines with lines.  Killed when the block ends, or after ``SECONDS``."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -53,10 +53,10 @@ class Program:
         self.limit.daemon = True
         self.limit.start()
 
-    def say(self, line: object) -> None:
+    def write_line(self, line: object) -> None:
         print(line, file=self.process.stdin, flush=True)
 
-    def line(self) -> str:
+    def read_line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
         assert line, "the program has ended"
@@ -76,16 +76,16 @@ class Program:
 
 
 class OtherPublisher(Program):
-    """That process, started."""
+    """A publisher on the GPU ``device``, as a process of its own: it runs ``main``, with ``options``."""
 
     def __init__(self, device: int, emulated: bool, **options: Any) -> None:
-        words = [*EMULATED * emulated, "tests.transfer.gpu_process", str(device), json.dumps(options)]
-        super().__init__(*words, KOS_SECRET="of the tests")
-        self.address = self.line()
+        arguments = [*EMULATED * emulated, "tests.transfer.gpu_process", str(device), json.dumps(options)]
+        super().__init__(*arguments, KOS_SECRET="of the tests")
+        self.address = self.read_line()
 
     def publish(self, version: int) -> int:
-        self.say(version)
-        return int(self.line())
+        self.write_line(version)
+        return int(self.read_line())
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ PLACED = {
     "fused": Placement.joined([Placement.cut(SHAPE, 0, 256, 44, "w"), Placement.cut(SHAPE, 0, 0, 130, "w")]),
 }  # fmt: skip
 BLOCKS = {"blocks": (128, 128), "rows": (1, 1000), "odd": (70, 33)}
-WAYS = [("shared", True), ("tcp", True), ("shared", False), ("tcp", False)]
+TRANSPORT_AND_STAGED = [("shared", True), ("tcp", True), ("shared", False), ("tcp", False)]
 CASES = pytest.mark.parametrize(
     ("placed", "block", "transport", "staged"),
     [
-        pytest.param(PLACED[placed], BLOCKS[block], *WAYS[(i + j) % 4], id=f"{placed}-{block}")
+        pytest.param(PLACED[placed], BLOCKS[block], *TRANSPORT_AND_STAGED[(i + j) % 4], id=f"{placed}-{block}")
         for i, placed in enumerate(PLACED) for j, block in enumerate(BLOCKS)
     ],
 )  # fmt: skip
-"""Each placement with each block, and each of these with both transports, with and without staging memory."""
+"""Each placement with each block; the transports, with and without staging memory, alternate from case to case."""
 
 
 def tensor(version: int) -> np.ndarray:

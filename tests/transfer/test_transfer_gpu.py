@@ -48,7 +48,7 @@ def test_layouts(machine, where):
                     assert (update.version, update.changed) == (version, True)
                     expect_version(arrays, version)
                     assert not subscriber.update(60).changed
-            if machine.memory is not None:  # which is opened once for all versions
+            if machine.memory is not None:  # it is opened once for all versions
                 assert machine.memory.opened - opened == (where == "device" and transport == "shared")
         arrays = checks.on_host()  # of a process without a GPU
         with Subscriber(publisher.address, arrays, transport="auto") as subscriber:

@@ -186,7 +186,7 @@ def test_rules_of_ones_own(tmp_path):
 
 
 def test_thousands_of_ranks_are_planned_in_seconds():
-    """A quarter of an 8-billion model: 2048 ranks train (tp 8, ZeRO over the rest), as many serve (tp 4)."""
+    """A quarter of a model of 8 billion weights: 2048 ranks train (tp 8, ZeRO over the rest), and 2048 serve (tp 4)."""
     shapes = {f"{layer}.{name}": (4096, 4096) for layer in range(8) for name in "abcd"}
     tp, zero, half = 8, 8, 2048
     trainer = []

@@ -1,4 +1,4 @@
-"""The prover accepts every schedule that is built and rejects what gives a wrong result."""
+"""The prover accepts every schedule that is built and rejects wrong ones."""
 
 import contextlib
 import itertools
@@ -124,7 +124,7 @@ def test_what_no_round_may_do(collective, chunks, steps, message):
         verify(fake_world.with_rounds(build(collective, algorithms(collective)[-1], 2, chunks), (steps,)))
 
 
-def test_chunks_of_other_ranks_are_not_added():
+def test_different_chunks_are_not_added_to_each_other():
     rounds = [((Step(kind, "output", 0, 1, -1, "input", at),), ()) for at, kind in enumerate(("copy", "reduce"))]
     with pytest.raises(ScheduleError, match="round 1, .* adds what began as chunk 1 to what began as chunk 0"):
         verify(fake_world.with_rounds(build("reduce_scatter", "ring", 2), rounds))
