@@ -55,7 +55,7 @@ assert process.exitcode == 7, process.exitcode
 
 
 @needs_mpirun
-def test_a_child_by_spawn_of_a_rank_of_mpi_is_refused(tmp_path):
+def test_a_spawned_child_of_a_rank_of_mpi_is_refused(tmp_path):
     skip_without_semaphores()
     text = f"""{CHILD}
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_a_lost_rank_changes_no_bit(where, zero, text, tmp_path, unhurt, capsys)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_every_operation(zero, text, tmp_path):
+def test_a_rank_is_lost_before_any_operation(zero, text, tmp_path):
     """A rank ends before an operation after the first validation: in steps, in a validation and in checkpoints.
 
     Without ``zero``, it is rank 0, which writes the files, before every second operation.  With ``zero``, it is each

@@ -54,22 +54,22 @@ def execute(schedule: Schedule) -> None:
     added = Counter[int]()
     left, done = [deque(actions) for actions in schedule.actions], set[tuple[str, int, int]]()
 
-    def runs(rank: int, action: Action) -> bool:  # False: it has to wait
+    def try_to_run(rank: int, action: Action) -> bool:  # False: it has to wait
         stage, forward, micro_batch = schedule.stage(rank, action.chunk), action.kind == "F", action.micro_batch
         source, to = schedule.source(rank, action), schedule.destination(rank, action)
-        needed = micro_batch, stage - 1 if forward else stage + 1
+        received = micro_batch, stage - 1 if forward else stage + 1
         if source is not None and source.rank == rank:  # from chunk to chunk on one rank
-            if ("F" if forward else "I", *needed) not in done:
+            if ("F" if forward else "I", *received) not in done:
                 return False
         elif source is not None:
             if not (channel := channels[forward, source.rank, rank]):
                 return False
-            assert channel.popleft() == needed
+            assert channel.popleft() == received
         if action.kind in "BW":
             assert micro_batch == added[stage]
             added[stage] += 1
-        needs = {"F": "", "W": "I"}.get(action.kind, "F")
-        assert not needs or (needs, micro_batch, stage) in done
+        earlier = {"F": "", "W": "I"}.get(action.kind, "F")
+        assert not earlier or (earlier, micro_batch, stage) in done
         if to is not None and to.rank != rank:
             channels[forward, rank, to.rank].append((micro_batch, stage))
         done.update((kind, micro_batch, stage) for kind in ("IW" if action.kind == "B" else action.kind))
@@ -79,7 +79,7 @@ def execute(schedule: Schedule) -> None:
     while moved:
         moved = False
         for rank, actions in enumerate(left):
-            while actions and runs(rank, actions[0]):
+            while actions and try_to_run(rank, actions[0]):
                 actions.popleft()
                 moved = True
     assert not any(left) and not any(channels.values())
