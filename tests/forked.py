@@ -133,7 +133,10 @@ def serve(owner: socket.socket, listener: socket.socket) -> Callable[[], Any] | 
         ready = select.select([owner, listener, *running, *clients], [], [])[0]
         if owner in ready:  # it has ended, or it was killed
             for pid, _ in running.values():
-                os.kill(pid, signal.SIGKILL)
+                try:
+                    os.killpg(pid, signal.SIGKILL)
+                except ProcessLookupError:  # it has no session yet
+                    os.kill(pid, signal.SIGKILL)
             return None
         for each in ready:
             if each in clients and clients[each] in running:
@@ -187,7 +190,8 @@ def run_program(code: str, name: str = "<string>", arguments: Sequence[str] = ()
     """As ``python -c``, or as of a file of that name."""
     sys.argv = ["-c" if name == "<string>" else name, *arguments]
     module = sys.modules["__main__"] = ModuleType("__main__")
-    module.__file__ = name
+    if name != "<string>":
+        module.__file__ = name
     exec(compile(code, name, "exec"), module.__dict__)
 
 

@@ -244,7 +244,8 @@ def test_torch(name):
     path = EXAMPLES / name
     assert f"start with torchrun --nproc-per-node 2 examples/{name}" in path.read_text()
     over_kos, over_gloo = (
-        run("tests.interop.torch_programs:example", 2, "gloo", str(path), each)[0] for each in ("kos", "gloo")
+        run("tests.interop.torch_programs:example", 2, "kos", str(path), each, free_port())[0]
+        for each in ("kos", "gloo")
     )
     assert len([line for line in over_kos if ": loss " in line]) == 5 and over_kos == over_gloo
     if name == "ddp.py":

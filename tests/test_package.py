@@ -1,5 +1,6 @@
 """The wheel and the sdist: what they hold, and that an installed wheel runs; the command ``kos``."""
 
+import fcntl
 import importlib.util
 import os
 import runpy
@@ -142,7 +143,7 @@ def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, program):
 
 
 @pytest.fixture(scope="module")
-def dist():
+def dist(tmp_path_factory):
     """The wheel with the compiled core, the pure one and the sdist, as ``make wheels`` builds them from a clone.
 
     They are built in isolated environments, which have only the build requirements.
@@ -151,10 +152,20 @@ def dist():
         pytest.skip("needs make, a C compiler and Python.h")
     if run("git", "rev-parse").returncode:
         pytest.skip("needs a clone made by git")
-    from_index("make", "wheels", f"PYTHON={sys.executable}", limit=280)
-    return *sorted((ROOT / "dist").glob("kos-*.whl")), ROOT / "dist" / f"kos-{kos.__version__}.tar.gz"
+    folder = tmp_path_factory.mktemp("dist")
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / "wheels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker's tests may build them too
+        from_index("make", "wheels", f"PYTHON={sys.executable}", limit=600)
+        for path in (ROOT / "dist").glob("kos-*"):
+            shutil.copy(path, folder)
+    return *sorted(folder.glob("*.whl")), folder / f"kos-{kos.__version__}.tar.gz"
 
 
+builds_wheels = pytest.mark.timeout(1800)  # other workers may build them before
+
+
+@builds_wheels
 def test_wheels_and_sdist_hold_every_file_of_kos_and_no_other(dist):
     """The pure wheel has no core; in the other one, no symbol is newer than manylinux allows."""
     core, pure, sdist = dist
@@ -181,6 +192,7 @@ def test_no_wheel_parses_formats_that_differ_between_pythons():
     assert sources and not [path for path in sources if "#define PY_SSIZE_T_CLEAN" in path.read_text()]
 
 
+@builds_wheels
 def test_a_wheel_built_without_a_compiler_works_without_the_core(dist, tmp_path):
     with tarfile.open(dist[2]) as archive:
         safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and newer have it
@@ -200,6 +212,7 @@ def test_a_wheel_built_without_a_compiler_works_without_the_core(dist, tmp_path)
     assert why.startswith("the compiled core was not built: ")
 
 
+@builds_wheels
 def test_an_installed_wheel_passes_the_trial_of_releases(dist, tmp_path):
     """In a venv that has the packages kos depends on, from this Python, and kos from the wheel alone."""
     venv = tmp_path / "venv"
@@ -212,5 +225,5 @@ def test_an_installed_wheel_passes_the_trial_of_releases(dist, tmp_path):
     [site] = venv.glob("lib/python*/site-packages")
     theirs = [path for path in sys.path if path.endswith("site-packages")]  # no .pth in them is read: no clone is found
     (site / "dependencies.pth").write_text("\n".join(theirs) + "\n")
-    tried = run(venv / "bin" / "python", ROOT / "tests" / "installed.py", *([MPIRUN] if MPIRUN else []), limit=290)
+    tried = run(venv / "bin" / "python", ROOT / "tests" / "installed.py", *([MPIRUN] if MPIRUN else []), limit=600)
     assert tried.returncode == 0 and tried.stdout.endswith("\npassed\n"), tried.stdout + tried.stderr

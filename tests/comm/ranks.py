@@ -53,6 +53,8 @@ def no_file_may_be_opened() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
+SIZE = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE")
+"""Under mpirun, the number of ranks."""
 _JOBS = (("2", True), ("4", True), ("3", True), ("2", False))  # of `make test-all`: ranks, with the compiled core
 
 
@@ -62,9 +64,9 @@ def split_among_jobs(cases: Iterable[Any], parts: int) -> list[Any]:
     With 4 ``parts``, each of ``_JOBS`` checks another quarter.  With 2, the first two jobs check one half each, and so
     do the last two.  Any other job checks all cases.  Without mpirun, there are none.
     """
-    if (size := os.environ.get("OMPI_COMM_WORLD_SIZE")) is None:
+    if SIZE is None:
         return []
-    job = size, native is not None
+    job = SIZE, native is not None
     return [*cases][_JOBS.index(job) % parts :: parts] if job in _JOBS else [*cases]
 
 

@@ -149,7 +149,7 @@ def test_a_rank_whose_own_timeout_named_no_rank_is_not_late(handled, waits, name
     late = Late(words=timeouts.UNKNOWN, others=[1, 2], all_wait=True)
     log = FailureLog(range(3), 0, PeerStatus(0, status))
     assert log.overdue(late, "barrier #1", 0.001).ranks == named
-    status.connect(_Plane(-1))  # of a new group, in which ranks have other numbers
+    status.connect(_Plane())  # of a new group, in which ranks have other numbers
     assert log.overdue(late, "barrier #1", 0.001).ranks == tuple(rank for rank in (1, 2) if rank not in waits)
 
 
@@ -169,7 +169,7 @@ def test_a_timeout_without_ranks_is_no_cause():
 def test_a_query_that_comes_before_a_wait_is_answered_in_it():
     """As between two calls of a program."""
     sent = list[tuple[str, object]]()
-    status, plane = PeerStatus(1), _Plane(-1)
+    status, plane = PeerStatus(1), _Plane()
     plane.send_notice = lambda kind, what=None, timeout=0.0: sent.append((kind, what))
     status.connect(plane)
     status.handle_notice(0, "query", None)
@@ -184,7 +184,7 @@ def test_a_query_that_comes_before_a_wait_is_answered_in_it():
 def test_a_rank_announces_its_wait_at_its_timeout(size):
     """On a busy machine, other ranks may ask while it finds out which rank is late; not in a job of many ranks."""
     sent = list[tuple[str, object]]()
-    status, plane = PeerStatus(1), _Plane(-1)
+    status, plane = PeerStatus(1), _Plane()
     plane.failures = SimpleNamespace(world=range(size))
     plane.send_notice = lambda kind, what=None, timeout=0.0: sent.append((kind, what))
     status.connect(plane)
@@ -230,7 +230,7 @@ def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
     """No rank of another host can say that it waits for the rank of the hub: it is said that these were not asked.
     If the whole host of the hub is cut off, all of its ranks are named.
     """
-    table, plane = PeerStatus(), _Plane(-1, keeps)
+    table, plane = PeerStatus(), _Plane(keeps)
     table.waits[3] = (0,)
     status = PeerStatus(2, table)
     status.sees = lambda rank: rank in (2, 3)
@@ -245,7 +245,7 @@ def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
 
 def test_a_hub_that_does_not_answer_is_named_with_ranks_that_are_stopped_or_gone():
     """An error keeps the ranks that were not asked, whatever fails later."""
-    status, plane = PeerStatus(2), _Plane(-1)
+    status, plane = PeerStatus(2), _Plane()
     status.sees, status.halted, status.hosts = {2, 3}.__contains__, {3, 4}.__contains__, HOSTS
     status.connect(plane)
     log, late = FailureLog(range(5), 2, status), [0, 1, 3, 4]
@@ -326,16 +326,13 @@ class _Plane:
 
     failures = SimpleNamespace(world=range(3))
 
-    def __init__(self, silent: int, keeps: Sequence[int] = (0,)) -> None:
-        self.silent, self.keeps = silent, list(keeps)
+    def __init__(self, keeps: Sequence[int] = (0,)) -> None:
+        self.keeps = list(keeps)
 
     def send_notice(self, kind: str, what: object = None, timeout: float | None = None) -> list[int]:
         return self.keeps
 
-    def receive_notices(self, status: PeerStatus) -> None:
-        self.silent -= 1
-        if self.silent == 0:
-            status.ends[3] = CLOSED
+    def receive_notices(self, status: PeerStatus) -> None: ...
 
 
 def test_the_parts_of_an_error_are_copied_sent_and_pickled():

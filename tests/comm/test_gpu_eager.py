@@ -345,14 +345,16 @@ def test_two_threads_are_found_while_a_launch_blocks(fake, monkeypatch):
             with pytest.raises(CollectiveError, match="two threads"):
                 comm.synchronize()
             return
-        first = threading.Thread(target=comm.all_reduce, args=(x,))
+        first = threading.Thread(target=comm.all_reduce, args=(x,), daemon=True)
         first.start()
-        while comm._active is None:
-            time.sleep(0.001)
-        with pytest.raises(CollectiveError, match=r"two threads call .*all_reduce #4 .* and all_reduce"):
-            comm.all_reduce(y)
-        found.set()
-        libc.sem_post(ctypes.c_void_p(x.pointer))
+        try:
+            while comm._active is None:
+                time.sleep(0.001)
+            with pytest.raises(CollectiveError, match=r"two threads call .*all_reduce #4 .* and all_reduce"):
+                comm.all_reduce(y)
+        finally:
+            found.set()
+            libc.sem_post(ctypes.c_void_p(x.pointer))
         first.join()
 
     FakeRanks(2).run(body)

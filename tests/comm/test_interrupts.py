@@ -24,7 +24,7 @@ from kos.comm.control.env import env_rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.work import Engine
 from kos.errors import InvalidArgument
-from tests.comm.ranks import TIMEOUT
+from tests.comm.ranks import SIZE, TIMEOUT
 from tests.comm.tcp_ranks import both_ranks, environment, free_port, run_processes
 from tests.core.core_ranks import needs_core
 
@@ -206,7 +206,7 @@ def test_ctrl_c_at_any_line_of_a_call(backend, name, request):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(os.environ.get("OMPI_COMM_WORLD_SIZE", "2") != "2", reason="only two ranks take part")
+@pytest.mark.skipif(SIZE not in (None, "2"), reason="only two ranks take part")
 @pytest.mark.parametrize("name", OF_TRANSPORTS)
 def test_ctrl_c_on_mpi(memory, ranks_of_mpi, name):
     from mpi4py import MPI

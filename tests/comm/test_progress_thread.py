@@ -18,11 +18,9 @@ from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import run_ranks, run_threads
 
 COUNT = 300_007  # elements: several segments
-WAIT = 0.3
-"""Seconds, in which a thread that polls wakes some thousand times."""
 
 
-def moves_alone(comm: kos.Communicator, groups: Any = None) -> None:
+def moves_alone(comm: kos.Communicator) -> None:
     """Rank 0 is in no call of the communicator until every other rank has completed its own, which need it."""
     part, x = comm.split(0), np.full(COUNT, comm.rank + 1.0, np.float32)
     for paused in (False, False, True):  # the second one wakes the thread, and the end of the pause in the third

@@ -4,7 +4,6 @@ Those of GPUs are in ``test_scenarios_on_fakes.py``.
 """
 
 import ctypes
-import os
 import threading
 import time
 from typing import Any
@@ -14,13 +13,12 @@ import pytest
 from kos._core import native
 from kos.comm.failures import FailureLog
 from kos.testing.conformance.failures import LATE, SCENARIOS, check
-from tests.comm.ranks import TIMEOUT, MockRanks, check_scenario, split_among_jobs
+from tests.comm.ranks import SIZE, TIMEOUT, MockRanks, check_scenario, split_among_jobs
 from tests.comm.tcp_ranks import TCPRanks
 
 # Rows whose ranks wait for a timeout run in `make test-all` only, except these.
 WAITING = ("all_reduce, a rank is late", "barrier, rank 0 gives up", "recv, rank 0 gives up")
 IN_BOTH = ("all_reduce, a later one fails", "recv, rank 0 gives up")
-PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
 
 
 def rows() -> list[Any]:
@@ -30,7 +28,7 @@ def rows() -> list[Any]:
         waits = row.error is LATE and str(row) not in WAITING
         for memory in ("shared", "none"):
             second = str(row) not in IN_BOTH and (memory == "none") == (number % 2 == 0)
-            if native is None or str(row) in IN_BOTH or second == (PROCESSES == "3"):
+            if native is None or str(row) in IN_BOTH or second == (SIZE == "3"):
                 marks = pytest.mark.slow if waits or second else ()
                 found.append(pytest.param(row, memory, id=f"{memory}-{row}", marks=marks))
     return found
@@ -38,7 +36,7 @@ def rows() -> list[Any]:
 
 ROWS = rows()
 OF_THREE = [each for each in ROWS if each.values[0].ranks > 2]
-OF_MPI = ROWS if PROCESSES == "3" else [*(OF_THREE if PROCESSES != "2" else ()), *split_among_jobs(
+OF_MPI = ROWS if SIZE == "3" else [*(OF_THREE if SIZE != "2" else ()), *split_among_jobs(
     [each for each in ROWS if each not in OF_THREE], 2)]  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kos import _core
-from tests.comm.tcp_ranks import run_threads
 from tests.core.group import CoreError, CoreGroup, segment_bytes
 from tests.forked import Forked, fork_server
 
@@ -64,12 +63,6 @@ def groups(size: int, **options: Any) -> Iterator[list[CoreGroup]]:
         yield made
         for each in made:
             each.close()
-
-
-def on_threads(size: int, body: Callable[[CoreGroup], Any], **options: Any) -> list[Any]:
-    """What ``body(group)`` returned or raised on each rank."""
-    with groups(size, **options) as made:
-        return run_threads(*[lambda each=each: body(each) for each in made])
 
 
 def together(prepared: Sequence[Any], arrays: Sequence[Sequence[Any]]) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from kos._core import native
 from kos.comm.prepared import TEXT_BYTES, TEXTS
-from tests.core.core_ranks import groups, needs_core, on_processes, run_threads, said_by_a_child
+from tests.comm.tcp_ranks import run_threads
+from tests.core.core_ranks import groups, needs_core, on_processes, said_by_a_child
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core

@@ -10,7 +10,8 @@ import pytest
 from kos._core import native
 from kos.comm.host.shared.segment import PID, STARTED
 from kos.dtypes import DTYPES
-from tests.core.core_ranks import group, groups, interrupted, needs_core, run_threads, segment, together
+from tests.comm.tcp_ranks import run_threads
+from tests.core.core_ranks import group, groups, interrupted, needs_core, segment, together
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core

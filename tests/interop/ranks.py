@@ -34,14 +34,17 @@ LATE = "still waiting for ranks [1]" if _core.unavailable else "ranks [1] did no
 LIMIT, GROUP_LIMIT = 250.0, 60.0  # seconds of a call, and of an operation
 
 
-def run(call: str, size: int = 2, backend: str | None = "kos", *args: Any, gpu: str = "auto") -> list[Any]:
+def run(
+    call: str, size: int = 2, backend: str | None = "kos", *args: Any, gpu: str = "auto", limit: float = LIMIT
+) -> list[Any]:
     """What ``call``, "module:function", returned on each rank, as JSON; raises AssertionError if one failed.
 
     A rank that was killed has the result None.  ``gpu`` is the backend of kos for GPUs.  If ``backend`` is None, ranks
-    have no process group.
+    have no process group.  ``limit`` is for the call, in seconds.
     """
     server = _server()
-    server.write(json.dumps({"call": call, "size": size, "backend": backend, "args": args, "gpu": gpu}) + "\n")
+    request = {"call": call, "size": size, "backend": backend, "args": args, "gpu": gpu, "limit": limit}
+    server.write(json.dumps(request) + "\n")
     server.flush()
     results = json.loads(server.readline())
     failures = [f"rank {rank}: {result['error']}" for rank, result in enumerate(results) if "error" in result]
@@ -106,17 +109,17 @@ def _serve(request: dict[str, Any]) -> list[Any]:
                 os.setsid()
                 _rank(rank, folder, request)
             processes.append(pid)
-        deadline, left = time.monotonic() + LIMIT, set(processes)
+        deadline, left = time.monotonic() + request["limit"], set(processes)
         while left and time.monotonic() < deadline:
             left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
             time.sleep(0.01)
         for pid in left:
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)  # what it has forked too
             os.waitpid(pid, 0)
         results = []
         for rank, pid in enumerate(processes):
             file = Path(folder, str(rank))
-            late = {"error": f"it was not done after {LIMIT:g} s"}
+            late = {"error": f"it was not done after {request['limit']:g} s"}
             results.append(json.loads(file.read_text()) if file.exists() else late if pid in left else {})
     return results
 
@@ -153,3 +156,4 @@ if __name__ == "__main__":
         import_module(name)
     gc.freeze()
     main(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # at once: another client could connect while torch ends

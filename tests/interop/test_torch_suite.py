@@ -49,7 +49,8 @@ def autograd():
 
 
 def run_suite(backend: str, pattern: str) -> dict[str, str]:
-    outcomes: dict[str, str] = run("tests.interop.torch_suite:run_forked", 1, None, backend, 2, pattern)[0]
+    call = "tests.interop.torch_suite:run_forked"
+    outcomes: dict[str, str] = run(call, 1, None, backend, 2, pattern, limit=500 if pattern else 1100)[0]
     return outcomes
 
 

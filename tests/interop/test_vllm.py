@@ -26,7 +26,7 @@ def test_workers_of_tensor_parallelism(monkeypatch, tmp_path):
     monkeypatch.setenv("KOS_SECRET", "of the tests")
     held = {name: (np.zeros(shape, np.float32), Placement.whole(shape)) for name, shape in TENSORS.items()}
     made = [Program("tests.interop.vllm_stand_in", str(rank), "2", str(tmp_path / "store")) for rank in range(2)]
-    with Publisher(None, held) as publisher, made[0], made[1]:
+    with made[0], made[1], Publisher(None, held) as publisher:
         assert [each.read_line() for each in made] == ["ready"] * 2
 
         def publish(version):

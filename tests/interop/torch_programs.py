@@ -19,7 +19,6 @@ import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kos.comm.recorder import recorders
-from tests.comm.tcp_ranks import free_port
 
 
 def error_of(call: Callable[[], Any], kinds: Any = dist.DistBackendError, named: bool = False) -> str:
@@ -389,13 +388,11 @@ def profiled() -> list[str]:
     return sorted(event.key for event in profile.key_averages() if event.key.startswith("kos:"))
 
 
-def example(path: str, backend: str) -> list[str]:
+def example(path: str, backend: str, port: int) -> list[str]:
     """The lines that a program of examples/ prints as under torchrun, with ``backend`` for its process group."""
     rank, size, text = dist.get_rank(), dist.get_world_size(), Path(path).read_text()
-    port = [free_port()]
-    dist.broadcast_object_list(port, 0)
     dist.destroy_process_group()
-    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in env.items()})
     over_kos, end = 'init_process_group("kos")', "dist.destroy_process_group()"
     assert text.count(over_kos) == text.count(end) == 1

@@ -8,6 +8,7 @@ same torch replaces the ranks that it runs and keeps the others.
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -117,6 +118,7 @@ def run_forked(backend: str, ranks: int, pattern: str) -> dict[str, str]:
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
+    faulthandler.enable()  # as PYTHONFAULTHANDLER does in a new process
     try:
         return run_here(pattern)
     finally:

@@ -11,7 +11,6 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.testing import Fault, spawn
 from kos.train.config.options import TrainConfig
-from kos.train.device.cpu import CpuDevice
 from kos.train.parallel.failures import Left
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
@@ -81,9 +80,3 @@ def until(true: Callable[[], Any]) -> None:
 
 def ranks_of(out: Path) -> list[tuple[int, int]]:
     return [(row["ranks"], row["epoch"]) for row in read_metrics(out / "metrics.jsonl")]
-
-
-@pytest.fixture(autouse=True)
-def no_dry_run(monkeypatch):
-    """The number of its steps depends on time."""
-    monkeypatch.setattr(CpuDevice, "dry_run", lambda self: None)

@@ -142,6 +142,7 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
         (["--lora-alpha", "8"], ["--lora-alpha: expected none without adapters"]),
         (["--lora", "4", "--optimizer", "muon"], ["--optimizer: expected adamw with adapters"]),
         (["--lora-dropout", "0.1"], ["has none: docs/guides/not-in-the-trainer.md"]),
+        (["--config=a.toml", "--config=b.toml"], ["--config: expected one value, got a.toml and b.toml"]),
         (["--val-data=a", "--val-data=b"], ["--val-data: expected one value, got a and b"]),
         (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of 3 (--num-key-value-heads), got 4"]),
         (["--hidden-size", "130"], ["--hidden-size: expected a multiple of 4 (--num-attention-heads), got 130"]),

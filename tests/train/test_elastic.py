@@ -41,10 +41,10 @@ from kos.train.run_context import ADDRESS
 from kos.train.tools.metrics import read_metrics
 from kos.train.train import Step
 from tests.train import elastic_faults
-from tests.train.elastic_runs import RANKS, SHAPE, STEPS, config_of, no_dry_run, ranks_of, result, text, train, unhurt
+from tests.train.elastic_runs import RANKS, SHAPE, STEPS, config_of, ranks_of, result, text, train, unhurt
 from tests.train.host_kernels.communicator import DeviceComm
 
-__all__ = ["no_dry_run", "text", "unhurt"]
+__all__ = ["text", "unhurt"]
 
 
 FAULTS: dict[str, list[Fault]] = {

@@ -20,11 +20,11 @@ from kos.train.checkpoint import saving
 from kos.train.data import packing
 from kos.train.newcomer import Newcomer
 from kos.train.run_context import ADDRESS
-from tests.train.elastic_runs import RANKS, config_of, no_dry_run, ranks_of, text, train, unhurt, until
+from tests.train.elastic_runs import RANKS, config_of, ranks_of, text, train, unhurt, until
 from tests.train.newcomers import ended, invite
 from tests.train.test_loss_masks import write_lines
 
-__all__ = ["no_dry_run", "text", "unhurt"]
+__all__ = ["text", "unhurt"]
 
 
 @pytest.mark.parametrize("newcomers", [1, 2])

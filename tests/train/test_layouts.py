@@ -76,6 +76,7 @@ def test_layout(layout, changes):
             if name.endswith(("k_proj.weight", "v_proj.weight")):
                 at = name, layout.coordinates(rank)["tp"] * heads // layout.tp
                 assert held.setdefault(at, value.tobytes()) == value.tobytes(), f"{name} of rank {rank}"
+    assert held
 
 
 BITS = [

@@ -28,7 +28,7 @@ from kos.train.checkpoint.huggingface import fingerprint
 from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog
-from tests.train.runs import SMALL, _config, _train
+from tests.train.runs import SMALL, _config, _losses, _train
 
 
 def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
@@ -46,6 +46,14 @@ def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
     said = capsys.readouterr().out
     for expected in ("step  1/50", "a sample", "checkpoints/step-50", "metrics.jsonl", "--resume auto"):
         assert expected in said, expected
+
+
+def test_the_number_of_ranks_does_not_matter(text, tmp_path):
+    one = _train(text, tmp_path / "one", steps=10)
+    for ranks in (2, 4):
+        many = _train(text, tmp_path / str(ranks), ranks, steps=10)
+        np.testing.assert_allclose(_losses(many), _losses(one), rtol=1e-5)
+        assert many[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_all(text, tmp_path, before_call):

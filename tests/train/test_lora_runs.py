@@ -20,10 +20,10 @@ from kos.train.export import main as export
 from kos.train.layers.lora import is_adapter
 from kos.train.run import Trainer
 from tests.train import elastic_runs, runs
-from tests.train.elastic_runs import no_dry_run, ranks_of, text
+from tests.train.elastic_runs import ranks_of, text
 from tests.train.newcomers import ended, invite
 
-__all__ = ["no_dry_run", "text"]
+__all__ = ["text"]
 
 SHAPE = ["--hidden-size=16", "--intermediate-size=24", "--num-hidden-layers=3", "--num-attention-heads=4",
          "--num-key-value-heads=2", "--head-dim=4"]  # fmt: skip

@@ -176,7 +176,7 @@ def make_buckets(
         stop = min(start + max(1, size // multiple) * multiple, end)
         buckets.append(slice(start, stop))
         start = stop
-    starts = range(end, total - least + 1, max(1, largest // multiple) * multiple)
+    starts = range(end, total - max(1, least) + 1, max(1, largest // multiple) * multiple)
     return buckets + [slice(*ends) for ends in itertools.pairwise([*starts, total])]
 
 
