@@ -18,6 +18,7 @@ CASES = {
     "reduce_ordered": [
         ("bfloat16", "bfloat16", "SUM"), ("float32", "float16", "SUM"), ("float64", "float64", "AVG"),
         ("int16", "int16", "PROD"), ("uint8", "uint8", "BXOR"), ("int64", "int64", "MIN"),
+        ("complex64", "complex64", "PROD"), ("complex128", "complex128", "PROD"),
     ],
     "scan_ordered": [("bfloat16", "bfloat16", "SUM"), ("float64", "float64", "PROD"), ("int64", "int64", "MIN")],
     "scale": [("bfloat16", "float32", "SUM"), ("float64", "float64", "SUM")],
@@ -30,11 +31,13 @@ def test_as_the_stand_in(seed, name, case):
     dtype, result, op = case
     generator, given = np.random.default_rng(seed), DTYPES[dtype]
     x = generator.normal(size=RANKS * COUNT) * 100
-    if not given.is_float:
+    if given.kind == "complex":
+        x = x + 1j * generator.permutation(x)
+    elif not given.is_float:
         x = generator.integers(0, 2**32, RANKS * COUNT, np.uint64)
     with np.errstate(invalid="ignore"):
         x = x.astype(given.numpy)
-    if name != "scale" and given.is_float:
+    if name != "scale" and given.kind in ("float", "complex"):
         x[::101] = np.nan
     results = []
     for kernel in (

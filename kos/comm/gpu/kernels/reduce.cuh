@@ -26,7 +26,8 @@ __device__ inline unsigned long long multiply(unsigned long long a, unsigned lon
 __device__ inline float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ inline double divide(double a, double b) { return __ddiv_rn(a, b); }
 
-// Complex numbers, for PROD alone: other operations take their parts one by one.
+// Complex numbers, for PROD alone: other operations take their parts one by one.  A product is rounded as on the host
+// (prod_c32 in kos/_core/reduce.c) and as in NumPy on a CPU with fused multiply-add.
 template <class V> struct Complex {
     V re, im;
     Complex() = default;
@@ -34,7 +35,7 @@ template <class V> struct Complex {
     __device__ explicit Complex(double re) : re(V(re)), im(0) {}
 };
 template <class V> __device__ inline Complex<V> multiply(Complex<V> a, Complex<V> b) {
-    return {add(multiply(a.re, b.re), -multiply(a.im, b.im)), add(multiply(a.re, b.im), multiply(a.im, b.re))};
+    return {fma(a.re, b.re, -multiply(a.im, b.im)), fma(a.re, b.im, multiply(a.im, b.re))};
 }
 template <class V> struct OfParts {
     using Bits = Complex<V>;
