@@ -76,11 +76,13 @@ def test_a_kernel_goes_astray(tmp_path, ranks, victim, backend, how):
     code, said, took = train(tmp_path, ranks, "--backend", backend, *how, victim=victim)
     print(f"over after {took:.1f} s: {said}")
     errors = [line for line in said.splitlines() if line.startswith("kos: error:")]
-    assert code == 1 and len(errors) == 1 and "Traceback" not in said and "Exception ignored" not in said, said
+    assert code == 1 and "Traceback" not in said and "Exception ignored" not in said, said
+    left = rf".*ILLEGAL_ADDRESS.*; the last checkpoint, of step {AT}, is good; resume with: .* --resume auto"
     who = f"rank {victim}: " if ranks > 1 else ""
-    where = rf"kos: error: {who}after step {AT} on cuda:\d+ \([^)]+\): .*ILLEGAL_ADDRESS.*"
-    left = rf"; the last checkpoint, of step {AT}, is good; resume with: .* --resume auto"
-    assert re.fullmatch(where + left, errors[0])
+    own = rf"kos: error: {who}after step {AT} on cuda:\d+ \([^)]+\): {left}"
+    told = rf"kos: error: rank {1 - victim}: after step {AT}: .*rank {victim} is gone: {left}"  # if mpirun is slow
+    assert sum(bool(re.fullmatch(own, line)) for line in errors) == 1, said
+    assert all(re.fullmatch(f"{own}|{told}", line) for line in errors), said
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert found is not None and found.step == AT
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, AT + 1))
