@@ -4,10 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kos.train.config.options import TrainConfig
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as ops
-from kos.train.ops.fp8 import WEIGHTS, Quantized, first_of, fp8_weights
+from kos.train.ops.fp8 import WEIGHTS, Quantized, fp8_weights
 from kos.train.ops.norm import Normalize
 from tests.train.cpu_ops import arena
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
@@ -208,17 +207,3 @@ def test_weights_are_quantized_once_for_a_step(rng, arena):
     assert near(following["a"], weights["a"])
     rows, columns = following["a"].rows.values, following["a"].columns.values
     np.testing.assert_array_equal(columns.view(np.uint8), rows.T.view(np.uint8))
-
-
-def test_the_first_of_all_ranks():
-    """In the order of a step: forward, then backward."""
-    layers = TrainConfig.from_preset("tiny").model_config_for(256).layers(range(3))
-    qkv, down = "model.layers.{}.self_attn.qkv_proj.weight", "model.layers.{}.mlp.down_proj.weight"
-    d = "the gradient of the output of "
-    found = first_of(["", d + qkv.format(1), f"the input of {down.format(2)}", ""], layers, "head")
-    assert found == f"the input of {down.format(2)}"
-    assert first_of([d + qkv.format(1), d + down.format(1), d + down.format(0)], layers, "head") == d + down.format(1)
-    found = first_of([f"the weights of {down.format(0)}", f"the input of {qkv.format(0)}"], layers, "head")
-    assert found == f"the input of {qkv.format(0)}"
-    assert first_of(["", ""], layers, "head") is None
-    assert first_of([d + down.format(1), d + "head"], layers, "head") == d + "head"
