@@ -291,27 +291,6 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
     assert all(np.count_nonzero(residual) <= 3 * bucket // local for _, residual, _ in got)
 
 
-def test_ranks_of_one_host_compress_what_they_send(text, tmp_path):
-    """Also where a host has other ranks of a pipeline, and where each host has one rank."""
-    runs = {
-        "one host": (2, {}), "ranks on their own": (2, {"hosts": [1, 1]}), "exact": (2, {"compress": "none"}),
-        "stages": (4, {"pp": 2}), "stages on hosts": (4, {"pp": 2, "hosts": [2, 2]}),
-    }  # fmt: skip
-    model = {"hidden_size": 64}  # whole blocks
-    for name, (ranks, how) in runs.items():
-        _train(text, tmp_path / name, ranks, **{**HOSTED, "steps": 2, "batch_size": 16, "model": model, **how})
-    one, own, exact, stages, on_hosts = (tensors_of_run(tmp_path / name) for name in runs)
-    assert one == own != exact and stages == on_hosts != exact
-
-
-def test_hosts_that_are_not_alike_compress_what_every_rank_sends(text, tmp_path):
-    how = {**HOSTED, "steps": 2}
-    for name, hosts in {"one": [4], "unlike": [3, 1], "alike": [2, 2]}.items():
-        _train(text, tmp_path / name, 4, hosts=hosts, **how)
-    one, unlike, alike = (tensors_of_run(tmp_path / name) for name in ("one", "unlike", "alike"))
-    assert one == unlike != alike
-
-
 @pytest.mark.parametrize(("before", "later"), [([2, 2], ([4], [1, 1, 1, 1])), ([4], ([2, 2],))], ids=str)
 def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, later, caplog):
     """The sum over ranks stays."""
