@@ -17,8 +17,6 @@ from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.comm.host_compressed import feed_back
 from kos.errors import ConfigError
 from kos.testing import spawn
-from kos.train.checkpoint.huggingface import TensorFiles, weight_files
-from kos.train.checkpoint.resume import Residuals
 from kos.train.config.options import TrainConfig
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
@@ -29,8 +27,7 @@ from kos.train.run import Trainer
 from tests.train import layouts
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
-from tests.train.sharded import make_state, save, tensors_of_run
-from tests.train.test_checkpoint_layouts import grouped
+from tests.train.sharded import tensors_of_run
 
 QUIET: dict[str, Any] = {"eval_batches": 0, "sample_tokens": 0, "keep": 9}
 @pytest.fixture(autouse=True)
@@ -166,40 +163,6 @@ def test_a_checkpoint_without_residuals_begins_with_zeros(text, tmp_path, caplog
     caplog.clear()
     assert residuals(text, tmp_path / "c", 2, resume=str(step), steps=9, compress="none") == [{}, {}]
     assert not caplog.records
-
-
-@pytest.mark.parametrize("zero", [False, True])
-def test_residuals_pass_through_checkpoints_of_every_layout(tmp_path, zero):
-    """Each replica's whole tensors in one file each, read by another tp and pp."""
-    model, shapes = grouped(tie_word_embeddings=True), grouped(tie_word_embeddings=True).parameter_shapes()
-    rng = np.random.default_rng(3)
-    drawn = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
-
-    def part(state, name):
-        dim, whole = state.placements[name].dim, drawn[state.mesh.replicas.rank][name]
-        return whole if dim is None else np.split(whole, state.mesh.tp.size, dim)[state.mesh.tp.rank]
-
-    def write(comm):
-        state = make_state(comm, model, Layout(dp=2, tp=2, pp=2), zero=zero, compress="int8", bucket_bytes=3000)
-        for name, span in state.parallel.residual.spans.items():
-            state.parallel.residual.flat[span] = part(state, name).reshape(-1)
-        settings = {"config": {"batch_size": 4, "micro_batch_size": 1}, "derived": {}}
-        save(tmp_path, state, 1, config=settings)
-
-    def read(comm):
-        state = make_state(comm, model, Layout(cp=2, pp=2), zero=zero, compress="int8", chunks=2)
-        files = {file.name: [*load_file(file)] for file in (tmp_path / "step-1").glob("residual-*")}
-        named = {f"residual.{rank}.{name}": shape for rank in (0, 1) for name, shape in shapes.items()}
-        assert sorted(name for names in files.values() for name in names) == sorted(named) and len(files) == 8
-        saved = TensorFiles(tmp_path / "step-1", files, named)
-        state.read(
-            weight_files(tmp_path / "step-1", shapes), residual=Residuals(saved, 2, state.mesh.replicas.rank, 2, 1.0)
-        )
-        for name, span in state.parallel.residual.spans.items():
-            assert state.parallel.residual.flat[span].tobytes() == part(state, name).tobytes(), name
-
-    spawn(write, 8, timeout=100)
-    spawn(read, 4, timeout=100)
 
 
 def test_refusals(text, tmp_path):
