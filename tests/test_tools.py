@@ -87,7 +87,7 @@ def until(reached: Callable[[], bool], what: str) -> None:
 
 
 def test_a_stage_that_is_terminated_ends_its_processes(tmp_path):
-    """SIGTERM does so even if SIGINT is ignored.
+    """SIGTERM ends a stage and its processes, even if they ignore SIGINT.
 
     A shell without job control starts programs in the background with SIGINT ignored.
     """

@@ -88,7 +88,7 @@ import subprocess, time, kos, numpy as np
 comm = kos.init(timeout=60)
 comm.barrier()
 if comm.rank == 3:
-    time.sleep(1)  # all have got out of the barrier, and what they sent is acknowledged
+    time.sleep(1)  # all ranks have left the barrier, and what they sent is acknowledged
     subprocess.run(["ip", "link", "set", "{CABLE}", "down"], check=True)
 try:
     if comm.rank == 1:

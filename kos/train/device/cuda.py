@@ -359,8 +359,8 @@ class CudaDevice(Device):
     def _load_kernels(self) -> None:
         """Run a step that changes nothing, which loads all kernels and connects all ranks.
 
-        The reports of this run name no step. If a later collective is aborted, such a report may still be in the
-        memory of a rank, and it must not count as the report of a step.
+        The reports of this run name no step, so that they never count as the report of one. A rank may still have such
+        a report in its memory when a later collective is aborted.
         """
         optimizer = self.step.optimizer
         optimizer.halt()
