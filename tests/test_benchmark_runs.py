@@ -138,7 +138,7 @@ sys.exit(main("--sizes 64 {FEW}".split()))"""
 
 
 class Faulty(Ours):
-    """In each call, one bit of the last element of rank 1's result is wrong."""
+    """An implementation with an error: in each call, one bit of the last element on rank 1 is wrong."""
 
     def bind(self, case: Any, send: Any, recv: Any) -> Any:
         right = super().bind(case, send, recv)
@@ -163,7 +163,7 @@ UNMEASURED = "kos: error: nothing was measured: expected a backend that has one 
 
 @pytest.mark.parametrize(("kind", "code", "said"), [(Faulty, 1, ""), (Nothing, 2, UNMEASURED)])
 def test_wrong_elements_and_no_operation_give_a_nonzero_exit_code(kind, code, said, program, monkeypatch):
-    """Wrong elements of all ranks, in timed and other calls."""
+    """The count includes the wrong elements of all ranks, and those of calls that are not timed."""
     monkeypatch.setattr(implementations, "Ours", kind)
     done = program("kos.bench", f"--sizes 64 {FEW} --json {{json}}")
     assert (done.code, done.err) == (code, said)

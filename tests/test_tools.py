@@ -86,21 +86,24 @@ def until(reached: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_stage_under_way_ends_what_it_started(tmp_path):
-    """At SIGTERM.  The run ignores SIGINT, as do programs that a shell without job control starts in the background."""
+def test_a_stage_that_is_terminated_ends_its_processes(tmp_path):
+    """SIGTERM ends a stage and its processes, even if they ignore SIGINT.
+
+    A shell without job control starts programs in the background with SIGINT ignored.
+    """
     children = tmp_path / "children"
     command = [sys.executable, "-c", WAITS, str(children)]
     run_stage = [sys.executable, "-c", f"from tests import run; run.run_once({command}, 600)"]
     ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     with subprocess.Popen(run_stage, cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=ignore) as run:
         try:
-            until(lambda: children.exists() and children.read_text() != "", "the program")
+            until(lambda: children.exists() and children.read_text() != "", "the start of the program")
             run.terminate()
             assert run.wait(SECONDS) != 0
         finally:
             run.kill()
     child = int(children.read_text())
-    until(lambda: process(child)[0] in "ZX", "the end of what the program started")
+    until(lambda: process(child)[0] in "ZX", "the end of the child of the program")
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_a_wait_names_what_differs(comm, mpi_world, case):
 
 
 @pytest.mark.parametrize("case", ["operation", "count"])
-def test_a_rank_that_never_waits_learns_of_it_too(comm, mpi_world, case):
+def test_a_rank_that_never_waits_raises_the_mismatch_too(comm, mpi_world, case):
     usual, other = CASES[case][:2]
     x = ones(comm)
 
@@ -161,7 +161,7 @@ def test_a_rank_that_never_waits_learns_of_it_too(comm, mpi_world, case):
         try:
             (other if comm.rank == 0 else usual)(comm)
         finally:
-            mpi_world.barrier()  # the calls that differ are made: no rank makes all of its calls before
+            mpi_world.barrier()  # no rank makes its later calls before all have made the calls that differ
         for _ in range(ENOUGH):
             comm.all_reduce(x)
 

@@ -1,4 +1,4 @@
-"""The kernels that add for nccl, compiled for the host, beside the stand-ins by which its logic is tested."""
+"""The reduction kernels of nccl, compiled for the host, are compared with the stand-ins in the tests of its logic."""
 
 
 import numpy as np
@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name in CASES for case in CASES[name]])
 @pytest.mark.usefixtures("fake")
-def test_as_the_stand_in(seed, name, case):
+def test_kernels_agree_with_their_stand_ins(seed, name, case):
     dtype, result, op = case
     generator, given = np.random.default_rng(seed), DTYPES[dtype]
     x = generator.normal(size=RANKS * COUNT) * 100

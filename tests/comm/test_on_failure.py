@@ -79,7 +79,7 @@ def test_a_rank_that_ends_is_reported_on_mpi(tmp_path, apart):
     assert job(tmp_path, 3, f"{code}\ncomm.abort(0)", *ULFM) == ["RankLost (1,)"] * 2
 
 
-def test_a_thread_that_closes_is_not_reported():
+def test_a_rank_that_closes_is_not_reported_on_threads():
     def body(comm):
         errors = []
         comm.on_failure(errors.append)

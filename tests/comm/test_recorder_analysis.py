@@ -294,8 +294,8 @@ def test_the_trace(tmp_path):
     assert names == [(0, "rank 0"), (1, "rank 1")]
 
 
-def test_readers_that_have_seen_enough(tmp_path):
-    """``| head -1``, and a closed output: no traceback, and the exit status of the command."""
+def test_an_output_that_is_not_read_is_no_error(tmp_path):
+    """Neither a reader that has ended (``| head -1``) nor a closed stdout gives a traceback or another exit status."""
     write(tmp_path, 0, 1, [])
     reader, writer = os.pipe()
     os.close(reader)

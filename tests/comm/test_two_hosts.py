@@ -77,17 +77,18 @@ def test_environment(hosts):
     ]
 
 
-def test_a_host_that_is_cut_off_is_named_by_ranks_that_sent_it_nothing(hosts):
-    """And by those that did, on both hosts, with all its ranks: the host acknowledges nothing.
+def test_hosts_that_lose_their_connection_name_each_other(hosts):
+    """If two hosts lose their connection, every rank names the other host with all of its ranks.
 
-    Rank 0 runs the hub.  Its host does not acknowledge the question for whom its ranks wait, either.
+    This includes a rank that sent nothing to the other host.  Rank 0 runs the hub: its host does not acknowledge the
+    question for which ranks its ranks wait, either.
     """
     text = f"""
 import subprocess, time, kos, numpy as np
 comm = kos.init(timeout=60)
 comm.barrier()
 if comm.rank == 3:
-    time.sleep(1)  # all have got out of the barrier, and what they sent is acknowledged
+    time.sleep(1)  # all ranks have left the barrier, and what they sent is acknowledged
     subprocess.run(["ip", "link", "set", "{CABLE}", "down"], check=True)
 try:
     if comm.rank == 1:

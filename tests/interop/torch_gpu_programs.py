@@ -94,7 +94,7 @@ def gpu_streams() -> dict[str, Any]:
         torch.cuda.synchronize()
         dist.barrier()
     first = dist.all_reduce(x.fill_(rank + 1), async_op=True)
-    with Gate():  # the second operation waits for it, and the first does not
+    with Gate():  # the second operation waits for the gate, the first one does not
         second = dist.all_reduce(torch.zeros_like(x), async_op=True)
         with torch.cuda.stream(side):
             first.wait()

@@ -46,7 +46,7 @@ def make_state(
     comm: Communicator, model: LlamaConfig, layout: Layout | None = None, *, chunks: int = 1, v_shape: bool = False,
     zero: bool = False, master_shards: bool = False, bucket_bytes: int = 4 << 20,
 ) -> ShardedState:  # fmt: skip
-    """That of zeros. With ``zero`` and ``master_shards`` a rank's weights are a OwnedSlices, as on GPUs."""
+    """A state of zeros. With ``zero`` and ``master_shards``, a rank's weights are OwnedSlices, as on GPUs."""
     mesh = Mesh(comm, layout)
     group, stages = mesh.replicas, stages_of(mesh.layout.pp, chunks, v_shape)
     parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)

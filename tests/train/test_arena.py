@@ -1,4 +1,4 @@
-"""The stack allocator: what does not fit into its slab is freed with its scope."""
+"""The stack allocator: memory that does not fit into the slab is freed at the end of its scope."""
 
 import weakref
 from contextlib import suppress
@@ -9,7 +9,7 @@ from kos.memory.arena import Arena
 
 
 def test_overflow_is_freed_with_its_scope():
-    """Also where an exception ends it."""
+    """Also if an exception ends the scope."""
     live = weakref.WeakSet()
 
     class Slab:

@@ -111,16 +111,16 @@ def test_ranks_write_about_equally_much(layout):
         (Layout(), False, False), (Layout(tp=2, dp=2), True, True), (Layout(tp=2, dp=2), True, False),
     ],
 )
-def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, before_call):
-    """A rank takes a tensor and two more, or its part of the state where steps go on before any of it is written."""
+def test_saving_takes_no_more_host_memory_than_planned(tmp_path, layout, zero, at_once, before_call):
+    """A rank holds at most three tensors at a time, or one and its part of the state if training goes on meanwhile."""
     model = grouped(num_hidden_layers=24, hidden_size=128, intermediate_size=256, vocab_size=256)
-    bucket, given_up = 1 << 17, threading.Event()
+    bucket, handed_over = 1 << 17, threading.Event()
     planned, seen = [0] * layout.ranks, []
     shares = {rank: [] for rank in range(layout.ranks)}
 
-    def late(path, *_):
-        seconds = path.name.startswith("model") if at_once else 100  # in which no more than two tensors may come
-        assert given_up.wait(seconds) or at_once
+    def delay(path, *_):
+        seconds = path.name.startswith("model") if at_once else 100  # at most two more tensors may arrive meanwhile
+        assert handed_over.wait(seconds) or at_once
 
     def run(comm):
         state = make_state(comm, model, layout, zero=zero, bucket_bytes=bucket)
@@ -134,14 +134,14 @@ def test_host_memory_is_that_of_the_plan(tmp_path, layout, zero, at_once, before
             show=(lambda what, share: shares[comm.rank].append(share)) if at_once else None,
         )  # fmt: skip
         comm.barrier()
-        given_up.set()
+        handed_over.set()
         under_way.finish()
         comm.barrier()
         if comm.rank == 0:
             seen.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
 
-    before_call(saving, "write_tensors", late)
+    before_call(saving, "write_tensors", delay)
     spawn(run, layout.ranks, timeout=100)
     state_bytes = 12 * model.num_parameters()
     beside = layout.ranks * (8 * bucket + (1 << 19)) + (1 << 20)  # buckets and their messages, names, threads

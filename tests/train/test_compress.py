@@ -85,7 +85,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(text, tmp_path, ranks, ho
 
 @pytest.fixture(scope="module")
 def half(text, tmp_path_factory):
-    """The checkpoint of a run of four ranks that compresses."""
+    """The checkpoint of a run of four ranks with compressed gradients."""
     out = tmp_path_factory.mktemp("half")
     _train(text, out, 4, steps=3, compress="int8", micro_batch_size=2, **QUIET)
     return out / "checkpoints/step-3"
@@ -119,8 +119,8 @@ def residuals(
 @pytest.mark.parametrize(
     ("ranks", "how"), [(2, {"cp": 2, "zero": 1}), (3, {"batch_size": 6}), (6, {"batch_size": 12})], ids=str
 )
-def test_other_ranks_share_out_what_is_lost(text, tmp_path, half, ranks, how, caplog):
-    """Of the mean over micro-batches as much is missing as before."""
+def test_residuals_are_split_over_other_ranks(text, tmp_path, half, ranks, how, caplog):
+    """The mean of the gradients over micro-batches lacks as much as before."""
     saved = [load_file(file) for file in sorted(half.glob("residual-*"))]
     found = residuals(text, tmp_path, ranks, resume=str(half), **how)
     scale = how.get("batch_size", 8) / 8
@@ -143,7 +143,7 @@ def test_other_ranks_share_out_what_is_lost(text, tmp_path, half, ranks, how, ca
         (2, {"compress": "none"}, "what compressed gradients of 4 ranks have lost is left out: --compress is none"),
     ],
 )
-def test_what_is_left_out_is_said(text, tmp_path, half, ranks, changes, said, caplog):
+def test_residuals_that_are_left_out_are_reported(text, tmp_path, half, ranks, changes, said, caplog):
     assert residuals(text, tmp_path, ranks, resume=str(half), **changes) == [{}] * ranks
     assert any(record.getMessage() == f"{half}: {said}" for record in caplog.records)
 

@@ -191,7 +191,7 @@ def test_a_token_that_ends_documents():
 
 def test_special_tokens_in_the_text_are_counted(tmp_path, words, all_is_kept):
     flags = ["--seq-len", "16", "--tokenizer", words]
-    for repeats in (1, 2, 2):  # data are tokenised once, and the result is kept
+    for repeats in (1, 2, 2):  # the last start reads the stored tokens of the one before
         path = write(tmp_path, "a <end> b <begin><end>\n" * 100 * repeats)
         count = f"{300 * repeats:,} (<end> {200 * repeats:,}, <begin> {100 * repeats:,})"
         assert load_data(parse(["--data", path, *flags])).note == (
@@ -266,8 +266,8 @@ def test_a_prompt_that_cannot_be_spelt_is_refused_before_training(tmp_path):
         load_data(config)
 
 
-def test_the_fingerprint_tells_other_data(tmp_path, small_pieces):
-    """Wherever they differ: tokens are read in pieces."""
+def test_the_fingerprint_changes_with_the_data(tmp_path, small_pieces):
+    """A difference in any piece counts: tokens are read in pieces."""
     small_pieces()
 
     def fingerprint(text):

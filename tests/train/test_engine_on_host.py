@@ -116,8 +116,8 @@ def test_the_dry_run_of_a_graph_reports_no_step(emulated, text, tmp_path, before
 
 
 @pytest.mark.parametrize("graph", [True, False])
-def test_the_kernels_of_a_pipeline_are_loaded_before_its_messages(emulated, text, tmp_path, before_call, graph):
-    """CUDA loads no kernel while one waits for a message: ranks that load kernels would wait for each other."""
+def test_a_pipeline_loads_all_kernels_before_its_messages(emulated, text, tmp_path, before_call, graph):
+    """CUDA loads no kernel while another one waits for a message, so ranks could wait for each other."""
     events = defaultdict[int, list[str]](list)  # by rank
 
     def note(what):

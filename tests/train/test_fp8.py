@@ -176,7 +176,7 @@ def test_biases(emulated_runs, text, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, monkeypatch):
-    """Of two stages, that of the last one: its gradients are the first of a step."""
+    """Both stages have such a gradient. The last stage is named, because the backward begins there."""
     real = reference.swiglu_backward
 
     def broken(d_out, gate_up, out, d_gate_up, arena):

@@ -141,8 +141,8 @@ def test_the_plan_has_the_merged_weights():
             assert frozen["versions for servers"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_plan_of_stages():
-    """Each keeps the activations of as many micro-batches as its schedule says; the last one has logits."""
+def test_the_plan_of_pipeline_stages():
+    """A stage has the activations of the micro-batches that its schedule keeps in flight. The last one has logits."""
     flags = "--preset", "8b", "--batch-size", "32", "--micro-batch-size", "1", "--pp-schedule", "1f1b"
     first, last = (plan(*flags, pp=4, rank=rank) for rank in (0, 3))
     assert "activations, recompute none, 4 micro-batches in flight" in first.uses

@@ -54,7 +54,7 @@ def groups(rule: Muon, decay: float = 0.1, lr_scale: float = 1.0) -> list[Group]
     return [Group(["head"], decay), Group(["norm"]), Group(rule.placements, decay, lr_scale, rule)]
 
 
-def test_a_matrix_of_zeros_stays_so():
+def test_a_matrix_of_zeros_stays_zero():
     zero = np.zeros((1, 7, 31))
     numpy_ops.orthogonalize(zero, Arena())
     assert not zero.any()

@@ -175,7 +175,7 @@ def test_what_verify_accepts_an_executor_can_run(name, ranks, groups, seed):
 # --- bad input, and the command --------------------------------------------------------------------------
 
 
-def test_a_drawing_shows_who_waits_when():
+def test_a_drawing_shows_when_each_rank_waits():
     assert draw(one_f_one_b(2, 3)).splitlines()[0] == "1f1b, 2 ranks, 3 micro-batches: 25.0% idle"
     assert draw(one_f_one_b(2, 3)).splitlines()[2:] == [
         "rank 0  25.0% |F0 F1       B0--- F2 B1---    B2---",

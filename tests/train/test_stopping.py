@@ -35,13 +35,13 @@ from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
 
 
-def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(text, tmp_path):
-    """Nothing is lost before the first step."""
+def test_a_stop_does_not_wait_for_the_first_validation(text, tmp_path):
+    """Before the first step, there is nothing to save."""
     stop, seen = Stop(), []
 
     def run(comm):
         (early := Stop()).asked = True
-        with pytest.raises(Stopped):  # before data is read
+        with pytest.raises(Stopped):  # before the data are read
             Trainer(_config(text, tmp_path), comm, early)
         trainer = Trainer(_config(text, tmp_path, save_every=0, eval_every=2), comm, stop)
 

@@ -357,9 +357,10 @@ class CudaDevice(Device):
         return feed
 
     def _load_kernels(self) -> None:
-        """Load all kernels and connect all ranks, by a run without effect.
+        """Run a step that changes nothing, which loads all kernels and connects all ranks.
 
-        The run's reports name no step: what is left of them anywhere, if a collective is ended later, counts nowhere.
+        The reports of this run name no step, so that they never count as the report of one. A rank may still have such
+        a report in its memory when a later collective is aborted.
         """
         optimizer = self.step.optimizer
         optimizer.halt()
@@ -369,7 +370,7 @@ class CudaDevice(Device):
         optimizer.resume()
 
     def _capture(self) -> Graph:
-        """The step as a graph."""
+        """Load all kernels, then capture the step as a CUDA graph."""
         self._load_kernels()
         with capture(self.ops.stream) as graph:
             self.step.run()

@@ -83,10 +83,11 @@ class Pipeline:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """A context for a step that loads all kernels and sends no message.
+        """A context for a step that loads all kernels. No messages are sent between stages.
 
-        CUDA loads a kernel when all running kernels of the process have ended, and one that carries a message ends when
-        the other rank has its part. Within a schedule, two ranks that load kernels would wait for each other.
+        CUDA loads a kernel only after all running kernels of the process have ended. A kernel that sends or receives a
+        message ends only after the other rank has received or sent it. Two ranks that loaded kernels in the middle of
+        a schedule could therefore wait for each other.
         """
         links, dry = self._links, cast(Communicator, DryCommunicator(self.axis.rank, self.axis.size))
         self._links = dict.fromkeys(links, dry)

@@ -26,8 +26,8 @@ __device__ inline unsigned long long multiply(unsigned long long a, unsigned lon
 __device__ inline float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ inline double divide(double a, double b) { return __ddiv_rn(a, b); }
 
-// Complex numbers, for PROD alone: other operations take their parts one by one.  A product is rounded as on the host
-// (prod_c32 in kos/_core/reduce.c) and as in NumPy on a CPU with fused multiply-add.
+// Complex numbers.  Only PROD needs them: other operations work on the real and imaginary parts separately.  A product
+// is rounded as on the host (prod_c32 in kos/_core/reduce.c), and as in NumPy on a CPU that has fused multiply-add.
 template <class V> struct Complex {
     V re, im;
     Complex() = default;
