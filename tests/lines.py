@@ -128,7 +128,7 @@ def bounds(counted: list[File]) -> list[Bound]:
         Bound("C in _core", 3_050, lines("C", "_core")),
         Bound("Python in interop", 1_371, lines("Python", "interop")),
         Bound("Python in transfer", 1_988, lines("Python", "transfer")),
-        Bound("Python in train", 16_487, lines("Python", "train")),
+        Bound("Python in train", 16_500, lines("Python", "train")),
         Bound("Python in tests", 52_500, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_648, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),

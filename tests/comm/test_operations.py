@@ -165,7 +165,8 @@ def test_a_start_is_refused_until_the_one_before_was_waited_for(comm, /):
             comm.rendezvous.barrier()
         wait(work)
         assert (x == comm.size**turn).all()
-    summing.start().wait()
+    assert summing.start() is not work, "the Work of an earlier start, which the program holds"
+    comm.synchronize()
 
 
 @on_each_rank(spawn, 2, timeout=60)

@@ -16,6 +16,7 @@ from kos.errors import ConfigError
 from kos.train import run_context
 from kos.train.device import cuda as engine_module
 from kos.train.device.cuda import CudaDevice
+from kos.train.model.model import Model
 from kos.train.train import Step
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.host_kernels.engine import BFLOAT16, Event, QueuedOps, captured
@@ -125,13 +126,17 @@ def test_a_pipeline_loads_all_kernels_before_its_messages(emulated, text, tmp_pa
 
     before_call(QueuedOps, "launch", lambda ops, file, name, *_, **defines: note(f"{name} {defines}"))
     before_call(Step, "run", lambda step: note("run"))
+    before_call(CudaDevice, "evaluate", lambda device: note("validation"))
+    before_call(Model, "forward", lambda *_, **options: note("forward"))
     for name in ("send", "recv"):
         before_call(Communicator, name, lambda *_, **options: note("message"))
     how = {"pp": 2, "pp_schedule": "zero-bubble-v", "model": {**SMALL["model"], "num_hidden_layers": 3}}
-    train(text, tmp_path, steps=1, ranks=2, graph=graph, eval_batches=0, **how)
+    train(text, tmp_path, steps=1, ranks=2, graph=graph, **how)
     for of_rank in events.values():
-        *_, loading, run = [{*each} for between, each in itertools.groupby(of_rank, "run".__ne__) if between]
-        assert "message" not in loading and "message" in run and run - {"message"} <= loading
+        parts = [[*each] for marks, each in itertools.groupby(of_rank, {"run", "validation"}.__contains__) if not marks]
+        _, validation, loading, run = parts[:4]
+        assert validation[: validation.index("message")].count("forward") > 1, "of each stage of a rank"
+        assert "message" not in loading and "message" in run and {*run} - {"message"} <= {*loading}
 
 
 def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):

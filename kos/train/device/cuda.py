@@ -14,7 +14,8 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,10 +42,10 @@ from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches
 from kos.train.device import Device
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory, slow_attention
-from kos.train.layers import Gradients, Placement
+from kos.train.layers import Gradients, Placement, Weights
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
-from kos.train.model.model import InFlight, check_fp8, make_stage, split_of
+from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
@@ -52,6 +53,7 @@ from kos.train.optim.cuda import SCALARS, CudaOptimizer
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.failures import gather_json, together
 from kos.train.parallel.mesh import Axis, Mesh
+from kos.train.parallel.schedules import Action
 from kos.train.train import REPORT, Step, StepResult
 
 
@@ -199,6 +201,7 @@ class CudaDevice(Device):
         self.feed: Feed | None = None  # made for the first batch of its source
         self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
         self._newest: _PendingResult | None = None  # of the steps under way
+        self._forward_sizes = set[int]()  # in tokens, for which the kernels of forwards alone are loaded
 
     def _share_reports(self) -> None:
         """Take memory for the reports of all ranks; in an elastic run a step also reports aborted collectives."""
@@ -362,12 +365,11 @@ class CudaDevice(Device):
         The reports of this run name no step, so that they never count as the report of one. A rank may still have such
         a report in its memory when a later collective is aborted.
         """
-        optimizer = self.step.optimizer
-        optimizer.halt()
+        self.step.optimizer.halt()
         self.ops.zero(self.step.report)
         with self.step.parallel.dry_run(), self.pipeline.dry_run():
             self.step.run()
-        optimizer.resume()
+        self.step.optimizer.resume()
 
     def _capture(self) -> Graph:
         """Load all kernels, then capture the step as a CUDA graph."""
@@ -375,6 +377,16 @@ class CudaDevice(Device):
         with capture(self.ops.stream) as graph:
             self.step.run()
         return graph
+
+    def forwards(
+        self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
+    ) -> Iterator[tuple[Action, Batch, Any]]:
+        new = {size: batch for size, batch in zip(sizes, batches, strict=True) if size not in self._forward_sizes}
+        if new and self.mesh.pp.size > 1:  # load the kernels of these sizes before a message is sent
+            with self.pipeline.dry_run():
+                deque(super().forwards(weights, [*new.values()], [*new], result), maxlen=0)
+            self._forward_sizes |= {*new}
+        yield from super().forwards(weights, batches, sizes, result)
 
     def finish_step(self, step: int) -> StepResult:
         result = self._pending[step % len(self._pending)]

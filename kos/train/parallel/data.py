@@ -325,8 +325,10 @@ class DataParallel:
         if kept is not None:
             one, other = (self.gradients.zeros(BLOCK * self.exact, self.gradients.flat.dtype) for _ in range(2))
             self.replicas.comm.all_reduce(one, compress=self.compress, residual=other)
-        yield
-        self.residual = kept
+        try:
+            yield
+        finally:
+            self.residual = kept
 
     def finish(self, *, whole: bool = False) -> None:
         """Called after the last backward.  Afterwards, ``gradients`` hold the sum over all micro-batches.
