@@ -14,7 +14,7 @@ from tests.fake_cuda import GPU, installed
 
 
 class Loads:
-    """Loads kernels of a file by their names; ``make`` is called meanwhile.  ``log`` has the changes of the mode, and launches."""
+    """Loads kernels of a file by their names; ``make`` is called meanwhile.  ``log`` has modes and launches."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.log = path, list[Any]()
