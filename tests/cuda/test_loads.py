@@ -30,10 +30,6 @@ class Loads:
         self.make(name, self._devices.loading)
         return SimpleNamespace(handle=1)
 
-    def exchange_mode(self, mode: str) -> tuple[int, str]:
-        self.log.append(mode)
-        return 0, "as before"
-
 
 @pytest.fixture
 def load(monkeypatch, tmp_path):
@@ -41,8 +37,8 @@ def load(monkeypatch, tmp_path):
     (tmp_path / "x.cu").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     functions = SimpleNamespace(
-        cuThreadExchangeStreamCaptureMode=load.exchange_mode, CUfunction=int, cuFuncLoad=lambda function: (0,),
-        cuKernelGetFunction=lambda kernel: (0, kernel),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (load.log.append(mode) or 0, "as before"),
+        CUfunction=int, cuFuncLoad=lambda function: (0,), cuKernelGetFunction=lambda kernel: (0, kernel),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed"), CUlaunchConfig=SimpleNamespace,
         cuLaunchKernelEx=lambda config, kernel, parameters, extra: load.log.append((config.numAttrs, extra)) or (0,),
     )  # fmt: skip
