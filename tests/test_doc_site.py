@@ -32,16 +32,6 @@ def test_patterns_stand_for_the_pages_that_have_no_name():
     ]
 
 
-def test_a_page_in_no_section_is_a_warning(tmp_path, caplog):
-    for name in ("index.md", "lost.md"):
-        (tmp_path / name).write_text("# A page\n")
-    config = hook("navigation").on_config({"docs_dir": str(tmp_path), "nav": ["index.md"]})
-    assert config["nav"] == ["index.md"]
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "lost.md: expected this page in a section of nav in mkdocs.yml"
-    ]
-
-
 @pytest.mark.parametrize("url", ["", "https://example.org/kos"])
 def test_links_that_leave_docs(url, monkeypatch, caplog):
     pytest.importorskip("mkdocs")

@@ -1,6 +1,5 @@
 """The tools in tests/: lines, stubs, and how tests are run."""
 
-import os
 import re
 import signal
 import subprocess
@@ -68,19 +67,15 @@ def test_every_operation_has_overloads():
 SECONDS = 60
 
 WAITS = """
-import subprocess
-from pathlib import Path
-
-def test_waits():
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        Path("children").write_text(str(child.pid))
-        child.wait()
-    finally:
-        child.kill()
-        child.wait()
+import subprocess, sys
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+try:
+    open(sys.argv[1], "w").write(str(child.pid))
+    child.wait()
+finally:
+    child.kill()
+    child.wait()
 """
-RUN = "import sys; from tests import run; run.run_once([sys.executable, '-m', 'pytest', *sys.argv[1:]], 600)"
 
 
 def until(reached: Callable[[], bool], what: str) -> None:
@@ -91,23 +86,21 @@ def until(reached: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_test_under_way_ends_what_it_started(tmp_path):
+def test_a_stage_under_way_ends_what_it_started(tmp_path):
     """At SIGTERM.  The run ignores SIGINT, as do programs that a shell without job control starts in the background."""
-    file, children = tmp_path / "test_waits.py", tmp_path / "children"
-    file.write_text(WAITS.replace('"children"', repr(str(children))))
-    command = [sys.executable, "-c", RUN, "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    command.append(str(file))
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    options["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    with subprocess.Popen(command, cwd=ROOT, **options) as run:
+    children = tmp_path / "children"
+    command = [sys.executable, "-c", WAITS, str(children)]
+    run_stage = [sys.executable, "-c", f"from tests import run; run.run_once({command}, 600)"]
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    with subprocess.Popen(run_stage, cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=ignore) as run:
         try:
-            until(lambda: children.exists() and children.read_text() != "", "the test")
+            until(lambda: children.exists() and children.read_text() != "", "the program")
             run.terminate()
             assert run.wait(SECONDS) != 0
         finally:
             run.kill()
     child = int(children.read_text())
-    until(lambda: process(child)[0] in "ZX", "the end of what the test started")
+    until(lambda: process(child)[0] in "ZX", "the end of what the program started")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kos.errors import (
     InvalidArgument,
     RankLost,
 )
-from kos.testing import Fault, spawn
+from kos.testing import spawn
 from tests.comm.conftest import UNDER_MPIRUN
 from tests.comm.ranks import MockRanks, MPIRanks, on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
@@ -170,23 +170,6 @@ def test_groups_in_batches_and_persistent(comm, /):
             group.send(np.full(2, 9.0), 0)
     comm.rendezvous.barrier()
     group.close()
-
-
-@pytest.mark.parametrize("kind", ["drop", "crash", "error", "stall"])
-def test_faults_of_a_sender_name_it(kind):
-    def body(comm):
-        if comm.rank == 0:
-            comm.recv_bytes(tag=4)
-            comm.recv_bytes(tag=4)
-        elif comm.rank == 1:
-            comm.send_bytes(b"x" * 100, 0, 4)
-        else:
-            comm.send_bytes(b"y", 0, 4)
-            comm.recv(np.zeros(1), 0)
-
-    with pytest.raises(CollectiveError) as caught:
-        spawn(body, 3, faults=[Fault(kind, 1, call="send")], timeout=20)
-    assert caught.value.ranks == (1,), caught.value
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)

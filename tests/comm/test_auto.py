@@ -42,7 +42,7 @@ ROUTES = {
     "all_gather 16-bit ordinary graph": [[1024, "peer"], [None, "nccl"]],
     "scatter 16-bit ordinary graph": [[1024, "peer"], [None, "nccl"]],
     "send_recv 16-bit ordinary graph": [[1 << 21, "peer"], [None, "nccl"]],
-    "broadcast 16-bit ordinary graph": [[1024, "peer"], [4096, "nccl"], [None, "peer"]],
+    "broadcast 16-bit ordinary graph": [[1030, "peer"], [4096, "nccl"], [None, "peer"]],
     "broadcast 16-bit symmetric graph": [[None, "peer"]],
     "all_to_all 32-bit ordinary graph": [[1 << 20, "nccl"], [None, "peer"]],
     "all_to_all 32-bit symmetric graph": [[None, "peer"]],

@@ -202,28 +202,6 @@ def test_a_failure_ends_a_work_in_flight(comm, /):
 
 
 @on_each_rank("run")
-def test_a_persistent_start_must_be_waited_for(comm, /):
-    x = np.ones(3)
-    persistent = comm.all_reduce_init(x)
-    for _ in range(3):
-        persistent.start().wait()
-    work = persistent.start()
-    with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
-        persistent.start()
-    comm.synchronize()
-    again = persistent.start()
-    assert again is not work  # somebody has the first one
-    again.wait()
-    assert (x == comm.size**5).all()
-    with comm.batch():
-        persistent.start()
-        with pytest.raises(InvalidArgument, match="one start in a batch"):
-            persistent.start()
-    assert (x == comm.size**6).all()
-    settle(comm)
-
-
-@on_each_rank("run")
 def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm, /):
     x, other = np.ones(3), np.ones(4)
     for _ in range(2):

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.mpi_rendezvous import MPIRanks, MPIRendezvous
-from kos.comm.failures import FailureLog
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.errors import (
-    BackendUnavailable,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -296,16 +293,6 @@ with kos.init("mpi", timeout=60) as comm:
         joining.kill()
     assert (tmp_path / "new").read_text() == "joined 2 tcp 3.0\n"
     assert lines == ["0 tcp 3.0 None", "1 tcp 3.0 None"]
-
-
-def test_hosts_without_tcp_refuse_by_name():
-    carrier = MPIRendezvous(MPIRanks(None, range(2)), 0, 1.0, FailureLog(range(2), 0), "")
-    carrier.without_tcp = "rank 1 did not reach rank 0 at node1:4000: timed out"
-    for call in ("grow 1", "replace", "shrink"):
-        words = f"^{call}: expected hosts that reach each other by TCP, got: rank 1 did not reach rank 0 at node1:4000"
-        with pytest.raises(BackendUnavailable, match=words):
-            carrier.check_change(call)
-    assert carrier.address == "" and carrier.newcomers() == 0
 
 
 @pytest.mark.parametrize("seed", [3, 12, 13, 16, 21, 39, 57, 141])

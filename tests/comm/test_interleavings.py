@@ -165,32 +165,6 @@ def test_failures_of_two_threads_in_shared_memory():
         assert known is not None and str(known[0]) in texts
 
 
-@pytest.mark.parametrize(
-    ("name", "memory"),
-    [("recv", "none"), ("recv", "shared"), ("all_reduce", "shared"), ("async", "none")],
-    indirect=["memory"],
-)
-def test_another_thread_aborts_a_waiting_call(name, memory, monkeypatch):
-    """At every line of the backend: the call raises an error of kos, and no other."""
-    monkeypatch.setattr("kos.comm.peer_status.ANSWER_SECONDS", 0.01)  # the other rank makes no call
-    interleaving = Interleaving("host/host_backend.py", "shared/node.py", "shared/calls.py", "host/tcp.py")
-    left, count = True, 0
-    calls = {
-        "recv": lambda comm: comm.recv(np.ones(3), src=1, timeout=0.02),
-        "all_reduce": lambda comm: comm.all_reduce(np.ones(3), timeout=0.02),
-        "async": lambda comm: comm.all_reduce(np.ones(3), async_op=True, timeout=0.02).wait(),
-    }
-    while left:
-        with shared_memory_ranks() if memory == "shared" else both_ranks() as (comm, _):
-            def call(comm=comm):
-                with contextlib.suppress(KosError):
-                    calls[name](comm)
-
-            left = interleaving(call, comm.abort)
-            count += 1
-    assert count > 10
-
-
 class _Gate:
     """A link at which an abort waits, after it has looked for operations in flight and before it frees anything."""
 

@@ -198,6 +198,7 @@ def test_messages_that_nobody_received():
     spawn(body, 2, 60, buffer_bytes=100, check_messages=False)
     with pytest.raises(CollectiveError, match=expected):  # a delay loses no message
         spawn(body, 2, 60, buffer_bytes=100, faults=[Fault("delay", 0)])
+    spawn(body, 2, 60, buffer_bytes=100, faults=[Fault("drop", 0, 0, call="send")])
     with pytest.raises(RankLost, match="rank 1 is gone: it closed its communicator"):  # nothing is buffered
         spawn(lambda comm: comm.rank or comm.send(np.ones(3), 1), 2, 60)
 

@@ -18,7 +18,7 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
-from kos.comm.tuning import Table, load, merged, parse, pick, read, user_path
+from kos.comm.tuning import Table, load, parse, pick, read, user_path
 from kos.errors import InvalidArgument
 from kos.tune import measure as tune
 from tests import fake_cuda
@@ -118,17 +118,6 @@ def test_routes_and_what_stands_for_what_was_not_measured():
     assert table.route("all_reduce", True, False, False) == route  # another width, not in a graph
     assert table.route("recv", True, True, True) == ((None, "nccl"),)  # as send_recv
     assert table.route("broadcast", False, False, False) == tuning.UNMEASURED
-
-
-def test_merged_is_each_of_its_routes():
-    table = parse(TABLE, "")
-    limits, choices = merged(table, "all_reduce", False)
-    assert limits == [4096, 8192, 1 << 20] and len(choices) == 4
-    for nbytes in (1, 4095, 4096, 4097, 8192, 8193, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 1 << 33):
-        at = sum(limit < nbytes for limit in limits)
-        for (symmetric, graph), name in choices[at].items():
-            assert name == pick(table.route("all_reduce", False, symmetric, graph), nbytes)
-    assert merged(table, "broadcast", False) == ([], [dict.fromkeys(choices[0], "nccl")])
 
 
 # Which table is taken.

@@ -117,7 +117,7 @@ def check_memory(
         monkeypatch.setattr(module, name, size)
     held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory
     one_at_a_time = threading.RLock()
-    changes = {**changes, "seq_len": 128, "dtype": "bfloat16", "documents": "pack"}
+    changes = {"seq_len": 128, "dtype": "bfloat16", "documents": "pack", **changes}
 
     def allocate(nbytes, *arguments, **options):
         memory = real(nbytes, *arguments, **options)

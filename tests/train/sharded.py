@@ -44,7 +44,7 @@ def stages_of(ranks: int, chunks: int = 1, v_shape: bool = False) -> Stages:
 
 def make_state(
     comm: Communicator, model: LlamaConfig, layout: Layout | None = None, *, chunks: int = 1, v_shape: bool = False,
-    zero: bool = False, master_shards: bool = False, bucket_bytes: int = 4 << 20, compress: str = "none",
+    zero: bool = False, master_shards: bool = False, bucket_bytes: int = 4 << 20,
 ) -> ShardedState:  # fmt: skip
     """That of zeros. With ``zero`` and ``master_shards`` a rank's weights are a OwnedSlices, as on GPUs."""
     mesh = Mesh(comm, layout)
@@ -53,7 +53,7 @@ def make_state(
     sharded = zero and group.size > 1
     multiple = 8 * group.size if sharded else 1
     weights = Parameters(model.parameter_shapes(*parts), groups=model.fused_groups(*parts), multiple=multiple)
-    parallel = DataParallel(mesh.dense, weights.like(), sharded=sharded, bucket_bytes=bucket_bytes, compress=compress)
+    parallel = DataParallel(mesh.dense, weights.like(), sharded=sharded, bucket_bytes=bucket_bytes)
     optimizer: Any = Optimizer(AdamW(), weights, parts=parallel.parts() if sharded else None)
     if sharded and master_shards:
         optimizer.weights = OwnedSlices(weights, optimizer.state["exp_avg"].slices)

@@ -354,14 +354,6 @@ def test_a_damaged_file_is_reported_once_and_replaced(path, caplog, content):
     assert f"cache: {path} cannot be used" in line
 
 
-def test_a_place_that_cannot_be_written_is_reported_once(path, caplog):
-    path.parents[1].write_text("where a folder would be")
-    for number in range(3):
-        kept().keep({str(number): "1"})
-    (line,) = warnings(caplog)
-    assert "another run may choose otherwise, with other bits" in line
-
-
 def test_one_file_for_each_gpu_and_version(gpu, library, path):
     """What another cuBLASLt has found, or another GPU, is not looked at."""
     library.get_version.return_value = 130000

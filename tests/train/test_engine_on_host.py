@@ -3,19 +3,22 @@
 import itertools
 import json
 import re
+from collections import defaultdict
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from kos.comm.communicator import Communicator
 from kos.errors import ConfigError
 from kos.train import run_context
 from kos.train.device import cuda as engine_module
 from kos.train.device.cuda import CudaDevice
 from kos.train.train import Step
 from tests.train.emulated_runs import SMALL, column, text, train
-from tests.train.host_kernels.engine import BFLOAT16, Event, captured
+from tests.train.host_kernels.engine import BFLOAT16, Event, QueuedOps, captured
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 
@@ -110,6 +113,25 @@ def test_the_dry_run_of_a_graph_reports_no_step(emulated, text, tmp_path, before
     before_call(Step, "run", spy)
     train(text, tmp_path, steps=1, ranks=2)
     assert reported == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_kernels_of_a_pipeline_are_loaded_before_its_messages(emulated, text, tmp_path, before_call, graph):
+    """CUDA loads no kernel while one waits for a message: ranks that load kernels would wait for each other."""
+    events = defaultdict[int, list[str]](list)  # by rank
+
+    def note(what):
+        events[get_ident()].append(what)
+
+    before_call(QueuedOps, "launch", lambda ops, file, name, *_, **defines: note(f"{name} {defines}"))
+    before_call(Step, "run", lambda step: note("run"))
+    for name in ("send", "recv"):
+        before_call(Communicator, name, lambda *_, **options: note("message"))
+    how = {"pp": 2, "pp_schedule": "zero-bubble-v", "model": {**SMALL["model"], "num_hidden_layers": 3}}
+    train(text, tmp_path, steps=1, ranks=2, graph=graph, eval_batches=0, **how)
+    for of_rank in events.values():
+        *_, loading, run = [{*each} for between, each in itertools.groupby(of_rank, "run".__ne__) if between]
+        assert "message" not in loading and "message" in run and run - {"message"} <= loading
 
 
 def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):

@@ -176,6 +176,7 @@ def test_biases(emulated_runs, text, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, monkeypatch):
+    """Of two stages, that of the last one: its gradients are the first of a step."""
     real = reference.swiglu_backward
 
     def broken(d_out, gate_up, out, d_gate_up, arena):
@@ -185,7 +186,7 @@ def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, m
     monkeypatch.setattr(reference, "swiglu_backward", broken)
     expected = "the gradient of the output of model.layers.1.mlp.gate_up_proj.weight"
     with pytest.raises(TrainingError, match=rf"step 1: .* gradient norm, got nan \(first in {expected}\);"):
-        train(text, tmp_path, **RUN)
+        train(text, tmp_path, **RUN, ranks=2, pp=2)
 
 
 LAYOUTS = [

@@ -4,11 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kos.train.config.options import TrainConfig
 from kos.train.ops import Scaled, scales_shape
 from kos.train.ops import numpy as ops
-from kos.train.ops.fp8 import WEIGHTS, Quantized, first_of, fp8_weights
-from kos.train.ops.norm import Normalize
+from kos.train.ops.fp8 import WEIGHTS, Quantized, fp8_weights
 from tests.train.cpu_ops import arena
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
 
@@ -156,37 +154,6 @@ def test_a_product_is_that_of_the_numbers_it_is_given(kind, rng, arena):
     assert (np.abs(out - exact) <= 1.01 * (units[0] + units[1] + units[0] * units[1]) * magnitude + lost + 1e-36).all()
 
 
-@pytest.mark.parametrize("shape", [(11, 14), (150, 256)])
-def test_swiglu_in_8_bits(shape, rng, arena):
-    """The bits of its output, and of its gradient, quantized."""
-    n, f = shape[0], shape[1] // 2
-    gate_up, d_out = (np.asfortranarray(rng.normal(size=(n, columns)), np.float32) for columns in (2 * f, f))
-    out, d_gate_up = (np.asfortranarray(np.empty((n, columns), np.float32)) for columns in (f, 2 * f))
-    ops.swiglu(gate_up, out, arena)
-    ops.swiglu_backward(d_out, gate_up, out, d_gate_up, arena)
-    for x, write in (
-        (out, lambda *made: ops.quantize_swiglu(gate_up, *made, arena)),
-        (d_gate_up, lambda *made: ops.quantize_swiglu_backward(d_out, gate_up, *made, arena)),
-    ):
-        both = []
-        for each in (lambda *made, x=x: ops.quantize(x, *made, arena), write):
-            both.append([empty(size, "float8_e4m3fn") for size in (x.shape, x.shape[::-1])])
-            each(*both[-1])
-        assert same(both[0][0], both[1][0]) and same(both[0][1], both[1][1])
-
-
-def test_rms_norm_in_8_bits(rng, arena):
-    """The bits of its output, quantized; and its statistics."""
-    x, weight, out = rng.normal(size=(150, 140)), rng.normal(size=140), np.empty((150, 140))
-    rstd, again = np.empty(150), np.empty(150)
-    norm = Normalize(weight, 1e-5)
-    ops.normalize(x, norm, out, rstd)
-    both = [[empty(size, "float8_e4m3fn") for size in (x.shape, x.shape[::-1])] for _ in range(2)]
-    ops.quantize(out, *both[0], arena)
-    ops.quantize_rms_norm(x, norm, again, *both[1], arena)
-    assert same(both[0][0], both[1][0]) and same(both[0][1], both[1][1]) and rstd.tobytes() == again.tobytes()
-
-
 def test_weights_are_quantized_once_for_a_step(rng, arena):
     """When they are first read; the next step reads the new ones, in the same memory."""
     weights = {name: np.float32(rng.normal(size=(16, 32))) for name in ("a", "b", "norm")}
@@ -208,17 +175,3 @@ def test_weights_are_quantized_once_for_a_step(rng, arena):
     assert near(following["a"], weights["a"])
     rows, columns = following["a"].rows.values, following["a"].columns.values
     np.testing.assert_array_equal(columns.view(np.uint8), rows.T.view(np.uint8))
-
-
-def test_the_first_of_all_ranks():
-    """In the order of a step: forward, then backward."""
-    layers = TrainConfig.from_preset("tiny").model_config_for(256).layers(range(3))
-    qkv, down = "model.layers.{}.self_attn.qkv_proj.weight", "model.layers.{}.mlp.down_proj.weight"
-    d = "the gradient of the output of "
-    found = first_of(["", d + qkv.format(1), f"the input of {down.format(2)}", ""], layers, "head")
-    assert found == f"the input of {down.format(2)}"
-    assert first_of([d + qkv.format(1), d + down.format(1), d + down.format(0)], layers, "head") == d + down.format(1)
-    found = first_of([f"the weights of {down.format(0)}", f"the input of {qkv.format(0)}"], layers, "head")
-    assert found == f"the input of {qkv.format(0)}"
-    assert first_of(["", ""], layers, "head") is None
-    assert first_of([d + down.format(1), d + "head"], layers, "head") == d + "head"

@@ -127,19 +127,6 @@ def test_an_update_needs_the_same_step_of_all_ranks(ops):
     assert moved == [True, False, False, False, True] and optimizer.step_count == 5
 
 
-def test_what_is_halted_keeps_its_steps(ops):
-    """A run without effect may be ended: this rank must not seem to be behind, and make up for updates."""
-    weights, gradients, optimizer = constant(ops)
-    optimizer.step_count = 5
-    optimizer.halt()
-    before = weights.flat.numpy()
-    queue(optimizer, gradients)
-    assert np.array_equal(before, weights.flat.numpy()) and optimizer.step_count == 5
-    optimizer.resume()
-    queue(optimizer, gradients)
-    assert not np.array_equal(before, weights.flat.numpy()) and optimizer.step_count == 6
-
-
 def test_a_rank_whose_collectives_were_ended_has_a_report_for_which_no_step_counts(ops):
     _, gradients, optimizer = constant(ops)
     words, report = np.zeros(2, np.uint64), ops.zeros(5, np.float64)

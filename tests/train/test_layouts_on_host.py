@@ -48,11 +48,9 @@ FIXED = [
     *((layout, {"dtype": "fp8", "intermediate_size": 32, "seq_len": 32 * layout.cp, "tied": True, **how})
       for layout, how in (
           (Layout(dp=2), {"zero": 1}),
-          (Layout(pp=2), {"layers": 3, "recompute": "norms", "tied": False, "graph": False}),
-          (Layout(pp=2, cp=2), {"layers": HEAD_ALONE, "zero": 1, "pp_schedule": V}),
+          (Layout(pp=2, cp=2), {"layers": HEAD_ALONE, "zero": 1, "pp_schedule": V, "recompute": "norms"}),
       )),
     (Layout(tp=2, dp=2), {"deterministic_parts": 2, "dtype": "bfloat16", "zero": 1, "tied": True}),
-    (Layout(cp=8), {"tied": True, "seq_len": 32, "micro_batch_size": 2, "zero": 1, "recompute": "block"}),
 ]  # fmt: skip
 for chosen, how in layouts_with(4, possible, **VALUES):
     how |= TRAINED[how.pop("trained")]

@@ -141,19 +141,12 @@ def test_the_plan_has_the_merged_weights():
             assert frozen["versions for servers"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_plan_of_layouts():
-    """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
-    flags = "--preset", "8b", "--batch-size", "32", "--micro-batch-size", "1"
-    whole, halves = plan(*flags), plan(*flags, tp=2)
-    assert 0.5 < halves.uses["weights, bfloat16"] / whole.uses["weights, bfloat16"] < 0.501  # norms are whole
-    assert 0.5 < halves.arena / whole.arena < 0.6
-    first, last = (plan(*flags, "--pp-schedule", "1f1b", pp=4, rank=rank) for rank in (0, 3))
+def test_the_plan_of_stages():
+    """Each keeps the activations of as many micro-batches as its schedule says; the last one has logits."""
+    flags = "--preset", "8b", "--batch-size", "32", "--micro-batch-size", "1", "--pp-schedule", "1f1b"
+    first, last = (plan(*flags, pp=4, rank=rank) for rank in (0, 3))
     assert "activations, recompute none, 4 micro-batches in flight" in first.uses
-    assert 1.25 < first.slot / last.slot < 1.32  # 9 layers, and 7 and the head
-    assert 4.9 < (first.arena - first.scratch) / (last.arena - last.scratch) < 5.2
     assert "logits of 8192 tokens" in last.uses and "logits of 8192 tokens" not in first.uses
-    for plans in ((first, last), (halves,)):
-        assert all(each.check().total < 0.7 * whole.total for each in plans)
 
 
 @pytest.mark.timeout(60)

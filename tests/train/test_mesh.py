@@ -13,25 +13,10 @@ from kos.train.config.options import TrainConfig
 from kos.train.device.choose import layout_of
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import Stages, split_layers
-from kos.train.parallel.mesh import AXES, Layout, Mesh
+from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import Schedule
 from kos.train.parallel.tensor import TensorParallel
 from kos.train.run import Trainer
-
-
-def test_every_rank_has_one_place():
-    layout = Layout(pp=2, dp=3, cp=4, tp=5)
-    places = [layout.coordinates(rank) for rank in range(layout.ranks)]
-    assert [layout.rank(place) for place in places] == list(range(layout.ranks))
-    assert all(0 <= place[axis] < getattr(layout, axis) for place in places for axis in AXES)
-    for rank, place in enumerate(places):  # tensor-parallel ranks are neighbours
-        assert rank - place["tp"] == layout.rank({**place, "tp": 0})
-
-
-def test_what_is_not_named_is_one_and_dp_takes_the_rest():
-    assert Layout.of(8) == Layout(dp=8)
-    assert Layout.of(8, tp=2, pp=2) == Layout(pp=2, dp=2, tp=2)
-    assert Layout.of(6, cp=3, dp=2) == Layout(dp=2, cp=3)
 
 
 def test_an_axis_of_one_rank_costs_nothing(before_call):

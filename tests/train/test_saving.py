@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from kos.errors import CheckpointError, TrainingError
 from kos.files import replace_file
@@ -51,36 +50,6 @@ def test_steps_go_on_while_files_are_written(text, tmp_path, before_call):
     _train(text, tmp_path, 2, save_async=True, **SHORT)
     steps = [checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()]
     assert sorted(steps) == [2, 4, 6]
-
-
-def test_no_more_tensors_wait_than_may(tmp_path):
-    """One is written, one waits; whoever brings the next waits too."""
-    gate, taken = threading.Event(), threading.Event()
-
-    class Slow(np.ndarray):
-        def __getitem__(self, rows):
-            taken.set()
-            assert gate.wait(60)
-            return super().__getitem__(rows)
-
-    def run(comm):
-        shapes = {f"exp_avg.{number}": (4,) for number in range(4)}
-        under_way = saving.Saving(tmp_path / "step-1", tmp_path, 1, {"optimizer": shapes}, comm, lambda files: None)
-        under_way.put(np.zeros(4, np.float32).view(Slow))
-        assert taken.wait(60)
-        under_way.put(np.zeros(4, np.float32))
-        third = threading.Thread(target=under_way.put, args=(np.zeros(4, np.float32),), daemon=True)
-        third.start()
-        third.join(0.2)
-        assert third.is_alive()
-        gate.set()
-        third.join(60)
-        under_way.put(np.zeros(4, np.float32))
-        under_way.put(None)
-        under_way.finish()
-
-    spawn(run, 1, timeout=100)
-    assert sum(tensor.size for tensor in load_file(tmp_path / "optimizer").values()) == 16
 
 
 @pytest.mark.parametrize(("beside", "failing"), [(False, 4), (True, 6)])

@@ -23,7 +23,7 @@ from kos.train.layers import Gradients
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.parallel import schedules
-from kos.train.parallel.failures import KILLED, Stop, Stopped, alone, together
+from kos.train.parallel.failures import KILLED, Stop, Stopped, alone
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
@@ -40,6 +40,9 @@ def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(text, tmp_pat
     stop, seen = Stop(), []
 
     def run(comm):
+        (early := Stop()).asked = True
+        with pytest.raises(Stopped):  # before data is read
+            Trainer(_config(text, tmp_path), comm, early)
         trainer = Trainer(_config(text, tmp_path, save_every=0, eval_every=2), comm, stop)
 
         def shown(what, share):
@@ -100,26 +103,6 @@ def test_a_stop_comes_after_the_step(text, tmp_path, ranks, moment, capsys):
     assert "stopped on request after step 3; resume with: " in capsys.readouterr().out
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert checkpoint.find(tmp_path).step == len(rows) == 3 and "val_loss" in rows[1]
-
-
-def test_where_one_rank_stops_at_once_all_stop():
-    def run(comm):
-        stop = Stop()
-
-        def action():
-            with stop.at_once():
-                if comm.rank == 1:
-                    stop.request(signal.SIGTERM)
-                    raise AssertionError("still at it")
-
-        with pytest.raises(Stopped):
-            together(comm, action)
-        assert stop.asked == (comm.rank == 1)
-        if stop.asked:
-            with pytest.raises(Stopped), stop.at_once():
-                raise AssertionError("begun all the same")
-
-    spawn(run, 2, timeout=100)
 
 
 def test_a_path_that_is_no_text_reaches_all_ranks():

@@ -325,11 +325,13 @@ class CudaDevice(Device):
         driver.set_device(self.ops.device)
         result.begin(stream, self._newest)
         result.asked[:] = wish, self.epoch, step + 1, self.newcomers
-        feed = self.feed or self._make_feed(step)
+        first, feed = self.feed is None, self.feed or self._make_feed(step)
         feed.take(step)
         result.count = feed.count_of(step)
         if self.config.graph:
             self._graph = self._graph or self._capture()
+        elif first and self.mesh.pp.size > 1:
+            self._load_kernels()
         program.report[:REPORT].copy_from(result.asked, stream)
         if self._graph is not None:
             self._graph.replay(stream)
@@ -354,17 +356,21 @@ class CudaDevice(Device):
         program.count, program.micro_batch = feed.count, feed.micro_batch
         return feed
 
-    def _capture(self) -> Graph:
-        """The step as a graph, after a run without effect has loaded all kernels and connected all ranks.
+    def _load_kernels(self) -> None:
+        """Load all kernels and connect all ranks, by a run without effect.
 
         The run's reports name no step: what is left of them anywhere, if a collective is ended later, counts nowhere.
         """
         optimizer = self.step.optimizer
         optimizer.halt()
         self.ops.zero(self.step.report)
-        with self.step.parallel.dry_run():
+        with self.step.parallel.dry_run(), self.pipeline.dry_run():
             self.step.run()
         optimizer.resume()
+
+    def _capture(self) -> Graph:
+        """The step as a graph."""
+        self._load_kernels()
         with capture(self.ops.stream) as graph:
             self.step.run()
         return graph

@@ -8,13 +8,15 @@ so that no message waits behind another's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 from kos.comm.communicator import Communicator
 from kos.comm.work import Work
 from kos.train.ops import Array
-from kos.train.parallel.mesh import Axis
+from kos.train.parallel.mesh import Axis, DryCommunicator
 from kos.train.parallel.schedules import Action, Place, Schedule
 
 
@@ -77,10 +79,21 @@ class Pipeline:
         """
         x = self.buffer(forward=True).array[:rows]
         for (sender, _, _), link in self._links.items():
-            if sender == self.axis.rank:
-                link.send(x, 1)
-            else:
-                link.recv(x, 0)
+            (link.send(x, 1, async_op=True) if sender == self.axis.rank else link.recv(x, 0, async_op=True)).wait()
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        """A context for a step that loads all kernels and sends no message.
+
+        CUDA loads a kernel when all running kernels of the process have ended, and one that carries a message ends when
+        the other rank has its part. Within a schedule, two ranks that load kernels would wait for each other.
+        """
+        links, dry = self._links, cast(Communicator, DryCommunicator(self.axis.rank, self.axis.size))
+        self._links = dict.fromkeys(links, dry)
+        try:
+            yield
+        finally:
+            self._links = links
 
     def inputs(
         self, actions: Sequence[Action] | None = None, rows: Sequence[int] = ()
