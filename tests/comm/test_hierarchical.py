@@ -318,6 +318,7 @@ def test_hosts_that_are_not_alike(no_gpu, hosts, reason):
         x, ways = filled(gpu, 100), Ways(gpu.comm)
         assert ways.of(gpu.comm.all_reduce, x) == "nccl" and reason in gpu.comm.explain()
         assert (x.numpy() == gpu.size * (gpu.size + 1) / 2).all()
+        assert not any(each.kernel_waits() for each in gpu.comm.backend.routes)
 
     HostRanks(hosts).run(body)
 

@@ -55,7 +55,7 @@ def reports_failures(comm: kos.Communicator) -> None:
 
 def stops(comm: kos.Communicator) -> None:
     thread: Any = comm.backend.engine.thread
-    comm.close()
+    comm.close() if comm.size > 1 else comm.abort()
     assert not thread._thread.is_alive() and comm.backend.engine.thread is None
 
 

@@ -1,4 +1,4 @@
-"""Kernels that are loaded, without a GPU: in which mode of captures, and what waits meanwhile."""
+"""Kernels that are loaded, without a GPU: in which mode of captures, what waits meanwhile, and one launch."""
 
 import threading
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from tests.fake_cuda import GPU, installed
 
 
 class Loads:
-    """Loads kernels of a file by their names; ``make`` is called meanwhile.  ``log`` has the changes of the mode."""
+    """Loads kernels of a file by their names; ``make`` is called meanwhile.  ``log`` has modes and launches."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.log = path, list[str]()
+        self._path, self.log = path, list[Any]()
         self.make: Callable[[str, int], None] = lambda name, device: None
         self._devices = threading.local()
 
@@ -30,10 +30,6 @@ class Loads:
         self.make(name, self._devices.loading)
         return SimpleNamespace(handle=1)
 
-    def exchange_mode(self, mode: str) -> tuple[int, str]:
-        self.log.append(mode)
-        return 0, "as before"
-
 
 @pytest.fixture
 def load(monkeypatch, tmp_path):
@@ -41,20 +37,22 @@ def load(monkeypatch, tmp_path):
     (tmp_path / "x.cu").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     functions = SimpleNamespace(
-        cuThreadExchangeStreamCaptureMode=load.exchange_mode, CUfunction=int, cuFuncLoad=lambda function: (0,),
-        cuKernelGetFunction=lambda kernel: (0, kernel),
-        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed"),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (load.log.append(mode) or 0, "as before"),
+        CUfunction=int, cuFuncLoad=lambda function: (0,), cuKernelGetFunction=lambda kernel: (0, kernel),
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed"), CUlaunchConfig=SimpleNamespace,
+        cuLaunchKernelEx=lambda config, kernel, parameters, extra: load.log.append((config.numAttrs, extra)) or (0,),
     )  # fmt: skip
     with installed(monkeypatch, functions, (GPU(), GPU())) as core:
         core.get_kernel = load.get_kernel
         yield load
 
 
-def test_kernels_are_loaded_in_relaxed_capture_mode(load):
-    """Any call may be the first that needs a kernel, also one that a thread captures."""
+def test_kernels_are_loaded_in_relaxed_capture_mode(load, tmp_path):
+    """Any call may be the first that needs a kernel, also one that a thread captures.  A launch has no attributes."""
     load.make = lambda *_: load.log.append("loads")
     load("saxpy", 0)
-    assert load.log == ["relaxed", "loads", "as before"]
+    load_kernel(tmp_path / "x.cu", "saxpy", 0).bind(1, 32)(None)
+    assert load.log == ["relaxed", "loads", "as before", (0, 0)]
 
 
 def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(load):

@@ -152,3 +152,4 @@ def test_special_tokens_of_a_folder_without_a_tokenizer_are_those_of_the_run():
     files = checkpoint.merge_extra({"config.json": {"eos_token_id": 9}, **ours.files()}, extra, ours)
     assert files["config.json"] == {"eos_token_id": 9, "use_cache": True}
     assert files["tokenizer_config.json"] == ours.files()["tokenizer_config.json"]
+    assert sorted(ours.files()["tokenizer.json"]["model"]["vocab"].values()) == [*range(256)]

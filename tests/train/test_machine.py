@@ -69,7 +69,7 @@ GROUPS = {
         580,
     ),
     "version 1": (
-        {"proc/self/cgroup": "9:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n",
+        {"proc/self/cgroup": "9:cpu,cpuacct:/docker\n4:memory:/docker/x\n",
          "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
          "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
          "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "400\n",

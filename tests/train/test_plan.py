@@ -259,13 +259,13 @@ def test_what_no_run_has_confirmed_is_said(flags, said):
 
 
 def test_the_gpu_that_is_here(tmp_path, monkeypatch):
-    """Without one, that a GPU is assumed is said."""
+    """Without one, that a GPU is assumed is said.  A run on the CPU needs none."""
     monkeypatch.setattr(costs, "DRIVER", tmp_path)
 
-    def first_line():
-        return planning.report(["--plan", "--preset=tiny", "--ranks=2", *ONE_CHOICE]).partition("\n")[0]
+    def first_line(*flags):
+        return planning.report(["--plan", "--preset=tiny", "--ranks=2", *ONE_CHOICE, *flags]).partition("\n")[0]
 
-    assert costs.gpu_here() is None
+    assert costs.gpu_here() is None and "2 ranks on the CPU, " in first_line("--device=cpu")
     assert re.match(r"2 ranks on .*H200 \(no GPU is here: see --gpu\), ", first_line())
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")

@@ -85,6 +85,7 @@ def test_many_runs_differ_and_the_legend_covers_none(tmp_path, figure):
     looks = [(line.get_color(), line.get_linestyle()) for line in legend.get_lines()[:12]]
     assert len(set(looks)) == 12
     assert [len(axes.lines) for axes in figure.axes] == [24, 12, 12, 12]
+    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log", "linear"]
     box = legend.get_window_extent()
     assert not any(axes.get_window_extent().overlaps(box) or axes.get_legend() for axes in figure.axes)
 

@@ -139,6 +139,7 @@ def test_a_warm_up_that_is_not_over_goes_on():
     """The advice keeps no rate below the peak."""
     config = TrainConfig.from_preset("tiny", steps=10, warmup_steps=20)
     assert report.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
+    assert report.more_steps(Path("run"), 1, config.model_copy(update={"epochs": 3})).endswith("--epochs 6")
 
 
 def test_a_last_rate_of_many_digits():
