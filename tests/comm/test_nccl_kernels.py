@@ -57,7 +57,7 @@ def test_kernels_agree_with_their_stand_ins(seed, name, case):
         kernel.bind(4, 64, *arguments)(0)
         results.append(out)
     expected, got = results
-    if given.kind == "complex":  # NumPy's depend on the CPU
+    if given.kind == "complex":  # how NumPy rounds its products depends on the CPU
         expected = np.array([reduce(product, terms) for terms in x.reshape(RANKS, COUNT).T.tolist()])
     numbers = ~np.isnan(expected)
     assert (np.isnan(got) == ~numbers).all() and numbers.any()

@@ -40,7 +40,8 @@ def test_a_stop_does_not_wait_for_the_first_validation(text, tmp_path):
     stop, seen = Stop(), []
 
     def run(comm):
-        (early := Stop()).asked = True
+        early = Stop()
+        early.asked = True
         with pytest.raises(Stopped):  # before the data are read
             Trainer(_config(text, tmp_path), comm, early)
         trainer = Trainer(_config(text, tmp_path, save_every=0, eval_every=2), comm, stop)

@@ -381,8 +381,9 @@ class CudaDevice(Device):
     def forwards(
         self, weights: Weights, batches: Sequence[Callable[[], Batch]], sizes: Sequence[int], result: Result
     ) -> Iterator[tuple[Action, Batch, Any]]:
+        """In a pipeline, kernels for sizes that are new are loaded first, by a run that sends no messages."""
         new = {size: batch for size, batch in zip(sizes, batches, strict=True) if size not in self._forward_sizes}
-        if new and self.mesh.pp.size > 1:  # load the kernels of these sizes before a message is sent
+        if new and self.mesh.pp.size > 1:
             with self.pipeline.dry_run():
                 deque(super().forwards(weights, [*new.values()], [*new], result), maxlen=0)
             self._forward_sizes |= {*new}

@@ -75,7 +75,7 @@ class Pipeline:
         """Send a message of this number of rows in each direction, in the same order on all ranks.
 
         In its first call of a size, NCCL connects two ranks and waits on the host. Within a schedule, ranks could wait
-        for each other in this way.
+        for each other in this way. Messages are asynchronous as in a schedule, so that the same kernels are loaded.
         """
         x = self.buffer(forward=True).array[:rows]
         for (sender, _, _), link in self._links.items():
