@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kos.interop.autoload import register
+
+register()  # torch does so by itself only if kos is installed
 dist.init_process_group(sys.argv[1])  # before Accelerate, which chooses gloo
 accelerate: Any = __import__("accelerate")
 accelerator = accelerate.Accelerator(cpu=True)
