@@ -22,6 +22,8 @@ EXTRAS_test := $(EXTRAS_train),tokenizers,chat,parquet,zstd,tensorboard,test
 EXTRAS_all := $(EXTRAS_test),wandb,trackio
 EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
+# For all targets below that take INSTALL: `make INSTALL=ci lint` installs what each of them needs, at once.
+EXTRAS_ci := $(EXTRAS_all),lint,docs
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
@@ -54,7 +56,7 @@ train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; set
 test: $(VENV)/.kos-test-$(MPI)  ## run the tests, in one process and under mpirun; pytest's arguments go in ARGS
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(ARGS)
 
-test-all: $(VENV)/.kos-all-$(MPI)  ## as test, with those that are exhaustive and take long
+test-all: $(VENV)/.kos-$(or $(INSTALL),all)-$(MPI)  ## as test, with those that are exhaustive and take long
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py --all $(ARGS)
 
 sanitize: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core under ASan, UBSan and TSan
@@ -66,13 +68,13 @@ aarch64: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core, 
 	@$(BIN)/python -m pytest -q tests/core/test_core_sanitized.py -k aarch64 $(ARGS)
 
 # mypy reads a stub in place of its module, unless that is named.
-lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
+lint: $(VENV)/.kos-$(or $(INSTALL),lint)-$(MPI)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --cache-dir=.mypy_cache/collectives kos/comm/collectives.py
 
 # Without --quiet, which would hide the warnings from strict mode too.
-docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; warnings are errors
+docs: $(VENV)/.kos-$(or $(INSTALL),docs)-$(MPI)  ## build the documentation site in build/docs; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/docs/index.html"
 
