@@ -1,4 +1,4 @@
-"""Functions of the driver and of NCCL by their addresses, as the compiled core calls them: each is a stand-in here."""
+"""Stand-ins for functions of the driver and of NCCL, at addresses that the compiled core can call."""
 
 import ctypes
 import functools

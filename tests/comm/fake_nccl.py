@@ -1,7 +1,8 @@
-"""The nccl backend without a GPU: ranks are threads, device memory is the host's, NCCL is what stands here.
+"""Stand-ins that run the nccl backend without a GPU: ranks are threads, and device memory is memory of the host.
 
-What NCCL and the driver do is done at once and on the host, so the backend's own work is tested: addresses,
-counts, groups, parts, splits, failures of waits.  Streams and time are not.
+The stand-ins for NCCL and for the driver complete every call at once, on the host. Tests that use them check the work
+of the backend itself: addresses, counts, groups, parts, splits, and failures of waits. They check neither streams nor
+timing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The peer backend without a GPU: ranks are threads, device memory is the host's, and the kernels are the real ones,
-compiled by the host's C++ compiler, on a machine that reorders what they store (``ptx_host.h``).
+"""Stand-ins that run the peer backend without a GPU: ranks are threads, and device memory is memory of the host.
 
-What they compute, how they cut, wait, count and order is tested; hardware and time are not.
+The kernels are the real ones, compiled by the host's C++ compiler. They run on a machine that reorders what they store
+(``ptx_host.h``). Tests that use them check what the kernels compute, and how they split data, wait, count and order. They
+check neither hardware nor timing.
 """
 
 import contextlib

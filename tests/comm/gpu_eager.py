@@ -1,4 +1,4 @@
-"""Calls on GPUs that the compiled core makes, for tests: on ranks that are threads, with stand-ins for GPUs."""
+"""Helpers for tests of calls on GPUs that the compiled core makes: ranks are threads, and GPUs are stand-ins."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Groups that grow, for tests: members and newcomers as threads, and what they call."""
+"""Helpers for tests of groups that grow: members and newcomers are threads."""
 
 import threading
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""The model of ``kos.testing.conformance`` with small whole numbers, of which every order of additions gives the same.
+"""The model of ``kos.testing.conformance``, for small whole numbers, whose sum is the same in every order.
 
-For tests that run any operation, of any dtype.
+It is for tests that run any operation on any dtype.
 """
 
 from collections.abc import Callable

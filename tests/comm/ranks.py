@@ -1,7 +1,7 @@
-"""Running one test function on every rank of a group, whoever carries the group.
+"""Run one test function on every rank of a group, whatever the ranks are: threads, processes, or ranks of mpirun.
 
-A failed assertion on one rank must not leave the others waiting: ``run`` catches it, all ranks tell each
-other how they fared, and every rank of the test fails, with the messages of all ranks that did.
+A failed assertion on one rank must not leave the other ranks waiting. ``run`` catches it, and the ranks exchange their
+outcomes. Then every rank fails, with the messages of all ranks that failed.
 """
 
 import contextlib

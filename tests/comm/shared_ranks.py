@@ -1,4 +1,7 @@
-"""Ranks that are threads of this process and share a segment as processes do, on a backend of nothing else."""
+"""Ranks that are threads of this process and share a memory segment as processes do.
+
+Their backend uses nothing else.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Ranks that meet by environment over loopback, as threads of the test: each with its own sockets."""
+"""Ranks that are threads of the test, and find each other over loopback by environment variables.
+
+Each has its own sockets.
+"""
 
 import os
 import random

@@ -63,7 +63,10 @@ def wait_for_marks(comm: kos.Communicator, tag: int = 99) -> None:
 @pytest.mark.parametrize("posted", ["before", "after"])
 @on_each_rank("run")
 def test_a_message_of_another_size_raises_and_spoils_nothing(comm, /, posted):
-    """The receive that it is for raises, and names its sender; another one that waits gets the next message."""
+    """Only the receive that matches the message raises, and it names the sender.
+
+    Another receive gets the next message.
+    """
     if comm.rank == 0:
         x, y = np.full(2, 7.0), np.zeros(3, np.float32)
         if posted == "after":
@@ -106,7 +109,7 @@ def test_no_sender_is_served_alone(comm, /):
 @pytest.mark.parametrize("call", ["recv", "recv from any", "all_reduce"])
 @on_each_rank(TCPRanks(2).run)
 def test_a_wait_that_another_thread_aborts(comm, /, memory, call):
-    """Memory and connections are freed before its operations are cancelled; the waiting thread may poll in between."""
+    """An abort frees memory and connections before it cancels operations.  The waiting thread may poll in between."""
     part, x = comm.duplicate(), np.zeros(1)
     if comm.rank == 0:
         waiting = part.all_reduce(x, async_op=True) if call == "all_reduce" else part.recv(
@@ -146,7 +149,7 @@ def test_a_rank_that_has_closed_ends_no_receive_from_others(comm, /):
 
 @on_each_rank("run")
 def test_groups_in_batches_and_persistent(comm, /):
-    """In a group whose ranks are in reverse, beside messages of the world with the same tag."""
+    """In a group whose ranks are in reverse order, while messages of the world have the same tag."""
     group, last, x = comm.split(0, -comm.rank), comm.size - 1, np.zeros(2)
     assert group is not None
     if comm.rank == last:  # rank 0 of the group
@@ -175,7 +178,7 @@ def test_groups_in_batches_and_persistent(comm, /):
 @pytest.mark.parametrize("memory", ["shared", "none"], indirect=True)
 @on_each_rank(TCPRanks(2).run)
 def test_a_receive_behind_another_is_named_at_its_timeout(comm, /, memory):
-    """Of a send_recv whose receive has not begun, since it comes after one from any rank."""
+    """The receive of a send_recv has not begun, because an earlier receive from any rank is still waiting."""
     if comm.rank == 0:
         wild = comm.recv(np.zeros(1), async_op=True, timeout=20)
         with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing with tag 0") as caught:
@@ -314,7 +317,7 @@ def test_a_rank_whose_process_ends_is_named(call, core):
 @pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
 @on_each_rank(TCPRanks(2).run)
 def test_a_message_whose_sender_has_cancelled_it_is_passed(comm, /):
-    """Not as a probe's, and not by a receive of bytes, whose length would be that of the cancelled one."""
+    """Neither a probe nor a receive of bytes sees the cancelled message: the receive has the length of the next one."""
     if comm.rank == 1:
         work = comm.send_bytes(b"x" * LONG, 0, async_op=True)
         comm.rendezvous.barrier()

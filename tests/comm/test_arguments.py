@@ -200,7 +200,7 @@ def test_neighbours_on_a_gpu_do_not_overlap():
 
 
 def test_a_stream_that_its_owner_closed_is_not_used():
-    """Its handle is then that of the legacy stream."""
+    """The handle of a closed stream is that of the legacy stream."""
     x, stream = described(), Stream(40)
     assert as_buffer(x, "x", True, stream).stream == 40
     stream.handle = 0
@@ -226,7 +226,7 @@ class Wrapped:
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "uint16", "int64", "bool", "complex64"])
 def test_memory_behind_dlpack(dtype, old):
-    """The same bytes, shape and right to write; kept as long as a view of it is used."""
+    """A view has the same bytes, shape and permission to write.  The memory is kept as long as a view of it is used."""
     for base in (np.arange(12).reshape(3, 4), np.array(5), np.zeros((0, 3))):
         array = base.astype(dtype)
         alive = weakref.ref(array)
@@ -257,7 +257,7 @@ def test_whatever_an_export_raises_names_the_argument(error):
 
 
 def test_a_tensor_with_the_negative_bit_is_refused():
-    """torch shares its memory, which holds the values with the other sign."""
+    """torch shares the memory of such a tensor, which holds the values with the opposite sign."""
     torch = pytest.importorskip("torch")
     x = torch.ones(1, dtype=torch.complex64).conj().imag
     assert x.is_neg() and x.is_contiguous()
@@ -284,7 +284,7 @@ def test_allocate_without_enough_memory():
 
 
 def test_arrays_that_never_change_are_read_only():
-    """Though their library's capsules cannot say so."""
+    """They are read-only although the capsules of their library cannot express it."""
 
     class Immutable(Wrapped):
         __module__ = "jaxlib._jax"
@@ -441,7 +441,7 @@ def test_every_parameter_of_functions(call, parameter, wrong):
 
 
 def test_the_others_need_not_wait_for_what_is_refused():
-    """A root without what it is to scatter, for one: it goes on, and may call again."""
+    """For example, a root that passes no array to scatter raises at once, and may call again."""
 
     def body(comm):
         out = np.empty(2)
@@ -456,7 +456,7 @@ def test_the_others_need_not_wait_for_what_is_refused():
 
 @on_each_rank(spawn, 2)
 def test_exscan_refuses_the_same_on_every_rank(comm, /):
-    """Also where its rank 0, which has no result, has cached the call."""
+    """Also on rank 0, which has no result, when it has cached the call."""
     x, out = np.ones(4), np.empty(4)
     for _ in range(4):
         comm.exscan(x, out=out)

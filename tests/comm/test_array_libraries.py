@@ -209,7 +209,7 @@ def test_results_for_a_jax_array_are_jax_arrays(fake, torch, monkeypatch):
 
 
 def test_a_jax_array_is_held_whatever_another_thread_sends(fake, torch):
-    """While the event of one call is recorded, another thread's message looks for events that are over."""
+    """While one call records its event, a message of another thread looks for events that have completed."""
     busy = driver.cu.CUresult.CUDA_ERROR_NOT_READY
     kind, recorded, comm = type("ArrayImpl", (Tensor,), {"__module__": "jaxlib"}), list[int](), alone()
     fake.cu.cuEventQuery = lambda event: (busy if recorded else 0,)
@@ -232,7 +232,7 @@ def test_a_jax_array_is_held_whatever_another_thread_sends(fake, torch):
 
 
 def test_threads_free_no_call_that_is_not_over():
-    """Another thread frees the first call while this one looks at it."""
+    """Another thread frees the first call while this thread examines it."""
 
     class Call:
         def __init__(self, number):

@@ -1,4 +1,4 @@
-"""How ``auto`` routes, without a GPU: two backends that say what they are, over the stand-ins of ``fake_nccl``."""
+"""The routes that ``auto`` chooses, without a GPU: two backends that log their calls, on stand-ins of ``fake_nccl``."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -165,7 +165,7 @@ def comm_buffer(x: Array) -> Any:
 
 @on_each_rank(run)
 def test_operations_whose_bytes_differ_between_ranks_have_one_route(comm, log, /):
-    """Rank 0 sends little and receives much: by their own sizes the ranks would choose different routes."""
+    """Rank 0 sends little and receives much.  By their own sizes, the ranks would choose different routes."""
     mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
     comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
     assert log == ["peer"]
@@ -197,7 +197,7 @@ def test_routes_of_symmetric_buffers_and_graphs(fake):
 
 @on_each_rank(run)
 def test_register_uses_the_first_backend_that_accepts_the_memory(comm, log, /):
-    """Peer takes memory of cudaMalloc, nccl that of the driver; where both refuse, the error names both."""
+    """``peer`` accepts memory of cudaMalloc, and ``nccl`` that of the driver.  If both refuse, the error names both."""
     refused, found = list[type](), list[str]()
 
     def register(part, buffer):
@@ -219,7 +219,7 @@ def test_register_uses_the_first_backend_that_accepts_the_memory(comm, log, /):
 @needs_core
 @on_each_rank(run, host=SharedOnly)
 def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
-    """In the order of their numbers, whichever backend carries a call: ranks compare how far each has come."""
+    """Calls start in the order of their numbers, whichever backend runs them, because ranks compare their progress."""
     calls, node = comm.backend.host.calls, comm.backend.host.node
     assert comm.backend.shared.calls is calls
     begun = []
@@ -242,7 +242,7 @@ def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
 @pytest.mark.parametrize("overlap", [False, True])
 @on_each_rank(run_alone)
 def test_the_deadline_of_a_call_begins_behind_the_call_that_it_follows(comm, log, /, overlap, monkeypatch):
-    """Of another route on another stream, where much of the program's own work may be queued."""
+    """The earlier call has another route and another stream, on which much of the program's own work may be queued."""
     done, streams = list[str](), comm.backend.streams
     queue, follow = works.Marks.queue, streams.follow
     monkeypatch.setattr(works.Marks, "queue", lambda *given: (done.append("begin"), queue(*given)))
@@ -275,7 +275,7 @@ def test_a_finalizer_may_make_a_call_while_another_one_is_ordered(comm, log, /):
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce", "send_recv"])
 @on_each_rank(run_alone)
 def test_a_route_that_does_not_carry_an_operation_is_not_chosen(comm, log, /, operation):
-    """Also where a table chooses it within graphs alone, or for an operation whose sizes differ."""
+    """Also if a table chooses this route for graphs only, or for an operation whose sizes differ between ranks."""
     before = way(comm, operation, 5000)
     for route in comm.backend.routes:
         route.carries = lambda o, route=route: type(route) is Peer
@@ -285,7 +285,7 @@ def test_a_route_that_does_not_carry_an_operation_is_not_chosen(comm, log, /, op
 @needs_core
 @on_each_rank(run, host=SharedOnly)
 def test_host_arrays_go_through_the_core(comm, log, /):
-    """Not over messages; after a look at the calls on the GPUs."""
+    """They use no messages, and the calls on the GPUs are checked first."""
     backend = comm.backend
     backend.host.transport.launch = None
     confirmed = []
@@ -393,7 +393,7 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
 
 
 def test_tuning_measures_every_operation(monkeypatch, tmp_path, fake):
-    """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
+    """``python -m kos.tune`` measures each operation by both backends.  With the stand-ins, a graph is a plain call."""
     launched = []
 
     class Measured(Peer):

@@ -1,7 +1,7 @@
-"""Random calls beside a twin of the communicator that caches nothing, with the hits of the cache that are expected.
+"""Random calls on a communicator and on a twin that caches nothing, and the cache hits that are expected.
 
-Both give the same results and raise the same errors, whatever has changed since the last such call: arrays and what
-they are, arguments and how they are passed, options, streams, the timeout, a batch, what is in flight.
+Both give the same results and raise the same errors, whatever has changed since the last such call: arrays and their
+properties, arguments and how they are passed, options, streams, the timeout, a batch, or the operations in flight.
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ def test_on_one_gpu(gpu_alone, seed):
 
 @on_each_rank(spawn, 3)
 def test_each_field_of_an_operation_is_in_its_signature(comm, /):
-    """Each call differs from an earlier one in one field on some rank, and is prepared by itself."""
+    """A call that differs from an earlier one in a single field, on some rank, is prepared anew."""
     done, prepare, me, call = list[Operation](), comm.backend.prepare, comm.rank, comm.all_reduce
     comm.backend.prepare = lambda o: done.append(o) or prepare(o)
     x, y, fixed = np.zeros(4, "f4"), np.zeros(4, "f4"), np.frombuffer(bytes(16), "f4")

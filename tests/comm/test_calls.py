@@ -1,4 +1,4 @@
-"""Many calls compared at a time, of ranks that go on, or end, while they are looked at."""
+"""Ranks compare many calls at a time, while the compared ranks continue or end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +62,7 @@ class Words:
 @pytest.mark.parametrize("looks", ["compare", "check"])
 @on_each_rank(together)
 def test_a_rank_that_goes_on_while_its_calls_are_read(calls, /, looks):
-    """As it does that waits for nobody: the call looked at is then no longer on record."""
+    """A rank that waits for no other rank goes on, so the call that is read may no longer be on record."""
     mine, theirs = calls
     for sequence in range(5):
         mine.announce(varied(sequence))
@@ -93,7 +93,7 @@ def test_a_rank_that_announces_its_call_while_it_is_checked(calls, /):
 
 @on_each_rank(together)
 def test_own_calls_that_are_overwritten_while_they_are_read(calls, /):
-    """The watchdog reads them for other hosts, while the program goes on."""
+    """The watchdog reads them to report them to other hosts, while the program goes on."""
     mine = calls[0]
     for sequence in range(RING):
         mine.announce(varied(sequence))
@@ -110,7 +110,7 @@ def test_own_calls_that_are_overwritten_while_they_are_read(calls, /):
 
 @on_each_rank(together)
 def test_own_calls_that_are_no_longer_on_record(calls, /):
-    """A part of ``auto`` asks for its own last call, while others have begun many since."""
+    """A backend of ``auto`` compares its own last call, after the other backends have begun many calls."""
     for sequence in range(RING + 20):
         calls[0].announce(varied(sequence))
     for sequence in range(11):

@@ -116,7 +116,10 @@ def check(library: Any, x: Any, expected: float) -> None:
 
 @on_each_rank("on_all")
 def test_the_current_stream_is_followed(comm, library):
-    """A slow kernel and a fill before, a copy after; on streams that come and go."""
+    """A slow kernel and a fill come before the call, and a copy after it.
+
+    Streams are created and destroyed meanwhile.
+    """
     for turn, count in itertools.product(range(ROUNDS), (SMALL, LARGE)):
         with library.on(library.stream()):
             library.slow()
@@ -167,7 +170,7 @@ def test_streams_that_are_gone_are_not_asked(comm, library):
 
 
 def test_captured_as_the_first_call_of_its_kind(comm, library, on_all):
-    """In torch.cuda.graph's default mode no thread may do what could disturb the capture."""
+    """In the default mode of torch.cuda.graph, no thread may do anything that could disturb the capture."""
     count = next(_sizes)
 
     def body():
@@ -200,7 +203,7 @@ def test_captured_as_the_first_call_of_its_kind(comm, library, on_all):
 
 
 def test_order_is_kept_across_a_capture(comm, library, on_all):
-    """Eager on one stream behind a slow kernel, captured on a second, eager on a third."""
+    """Calls run eagerly on one stream behind a slow kernel, are captured on a second, and run eagerly on a third."""
 
     def body():
         comm.all_reduce(library.full(SMALL, 0.0))
@@ -235,7 +238,7 @@ def test_order_is_kept_across_a_capture(comm, library, on_all):
 
 
 def test_jax(comm, on_all):
-    """Calls wait until JAX has made their input; results are JAX's arrays, kept until JAX has read them."""
+    """Calls wait until JAX has made their input.  Results are arrays of JAX, and are kept until JAX has read them."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = pytest.importorskip("jax")
     device = jax.devices("gpu")[comm.device]

@@ -28,7 +28,7 @@ def decoded(form: Format, x: np.ndarray) -> np.ndarray:
 
 @formats
 def test_bytes_of_bf16(form):
-    """Wire bytes as a part of those of bf16."""
+    """The bytes that are sent, as a fraction of those of bf16."""
     limit = {"fp8": 0.53, "int8": 0.53, "int4": 0.28}[form.name]
     assert form.nbytes(1 << 20) == form.encode(np.zeros(1 << 20, np.float32)).size <= limit * 2 * (1 << 20)
     assert form.nbytes(0) == 0 and form.nbytes(1) == form.nbytes(BLOCK) < form.nbytes(BLOCK + 1)
@@ -37,7 +37,7 @@ def test_bytes_of_bf16(form):
 @formats
 @dtypes
 def test_errors_are_within_the_bounds(form, dtype, seed):
-    """Of any bits, normal values of every size, outliers, one-hot blocks, and of what is near the bounds."""
+    """For random bits, normal values of every size, outliers, one-hot blocks, and values near the bounds."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal((600, BLOCK))
     normal[::6, 0] = 1e4
@@ -60,7 +60,7 @@ def test_errors_are_within_the_bounds(form, dtype, seed):
     ("form", "dtype", "size"), [("int8", ml_dtypes.bfloat16, 1.0), ("fp8", np.float16, 1e-6), ("int8", np.float32, 0.0)]
 )
 def test_small_scales_and_the_rounding_to_the_dtype_count(form, dtype, size, seed):
-    """Ordinary bfloat16, small float16, and float32 below the least scale lose more than a code and its scale do."""
+    """Ordinary bfloat16, small float16, and float32 below the smallest scale lose more than a code and its scale."""
     rng = np.random.default_rng(seed)
     x = (size * np.exp(rng.normal(0, 2, 1000 * BLOCK))).astype(dtype) if size else np.full(BLOCK, 1e-38, dtype)
     wide = x.astype(np.float64)
@@ -74,7 +74,10 @@ HOSTS = [(2, 2), (3, 3), (2, 2, 2)]
 
 @pytest.mark.parametrize(("dtype", "hosts"), zip(DTYPES, HOSTS, strict=True), ids=str)
 def test_errors_between_hosts_are_within_the_bounds(dtype, hosts, seed):
-    """Each host's sum is encoded once, and the sum of these once: a bound of each, whatever the ranks of a host."""
+    """The sum of each host is encoded once, and so is the total.
+
+    The bound adds both, for any number of ranks per host.
+    """
     spawn(lambda comm: errors_are_within_the_bounds(comm, seed, np.dtype(dtype)), sum(hosts), hosts=hosts)
 
 
@@ -84,7 +87,7 @@ def test_errors_between_hosts_are_within_the_bounds(dtype, hosts, seed):
     ("int4", "float16", (2, 2, 2)),
 ], ids=str)  # fmt: skip
 def test_bits_between_hosts(form, dtype, hosts, seed):
-    """Exact sums in rank order within the hosts, of which only the hosts' are compressed; with error feedback too."""
+    """Each host adds exactly, in rank order; only the sums of the hosts are compressed.  Also with error feedback."""
 
     def body(comm):
         assert comm.exact_group_size() == hosts[0]
@@ -96,7 +99,7 @@ def test_bits_between_hosts(form, dtype, hosts, seed):
 
 @pytest.mark.parametrize("hosts", [(4,), (3, 1), (1, 1, 1, 1)], ids=str)
 def test_bits_on_other_hosts(hosts, seed):
-    """All ranks compress what they send: on one host, on hosts of unequal numbers of ranks, with a rank on each."""
+    """All ranks compress what they send: on one host, on hosts of unequal numbers of ranks, with one rank per host."""
 
     def body(comm):
         assert comm.exact_group_size() == 1
@@ -106,7 +109,7 @@ def test_bits_on_other_hosts(hosts, seed):
 
 
 def test_in_rank_order_all_ranks_of_hosts_compress(seed):
-    """``deterministic`` promises the bits that ranks of one host get."""
+    """``deterministic`` promises the same bits as on a single host."""
 
     def body(comm):
         x = np.random.default_rng((seed, comm.rank)).standard_normal(1000).astype(np.float32)
@@ -118,7 +121,7 @@ def test_in_rank_order_all_ranks_of_hosts_compress(seed):
 
 @pytest.mark.parametrize(("count", "hosts"), [*zip((1, 64, 1000), HOSTS, strict=True), (4096 + 65, (2, 2))], ids=str)
 def test_feedback_of_an_all_reduce(count, hosts, seed):
-    """What is lost comes back: the sum of many calls is nearer to the exact one than that of calls without feedback."""
+    """What is lost is added to later calls.  The sum of many calls is nearer to the exact sum than without feedback."""
 
     def body(comm, fed_back):
         x = np.random.default_rng((seed, comm.rank)).standard_normal(count).astype(np.float32)
@@ -157,7 +160,7 @@ def _any_floats(rng: np.random.Generator, count: int, kind: int) -> np.ndarray:
 @formats
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_the_core_has_the_bits_of_numpy(form, dtype, seed, monkeypatch):
-    """Encoded, decoded and added, on any floats and lengths, those of several turns of NumPy's loop over blocks too."""
+    """Encoded, decoded and added, for any floats and lengths, also those for which NumPy's loop over blocks repeats."""
     rng = np.random.default_rng(seed)
     core = compression.native
     for kind in [*range(6)] * 5:
@@ -193,7 +196,7 @@ def test_zeros_stay(form):
 @formats
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_infinities_and_nan_arrive_where_they_were(form, seed, dtype):
-    """In blocks of their own, and beside numbers, which arrive within the bounds."""
+    """They are in blocks of their own, or beside finite numbers, which arrive within the bounds."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(50 * BLOCK).astype(np.float32)
     special = rng.choice([np.inf, -np.inf, np.nan], x.size)
@@ -228,7 +231,10 @@ def test_the_largest_numbers_stay_finite(form, seed, dtype, special):
 @formats
 @dtypes
 def test_only_sums_beyond_the_largest_number_are_infinite(form, dtype):
-    """As uncompressed ones are: the largest number plus 0, 0.49 of it twice, it twice, and a block of both cases."""
+    """As without compression.
+
+    The blocks add the largest number and 0, twice 0.49 of it, and twice the number; one is mixed.
+    """
     largest = float(ml_dtypes.finfo(dtype).max)
 
     def body(comm):
@@ -247,7 +253,7 @@ def test_only_sums_beyond_the_largest_number_are_infinite(form, dtype):
 
 @formats
 def test_what_is_decoded_is_encoded_alike(form, seed):
-    """Ranks that send on what they received lose nothing more, beyond the rounding of the scale."""
+    """Ranks that forward what they received lose nothing more, beyond the rounding of the scale."""
     x = np.random.default_rng(seed).standard_normal(1000).astype(np.float32)
     once = decoded(form, x)
     twice = decoded(form, once)
@@ -330,7 +336,10 @@ def test_ranks_that_compress_differently(comm, /, theirs):
 @pytest.mark.parametrize("count", [20, 70])
 @on_each_rank(spawn, 3)
 def test_counts_that_disagree(comm, /, count):
-    """Within a block, where as many bytes travel, too.  The ranks are named by their numbers in the world."""
+    """Also if the counts are within one block, so that equally many bytes are sent.
+
+    The error has ranks of the world.
+    """
     if (pair := comm.group([1, 2])) is not None:
         x, mine, theirs = np.ones(20, np.float32), [10, 10], [10, 10] if pair.rank else [10, count]
         with pytest.raises(CollectiveMismatch, match="rank 1 of world expected .* from rank 2 of world") as caught:

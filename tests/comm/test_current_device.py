@@ -1,7 +1,7 @@
 """Calls on a GPU that is not the current device of the thread, without a GPU.
 
-The legacy default stream is that of the current device.  A stand-in for the driver knows which device is current, and
-fails the test where that stream is used, or an event made, on another device than the communicator's.
+The legacy default stream belongs to the current device. A stand-in for the driver tracks which device is current. It
+fails the test if that stream is used, or an event is created, while the device of the communicator is not current.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Calls that the compiled core makes by itself are as those through Python, and notice whatever has changed.
+"""Calls that the compiled core makes by itself equal those through Python, and detect whatever has changed.
 
-Works, persistent starts and tensors of torch need no Python either, once the core knows such calls.  What Python runs
-within a call may make calls, set timeouts and forget what the core knows: finalizers, for one, which a collection of
-garbage or the end of an object runs.
+Works, persistent starts and tensors of torch need no Python either, once the core has cached such calls. Python code
+that runs within a call may itself make calls, set timeouts, or clear the cache of the core. Finalizers are an example:
+they run in a garbage collection, or when an object is freed.
 """
 
 import gc
@@ -59,7 +59,7 @@ def test_nothing_holds_the_arrays_or_the_communicator(comm, /):
 
 @on_each_rank(TCPRanks(3).run)
 def test_a_call_is_never_kept_as_another(comm, /):
-    """Calls of batches, by a schedule, and that raise come between a call that is kept and its arguments."""
+    """Between a cached call and its arguments come calls of batches, calls with a schedule, and calls that raise."""
     x, y = np.ones(4), np.empty(4)
     if comm.rank == 0:
         for dst in (1, 2):
@@ -86,7 +86,7 @@ def test_a_call_is_never_kept_as_another(comm, /):
 
 @on_each_rank(TCPRanks(3).run)
 def test_threads_do_not_keep_each_others_calls(comm, /):
-    """While a thread waits in a send, another one sends the same array to another rank."""
+    """While one thread waits in a send, another thread sends the same array to another rank."""
     x = np.zeros(1_000_000)  # each send waits for its receive
     if comm.rank == 0:
         other = threading.Thread(target=lambda: (time.sleep(0.1), comm.send(x, 2)))
@@ -102,7 +102,7 @@ def test_threads_do_not_keep_each_others_calls(comm, /):
 
 @on_each_rank(TCPRanks(2).run)
 def test_a_call_beside_others_is_kept_once(comm, /):
-    """As many signatures as are kept; then one of them and a new one many times, beside an outstanding Work."""
+    """The cache is full.  Then one cached call and a new one alternate many times, while a Work is outstanding."""
     arrays = [np.ones(n) for n in range(1, 32)]  # with the one that is outstanding
     for x in arrays[1:] * 2:
         comm.all_reduce(x)
@@ -164,7 +164,7 @@ def test_a_message_in_flight_is_cancelled_at_its_timeout(comm, /):
 
 @on_each_rank("run")
 def test_a_work_leaves_the_record_of_a_later_call(comm, /):
-    """The recorder keeps 1,024: while a receive is in flight, its entry becomes that of another call."""
+    """The recorder keeps 1,024 entries.  While a receive is in flight, another call takes over its entry."""
     x, y, peer = np.zeros(4), np.ones(2), 1 - comm.rank
     for _ in range(3):
         work = comm.recv(x, peer, async_op=True)
@@ -302,7 +302,7 @@ def test_other_tensors_are_other_calls(comm, /):
 @needs_torch
 @on_each_rank("run")
 def test_misaligned_tensors_are_refused(comm, /):
-    """Also if the core knows such calls."""
+    """Also if the core has cached such calls."""
     import torch
 
     memory = bytearray(8 * 4 + 1)
@@ -316,7 +316,10 @@ def test_misaligned_tensors_are_refused(comm, /):
 @needs_torch
 @on_each_rank("run")
 def test_a_call_that_has_begun_runs_no_python(comm, /, monkeypatch):
-    """It is not in the queue yet: a thread that ran now would put its messages where nobody looks for them."""
+    """The call is not in the queue yet.
+
+    A thread that ran now would queue its messages where no rank looks for them.
+    """
     import torch
 
     x, left = torch.ones(4), (comm.rank - 1) % comm.size
@@ -391,7 +394,7 @@ def fill_recorder(pair: list[Any], shape: Any, count: int = SLOTS - 1) -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="garbage is collected between two instructions")
 def test_a_finalizer_sets_the_timeout_and_makes_a_call_of_the_same_operation(pair):
-    """That frees what the core knows of the call that it is about to make."""
+    """This clears the cache of the core, which holds the call that the core is about to make."""
     one, other = pair
     make_known(pair, 3, 5)
     for _ in range(20):
@@ -411,7 +414,10 @@ def test_a_finalizer_sets_the_timeout_and_makes_a_call_of_the_same_operation(pai
 
 
 def test_a_call_within_the_record_of_another_is_the_next_one(pair):
-    """An entry of the recorder is overwritten, and what it has kept ends."""
+    """Overwriting an entry of the recorder frees the object that it kept.
+
+    The finalizer of that object makes the call.
+    """
     one, other = pair
     make_known(pair, 3, 5)
     within, outer, x, y = np.ones(5), np.ones(3), np.ones(3), np.ones(3)
@@ -445,7 +451,7 @@ def test_a_start_with_wrong_arguments_hides_nothing(pair):
 
 
 def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(pair):
-    """As of a trace function, through the method of the class, on the same array."""
+    """For example, a trace function makes it, through the method of the class, on the same array."""
     one, other = pair
     x, theirs = np.full(3, 2.0), [np.full(3, 5.0), np.full(3, 5.0)]
     finish = begin(other, theirs[0], op=kos.ReduceOp.MAX), begin(other, theirs[1])

@@ -177,7 +177,7 @@ def test_bad_variables(changes, message):
     ],
 )
 def test_a_part_of_the_variables(no_launcher, environ, missing, given):
-    """No group of one by mistake."""
+    """If some variables are missing, the process does not become a group of one by mistake."""
     for name, value in environ.items():
         no_launcher.setenv(name, value)
     with pytest.raises(RendezvousError) as caught:
@@ -268,7 +268,7 @@ def test_another_world_size(size):
 
 
 def test_a_rank_that_joins_after_the_failure_is_told_too(monkeypatch):
-    """Rank 0 has raised it, and ends."""
+    """Rank 0 has already raised the failure, and ends."""
     monkeypatch.setattr("kos.comm.control.hub.CLOSE_SECONDS", 20.0)
     port = free_port()
     first = errors_of(30, environment(0, 3, port), environment(1, 2, port))
@@ -323,7 +323,7 @@ def test_another_program_at_the_port():
 @pytest.mark.parametrize("debug", ["0", "1"])
 @pytest.mark.parametrize("case", ["in use", "missing"])
 def test_an_error_of_init_has_no_frames_within_kos(no_launcher, case, debug):
-    """Python prints them where no hook of kos is set, as under torchrun.  Those of the program stay."""
+    """Python prints the frames if kos has set no hook, as under torchrun.  The frames of the program stay."""
     no_launcher.setenv("KOS_DEBUG", debug)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for name, value in environment(0, 2, taken.getsockname()[1]).items():

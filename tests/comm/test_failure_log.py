@@ -17,7 +17,7 @@ from tests.comm.works import work_of
 
 
 def test_a_posted_failure_holds_no_frames():
-    """In them is what the failed call had made, such as memory and files, which would last until the next call."""
+    """Its frames refer to memory and files of the failed call, which would otherwise be kept until the next call."""
 
     class Made:
         pass
@@ -139,7 +139,7 @@ def test_a_wait_for_ranks_of_other_groups():
     ids=["it has just ended", "it has left the call", "it is in another call"],
 )
 def test_a_rank_whose_own_timeout_named_no_rank_is_not_late(handled, waits, named):
-    """It has begun the call, and has left it."""
+    """That rank began the call, and has left it."""
     status = PeerStatus(0)
     known = PeerStatus(1, status)
     known.post_failure(CollectiveTimeout(timeouts.UNKNOWN))
@@ -154,7 +154,7 @@ def test_a_rank_whose_own_timeout_named_no_rank_is_not_late(handled, waits, name
 
 
 def test_a_timeout_without_ranks_is_no_cause():
-    """Neither of a later failure nor of an end, and it does not hide a failure that names ranks."""
+    """It is neither the cause of a later failure nor that of a closed rank, and hides no failure that names ranks."""
     status = PeerStatus(0)
     log = FailureLog(range(2), 1, PeerStatus(1, status))
     PeerStatus(0, status).post_failure(CollectiveTimeout("late"))
@@ -167,7 +167,7 @@ def test_a_timeout_without_ranks_is_no_cause():
 
 
 def test_a_query_that_comes_before_a_wait_is_answered_in_it():
-    """As between two calls of a program."""
+    """For example, the query comes between two calls of a program."""
     sent = list[tuple[str, object]]()
     status, plane = PeerStatus(1), _Plane()
     plane.send_notice = lambda kind, what=None, timeout=0.0: sent.append((kind, what))
@@ -182,7 +182,10 @@ def test_a_query_that_comes_before_a_wait_is_answered_in_it():
 
 @pytest.mark.parametrize("size", [3, 128, 129])
 def test_a_rank_announces_its_wait_at_its_timeout(size):
-    """On a busy machine, other ranks may ask while it finds out which rank is late; not in a job of many ranks."""
+    """On a busy machine, other ranks may ask while it looks for the late rank.
+
+    A job of more than 128 ranks announces none.
+    """
     sent = list[tuple[str, object]]()
     status, plane = PeerStatus(1), _Plane()
     plane.failures = SimpleNamespace(world=range(size))
@@ -202,7 +205,7 @@ def test_a_rank_announces_its_wait_at_its_timeout(size):
     ],
 )
 def test_the_call_and_the_communicator_are_named_once(cause, named):
-    """``named``: the part of the cause's text that the error has after its call; "" for a cause of the same call."""
+    """``named``: the part of the cause's text that follows the call in the error; "" if the cause has the same call."""
     call = "world: all_reduce #1 of int8[1]"
     log = FailureLog(range(3), 0, _Waits({}, {1: CollectiveTimeout(cause, ranks=[2])}))
     error = log.overdue(Late([1]), call, 1.0)
@@ -227,8 +230,9 @@ def test_the_call_and_the_communicator_are_named_once(cause, named):
     ],
 )  # fmt: skip
 def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
-    """No rank of another host can say that it waits for the rank of the hub: it is said that these were not asked.
-    If the whole host of the hub is cut off, all of its ranks are named.
+    """No rank of another host can report that it waits for the hub's rank.
+
+    The error says that these ranks were not asked. If the whole host of the hub is cut off, all of its ranks are named.
     """
     table, plane = PeerStatus(), _Plane(keeps)
     table.waits[3] = (0,)
@@ -244,7 +248,7 @@ def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
 
 
 def test_a_hub_that_does_not_answer_is_named_with_ranks_that_are_stopped_or_gone():
-    """An error keeps the ranks that were not asked, whatever fails later."""
+    """The error lists the ranks that were not asked, whatever fails later."""
     status, plane = PeerStatus(2), _Plane()
     status.sees, status.halted, status.hosts = {2, 3}.__contains__, {3, 4}.__contains__, HOSTS
     status.connect(plane)
@@ -275,7 +279,7 @@ def test_a_cycle_says_whether_its_calls_are_of_one_group(call, expected, reverse
 
 
 def test_a_cycle_with_a_call_that_is_not_known():
-    """As of a rank of another host.  Nothing is said about groups."""
+    """For example, the call of a rank of another host.  The error does not mention groups then."""
     status = _Waits({1: (2,), 2: (0,)}, {})
     status.last_calls |= {1: lambda: "world: barrier #0 at train.py:9", 2: lambda: ""}
     text = str(FailureLog(range(3), 0, status).overdue(Late([1]), "world: recv_bytes #0, from rank 1 with tag 0", 1.0))

@@ -1,4 +1,4 @@
-"""Mismatched calls, ranks that do not come, ranks that are gone: errors that name them, and no hang."""
+"""Mismatched calls, ranks that do not arrive, and ranks that are lost: errors name the ranks, and no rank hangs."""
 
 import contextlib
 import threading
@@ -39,7 +39,7 @@ def F4() -> np.ndarray:
 @pytest.mark.mpi
 @on_each_rank("ranks_of_mpi.run")
 def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(comm, /, apart):
-    """Nobody receives it.  Open MPI would give it to a communicator that has the number of a freed one."""
+    """No rank receives it.  Open MPI would deliver it to a communicator that has the number of a freed one."""
     first = comm.duplicate()
     if comm.rank == 1:
         first.close()
@@ -92,7 +92,7 @@ def test_a_rank_that_is_late_in_another_group_is_named(on):
 
 
 def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(several, monkeypatch):
-    """Memory of a host moves when somebody asks: time before that is nobody's fault."""
+    """Operations on host memory advance only during calls of kos, so the time before a call causes no timeout."""
     clock, computed = time.monotonic, 0.0
     monkeypatch.setattr("kos.comm.work.time", SimpleNamespace(monotonic=lambda: clock() + computed))
 
@@ -111,7 +111,7 @@ def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(several, mo
 
 
 def test_synchronize_raises_what_failed_at_its_launch(several):
-    """Nothing is in flight then; nor did anybody ask."""
+    """Nothing is in flight any more, and the program has not waited for the failed operation."""
 
     def late(comm):
         part, x = comm.duplicate(), np.ones(3)
@@ -172,7 +172,7 @@ WAITS: dict[str, Callable[[kos.Communicator, kos.Communicator], Any]] = {
     ("aborts", "the data are damaged"),
 ])  # fmt: skip
 def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting, end, why):
-    """Also by a rank that waits after the thread of that rank has ended."""
+    """Also by a rank that begins to wait after the thread of that rank has ended."""
     told = []
     if (end, waiting) == ("returns", "in a part"):  # which nothing closes
         why = "its function returned"
@@ -200,7 +200,7 @@ def test_a_rank_that_ends_is_named_by_those_that_wait_for_it(waiting, end, why):
 @pytest.mark.parametrize("waiting", ["barrier", "recv", "rendezvous"])
 @pytest.mark.parametrize("ended", [False, True])
 def test_the_reason_of_an_early_return_does_not_depend_on_the_end_of_the_thread(ended, waiting, monkeypatch):
-    """Rank 0 finds that rank 1 is gone before its thread has ended, or after that."""
+    """Rank 0 finds that rank 1 has returned, before the thread of rank 1 has ended or after that."""
     over, raised, end = threading.Event(), threading.Event(), ThreadWorld.end
 
     def end_in_order(world, rank, why):
@@ -220,7 +220,10 @@ def test_the_reason_of_an_early_return_does_not_depend_on_the_end_of_the_thread(
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch):
-    """Before anything is sent, for each number of ranks; what is registered last counts."""
+    """It is refused before anything is sent, for each number of ranks.
+
+    The schedule that was registered last is used.
+    """
     monkeypatch.setitem(registry._REGISTRY, "all_reduce", dict(registry._REGISTRY["all_reduce"]))
 
     def to_and_fro(n, c, back=2):
@@ -282,7 +285,7 @@ def test_a_backend_that_cannot_run_here_says_why():
     ("mock", InvalidArgument, "device: expected None with backend 'mock', which uses no GPU, got 3 of rank 1"),
 ])  # fmt: skip
 def test_a_device_without_a_backend_for_gpus(backend, error, said):
-    """Refused on every rank, whoever asked for it; threads have none, GPU or not."""
+    """Every rank refuses the device, whichever rank asked for it.  Ranks that are threads refuse it even with a GPU."""
     group = ThreadGroup(2)
 
     def ask(rank):
@@ -293,7 +296,7 @@ def test_a_device_without_a_backend_for_gpus(backend, error, said):
 
 
 def test_a_refusal_whose_close_fails_too(monkeypatch):
-    """The refusal is raised, and what was made is aborted."""
+    """The refusal is raised, and everything that was created is aborted."""
     ended = []
 
     def close(backend):

@@ -1,4 +1,4 @@
-"""Every fault of a plan at every collective: results that stay right, or errors that name the rank; and the campaign.
+"""Planned faults in every collective, and the campaign of random faults: correct results, or errors that name the rank.
 
 ``python -m tests.faults`` runs the campaign for longer.
 """
@@ -33,7 +33,7 @@ every_call = pytest.mark.parametrize("name", CALLS)
 @every_call
 @on_each_rank(spawn, SIZE, 60, faults=[Fault("delay", CULPRIT, operation, 0.01) for operation in (1, 2)])
 def test_delays_change_no_result(comm, /, name):
-    """Nor what follows on the same communicator."""
+    """Nor do they change later calls on the same communicator."""
     for _ in range(4):
         run(comm, CALLS[name], SEED)
 
@@ -66,7 +66,7 @@ def outcome(name: str, kind: str) -> dict[int, KosError]:
     ],
 )
 def test_a_rank_that_stalls_or_sends_nothing(name, kind, message):
-    """No rank waits for ever: all raise as soon as none can go on."""
+    """No rank waits forever: all ranks raise as soon as none of them can go on."""
 
     def body(comm):
         for _ in range(2):
@@ -130,7 +130,7 @@ def test_two_that_stall_and_one_that_crashes():
 
 
 def test_a_rank_that_crashes_finishes_nothing():
-    """Not even what it has under way: it does not wait for that, nor tell anybody."""
+    """A crashed rank neither waits for its operations in flight nor notifies other ranks."""
 
     def body(comm):
         if comm.rank == 1:

@@ -1,4 +1,4 @@
-"""Calls on GPUs: persistent forms, and calls that do not belong together, named on all ranks.
+"""Calls on GPUs: persistent forms, and mismatched calls, which are named on all ranks.
 
 mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_calls.py
 """
@@ -71,7 +71,7 @@ def test_persistent_forms(world, seed, together):
 
 @pytest.mark.parametrize("library", ["kos", "torch"])
 def test_known_calls_are_made_by_the_core(world, library):
-    """On fresh arrays, on the default stream and another one, each ordered with what its stream holds."""
+    """On new arrays, on the default stream and on another one, each call is ordered with the work on its stream."""
     comm = world.duplicate()
     torch = pytest.importorskip("torch") if library == "torch" else None
     if comm._core_group is None or (torch and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")):
@@ -101,7 +101,10 @@ def test_known_calls_are_made_by_the_core(world, library):
 
 
 def test_a_thread_that_has_no_device_of_its_own(world):
-    """CUDA's current device is each thread's own: calls of a new one, overlapped ones too, find the communicator's."""
+    """The current device of CUDA belongs to a thread.
+
+    Calls of a new thread, also overlapped ones, use the communicator's.
+    """
     x, y, failures = ones(world), world.allocate(1 << 21, np.float32), []
     z = Array.from_numpy(np.ones(1000, np.float32), world.device, stream=cuda.create_stream(world.device))
     y.copy_from(ones(world, 1 << 21))  # as large as what copy engines carry
@@ -189,7 +192,7 @@ def test_a_process_that_drives_two_gpus(comm):
 
 
 def test_what_a_graph_captures_is_compared_once(comm, mpi_world):
-    """Comparing queues nothing, so it may happen while a graph is captured; replays are not calls."""
+    """A comparison queues no work, so it may run while a graph is captured.  Replays do not count as calls."""
     stream = cuda.create_stream(comm.device)
     x = Array.zeros(1000, np.float32, comm.device, stream=stream)
     comm.all_reduce(x)

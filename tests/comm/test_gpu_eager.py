@@ -1,7 +1,7 @@
-"""Calls on GPUs that the compiled core makes are as those through Python, which makes all others.
+"""Calls on GPUs that the compiled core makes equal those that Python makes.
 
-What a launch depends on, and what ends one.  The driver, NCCL and memory are stand-ins.  Kernels of peer run on the
-host.
+The tests cover what a launch depends on, and what makes the core leave a call to Python. The driver, NCCL and memory
+are stand-ins. Kernels of peer run on the host.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ pytestmark = [needs_core, pytest.mark.usefixtures("no_looks")]
 
 @on_each_rank("gpu_run")
 def test_a_stream_that_its_owner_closes(comm, /):
-    """Its handle is then that of the legacy stream, as Python reads it."""
+    """Its handle becomes that of the legacy stream, for the core as for Python."""
     stream = Stream(40)
     x, y = on_gpu(np.ones(4, np.float32), stream), on_gpu(np.ones(4, np.float32))
     known(comm, x)
@@ -56,7 +56,7 @@ def test_a_stream_that_its_owner_closes(comm, /):
 
 @on_each_rank(FakeRanks(2).run)
 def test_graphs_keep_windows(gpu, /, fake):
-    """A captured call goes through Python, which keeps the memory of windows for the graph."""
+    """Python makes a captured call, and keeps the memory of windows for the graph."""
     comm = gpu.comm
     x, y = comm.allocate(4, np.float32), comm.allocate(4, np.float32)
     stream = Stream(40)
@@ -72,7 +72,7 @@ def test_graphs_keep_windows(gpu, /, fake):
 
 @on_each_rank(FakeRanks(2).run)
 def test_a_captured_call_says_nothing_of_eager_ones(gpu, /, fake):
-    """Whose route may be another one."""
+    """A captured call is no template for eager calls, whose route may be another one."""
     comm, x, stream = gpu.comm, on_gpu([1.0]), Stream(40)
     known(comm, x)
     with captures(), by(comm, 0):
@@ -86,7 +86,7 @@ def test_a_captured_call_says_nothing_of_eager_ones(gpu, /, fake):
 
 @on_each_rank("gpu_run")
 def test_works_of_persistent_starts(comm, /):
-    """A start returns a Work that the program has let go; if it has none, Python makes another one."""
+    """A start reuses a Work to which the program holds no reference.  If there is none, Python creates another one."""
     x = on_gpu(np.ones(4, np.float32))
     start = comm.all_reduce_init(x).start
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_groups_of_one_hold_no_descriptors(comm, fake, /):
 
 @on_each_rank("gpu_alone")
 def test_a_thread_without_the_context(comm, fake, /):
-    """Python makes it current."""
+    """Python makes the context current."""
     x, y = on_gpu([1.0], Stream(40)), on_gpu([0.0], Stream(40))
     known(comm, x, out=y)
     fake.current = 0
@@ -147,7 +147,7 @@ def test_a_thread_without_the_context(comm, fake, /):
 
 @on_each_rank("gpu_alone")
 def test_a_copy_that_is_refused(comm, fake, /):
-    """In place there is none."""
+    """A call in place makes no copy, and succeeds."""
     x, y = on_gpu([1.0]), on_gpu([0.0])
     known(comm, x)
     known(comm, x, out=y)
@@ -192,7 +192,10 @@ def test_a_stream_that_is_asked_may_have_the_call_forgotten(comm, /):
 
 @on_each_rank("gpu_run")
 def test_a_call_within_the_record_of_another_is_the_next_one(comm, /):
-    """An entry of the recorder is overwritten, and what it has kept ends."""
+    """Overwriting an entry of the recorder frees the object that it kept.
+
+    The finalizer of that object makes the call.
+    """
     x, y, z = (on_gpu(np.zeros(n, np.float32)) for n in (4, 4, 8))
     known(comm, x)
     known(comm, z)
@@ -220,7 +223,7 @@ def test_a_call_within_the_record_of_another_is_the_next_one(comm, /):
 
 @on_each_rank("gpu_run")
 def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(comm, /):
-    """As of a profile function, through the method of the class, on the same array."""
+    """For example, a profile function makes it, through the method of the class, on the same array."""
     x = on_gpu(np.ones(4, np.int32))
     known(comm, on_gpu(np.ones(8, np.int32)), op=kos.ReduceOp.MAX)
 
@@ -232,7 +235,10 @@ def test_a_call_within_the_first_one_of_a_signature_is_not_taken_for_it(comm, /)
 
 @on_each_rank("gpu_run")
 def test_whatever_a_launch_depends_on(comm, /):
-    """One by one, the core finds what Python would find; the next call after that is the core's again."""
+    """If any of these changes, the core finds what Python would find.
+
+    The core makes the next call after that again.
+    """
     x, backend = on_gpu(np.ones(4, np.float32)), comm.backend
     known(comm, x)
     changes = [(backend.shared.streams, "current", backend.shared.streams.NONE)]
@@ -297,7 +303,7 @@ def test_every_64th_call_compares(gpu, /, fake):
 
 @on_each_rank("gpu_run")
 def test_cached_calls_keep_few_streams(comm, /):
-    """If a program creates one per step; streams used again are kept."""
+    """A program may create one stream per step.  Streams that are used again are kept."""
     x, alive = on_gpu(np.zeros(4, np.float32)), weakref.WeakSet[Stream]()
     for step in range(60):
         alive.add(stream := Stream(40 + step))
@@ -324,7 +330,7 @@ def test_cached_calls_keep_few_streams(comm, /):
 
 
 def test_two_threads_are_found_while_a_launch_blocks(fake, monkeypatch):
-    """The core calls ``sem_wait`` in place of NCCL's all_reduce; the first argument, the array, holds a semaphore."""
+    """The core calls ``sem_wait`` in place of NCCL's all_reduce.  The first argument, the array, holds a semaphore."""
     libc, found = ctypes.CDLL(None), threading.Event()
     monkeypatch.setattr(fake, "address_of", lambda operation: ctypes.cast(libc.sem_wait, ctypes.c_void_p).value)
     monkeypatch.setattr(fake, "all_reduce", lambda *_: None)
@@ -362,7 +368,10 @@ def test_two_threads_are_found_while_a_launch_blocks(fake, monkeypatch):
 
 @needs_compiler
 def test_of_two_backends_python_orders_each_turn(peers):
-    """Deterministic calls go by peer, others by NCCL."""
+    """Deterministic calls use peer, and others use NCCL.
+
+    Python makes the first call after each change of the backend.
+    """
     group = Group(2)
 
     def rank(rendezvous):

@@ -120,7 +120,7 @@ SUM, PROD, MAX, AVG = kos.ReduceOp.SUM, kos.ReduceOp.PROD, kos.ReduceOp.MAX, kos
      (3, np.complex64, SUM, False), (3, np.int32, SUM, True), (3, np.bool_, MAX, True)],
 )  # fmt: skip
 def test_sums_that_have_one_order(fake, size, dtype, op, alike):
-    """A reduce_scatter_v is then a group of NCCL's own reduces, which needs no kernel of kos."""
+    """A reduce_scatter_v then is a group of NCCL's own reduce calls, which need no kernel of kos."""
     counts = counted(fake, "reduce", "send")
 
     def body(gpu):
@@ -133,7 +133,7 @@ def test_sums_that_have_one_order(fake, size, dtype, op, alike):
 
 @pytest.mark.parametrize("failing", ["send", "recv", "group_start", "group_end", "cuLaunchKernelEx"])
 def test_a_launch_that_is_refused_ends_its_group(fake, failing):
-    """Nothing is called after it but ncclGroupEnd; the error is that of the function that failed."""
+    """No function except ncclGroupEnd is called after it.  The error names the function that failed."""
     failed = threading.Event()
     counts = counted(fake, "group_start", "send", "recv", "group_end")
 
@@ -193,7 +193,7 @@ def on_free(fake: FakeNCCL, act: Callable[[np.ndarray], Any]) -> None:
 
 
 def test_scratch_memory_that_is_freed(fake):
-    """A cached call uses scratch memory of its stream, which ``synchronize`` frees if another stream was used since."""
+    """A cached call uses scratch memory of its stream.  ``synchronize`` frees it if another stream was used since."""
     freed = list[np.ndarray]()
 
     def body(gpu):
@@ -220,7 +220,7 @@ def test_scratch_memory_that_is_freed(fake):
 
 
 def test_a_call_of_another_thread_while_scratch_memory_is_freed(fake):
-    """It must not use that memory, although the core knew the call."""
+    """It must not use that memory, although the core has cached the call."""
 
     def note(memory):
         memory[:] = 0x55

@@ -1,4 +1,4 @@
-"""Calls on GPUs that the compiled core makes: tensors of torch, read by DLPack's C exchange API."""
+"""Calls on GPUs that the compiled core makes on tensors of torch, which it reads through DLPack's C exchange API."""
 
 import sys
 from pathlib import Path

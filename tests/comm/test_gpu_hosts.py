@@ -1,6 +1,6 @@
 """Calls on GPUs that differ between hosts: without a GPU, and with ranks that are threads of one process.
 
-Each has a rendezvous of its own, over sockets, and shares memory with the ranks of its host alone.
+Each rank has its own rendezvous over sockets, and shares memory only with the ranks of its host.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ WAYS = [
 @needs_core
 @pytest.mark.parametrize(("way", "hosts", "kind"), WAYS)
 def test_a_mismatch_is_raised_on_all_ranks(run, way, hosts, kind):
-    """Of hosts whose ranks agree among themselves, and of hosts whose calls are alike."""
+    """The ranks of each host agree among themselves.  Of several hosts, some may also agree with each other."""
 
     def body(comm):
         for count in (5, 6, 7):
@@ -134,7 +134,7 @@ def test_a_mismatch_is_raised_on_all_ranks(run, way, hosts, kind):
 @pytest.mark.parametrize("case", ["where it lies", "operation"])
 @pytest.mark.parametrize("hosts", [APART, TWO_AND_ONE], ids=str)
 def test_calls_of_auto_on_both_kinds_of_memory(run, case, hosts):
-    """Calls on host memory are numbered with the others, also on a rank that shares no memory."""
+    """Calls on host memory and on GPUs have one numbering, also on a rank that shares no memory."""
 
     def body(comm):
         heard = Heard(comm)
@@ -176,7 +176,7 @@ def wait_for_looks(comm: kos.Communicator, count: int = 5) -> None:
 @KINDS
 @pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
 def test_a_host_that_is_behind_is_no_mismatch(run, kind, hosts):
-    """At its timeout the other one tells its calls, of which this one has begun few."""
+    """At its timeout, the other host sends its list of calls, of which the host that is behind has begun few."""
 
     def body(comm):
         for turn in range(2 if hosts[comm.rank] else 300):
@@ -256,7 +256,7 @@ def test_a_failure_reaches_the_other_hosts(run, kind, hosts):
 
 @needs_core
 def test_what_nccl_meets_is_explained_by_another_host(run, fake):
-    """NCCL reports that another rank has gone before the notice of its host has come."""
+    """NCCL reports that another rank has gone before the notice of that rank's host arrives."""
 
     def body(comm):
         part = comm.backend
@@ -279,7 +279,7 @@ def test_what_nccl_meets_is_explained_by_another_host(run, fake):
 
 @needs_core
 def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run):
-    """Here the second of its host, while nobody else waits."""
+    """Here it is the second rank of its host, and no other rank waits."""
 
     def body(comm):
         heard, part = Heard(comm), is_stuck(comm)

@@ -212,7 +212,7 @@ with kos.init("mpi", timeout=60) as comm:
 @needs_mpirun
 @pytest.mark.parametrize("hosts", ["one", "several"])
 def test_threads_split_their_communicators_at_a_time(tmp_path, hosts):
-    """Communicators are independent: no two groups get the same tags, or the same communicator, of MPI."""
+    """Communicators are independent: no two groups get the same tags, or the same communicator of MPI."""
     text = f"""
 import threading
 if {hosts!r} == "several":

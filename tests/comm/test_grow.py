@@ -34,7 +34,7 @@ __all__ = ["known"]  # a fixture of every test
 @both
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_group_grows(backend, members):
-    """Again too, also from a newcomer's address.  Members keep their order, newcomers come after them.
+    """It grows twice, also by a newcomer's address.  Members keep their order, and newcomers come after them.
 
     The old communicator and its groups are closed.
     """
@@ -86,7 +86,7 @@ def test_without_enough_newcomers_the_communicator_is_as_it_was(backend):
 @pytest.mark.parametrize("changes", [("grow 1", "grow 2"), ("shrink", "replace 0")], ids=str)
 @pytest.mark.parametrize("last", [0, 1])
 def test_changes_that_differ(backend, changes, last):
-    """Whichever rank comes last, also where no newcomer is awaited.  Nothing else has changed."""
+    """The mismatch is found whichever rank calls last, also if no newcomer is awaited.  Nothing else has changed."""
 
     def body(comm):
         comm.barrier()
@@ -127,7 +127,7 @@ def test_a_member_that_is_lost_fails_a_grow_and_is_replaced():
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])
 def test_the_backend_of_gpus_is_made_again(backend, monkeypatch):
-    """With slabs, kernels and communicators of their own: on stand-ins for GPUs."""
+    """It has its own slabs, kernels and communicators, on stand-ins for GPUs."""
     with fake_nccl.no_gpu(monkeypatch) if backend == "nccl" else fake_peer.no_gpus(monkeypatch, 3):
         grow_on_gpus(backend, monkeypatch)
 
@@ -162,7 +162,7 @@ def grow_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("grace", [{"control.grow": 0.1}], ids=[""])
 def test_a_leader_that_came_too_late_leads_the_next_time(grace):
-    """The others know it as silent, and give way as soon as it answers."""
+    """The other ranks have marked it as silent, and follow it again as soon as it answers."""
 
     def body(comm):
         comm.barrier()
@@ -184,7 +184,7 @@ def test_a_leader_that_came_too_late_leads_the_next_time(grace):
 
 @pytest.mark.parametrize("grace", [{"control.grow": 2.0}], ids=[""])
 def test_ranks_do_not_call_again_at_a_leader_that_was_silent(grace):
-    """They would be late for the next one, which waits for the silent one no longer than the timeout."""
+    """They would then be late for the next leader, which waits for the silent one no longer than the timeout."""
 
     def body(comm):
         comm.barrier()
@@ -250,7 +250,7 @@ rest.close()
 
 @pytest.mark.parametrize(("stopped", "shared"), [(0, True), (2, True), (0, False), (1, False)], ids=str)
 def test_a_stopped_rank_wakes_up_and_is_out(stopped, shared):
-    """It learns that the others have continued, whether it would lead them or follow."""
+    """It learns that the others have continued without it, whether it would have led or followed them."""
     texts = [text for _, text in run_processes(STOPPED.format(stopped=stopped, shared=shared), 3)]
     out = f"out: world: shrink: rank {stopped} was left out: the others continued without it, because it did not answer"
     assert sorted("".join(texts).splitlines()) == ["2", "2", out]
@@ -297,7 +297,10 @@ with kos.init("mpi", timeout=60) as comm:
 
 @pytest.mark.parametrize("seed", [3, 12, 13, 16, 21, 39, 57, 141])
 def test_random_changes(seed):
-    """Kills and joins amid collectives, rank 0 and several at once included; ``tests.faults grow`` has more."""
+    """Ranks are killed and join during collectives, also rank 0 and several at once.
+
+    ``tests.faults grow`` runs more.
+    """
     trial = grow_faults.Trial.of(seed, 3.0)
     verdict, story = grow_faults.run_trial(trial)
     assert verdict == grow_faults.RIGHT, f"{trial}: {story}"

@@ -1,5 +1,7 @@
-"""Collectives between hosts in phases, without a GPU: ranks are threads, NCCL and the kernels of ``peer`` those of
-``fake_nccl`` and ``fake_peer``."""
+"""Collectives between hosts in phases, without a GPU.
+
+Ranks are threads. ``fake_nccl`` and ``fake_peer`` stand in for NCCL and run the kernels of ``peer`` on the host.
+"""
 
 import json
 import threading
@@ -156,7 +158,7 @@ def test_promises(ranks, seed, name):
 @in_turn("form dtype", product(FORMATS, (np.dtype(np.float32), BF16)))
 @on_each_rank("ranks.run")
 def test_compressed_between_hosts(comm, /, seed, form, dtype):
-    """Exact sums by peer within a host, compressed ones by NCCL on its rails: the bits that ranks of CPUs have."""
+    """Exact sums by peer within a host and compressed sums by NCCL on its rails have the bits of ranks on CPUs."""
     assert comm.exact_group_size() == comm.local_size
     for name in IN_PHASES:
         step = Step(name, dtype=dtype, compress=form, values="hostile")
@@ -228,7 +230,7 @@ def test_in_a_capture_and_on_several_streams(gpu, /):
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_an_all_to_all_in_a_capture(monkeypatch, before):
-    """On the rails kos sends its messages itself, whatever eager calls did: NCCL registers memory of a graph."""
+    """On the rails, kos sends the messages itself, whatever eager calls did.  NCCL registers memory of a graph."""
     with no_gpus(monkeypatch, 3) as fake:
 
         def body(gpu):
@@ -259,7 +261,7 @@ def sent(name: str, size: int, nbytes: int) -> float:
 
 
 def test_bytes_out_of_a_host(ranks, no_gpu):
-    """2(h-1)/h of the data, where a ring of all ranks sends 2(n-1)/n over the edge between two hosts."""
+    """h hosts send 2(h-1)/h of the data.  A ring of all n ranks sends 2(n-1)/n over the edge between two hosts."""
     out = Counter()  # by the size of NCCL's communicator, a rail's, and the rank in it, which is the host's number
     lock = threading.Lock()
 
@@ -292,7 +294,7 @@ def test_bytes_out_of_a_host(ranks, no_gpu):
 
 @on_each_rank("ranks.run")
 def test_what_stays_with_nccl(gpu, /):
-    """Sums in rank order, sums of 8-bit floats, and what the table finds slower."""
+    """Sums in rank order, sums of 8-bit floats, and calls for which the table has NCCL as the faster route."""
     comm = gpu.comm
     backend, ways = comm.backend, Ways(comm)
     assert ways.of(comm.all_reduce, filled(comm, 600)) == PHASES
@@ -324,7 +326,7 @@ def test_hosts_that_are_not_alike(no_gpu, hosts, reason):
 
 
 def test_a_host_whose_memory_cannot_be_mapped(no_gpu, monkeypatch):
-    """No host then works in phases, and all say why."""
+    """Then no host works in phases, and every host gives the reason."""
     usual = PeerBackend
 
     def refuses(rendezvous, *arguments, **options):
@@ -345,7 +347,10 @@ def test_a_host_whose_memory_cannot_be_mapped(no_gpu, monkeypatch):
 
 
 def test_the_prediction():
-    """Beside hand-made figures: where phases send fewer bytes, and the links within a host are faster by enough."""
+    """Phases are predicted if they send fewer bytes and the links within a host are faster by enough.
+
+    Figures are hand-made.
+    """
     routes = predicted(2, 8, 50e9, 450e9)
     gain = (2 * 15 / 16 - 1) / 50e9 - 2 * 7 / 8 / 450e9
     assert routes[key("all_reduce", False, False, True)] == ((round(20e-6 / gain), "nccl"), (None, PHASES))
@@ -392,7 +397,7 @@ def test_a_measured_table_is_preferred(no_gpu, measured, monkeypatch, tmp_path):
 
 
 def test_calls_of_a_batch_on_other_streams_follow(no_gpu, monkeypatch):
-    """Also one that ends, or begins, on a rail: the end of the one before is recorded by then."""
+    """Also a call that ends or begins on a rail: the end of the call before it has been recorded by then."""
     rank = threading.local()
 
     def noting(name, usual):
@@ -433,7 +438,7 @@ def test_first_calls_are_bounded_and_name_the_call(gpu, /, no_gpu):
 
 
 def test_tuning_measures_phases(no_gpu, monkeypatch):
-    """Every operation and size, in phases and by NCCL alone, and the table is one for these hosts."""
+    """Every operation and size is measured in phases and by NCCL alone, and the table is for these hosts."""
     measure_quickly(monkeypatch)
 
     def body(rendezvous):

@@ -1,4 +1,4 @@
-"""Failures of phases between hosts: ranks that do not come or end, calls that differ, survivors."""
+"""Failures of phases between hosts: ranks that do not arrive or that end, mismatched calls, and survivors."""
 
 import queue
 import threading
@@ -106,7 +106,7 @@ def raised_by(comm: Any, *calls: Callable[[], Any]) -> KosError:
 @pytest.mark.parametrize("waits", [True, False])
 @on_each_rank(HostRanks((2, 2)).run)
 def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(gpu, /, no_gpu, waits):
-    """NCCL does not say it."""
+    """NCCL alone does not report it."""
     backend = gpu.comm.backend
     work = gpu.comm.all_reduce(filled(gpu, 1000), async_op=True)
     route = next(route for route in backend.routes if route.name == PHASES)
@@ -123,7 +123,7 @@ def test_what_a_kernel_of_phases_waits_for_is_in_the_text_of_a_timeout(gpu, /, n
      ("reduce_scatter", 3, False), ("abort", 0, True), ("abort", 3, True)],
 )  # fmt: skip
 def test_a_rank_that_does_not_come_or_ends_is_named_on_all(kernels, name, rank, connected):
-    """Whatever phase a rank waits in, on whichever host."""
+    """Whatever phase a rank waits in, and on whichever host."""
 
     def body(comm):
         call = comm.all_reduce if name == "abort" else getattr(comm, name)
@@ -170,7 +170,7 @@ def test_survivors_work_in_phases_if_hosts_are_alike(rendezvous, /, no_gpu, dead
 @pytest.mark.parametrize("differs", ["count", "operation"])
 @pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
 def test_calls_that_differ_are_named_on_all(kernels, no_gpu, monkeypatch, differs, hosts):
-    """As calls that no phases carry: the parts of what is compared are those of the caller's call."""
+    """The error is that of calls without phases: it compares the properties of the call that the program made."""
     monkeypatch.setattr(HierarchicalBackend, "resolve", lambda route, o: (nothing, PHASES, True))
     no_gpu.cu.cuStreamQuery = lambda stream: (Status.CUDA_ERROR_NOT_READY,)
 

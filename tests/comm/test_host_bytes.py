@@ -1,4 +1,4 @@
-"""Collectives on host memory between hosts with several ranks each: bytes that leave the hosts, and equal bits."""
+"""Collectives on host memory between hosts with several ranks each: the bytes that leave a host, and equal bits."""
 
 import threading
 from typing import Any
@@ -68,7 +68,7 @@ def test_as_few_bytes_as_must_leave_a_host(name, hosts, leaving):
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_bytes_of_compressed_calls(form, hosts, leaving):
-    """Every contribution leaves its host once, and so does every sum; that of a host is one contribution."""
+    """Every contribution leaves its host once, and so does every sum.  The sum of a host counts as one contribution."""
     ranks, local = sum(hosts), hosts[0]
     whole = FORMATS[form].nbytes(COUNT)
     contributions, sums = whole * (ranks - local), whole * (len(hosts) - 1)
@@ -81,7 +81,7 @@ def test_bytes_of_compressed_calls(form, hosts, leaving):
 
 
 def test_flat_where_hosts_differ(messages):
-    """Hosts of one rank, and of different numbers of ranks."""
+    """With one rank per host, and with different numbers of ranks per host, the algorithm is not hierarchical."""
     found = [spawn(_choice, sum(hosts), hosts=hosts) for hosts in ([1, 1], [2, 1], [2, 2])]
     assert [{*each} for each in found] == [{(1, "ring")}, {(None, "ring")}, {(2, "hierarchical")}]
 
@@ -105,9 +105,9 @@ def _sums(comm: kos.Communicator, deterministic: bool = True) -> list[bytes]:
 
 
 def test_the_same_bits_on_any_hosts_and_in_any_segments(request, monkeypatch):
-    """Also as the last rank computes them, and over sockets between the hosts and shared memory within each.
+    """Also the bits that the last rank computes, and over sockets between hosts with shared memory within each.
 
-    Hosts of several ranks each add first what is not to be in rank order.
+    If rank order is not requested, hosts of several ranks first add within each host.
     """
 
     def unordered(comm):

@@ -1,12 +1,12 @@
-"""Ranks with a GPU that pretend to be on several hosts: nccl between them, as between machines, over loopback.
+"""Ranks with a GPU that pretend to be on several hosts.  nccl connects them over loopback, as between machines.
 
-In phases, ``peer`` works within them.
+In phases, ``peer`` works within the hosts.
 
 python -m pytest -m gpu tests/comm/test_hosts_gpu.py
 
-Each layout is a job of its own: NCCL reads the name of the host once in a process.  Two GPUs are enough for two hosts
-of two ranks: a rank of each host is on each GPU.  The results are shown, not a speed: ranks that share a GPU take turns
-on it.
+Each layout is a job of its own, because NCCL reads the name of the host once per process. Two GPUs are enough for two
+hosts of two ranks: each GPU has one rank of each host. The tests check results, and measure no speed: ranks that share
+a GPU take turns on it.
 """
 
 import pytest
@@ -60,7 +60,10 @@ os._exit(0)
 @pytest.mark.parametrize("backend", ["nccl", "auto"])
 @pytest.mark.parametrize("hosts", [(1, 1), (2, 2), (3, 1), (1, 1, 1, 1)], ids=str)
 def test_sums(tmp_path, hosts, backend):
-    """Where ranks outnumber the GPUs, those of different hosts share one; NCCL refuses that to ranks of one host."""
+    """If there are more ranks than GPUs, ranks of different hosts share one.
+
+    NCCL refuses that to ranks of one host.
+    """
     names, gpus = host_names(hosts), len(cuda.visible_devices())
     if max(hosts) > gpus:
         pytest.skip(f"needs {max(hosts)} GPUs, got {gpus}")
@@ -201,7 +204,7 @@ def test_results_of_phases(tmp_path):
 
 @needs_mpirun
 def test_compressed_between_hosts(tmp_path, seed):
-    """Exact sums by peer within a host, compressed ones by NCCL between hosts: the bits that ranks of CPUs have."""
+    """Exact sums by peer within a host and compressed sums by NCCL between hosts have the bits of ranks on CPUs."""
     lines = job(tmp_path, 4, COMPRESSED.format(names=host_names((2, 2)), backend="auto", seed=seed))
     assert lines == ["done"] * 4
 

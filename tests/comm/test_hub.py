@@ -118,7 +118,7 @@ def test_the_first_failure_is_raised_again(run, how):
 
 @KINDS
 def test_a_rank_that_is_interrupted_says_so(run):
-    """In an exchange: nobody waits for the timeout, nor does anybody later."""
+    """It is interrupted in an exchange.  No rank waits for the timeout, neither in this exchange nor in a later one."""
 
     def body(rendezvous):
         if rendezvous.rank == 1:
@@ -136,7 +136,7 @@ def test_a_rank_that_is_interrupted_says_so(run):
 
 
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch):
-    """It hears of the death, though rank 0 has left the group meanwhile."""
+    """It gets the report of the death, although rank 0 has left the group meanwhile."""
     found, told, report, join_at = threading.Event(), threading.Barrier(2), Hub._report, TCPRendezvous._join_at
 
     def tell(self, failure):
@@ -205,7 +205,7 @@ def test_a_rank_that_aborts_is_named(gone):
 
 @pytest.mark.parametrize(("late", "within"), [(0, False), (1, False), (1, True)])
 def test_a_rank_that_stalls_is_named(late, within, monkeypatch):
-    """Before it sends its message, or within it."""
+    """It stalls before it sends its message, or in the middle of it."""
     met, named = threading.Barrier(3), threading.Barrier(3)
     come_first(monkeypatch, lambda present: present == 2)
 
@@ -266,7 +266,7 @@ def of_two(timeout: float) -> tuple[TCPRendezvous, Connection]:
 
 
 def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch):
-    """The answer arrives between the wait for it and the look."""
+    """The answer arrives after the wait for it has timed out, and before the check for lost ranks."""
     real = drive
 
     def late(waiting, sock, deadline, look=None):
@@ -358,7 +358,7 @@ def test_a_timeout_of_another_rank_is_no_lack_of_connections():
 
 
 def test_a_listener_without_an_acceptor_is_closed():
-    """Those who call there would wait for as long as it lasts."""
+    """Otherwise, ranks that connect to it would wait as long as the listener is open."""
     listener = Network(b"secret", "127.0.0.1", "", True).listen()
     with no_file_may_be_opened(), pytest.raises(OSError, match="Too many open files"):
         admit_all(listener, b"key", {1}, 2, time.monotonic() + TIMEOUT)
@@ -366,7 +366,7 @@ def test_a_listener_without_an_acceptor_is_closed():
 
 
 def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch):
-    """The other ranks hear it as soon as rank 0 has closed another file."""
+    """The other ranks get the report as soon as rank 0 has closed another file."""
     usual, close, free, port = socket.socket.accept, Connection.close, threading.Event(), free_port()
 
     def accept(self):
@@ -421,7 +421,7 @@ def test_a_rank_without_file_descriptors_for_the_others_is_named(before_call, op
 
 
 def test_a_hub_serves_more_ranks_than_processes_may_usually_open_files():
-    """One of them ends, which all the others are told; rank 0 raises the limit of its process."""
+    """Rank 0 raises the limit of its process.  One rank ends, which is reported to all others."""
     limit = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (1024, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
     done = run([sys.executable, "-c", f"{limit}; from benchmarks.hub import measure; measure(1100, 1)"], cwd=ROOT,
                timeout=2 * TIMEOUT, stderr=PIPE, text=True, check=False)  # fmt: skip
@@ -467,7 +467,7 @@ STEPS: dict[str, tuple[str, bool, BaseException, str]] = {
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_within_a_split_is_named_on_all(rank, step):
-    """By the hub of the new group, which rank 0 runs, or by what the rank itself has posted."""
+    """It is named by the hub of the new group, which rank 0 runs, or by the failure that the rank itself has posted."""
     name, after, error, told = STEPS[step]
 
     def body(rendezvous):
@@ -495,7 +495,7 @@ def test_a_rank_that_fails_within_a_split_is_named_on_all(rank, step):
 
 
 def test_a_host_whose_rank_reads_nothing_is_not_cut_off():
-    """It answers what asks for room in the receiver's memory: of a stopped rank, for one."""
+    """The host of a stopped rank, for example, still answers TCP's probes of the receive window."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         reader, _ = listener.accept()
         sock.setblocking(False)

@@ -1,4 +1,4 @@
-"""What the watchdog, and other threads of the program, do beside a call: in every order.  See docs/architecture.md."""
+"""The watchdog, or another thread of the program, acts during a call, in every order.  See docs/architecture.md."""
 
 import contextlib
 import sys
@@ -116,7 +116,7 @@ def test_deaths_that_arrive_while_a_call_reads_them():
 
 @pytest.mark.parametrize("name", ["deaths", "notice", "exchange"])
 def test_a_group_is_closed_beside_another_thread(name):
-    """Nobody is taken for dead, and only errors of kos are raised."""
+    """No rank is reported as dead, and only errors of kos are raised."""
     interleaving, left = Interleaving("control/group.py", "control/inbox.py", "control/notices.py"), True
     while left:
         port = free_port()
@@ -152,7 +152,7 @@ def test_a_group_is_closed_beside_another_thread(name):
 
 @needs_core
 def test_failures_of_two_threads_in_shared_memory():
-    """The record of one of them is whole."""
+    """The record of one of the two failures is complete."""
     interleaving, left = Interleaving("shared/status.py"), True
     while left:
         status = SharedStatus(Segment(-1, [0], 0), [0])
@@ -183,7 +183,7 @@ class _Gate:
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 does not trace each instruction; 3.12.1 crashes")
 @pytest.mark.parametrize("name", ["late", "wait"])
 def test_another_thread_frees_what_a_wait_uses(name):
-    """At every instruction of the backend."""
+    """The other thread runs at every instruction of the backend."""
     interleaving, left, count = Interleaving("host/host_backend.py", finely=True), True, 0
     while left:
         gate = _Gate()

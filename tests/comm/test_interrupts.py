@@ -224,7 +224,7 @@ def test_ctrl_c_on_mpi(memory, ranks_of_mpi, name):
 
 @pytest.mark.parametrize(("source", "raised"), [(None, KeyboardInterrupt), (1, ZeroDivisionError)])
 def test_a_wait_for_bytes_that_ctrl_c_ends_takes_none(before_call, source, raised):
-    """Whatever the program's handler of SIGINT raises.  Nobody would learn who sent them, or have them."""
+    """Whatever the program's handler of SIGINT raises.  Otherwise the message and its sender would be lost."""
 
     def handler(*_):
         raise raised
@@ -242,7 +242,7 @@ def test_a_wait_for_bytes_that_ctrl_c_ends_takes_none(before_call, source, raise
 
 @pytest.mark.parametrize("raised", [ValueError, InvalidArgument, TimeoutError])
 def test_what_the_handler_of_another_signal_raises_ends_a_call(raised, monkeypatch):
-    """``signal`` runs the handlers of signals that have come, before it sets one."""
+    """``signal.signal`` runs the handlers of pending signals before it installs a new handler."""
     install = interrupts.signal
 
     def interrupted(*arguments):
@@ -268,7 +268,7 @@ def test_what_the_handler_of_another_signal_raises_ends_a_call(raised, monkeypat
 
 @needs_core
 def test_a_receive_that_ctrl_c_ends_before_it_is_returned():
-    """While the first call of its kind is kept for later calls of the core."""
+    """The interrupt comes while the first call of its kind is cached for later calls of the core."""
     text = """import numpy as np, pytest, kos
 from kos.comm.host.shared.node import Node
 keep, armed = Node.describe, []

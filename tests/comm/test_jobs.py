@@ -88,7 +88,10 @@ for call in (comm.barrier, lambda: comm.recv(np.ones(1), {leaver}), lambda: comm
 
 @needs_mpirun
 def test_init_is_tried_until_all_have_come(tmp_path):
-    """By rank 0, in vain before rank 1 comes; a job that is out of step would not barrier, or not exit."""
+    """Rank 0 tries twice in vain before rank 1 calls.
+
+    If the job were out of step, the barrier or the exit would hang.
+    """
     text = """
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank:
@@ -216,7 +219,7 @@ raise SystemError("of the program")
 @needs_mpirun
 @pytest.mark.parametrize("before", ["", "kos.init(timeout=60).close()"])
 def test_after_mpi_finalize(tmp_path, before):
-    """An error, where MPI would abort the job; then the exception of the program."""
+    """kos raises an error where MPI would abort the job.  Then the exception of the program is printed."""
     done = mpirun(2, program(tmp_path, FINALIZED.format(before=before)), fresh=True)
     assert done.stdout == "mpi: expected MPI to run, got kos.init after MPI.Finalize\n" * 2, done.stderr
     assert done.returncode == 1 and "SystemError: of the program" in done.stderr
@@ -256,7 +259,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 @needs_mpirun
 def test_mpi_is_finalized_once(tmp_path):
-    """After what the program registered, whoever imports mpi4py; also where nobody closed the communicator."""
+    """After the exit functions of the program, whoever imports mpi4py; also if the communicator was never closed."""
     text = """
 import atexit
 comm = kos.init("mpi")
@@ -294,7 +297,7 @@ def test_one_rank_ends_the_job(tmp_path, case):
 
 @needs_mpirun
 def test_a_rank_that_waits_for_a_stopped_hub_reports_before_the_job_ends(tmp_path):
-    """Rank 0 waits in a group whose hub is rank 2, and fails some seconds after rank 1, which ends the job."""
+    """Rank 0 waits in a group whose hub is rank 2.  It fails some seconds after rank 1, which ends the job."""
     text = """
 try:
     with kos.init("mpi", timeout=1.0) as comm:
@@ -377,7 +380,7 @@ except kos.errors.BackendUnavailable as error:
     ids=["mpirun", "srun"],
 )
 def test_a_launcher_that_mpi_does_not_know(tmp_path, launcher, size):
-    """Ranks that would each train alone: MPI sees one rank where three were started."""
+    """MPI sees one rank where three were started, so each rank would train alone."""
     text = f"""
 from mpi4py import MPI  # before the variables are there, which this MPI would follow
 os.environ |= {launcher}
@@ -418,7 +421,7 @@ def test_a_bug_is_one_line_and_the_frames_of_the_program(tmp_path, debug):
 
 @needs_mpirun
 def test_an_error_of_every_rank_prints_the_frames_of_one(tmp_path):
-    """mpirun ends the other ranks by SIGTERM, at which they may dump their flight record first."""
+    """mpirun ends the other ranks by SIGTERM, before which they may dump their flight record."""
     path, more = program(tmp_path, BUG), {"KOS_RECORDER_SIGNAL": "TERM", "KOS_RECORDER_DIR": str(tmp_path)}
     done = run_program(MPIRUN, "-n", "3", sys.executable, path, "all", env={**environment(), **more}, cwd="/")
     lines = done.stderr.partition("\n----")[0].splitlines()
@@ -429,7 +432,7 @@ def test_an_error_of_every_rank_prints_the_frames_of_one(tmp_path):
 
 @needs_mpirun
 def test_the_process_stays_as_it_is(tmp_path):
-    """With process_hooks=False; a job that fails is then for the program that asked for it to end."""
+    """With process_hooks=False, kos installs no hooks in the process.  The program then has to end a job that fails."""
     text = """
 import ctypes
 def state():

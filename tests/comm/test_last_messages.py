@@ -1,4 +1,7 @@
-"""What a rank has sent before it ends arrives: its end fails no call that can complete, and a failed one names it."""
+"""Messages that a rank sent before it ended arrive.
+
+Its end fails no call that can complete, and a failed call names it.
+"""
 
 import math
 import socket
@@ -41,7 +44,7 @@ def notice_end(comm: kos.Communicator, work: Any) -> None:
 
 
 def test_a_rank_that_ends_right_after_a_barrier_fails_it_nowhere():
-    """Rank 0 is late in it, and rank 2 waits for rank 0 when rank 1 has completed it and ended."""
+    """Rank 1 has completed the barrier and ended, while rank 0 is late in it and rank 2 still waits for rank 0."""
     begun, known = threading.Event(), threading.Event()
 
     def body(comm):
@@ -69,7 +72,7 @@ def test_a_rank_that_ends_right_after_a_barrier_fails_it_nowhere():
 
 
 def test_ranks_that_remain_exchange_messages():
-    """They do not wait for the one that has ended."""
+    """They do not wait for the rank that has ended."""
     known = threading.Event()
 
     def body(comm):
@@ -90,7 +93,7 @@ def test_ranks_that_remain_exchange_messages():
 
 
 def test_a_rank_that_has_ended_is_named_where_another_one_is_late():
-    """Rank 0 waits for rank 2, which does not come and so does not report the loss."""
+    """Rank 0 waits for rank 2, which does not arrive and therefore does not report the loss."""
     over = threading.Event()
 
     def body(comm):
@@ -111,7 +114,7 @@ def test_a_rank_that_has_ended_is_named_where_another_one_is_late():
 
 
 def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender():
-    """The sender has not read what the receiver has sent meanwhile, for which Linux would reset the connection."""
+    """The sender has not read what the receiver sent meanwhile.  Linux would reset the connection because of it."""
     posted, sent, unread, ended = (threading.Event() for _ in range(4))
     count = 150_000  # bytes: the sender's system holds them, that of the receiver does not
 
@@ -178,7 +181,7 @@ def test_a_message_of_mpi_of_a_rank_that_left_later_is_awaited(mpi, sequence):
 @SEQUENCES
 @pytest.mark.parametrize("collective", [True, False])
 def test_a_message_of_mpi_that_never_comes_fails_after_some_time(mpi, sequence, collective):
-    """However often it was polled meanwhile."""
+    """However often it was polled before."""
     mpi.failures.record_left(1, sequence, WHY_CLOSED)
     message = mpi.irecv(np.zeros(1), 1, mpi.tag(sequence) if collective else 3)
     for _ in range(LAST_CHECKS):
@@ -192,7 +195,7 @@ def test_a_message_of_mpi_that_never_comes_fails_after_some_time(mpi, sequence, 
 
 
 def test_messages_of_others_do_not_shorten_the_wait_for_last_messages_of_mpi(mpi):
-    """After each message of another rank, this rank reads notices."""
+    """The rank reads notices after each message of another rank.  These checks do not count."""
     mpi.failures.record_left(1, 0, "its process ended")
     message = mpi.irecv(np.zeros(1), 1, 3)
     for _ in range(2 * LAST_CHECKS):
@@ -201,7 +204,10 @@ def test_messages_of_others_do_not_shorten_the_wait_for_last_messages_of_mpi(mpi
 
 
 def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi):
-    """Once all have begun it.  The ranks that wait for the killed one report it; an abort is reported with its call."""
+    """If all ranks have begun it, the killed rank does not fail it.
+
+    A rank that was aborted does, and so does a later call.
+    """
     work = SimpleNamespace(sequence=4, prepared=SimpleNamespace(fingerprint=1, text=b""))
     arrived = mpi.agree(work, None)
     assert arrived is not None and arrived()
@@ -216,7 +222,7 @@ def test_a_rank_that_is_killed_in_a_collective_of_mpi_may_have_completed_it(mpi)
 
 
 def test_a_collective_of_mpi_itself_fails_some_time_after_the_end_of_a_rank(mpi):
-    """Once all have begun it, MPI may complete it, or wait for the rank that was killed and not say so."""
+    """Once all ranks have begun it, MPI may complete it, or wait for the killed rank without reporting so."""
     options = SimpleNamespace(deterministic=False, algorithm="auto")
     operation = SimpleNamespace(options=options, reduction=None, root=1)
     steps = mpi.native(SimpleNamespace(sequence=4, operation=operation), {"data": np.zeros(1)}, "broadcast")

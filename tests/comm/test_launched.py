@@ -1,4 +1,4 @@
-"""Programs that a rank starts do not take its place: a process claims the rank of its job."""
+"""Programs that a rank starts do not take its place, because the process of the rank claims it."""
 
 import gc
 import os
@@ -130,7 +130,7 @@ print("done", flush=True)
 @needs_mpirun
 @pytest.mark.parametrize("wrapper", ["python", "exec"])
 def test_a_program_between_mpirun_and_the_rank(tmp_path, wrapper):
-    """A wrapper that has not called ``kos.init``, and one that becomes the rank's program after it has."""
+    """It is a wrapper that has not called ``kos.init``, or one that has called it and then executes the rank's program."""
     path = program(tmp_path, "comm = kos.init(timeout=60)\nassert comm.all_reduce(np.ones(1)) == 2\nprint('done')\n")
     command = {
         "python": [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, {path!r}])"],
@@ -160,7 +160,7 @@ def run(rank=None):
 @needs_mpirun
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_multiprocessing_starts_no_rank_of_mpi(tmp_path, method):
-    """Not even a process that starts, calls ``kos.init`` and ends before its rank does: MPI could not start again."""
+    """Not even if a process starts, calls ``kos.init`` and ends before its rank does: MPI could not start again."""
     if method == "spawn":
         skip_without_semaphores()
     text = f"""{RUN}
@@ -358,7 +358,7 @@ def on_first_sleep(monkeypatch, before_call):
 
 
 def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched, on_first_sleep):
-    """As if a script starts a job again when one of its ranks has ended: the others may end a moment later."""
+    """A script may start a job again as soon as one of its ranks has ended; the other ranks may end a moment later."""
     environment = launched("shell")
     environment.setattr(Path, "read_text", lambda path, **_: STRANGER)
     with claiming() as process:
@@ -372,7 +372,7 @@ def test_a_rank_of_an_earlier_run_that_is_about_to_end(launched, on_first_sleep)
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched, how):
-    """As workers that load data, when the rank is killed and a launcher starts it again."""
+    """For example, workers that load data remain when the rank is killed and a launcher starts it again."""
     launched("shell")
     sleep = "import time; time.sleep(100)"
     then = {
@@ -396,7 +396,10 @@ def test_processes_that_a_rank_leaves_behind_do_not_keep_its_claim(launched, how
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched, on_first_sleep, ends):
-    """It may close the claim a moment later; a rank that is started again has to wait.  It does not wait for ever."""
+    """A rank that is started again waits, because the program may close the claim a moment later.
+
+    The wait is limited.
+    """
     launched("shell")
     hold = "import sys; sys.stdin.readline()"
     program = "from kos.comm.control.identity import claimed\nimport os, subprocess, sys\nwith claimed(False, 60):\n"
@@ -412,7 +415,7 @@ def test_a_program_that_an_ended_rank_has_forked_holds_its_claim(launched, on_fi
 
 @pytest.mark.parametrize("relation", ["unrelated", "parent"])
 def test_a_job_without_a_name(launched, relation):
-    """Of a launcher that kos does not know: two of its jobs on a host cannot be told apart."""
+    """kos does not know the launcher, so two of its jobs on one host cannot be told apart."""
     rank = os.getpid()  # no test of another process has it
     environment = launched("mpi", PMI_RANK=f"{rank}", PMI_SIZE=f"{rank + 1}")
     with claiming(by_mpi=True):
@@ -426,7 +429,7 @@ def test_a_job_without_a_name(launched, relation):
 
 
 def test_processes_of_other_users_may_be_hidden(no_launcher):
-    """As by hidepid=1 of /proc: those that have started the launcher."""
+    """For example, hidepid=1 of /proc hides the processes that started the launcher."""
     read, mine = Path.read_text, Path(f"/proc/{os.getpid()}/stat")
 
     def read_own(path, *args, **options):

@@ -1,4 +1,4 @@
-"""What has a fixed size and holds ranks, names or counts: 64 ranks, and what thousands of ranks would send."""
+"""Buffers of fixed size that hold ranks, names or counts: with 64 ranks, and with the data of thousands of ranks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Messages that do not fit or are given up: both ends hear of it, and nobody gets what was not meant for it."""
+"""Messages that do not fit or are cancelled: both ends get an error, and no rank gets a message that is not for it."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +19,10 @@ from tests.comm.test_failures import F4
 
 @on_each_rank("several.run")
 def test_which_ranks_are_of_the_group_and_which_of_the_world(comm, /):
-    """Ranks that failed are numbered as in the world, arguments as in the group, and the text says which is which."""
+    """Failed ranks are numbered as in the world, and arguments as in the group.
+
+    The text says which numbering it uses.
+    """
     last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
     assert group is not None
     if comm.rank == 0:
@@ -164,7 +167,7 @@ def test_a_rank_that_cannot_make_its_part_of_a_group(comm, /, error):
 
 @on_each_rank("several.run")
 def test_a_message_that_times_out_gives_up_no_other(comm, /):
-    """Of its tag or of another, to or from whichever rank."""
+    """Other messages stay in flight, whatever their tags and their ranks."""
     x, y, given_up, much = np.zeros(4), np.zeros(70000), np.zeros(4), np.arange(70000.0)
     if comm.rank == 0:
         works = [
@@ -204,7 +207,7 @@ def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(comm, /):
 
 
 def test_requests_that_are_ready_at_one_poll():
-    """Otherwise the rank would wait for an event that nobody causes any more."""
+    """If several are ready, the rank must not wait any more: no further event would wake it."""
     wrong: list[CollectiveMismatch] = []
     does_not_fit = Mock(within_host=False, done=Mock(side_effect=CollectiveMismatch("got 3 elements")))
     complete = [Mock(within_host=within, done=Mock(return_value=True)) for within in (False, True)]

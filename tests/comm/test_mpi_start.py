@@ -14,7 +14,7 @@ MISSING = r"rank 1: RendezvousError: rendezvous: start: rank 0 did not arrive wi
 @needs_mpirun
 @pytest.mark.parametrize("how", ["exits", "does not come"])
 def test_mpi_init_ends_at_the_timeout(tmp_path, how):
-    """Rank 1 begins once the process of rank 0 has ended; mpirun ends a job whose ranks do that in another order."""
+    """Rank 1 begins after the process of rank 0 has ended.  If ranks end in another order, mpirun ends the job."""
     file = tmp_path / "pid"
     text = f"""
 from kos.comm.control.identity import process
@@ -49,7 +49,7 @@ kos.init(timeout=0.5)
 
 @needs_mpirun
 def test_a_rank_that_has_started_is_not_ended_at_its_turn(tmp_path):
-    """The timeout has passed when MPI_Init returns, and the turn of the last rank comes 4 s later."""
+    """The timeout has passed when MPI_Init returns.  The last rank would be ended 4 s later."""
     text = """
 import threading
 import mpi4py

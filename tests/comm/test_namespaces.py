@@ -70,7 +70,7 @@ def test_the_reason_is_the_same_on_all_ranks(spaces, expected, monkeypatch):
 
 
 def test_the_descriptor_of_another_namespace_is_never_opened(monkeypatch):
-    """Its number may be that of another process, and the file one that the program writes."""
+    """There, its number may belong to another process, and the file may be one that the program writes."""
     be, usual, opened = namespaces(monkeypatch, pid="ab"), os.open, list[str]()
 
     def body(rendezvous):

@@ -78,7 +78,7 @@ def test_deterministic_is_in_rank_order(gpu, /, seed, dtype, op):
 
 @on_each_rank("ranks.run")
 def test_host_does_not_wait(gpu, /):
-    """Calls return while the GPU is still busy with what was queued before; the order is kept all the same."""
+    """Calls return while the GPU is still busy with earlier work, and the order of the work is kept."""
     comm, stream = gpu.comm, cuda.create_stream(gpu.device)
     big = on_gpu(comm, np.full(1 << 26, 1.0, np.float32), stream)
     small = on_gpu(comm, np.full(4, 1.0, np.float32), stream)
@@ -100,7 +100,7 @@ def test_host_does_not_wait(gpu, /):
 @pytest.mark.parametrize("deterministic", [False, True])
 @on_each_rank("ranks.run")
 def test_graph_capture_and_replay(gpu, /, seed, deterministic):
-    """Captured once, replayed with other data; also what is captured as the first call of its kind."""
+    """A graph is captured once and replayed with other data, also if the capture has the first call of its kind."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
     count = 12_345 + 64 * deterministic  # a size of its own
@@ -130,7 +130,7 @@ def test_graph_capture_and_replay(gpu, /, seed, deterministic):
 @pytest.mark.parametrize("windows", [False, True])
 @on_each_rank("ranks.run")
 def test_uneven_shards_in_place_in_a_graph(gpu, /, seed, windows, scale):
-    """Each rank's shard lies in the larger array; the last rank's is empty, if there are several."""
+    """Each rank's shard lies in the larger array.  With several ranks, the shard of the last one is empty."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
     counts = [scale * (2 * r + 1) for r in range(n)]
@@ -230,7 +230,7 @@ ALGORITHMS = {  # one that each backend does not have, and those that it has
 
 @on_each_rank("ranks.run")
 def test_refusals(gpu, /):
-    """Nothing is sent: the communicator works after each."""
+    """A refused call sends nothing, so the communicator works after each."""
     comm = gpu.comm
     x, y = (on_gpu(comm, np.ones(4, np.float32)) for _ in range(2))
     freed = Array.empty(4, np.float32, comm.device)
@@ -304,7 +304,7 @@ def test_auto_takes_both(mpi_world, gpu_world, seed):
 
 @pytest.mark.parametrize("met", [True, False])
 def test_a_rank_that_does_not_come(mpi_world, gpu_world, met):
-    """The host's wait ends in time, whether or not the ranks had been connected; the GPU is fit afterwards."""
+    """The host's wait ends in time, whether or not the ranks were connected before.  The GPU can be used afterwards."""
     if mpi_world.size == 1:
         pytest.skip("needs two ranks or more")
     comm = gpu_world.duplicate()

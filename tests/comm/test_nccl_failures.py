@@ -1,4 +1,4 @@
-"""Failures of the nccl backend without a GPU: calls that differ or do not end, ranks that go or do not come."""
+"""Failures of the nccl backend without a GPU: mismatched or endless calls, and ranks that end or do not arrive."""
 
 import itertools
 import queue
@@ -41,7 +41,10 @@ CONTROL: dict[str, Callable[[kos.Communicator], Any]] = {
 @pytest.mark.parametrize(("mine", "theirs"), [*itertools.combinations(CONTROL, 2)])
 @on_each_rank(FakeRanks(SIZE).run)
 def test_calls_of_the_control_plane_that_differ(gpu, /, fake, mine, theirs):
-    """All ranks raise it, and again from the next call, of whatever kind; closing still ends."""
+    """All ranks raise the mismatch, and raise it again from the next call of any kind.
+
+    The communicator can still be closed.
+    """
     said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
     for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
         with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
@@ -50,7 +53,7 @@ def test_calls_of_the_control_plane_that_differ(gpu, /, fake, mine, theirs):
 
 @on_each_rank(FakeRanks(1).run)
 def test_a_call_that_does_not_return_ends_in_time(gpu, /, fake):
-    """The first call of its kind may wait inside NCCL; the abort lets it return."""
+    """The first call of its kind may wait inside NCCL.  The abort lets it return."""
     aborted = threading.Event()
     fake.all_reduce = lambda *arguments: aborted.wait(20)
     fake.comm_abort = lambda comm: aborted.set()
@@ -104,20 +107,23 @@ print("exits")
 
 
 def test_a_process_does_not_exit_during_an_abort():
-    """CUDA and NCCL free at the exit what the abort uses: the process would end by SIGSEGV."""
+    """At the exit, CUDA and NCCL free what the abort uses: the process would end with SIGSEGV."""
     done = run_program(sys.executable, "-c", EXITS, cwd=ROOT)
     assert (done.returncode, done.stdout.split()) == (0, ["exits", "aborted"]), done.stderr
 
 
 @pytest.mark.parametrize("begin", BEGINS.values(), ids=BEGINS)
 def test_an_exit_waits_for_what_follows_an_abort(begin):
-    """Also for an abort that a handler of the exit begins."""
+    """Also if an exit handler begins the abort."""
     done = run_program(sys.executable, "-c", LATE.format(begin), cwd=ROOT)
     assert (done.returncode, done.stdout.split()) == (0, ["freed"]), done.stderr
 
 
 def test_aborts_that_do_not_end_delay_an_exit_once():
-    """And not at all that of a process which was forked meanwhile.  Otherwise this program reaches its limit."""
+    """They do not delay the exit of a process that was forked meanwhile.
+
+    Otherwise this program would reach its time limit.
+    """
     done = run_program(sys.executable, "-c", NEVER, cwd=ROOT)
     assert (done.returncode, done.stdout.split()) == (0, ["exits"] * 2), done.stderr
 
@@ -126,7 +132,10 @@ def test_aborts_that_do_not_end_delay_an_exit_once():
 @pytest.mark.parametrize("wrong", [0, 9, 70, 1030, 2047])
 @on_each_rank(FakeRanks(SIZE).run)
 def test_calls_that_differ_are_told_later(gpu, /, queued, wrong):
-    """Nobody waits for the comparison, which is of many calls at a time, and wherever their ring wraps."""
+    """No rank waits for the comparison.
+
+    It compares many calls at a time, also where their ring buffer wraps around.
+    """
     comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(6, np.float32, 0)
     comm.barrier()
     for turn in range(1, wrong + 1):
@@ -164,7 +173,10 @@ def test_work_that_does_not_end_is_aborted(gpu, /, fake):
 
 @pytest.mark.parametrize("end", [kos.Communicator.abort, kos.Communicator.shrink])
 def test_communicators_split_from_one_that_is_aborted_end_with_it(fake, end):
-    """An abort frees memory, and CUDA waits there for the kernels of all communicators: all of them end first."""
+    """An abort frees memory, for which CUDA waits for the kernels of all communicators.
+
+    Therefore all of them end first.
+    """
     running, aborted = [set[Any]() for _ in range(SIZE)], list[tuple[int, bool]]()
     changed = threading.Condition()
 
@@ -253,7 +265,7 @@ def alone():
 
 
 def test_who_joins_after_the_end_is_not_used(late, alone):
-    """The communicator is ended instead, as its memory would stay until the end of the process."""
+    """The communicator of NCCL is ended instead.  Otherwise its memory would be kept until the process ends."""
     backend = of_nccl(alone)
     nccl = backend.routes[0]
     begun = nccl._begin(lambda: nccl._comm, "a first message")

@@ -1,4 +1,4 @@
-"""The nccl backend's own work, without a GPU: see ``fake_nccl``.  The same conformance suite, ranks as threads."""
+"""The nccl backend's own work, without a GPU (see ``fake_nccl``): the conformance suite, on ranks that are threads."""
 
 import gc
 import re
@@ -79,7 +79,7 @@ def test_result(ranks, seed, step):  # of fewer dtypes than on GPUs
 
 @on_each_rank(FakeRanks(3).run)
 def test_messages_of_a_batch_come_before_what_adds_in_rank_order(gpu, /, fake):
-    """Also on a rank with one of them: NCCL would wait for ever in another order."""
+    """Also on a rank that has only one of the two.  In another order, NCCL would wait forever."""
     comm, (x, sent, received) = gpu.comm, [Array.from_numpy(np.full(4, gpu.rank, np.float32), 0) for _ in range(3)]
     with comm.batch():
         comm.all_reduce(x, deterministic=True)
@@ -92,7 +92,7 @@ def test_messages_of_a_batch_come_before_what_adds_in_rank_order(gpu, /, fake):
 
 @on_each_rank("ranks.run")
 def test_calls_with_error_feedback_in_a_batch(gpu, /, seed):
-    """Their kernels run between their exchanges, which a group would put off to its end."""
+    """Their kernels run between their exchanges.  A group of NCCL would delay the exchanges to its end."""
     comm, rng = gpu.comm, np.random.default_rng((seed, gpu.rank))
     data = [rng.standard_normal(300).astype(np.float32) for _ in range(3)]
     alone, together = ([(Array.from_numpy(x, 0), Array.zeros(300, np.float32, 0)) for x in data] for _ in range(2))
@@ -107,7 +107,7 @@ def test_calls_with_error_feedback_in_a_batch(gpu, /, seed):
 
 @on_each_rank(FakeRanks(3).run)
 def test_the_first_message_to_each_peer_is_launched_with_a_timeout(gpu, /, fake):
-    """NCCL connects two ranks when one first sends to the other, whatever that has sent elsewhere."""
+    """NCCL connects two ranks when one first sends to the other, even if that rank has sent to other ranks before."""
     comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(5, np.float32, 0)
     bounded = waits_that_are_bounded(comm.backend.routes[0])
     for step in (1, 2, 1, 2):
@@ -117,7 +117,7 @@ def test_the_first_message_to_each_peer_is_launched_with_a_timeout(gpu, /, fake)
 
 @on_each_rank(FakeRanks(2).run)
 def test_scratch_memory_does_not_grow_with_the_streams(gpu, /, fake):
-    """What no graph can hold is free when the host has waited for all."""
+    """After the host has waited for all streams, scratch memory is freed, unless a graph may hold it."""
     comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
     for stream in range(5, 25):
         with captures() if stream == 7 else nullcontext():
@@ -141,7 +141,10 @@ def test_windows_wait_until_all_have_joined(fake):
 
 
 def test_a_window_outlives_the_calls_that_use_it(fake):
-    """Its array is gone as soon as a call is queued: the next ``allocate`` waits, and frees it, or the end does."""
+    """Its array is freed as soon as a call is queued.
+
+    The next ``allocate``, or the close, waits and then frees the window.
+    """
     log, over = fake.windows, list[int]()
 
     def query(stream):
@@ -180,7 +183,7 @@ BY_MESSAGES = (
 def test_messages_from_and_to_any_memory(gpu, /, fake, windows, seed):
     """In windows, of cuMemCreate, or other memory; captured, in batches and in place.
 
-    NCCL hangs, or loses data, if it knows only one end of a message: the stand-in refuses that.
+    NCCL hangs or loses data if only one end of a message is registered. The stand-in refuses such messages.
     """
     comm, me, n = gpu.comm, gpu.rank, gpu.size
     rng, own = np.random.default_rng(seed), np.random.default_rng(seed + 1 + me)
@@ -221,7 +224,10 @@ def test_messages_from_and_to_any_memory(gpu, /, fake, windows, seed):
 @pytest.mark.parametrize("deterministic", [False, True])
 @on_each_rank(FakeRanks(2).run)
 def test_windows_on_some_ranks_are_refused(gpu, /, fake, deterministic):
-    """NCCL would start different kernels on the ranks, and hang.  A sum in rank order gathers by NCCL's function."""
+    """NCCL would start different kernels on the ranks, and hang.
+
+    A sum in rank order uses NCCL's function to gather.
+    """
     fake.all_reduce = fake.all_gather = lambda *arguments: None  # it would wait for the other rank, on the host
     comm, arrays = gpu.comm, [gpu.comm.allocate(4, np.float32), Array.zeros(4, np.float32, 0)]
     assert comm.all_reduce(arrays[0], out=arrays[1]) is arrays[1]
@@ -238,7 +244,10 @@ def test_windows_on_some_ranks_are_refused(gpu, /, fake, deterministic):
 
 @on_each_rank(FakeRanks(2).run)
 def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu, /, fake):
-    """A backend that becomes part of another leaves its own: a look that had begun failed, and with it the group."""
+    """A backend that becomes part of another closes its shared memory.
+
+    A check in progress must not fail because of that.
+    """
     shared = gpu.comm.backend.shared
     closing = threading.Thread(target=shared.close)
     with shared.lock:  # as a look
@@ -252,7 +261,10 @@ def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu, /, fake):
 
 @on_each_rank("ranks.run")
 def test_sizes_do_not_travel_in_a_graph(gpu, /):
-    """Refused before anything is sent; outside of it the rendezvous carries them."""
+    """A call without counts is refused before anything is sent.
+
+    Outside of a capture, the rendezvous exchanges the sizes.
+    """
     comm, n = gpu.comm, gpu.comm.size
     x = Array.from_numpy(np.full(comm.rank, comm.rank, np.float32), 0)
     with captures(), pytest.raises(InvalidArgument, match="^counts: expected numbers while a CUDA graph is capt"):
@@ -264,7 +276,7 @@ def test_sizes_do_not_travel_in_a_graph(gpu, /):
 
 @on_each_rank("ranks.run")
 def test_a_window_outlives_the_graphs_that_captured_it(gpu, /):
-    """On one rank or on all: calls of other ranks reach into it as long as any graph is replayed."""
+    """On one rank or on all.  Calls of other ranks access the window as long as any graph is replayed."""
     comm = gpu.comm
     x, y, other = (comm.allocate(1 << 12, np.float32) for _ in range(3))
     x.stream = y.stream = 5
@@ -303,7 +315,7 @@ def test_addresses_of_a_freed_window_never_come_back(fake):
 
 
 def test_a_window_that_is_collected_while_others_are_freed(fake):
-    """Its release frees all that are unused: those too that are about to be."""
+    """Its release frees all unused windows, also those that are about to be freed."""
     freed = []
 
     def free(memory):
@@ -328,7 +340,7 @@ def test_library_is_asked_for_what_it_has(fake):
 
 @on_each_rank(FakeRanks(1).run)
 def test_nothing_keeps_the_arrays_of_a_call(gpu, /, fake):
-    """Memory of a GPU must not wait for the collector, not even that of the first call of its kind."""
+    """Memory of a GPU must not wait for the garbage collector, not even that of the first call of its kind."""
     comm, gone = gpu.comm, []
     gc.collect()
     gc.disable()
@@ -352,7 +364,7 @@ def test_nothing_keeps_the_arrays_of_a_call(gpu, /, fake):
 
 @on_each_rank(FakeRanks(1).run)
 def test_arrays_of_a_batch_live_until_it_is_over(gpu, /, fake):
-    """Beside the caller's stream: what is freed in the order of that may still be in use."""
+    """The batch runs beside the caller's stream, so memory freed in the order of that stream may still be in use."""
     over = [0]
     driver.cu.cuEventQuery = lambda event: (over[0],)
     comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
@@ -377,7 +389,7 @@ def test_arrays_of_a_batch_live_until_it_is_over(gpu, /, fake):
 
 @pytest.mark.parametrize(("number", "setting", "may"), [(23007, "1", True), (22809, "1", False), (23007, "0", False)])
 def test_ranks_share_a_gpu_where_nccl_lets_them(number, setting, may, fake, monkeypatch):
-    """The probe claims the GPU for its rank, except where NCCL is of 2.30 or later and told to share."""
+    """The probe claims the GPU for its rank, unless NCCL 2.30 or newer is configured to share GPUs."""
     fake.get_version = lambda: number
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
     probe = NCCLBackend.probe(ThreadRendezvous(ThreadGroup(1), 0))

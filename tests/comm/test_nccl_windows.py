@@ -81,7 +81,7 @@ def test_messages_between_windows_and_other_memory(gpu, /, seed, name, captured)
 
 @on_each_rank("ranks.run")
 def test_captured_calls_in_window_after_window(gpu, /, seed):
-    """Each window and its graph are gone when the next one is made: none may reach the memory of another."""
+    """Each window and its graph are freed before the next one is created.  None may access the memory of another."""
     comm, count = gpu.comm, 4 << 20
     stream = cuda.create_stream(comm.device)
     for turn in range(4):
@@ -102,7 +102,7 @@ def test_captured_calls_in_window_after_window(gpu, /, seed):
 
 @on_each_rank("ranks.run")
 def test_a_window_outlives_a_graph_that_keeps_nothing(gpu, /):
-    """Replays must not write to what lies there next: neither this rank's nor the others'."""
+    """Replays must not write to memory that is allocated there next, neither on this rank nor on other ranks."""
     comm, count = gpu.comm, 1 << 20
     stream = cuda.create_stream(comm.device)
     x, small = (comm.allocate(n, np.float32) for n in (count, 4))

@@ -104,7 +104,7 @@ def poll_newcomers(comm: kos.Communicator, until: Callable[[], bool]) -> list[in
 
 
 def test_a_newcomer_that_does_not_reach_the_leader_is_refused(monkeypatch):
-    """No member counts it: a member that did would have all of them wait for it."""
+    """No member counts it.  If one did, all members would wait for it."""
     monkeypatch.setattr("kos.comm.control.newcomers.REACH_SECONDS", 0.3)
     resolve = socket.getaddrinfo
 
@@ -161,7 +161,7 @@ def test_a_newcomer_that_knows_another_member_is_shown_the_leader(members, dropp
     ids=["secret", "backend", "device", "version", "protocol"],
 )
 def test_a_newcomer_that_does_not_fit_is_refused(options, words, impatient, monkeypatch):
-    """By name, on its side; the members go on waiting for another one."""
+    """The error names the reason on the newcomer's side.  The members keep waiting for another newcomer."""
     refused = threading.Event()
     if version := options.pop("version", None):
         known = kos.comm.versions
@@ -220,7 +220,7 @@ def test_a_newcomer_that_has_ended_stays_so():
 
 
 def test_who_was_ready_is_taken():
-    """Also if it has ended since, which the new group finds: another one in its place was not asked."""
+    """Also if it has ended since, which the new group detects.  No other newcomer was asked to take its place."""
     pairs, joining = [pair(), pair()], Newcomers()
     for port, (ours, _) in enumerate(pairs):
         joining.add(ours, {"me": ["127.0.0.1", 1 + port]}, None)
@@ -276,7 +276,7 @@ def test_a_newcomer_stops_while_it_joins(when, impatient, monkeypatch):
 
 @pytest.mark.usefixtures("impatient")
 def test_newcomers_that_stall_do_not_prolong_the_call():
-    """Each costs an attempt, but all attempts together have the timeout of the call."""
+    """Each of them costs an attempt, but all attempts together have the timeout of the call."""
 
     def stalling(address):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -332,7 +332,7 @@ def test_the_count_does_not_wait_for_a_newcomer_that_says_nothing():
 
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40), b"kos/tcp1" + bytes(36)])
 def test_one_address_of_another_service_does_not_end_a_join(reply):
-    """Old addresses may be given to other programs; the members at the others admit this process."""
+    """Old addresses may belong to other programs by now.  The members at the other addresses admit this process."""
 
     def answer():
         with suppress(OSError):
@@ -380,7 +380,10 @@ def test_a_newcomer_of_a_failed_attempt_that_is_late_is_named_by_its_address():
 
 @pytest.mark.parametrize("first", [b"{", b"", None])
 def test_a_caller_without_a_first_message_is_dropped(first, monkeypatch):
-    """It has proved the secret.  Then it sends no JSON, or ends, or its connection times out (ETIMEDOUT)."""
+    """It has proved that it knows the secret.
+
+    Then it sends no JSON, or ends, or its connection times out (ETIMEDOUT).
+    """
 
     def lost(connection):
         raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")

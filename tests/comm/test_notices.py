@@ -1,4 +1,4 @@
-"""What a group's hub carries beside exchanges: notices of ranks, and deaths.  And who frees a communicator of MPI."""
+"""Messages of a group's hub other than exchanges: notices and deaths.  Also the freeing of communicators of MPI."""
 
 import queue
 import socket
@@ -29,7 +29,7 @@ def die(rendezvous: TCPRendezvous) -> None:
 
 
 def test_a_hub_that_does_not_forward_a_notice_in_time():
-    """Other ranks name its rank.  That rank itself runs: it names none."""
+    """Other ranks name the rank of the hub.  That rank itself runs, and names none."""
 
     class Unread(set[int]):
         def __contains__(self, token: object) -> bool:
@@ -45,7 +45,7 @@ def test_a_hub_that_does_not_forward_a_notice_in_time():
 
 
 def test_a_notice_that_is_awaited_has_been_forwarded():
-    """What a rank tells others afterwards comes later; without a hub it waits for no answer."""
+    """What its sender tells other ranks afterwards arrives later.  Without a hub, the sender waits for no answer."""
 
     def body(rendezvous):
         channel = rendezvous.open_channel()
@@ -74,7 +74,7 @@ def test_a_notice_that_is_awaited_has_been_forwarded():
 
 
 def test_notices_reach_all_others_in_order():
-    """Of two backends, each of which gets its own; in and between exchanges."""
+    """Two backends send notices during and between exchanges, and each gets only its own."""
 
     def body(rendezvous):
         me, channels = rendezvous.rank, [rendezvous.open_channel() for _ in range(2)]
@@ -139,7 +139,7 @@ def test_a_notice_that_is_not_urgent_is_for_those_that_stay():
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_death_is_found_at_once(gone, busy):
-    """Whether or not others wait in an exchange; the exchanges then raise it."""
+    """Whether or not other ranks wait in an exchange.  Exchanges then raise it."""
 
     def body(rendezvous):
         rendezvous.barrier()
@@ -185,7 +185,7 @@ def test_a_failed_group_still_carries_notices_and_deaths(first):
 
 
 def test_the_hub_serves_until_all_have_closed():
-    """Rank 0, which runs it, closes first: that is no death."""
+    """Rank 0, which runs the hub, closes first.  This is not reported as a death."""
     closed = threading.Event()
 
     def body(rendezvous):
@@ -248,7 +248,7 @@ def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(closing, mpi_
 
 
 def test_another_thread_frees_communicators_too(closing, monkeypatch):
-    """At each look at a communicator, another thread looks at all of them."""
+    """While one thread checks whether a communicator can be freed, another thread checks all of them."""
     freed, looks = list[int](), iter(range(3))
 
     def look():

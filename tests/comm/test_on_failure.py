@@ -49,7 +49,7 @@ def test_a_rank_that_ends_is_reported(end, memory):
 
 
 def test_a_python_without_pidfd_open():
-    """As built for systems before Linux 5.3."""
+    """For example, a Python that was built for Linux before 5.3."""
     assert ranks_report("os.kill(os.getpid(), 9)", "without", 10.0) == ["RankLost (1,)"] * 2
 
 
@@ -115,7 +115,7 @@ comm.close()
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
 @on_each_rank(spawn, 2)
 def test_a_callback_that_raises_does_not_keep_others_from_being_called(comm, /, error):
-    """Neither those of this failure nor those of a later one."""
+    """All other callbacks are called, for this failure and for later ones."""
     first, second = comm.duplicate(), comm.duplicate()
     if comm.rank == 0:
         called = [threading.Event() for _ in range(3)]

@@ -109,7 +109,7 @@ def test_persistent_forms_on_stand_ins_for_gpus(seed, together, size, fake):
 
 @on_each_rank(FakeRanks(1).run)
 def test_a_start_after_a_batch_is_in_the_order_of_its_stream(gpu, /, fake):
-    """Only in an asynchronous batch it runs beside the stream of its arrays."""
+    """It runs beside the stream of its arrays only within an asynchronous batch."""
     operation = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
     with gpu.comm.batch(async_op=True) as batch:
         operation.start()
@@ -151,7 +151,7 @@ def test_the_root_of_a_broadcast_may_pass_an_array_that_is_read_only(comm, /):
 
 @on_each_rank("ranks.run")
 def test_a_start_is_refused_until_the_one_before_was_waited_for(comm, /):
-    """On all ranks alike: the last to come may find it over at once."""
+    """It is refused on all ranks, although the last rank may find the earlier start complete at once."""
     x = np.ones(3)
     summing = comm.all_reduce_init(x)
 
@@ -214,7 +214,7 @@ def test_a_start_in_a_batch_is_launched_with_it(comm, /):
 
 @on_each_rank(spawn, 2, timeout=60)
 def test_memory_that_two_operations_of_a_batch_use(comm, /):
-    """Refused where one of them writes it, before anything is sent."""
+    """If one of them writes the memory, the batch is refused before anything is sent."""
     x, out, rows = np.ones(8), np.zeros(8), np.zeros((2, 8))
     peer = 1 - comm.rank
     rank_0 = comm.rank == 0
@@ -261,7 +261,7 @@ def test_waits_check_their_timeout(timeout):
 
 
 def test_a_timeout_that_is_set_is_followed():
-    """By calls, by groups made from then on, and by what they need the rendezvous for."""
+    """By calls, by groups that are created afterwards, and by their use of the rendezvous."""
     released = threading.Event()
 
     def body(comm):
@@ -345,7 +345,7 @@ class Empty:
 
 
 def test_an_array_without_an_address():
-    """Gets one that no library knows as a special value, such as MPI_IN_PLACE."""
+    """It gets an address that no library treats as a special value, such as MPI_IN_PLACE."""
     buffer = as_buffer(Empty(), "x", writable=True)
     assert buffer.shape == (0, 3) and buffer.flat.size == 0 and buffer.address > mmap.PAGESIZE
 

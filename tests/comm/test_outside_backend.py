@@ -53,7 +53,7 @@ def installed(monkeypatch):
 
 
 def test_kos_finds_it_by_its_entry_point():
-    """As after ``pip install kos-relay``, in a process that imports kos alone."""
+    """As after ``pip install kos-relay``, in a process that imports only kos."""
     program = "import kos, numpy as np; print(kos.init('relay').all_reduce(np.ones(2)), kos.init().backend_name)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OUTSIDE), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
@@ -77,7 +77,10 @@ def on_ranks(
 
 
 def test_host_memory(installed):
-    """One operation is enough: all are made of the same messages.  Another such backend runs the whole suite."""
+    """One operation is enough, because all are made of the same messages.
+
+    Another such backend runs the whole suite.
+    """
 
     def body(comm):
         assert comm.backend_name == "relay" and "relay    in use" in comm.explain()
@@ -110,7 +113,7 @@ def test_run_on_gpu_memory(gpus):
 
 @needs_core
 def test_auto_compares_calls_of_mock_with_calls_on_gpus(gpus, monkeypatch):
-    """A barrier on hosts beside an all_reduce on GPUs, also where ranks are threads and share no ring for the host."""
+    """A barrier on hosts is compared with an all_reduce on GPUs, also if ranks are threads and share no ring buffer."""
     tuned(monkeypatch, None)
 
     def body(comm):
@@ -128,9 +131,9 @@ def test_a_run_on_gpu_memory_needs_a_gpu(comm, /, installed):
 
 @on_each_rank(on_ranks)
 def test_a_batch_has_collectives_and_other_messages_on_each_rank(comm, /, gpus):
-    """The messages go at once, in an order in which one exchange after another would wait.
+    """All messages are sent at once.  With one exchange after another, the ranks would wait for each other.
 
-    The library matches messages by their order, which must not depend on how many messages a rank has.
+    The library matches messages by their order, which must not depend on the number of messages of a rank.
     """
     to = [rank for rank in range(SIZE) if rank != comm.rank and (comm.rank, rank) != (0, 2)]
     of = [rank for rank in range(SIZE) if rank != comm.rank and (rank, comm.rank) != (0, 2)]

@@ -74,7 +74,7 @@ def test_named_algorithms(gpu, /, seed, algorithm):
 
 @on_each_rank("ranks.run")
 def test_symmetric_buffers_at_every_size(gpu, /, seed):
-    """Each launch of the tables, out of place and in place, at odd counts, views that are not aligned included."""
+    """Each launch of the tables, out of place and in place, with odd counts and unaligned views."""
     comm, me = gpu.comm, gpu.rank
     x, out = (comm.allocate((8 << 20) + 64, BF16) for _ in range(2))
     for count in (5, 120_001, 180_000, 400_001, 2_000_003, 8 << 20):
@@ -96,8 +96,10 @@ def test_symmetric_buffers_at_every_size(gpu, /, seed):
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
 @on_each_rank("ranks.run")
 def test_blocks_of_one_role_each(gpu, /, seed, dtype, op):
-    """``specialized``, in place and out of place, from one vector to several tiles a block, chunks that end early
-    included; between them push, in another grid."""
+    """The algorithm ``specialized``, in place and out of place, from one vector to several tiles per block.
+
+    Some chunks end early. Between these calls, ``push`` runs with another grid.
+    """
     comm, me = gpu.comm, gpu.rank
     launches = comm.backend.routes[0]._engine.launches
     mixed = KernelConfig("specialized", tile=512), KernelConfig("push", 2), KernelConfig("specialized", tile=1024)
@@ -156,7 +158,10 @@ def test_parts_of_any_size_go_by_one_kernel(gpu, /, seed, dtype, op, algorithm):
 @pytest.mark.parametrize(("dtype", "op"), [(np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG)], ids=str)
 @on_each_rank("ranks.run")
 def test_what_overlaps_goes_by_copy_engines(gpu, /, seed, dtype, op):
-    """Between symmetric buffers, in place and out of place, again and again with other data; not what is elsewhere."""
+    """Between symmetric buffers, in place and out of place, repeatedly with other data.
+
+    Other memory uses no copy engines.
+    """
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     part = -(-OVERLAPPED_FROM // dtype.itemsize // n // 8) * 8 + 8
     x, out = (comm.allocate(n * part, dtype) for _ in range(2))
@@ -186,7 +191,10 @@ def test_what_overlaps_goes_by_copy_engines(gpu, /, seed, dtype, op):
 
 @on_each_rank("ranks.run")
 def test_what_overlaps_in_a_graph(gpu, /, seed):
-    """Replayed with other data: what follows, on the first stream, finds all that the other ranks' engines brought."""
+    """The graph is replayed with other data.
+
+    Later work on the first stream finds all that the other ranks' engines copied.
+    """
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream = cuda.create_stream(comm.device)
     part = OVERLAPPED_FROM // 4 // n // 4 * 4 + 4
@@ -214,7 +222,7 @@ def test_what_overlaps_in_a_graph(gpu, /, seed):
 
 @on_each_rank("ranks.run")
 def test_any_bytes_to_and_from_anybody(gpu, /, seed):
-    """all_to_all_v of random lengths and alignments, some empty, some of many batches."""
+    """all_to_all_v with random lengths and alignments: some parts are empty, and some take many batches."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     rng = np.random.default_rng(seed)
     for turn in range(20):
@@ -238,7 +246,7 @@ def test_any_bytes_to_and_from_anybody(gpu, /, seed):
 
 @on_each_rank("ranks.run")
 def test_messages_of_a_batch_wait_for_none_of_it(gpu, /, seed):
-    """Everybody sends before it receives, several times to the same rank, more than the slots hold."""
+    """Every rank sends before it receives, several times to the same rank, and more than the slots hold."""
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     counts = [3, MUCH, 0, MUCH // 71]
     mine = [[inputs(seed + to, 1, c, np.uint8)[0] ^ me for c in counts] for to in range(n)]
@@ -260,7 +268,7 @@ def test_messages_of_a_batch_wait_for_none_of_it(gpu, /, seed):
 @pytest.mark.parametrize("first", ["recv", "send"])
 @on_each_rank("ranks.run")
 def test_a_send_recv_meets_the_two_one_after_the_other(gpu, /, seed, first):
-    """Of more bytes than the slots hold: each way goes on without the other."""
+    """The messages have more bytes than the slots hold.  Each direction proceeds without the other."""
     comm, other, count = gpu.comm, gpu.rank ^ 1, 4 * MUCH
     if other >= comm.size:
         return
@@ -298,7 +306,7 @@ def test_views_put_and_get(gpu, /):
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
 @on_each_rank("ranks.run")
 def test_large_moves_by_copy_engines(gpu, /, name, seed, monkeypatch):
-    """The path from ``_COPIES_FROM`` bytes on: in graphs too, in place and out of place."""
+    """From ``_COPIES_FROM`` bytes on, copy engines are used: also in graphs, in place and out of place."""
     comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 400_000  # too large for packets
     if n <= 2:
         pytest.skip("needs three GPUs: two ranks use bind_exchange, one copies")

@@ -37,7 +37,7 @@ def ranks(monkeypatch, request):
 
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
 def test_back_to_back(ranks, seed, form, dtype):
-    """Any count and alignment, in place and not, in few and in many batches, with the bits of the host."""
+    """Any count and alignment, in place and out of place, in few and in many batches, with the bits of the host."""
     for start in range(3):
         assert ranks.run_bare(lambda r, s=seed + start: compressed_storm(r, s, form, dtype, 8)) == [0] * ranks.size
 
@@ -52,7 +52,7 @@ def test_without_waits_the_storm_is_wrong(ranks, seed):
 
 
 def test_batches_that_only_other_kernels_have_counted(ranks, seed):
-    """As after 2**31 batches of push: "added" has stayed behind, and would seem to be ahead."""
+    """After 2**31 batches of push, the counter "added" is so far behind that it would seem to be ahead."""
     rng = np.random.default_rng(seed)
     data = [rng.standard_normal(50_000).astype(np.float32) for _ in range(ranks.size)]
 
@@ -74,7 +74,10 @@ def test_batches_that_only_other_kernels_have_counted(ranks, seed):
 
 
 def test_one_kernel_carries_it_in_graphs_too(ranks, seed):
-    """No exchange around kernels; what a graph would replay is launched again, with other data in the same arrays."""
+    """No exchange runs around kernels.
+
+    What a graph would replay is launched again, with other data in the same arrays.
+    """
     load = ranks.fake.load_kernel
 
     def load_one(path, *about, **defines):
@@ -102,7 +105,7 @@ def test_one_kernel_carries_it_in_graphs_too(ranks, seed):
 
 
 def test_what_finds_no_place_is_exchanged(ranks, seed):
-    """Staging memory too small for a tile: kernels around exchanges give the same bits."""
+    """If the staging memory is too small for a tile, exchanges between kernels give the same bits."""
     rng = np.random.default_rng(seed)
     data = [rng.standard_normal(5000).astype(np.float32) for _ in range(ranks.size)]
 

@@ -1,4 +1,4 @@
-"""Failures of the peer backend without a GPU: ranks that do not come, timeouts, aborts, what is raised and shown."""
+"""Failures of the peer backend without a GPU: ranks that do not arrive, timeouts, aborts, and the errors of each."""
 
 import re
 import threading
@@ -59,8 +59,10 @@ def ranks(no_gpu):
 
 
 def test_pieces_that_do_not_belong_together(ranks):
-    """A message of another length, also one that travels in another way, and a message where a collective expects its
-    own; nobody waits for long."""
+    """A message has another length, is sent in another way, or arrives where a collective expects its own data.
+
+    No rank waits for long.
+    """
 
     def body(gpu, mixed, more=0):
         comm, rank = gpu.comm, gpu.rank
@@ -123,7 +125,7 @@ def test_cached_calls_of_all_to_all_v_whose_counts_disagree(gpu, /):
 @needs_core
 @on_each_rank("ranks.run_bare")
 def test_ranks_wait_for_one_another_at_the_first_call_of_a_kernel(rendezvous, /):
-    """If a rank has several communicators: CUDA loads a kernel only when running kernels have ended."""
+    """A rank may have several communicators, and CUDA loads a kernel only when running kernels have ended."""
     comms = [communicator(rendezvous, 20.0), communicator(rendezvous, 20.0)]
     x = Array.from_numpy(np.ones(5, np.float32), 0)
     for comm in comms:
@@ -180,7 +182,10 @@ def test_a_timeout_of_one_call_is_that_call_s_alone(rendezvous, /, kind, usual, 
 
 @pytest.mark.parametrize("broken", [OutOfMemory("cuMemHostAlloc: out of memory"), KeyboardInterrupt()], ids=repr)
 def test_a_rank_that_cannot_prepare_its_kernels(ranks, monkeypatch, broken):
-    """Without memory all refuse the backend, and go on together, with another perhaps; after Ctrl-C nobody goes on."""
+    """Without memory, all ranks refuse the backend, and may continue with another one.
+
+    After Ctrl-C, no rank continues.
+    """
     here = threading.local()
 
     def pinned_empty(count, dtype, device):
@@ -216,7 +221,7 @@ def test_a_rank_that_cannot_prepare_its_kernels(ranks, monkeypatch, broken):
     ],
 )
 def test_a_rank_that_cannot_take_the_tuning_table(ranks, no_gpu, monkeypatch, name, failing, what, why):
-    """All refuse the backend, and go on together."""
+    """All ranks refuse the backend, and continue together."""
     here, usual = threading.local(), getattr(tuning, name, None)
 
     def broken(*arguments):
@@ -242,7 +247,7 @@ def test_a_rank_that_cannot_take_the_tuning_table(ranks, no_gpu, monkeypatch, na
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 @on_each_rank("ranks.run_bare")
 def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous, /, how):
-    """Whichever of a rank's blocks gives up first, it names the rank that is not there."""
+    """Whichever of a rank's blocks times out first, it names the missing rank."""
     engine = PeerEngine(rendezvous, 0, timeout=20.0)
     memory, count = HostMemory(rendezvous, 1 << 17, 0), 16 * SIZE * 99
     engine.register(memory)
@@ -268,7 +273,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous, /, how):
 
 @on_each_rank("ranks.run_bare")
 def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezvous, /):
-    """Of its calls the communicator knows nothing, and it runs to its end."""
+    """The communicator knows nothing of the calls in the graph, which runs to its end."""
     comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
     looks, engine = iter((False, True)), comm.backend.routes[0]._engine
     x = Array.zeros(4, np.float32, 0)
@@ -289,7 +294,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezv
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu):
-    """To the others; nothing that ends it raises anything more, on whatever thread."""
+    """It is reported to the other ranks as a loss.  Closing and aborting raise nothing more, on any thread."""
     reported = []
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     no_gpu.cu.cuCtxSynchronize = lambda: (Status(700),)
@@ -324,7 +329,10 @@ def _silent(**more: Any) -> Any:
 
 @pytest.mark.parametrize("reported", [True, False])
 def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu, reported):
-    """A kernel that ended because another rank's did waits for that rank's report, which may come later or never."""
+    """A kernel ended because another rank's kernel did.
+
+    Its rank waits for that rank's report, which may be late or missing.
+    """
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     first = CollectiveTimeout("all_reduce #7: rank 2 did not arrive within 0.3 s")
     reports = iter([None, None, first] if reported else [])
@@ -363,7 +371,7 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous, /):
 @needs_core
 @pytest.mark.usefixtures("frequent_looks")
 def test_whom_a_kernel_waits_for_is_shown(ranks):
-    """While the program is elsewhere: here in the launch, which on a GPU would return."""
+    """Also while the program is outside of kos: here it is in the launch, which would return on a GPU."""
     shown = threading.Event()
 
     def body(rendezvous):
@@ -389,7 +397,7 @@ def test_whom_a_kernel_waits_for_is_shown(ranks):
 
 @on_each_rank("ranks.run_bare")
 def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous, /):
-    """A cached one too, before it launches anything."""
+    """Also a cached call, before it launches anything."""
     comm = communicator(rendezvous, 20.0)
     backend, x = comm.backend, Array.zeros(9, np.float32, 0)
     backend.unwatch()

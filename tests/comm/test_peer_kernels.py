@@ -1,4 +1,4 @@
-"""All-reduce over peer memory, ranks being threads that share one GPU (or have one each)."""
+"""All-reduce over peer memory.  Ranks are threads that share one GPU, or have one each."""
 
 import os
 import secrets
@@ -210,12 +210,12 @@ def test_every_kernel_back_to_back(stall):
     "exchange", "all_gather", "all_to_all", "reduce_scatter", *(name for name in storms.LAUNCHES if name != "copies")
 ])  # fmt: skip
 def test_without_flags_the_storm_is_wrong(kind):
-    """The negative control: with the waits taken out, stalled ranks must read what has not come."""
+    """The negative control: without the waits, ranks that stall must read data that has not arrived."""
     assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
 
 
 def test_epochs_start_over():
-    """A channel that has counted to its end wipes its inbox and goes on."""
+    """When the counter of a channel reaches its end, the channel clears its inbox and continues."""
     packets = ["one_shot", "two_shot", "ring", "tree"]
     assert on_ranks(moving, 3, seed(), packets, 60, {"RENEW_EPOCH": 20}) == [0] * 3
 

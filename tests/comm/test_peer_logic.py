@@ -1,4 +1,4 @@
-"""The peer backend and its kernels without a GPU: see ``fake_peer``.  The same conformance suite, ranks as threads."""
+"""The peer backend and its kernels without a GPU (see ``fake_peer``): the conformance suite, with threads as ranks."""
 
 import threading
 import time
@@ -164,7 +164,7 @@ def test_back_to_back(ranks, seed):
 
 
 def test_epochs_start_over(ranks, seed):
-    """A channel that has counted to its end wipes its inbox and goes on."""
+    """When the counter of a channel reaches its end, the channel clears its inbox and continues."""
     packets = ["one_shot", "two_shot", "ring", "tree"]
     assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, packets, 60, RENEW_EPOCH=20)) == [0] * SIZE
 
@@ -173,7 +173,7 @@ def test_epochs_start_over(ranks, seed):
     "kind", [pytest.param(kind, marks=() if kind in ("one_shot", "direct") else pytest.mark.slow) for kind in KINDS]
 )
 def test_without_waits_the_storm_is_wrong(ranks, seed, kind):
-    """The negative control: kernels that look at no flag must read what has not come."""
+    """The negative control: kernels that check no flag must read data that has not arrived."""
     assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
 
@@ -184,7 +184,7 @@ def test_without_waits_the_storm_is_wrong(ranks, seed, kind):
 )
 @pytest.mark.parametrize("first", ["recv", "send"])
 def test_a_send_recv_meets_the_two_one_after_the_other(ranks, first, count, beside, monkeypatch):
-    """Neither direction waits for the other, be it in one block for all channels or of fewer threads than packets."""
+    """Neither direction waits for the other, even if all channels share a block or threads are fewer than packets."""
     monkeypatch.setattr(peer_exchange, "OVERLAPPED_BLOCKS", 1)
 
     def body(rendezvous):
@@ -205,7 +205,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(ranks, first, count, besi
 
 
 def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(ranks):
-    """All packets are sent before any is awaited, but not before it is reported what was read."""
+    """A send_recv sends all packets before it waits for any, but only after the receiver has reported what it read."""
 
     def body(rendezvous):
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=5.0, staging=1 << 13), rendezvous.rank, [(0, 0)] * SIZE
@@ -247,7 +247,7 @@ def test_a_sender_runs_ahead_by_two_small_messages_and_no_more(ranks, seed):
 
 @on_each_rank("ranks.run_bare")
 def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous, /):
-    """Where both come while the receiver, which is slow, looks for what else came."""
+    """Both arrive while the receiver, which is slow, looks for data of another kind."""
     rank, nothing = rendezvous.rank, [(0, 0)] * SIZE
     engine = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13)
     engine.small = 64
@@ -267,7 +267,7 @@ def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous, /):
 
 
 def test_an_async_message_takes_few_blocks_and_is_not_ordered(ranks, no_gpu, monkeypatch):
-    """It may wait for what its other rank computes first, with other communicators of this GPU."""
+    """It may wait for results that its peer first computes with other communicators of this GPU."""
     launched, entered, local = [], [], threading.local()
     record = ConcurrentKernels.record
 
@@ -302,7 +302,7 @@ def test_an_async_message_takes_few_blocks_and_is_not_ordered(ranks, no_gpu, mon
 
 
 def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
-    """Where the staging does not hold what ``specialized`` needs, and where the operation is not for the launch."""
+    """Also if the staging memory is too small for ``specialized``, or the operation does not suit the launch."""
     table = Launches(((None, KernelConfig("specialized", tile=512)),), ((None, KernelConfig("direct")),))
 
     def body(gpu):
@@ -325,7 +325,7 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
 
 
 def test_exchanges_of_a_product_overlap_nothing_beside_another_communicator(ranks, no_gpu, monkeypatch):
-    """A kernel that started early would occupy multiprocessors that the kernels of the other one may need."""
+    """A kernel that started early would occupy multiprocessors that kernels of the other communicator may need."""
     launched = set[bool]()
 
     class Noted(HostKernel):

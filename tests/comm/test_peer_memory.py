@@ -125,7 +125,7 @@ def test_cached_routes_are_dropped_with_their_window(gpu, /, monkeypatch):
 
 @on_each_rank("ranks.run")
 def test_ranks_compare_where_large_buffers_lie(gpu, /):
-    """The kernel of a large call depends on where its buffers lie, so ranks compare this."""
+    """The kernel of a large call depends on the memory that holds its buffers, so ranks compare this."""
     comm = gpu.comm
     # Packets are as for ordinary memory.
     symmetric = (1000, KernelConfig("one_shot", threads=64)), (None, KernelConfig("direct"))
@@ -154,7 +154,7 @@ def test_ranks_compare_where_large_buffers_lie(gpu, /):
 
 @on_each_rank("ranks.run")
 def test_buffers_that_only_the_root_has_do_not_choose_the_route(gpu, /):
-    """``auto`` routes by where buffers lie, so every rank must find the same."""
+    """``auto`` chooses routes by the memory of buffers, and every rank must choose the same."""
     comm, root = gpu.comm, gpu.comm.rank == 0
     symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
     part = symmetric[:100]
@@ -182,7 +182,7 @@ def test_windows_keep_their_numbers_when_others_are_freed(gpu, /):
 
 @pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])
 def test_repeated_calls_of_a_thread_whose_current_device_is_another(no_gpu, monkeypatch, stream):
-    """The device is current where a default stream is used, and for copies; kernels on other streams need no query.
+    """The device is made current for default streams and for copies.  Kernels on other streams need no query.
 
     A copy in a group of one needs the device to be current only on a default stream.
     """

@@ -115,7 +115,7 @@ def run(code: str, size: int, seconds: float, **more: str) -> list[int | None]:
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("first", range(0, len(OPERATIONS), 6))
 def test_survivors_go_on(how, first):
-    """SIGKILL, or SIGSTOP, of a rank in the middle of each operation, until two are left."""
+    """A rank gets SIGKILL or SIGSTOP in the middle of each operation, until two ranks are left."""
     lost = len(OPERATIONS[first : first + 6])
     codes = run(f"survivor({how!r}, 8)", 8, 80.0, KOS_TEST_FIRST=str(first))
     assert codes == [0] * (8 - lost) + [-signal.SIGKILL] * lost

@@ -95,9 +95,9 @@ def test_promise(ranks, case, request):
 
 @pytest.mark.parametrize("short", ["on all", "on rank 0"])
 def test_who_is_late(ranks, short):
-    """An error of one rank reaches the others, those too that wait for a rank of their own host.
+    """An error of one rank reaches the other ranks, including those that wait for a rank of their own host.
 
-    Between hosts tcp names the ranks that a rank waits for, which may wait themselves, and mpi may name none.
+    Between hosts, tcp names the ranks that a rank waits for, which may be waiting themselves. mpi may name none.
     """
 
     def body(comm):
@@ -115,7 +115,10 @@ def test_who_is_late(ranks, short):
 @pytest.mark.parametrize("ranks", [named("mpi", hosts) for hosts in OF_MPI or [()]], indirect=True)
 @on_each_rank("ranks.run")
 def test_a_rank_that_does_not_come_is_named(comm, /):
-    """By every rank, also where several ranks end the call at their own timeout.  It waits in another job meanwhile."""
+    """Every rank names it, also if several ranks end the call at their own timeout.
+
+    Meanwhile, it waits in another job.
+    """
     comm.barrier()
     late = comm.size - 1
     if comm.rank != late:
@@ -151,7 +154,7 @@ def test_what_ranks_share(ranks):
 
 @needs_core
 def test_hosts_without_shared_memory_beside_others_with_it(monkeypatch):
-    """They take part in what the others exchange."""
+    """Hosts without shared memory take part in the exchanges of the others."""
 
     def body(rank):
         rendezvous = env_rendezvous(20.0, environment(rank, 3, port, KOS_HOST="b" if rank == 2 else "a"))
@@ -206,7 +209,10 @@ Node._read_each_other = lambda node, rendezvous: False
 @needs_mpirun
 @pytest.mark.parametrize("before", ["", TWO_COPIES], ids=["one copy", "two copies"])
 def test_large_messages_of_mpi_progress_while_a_rank_waits_within_its_host(before, tmp_path):
-    """Over sockets, MPI sends only while the sender calls it.  With two copies, so does the memory of a host."""
+    """Over sockets, MPI sends only while the sender calls it.
+
+    The same holds for shared memory that is copied twice.
+    """
     assert job(tmp_path, 4, before + LARGE, "--mca", "btl", "self,tcp") == ["done"] * 4
 
 
@@ -253,7 +259,7 @@ def after_a_kill(hosts: tuple[int, ...], killed: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
 def test_a_killed_rank_on_tcp(hosts, monkeypatch):
-    """Also if a process that it has forked goes on."""
+    """Also if a process that it has forked continues."""
     on_hosts(monkeypatch, hosts)
     results = run_processes(KILLED.format(names=[], killed=1, call="all_reduce(x)"), 4)
     assert [text.strip() for code, text in results if code == 0] == after_a_kill(hosts), results
@@ -319,7 +325,7 @@ os._exit(0)
 
 @needs_mpirun
 def test_who_waits_for_a_rank_whose_failure_the_lost_hub_does_not_report(tmp_path):
-    """The group's rank 0, which ran the hub, is the first cause."""
+    """The first cause is the group's rank 0, which ran the hub."""
     assert sorted(job(tmp_path, 3, WITHOUT_A_HUB, *ULFM)) == ["1 (0,)", "2 (0,)"]
 
 
@@ -401,7 +407,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("kind", ["mock", "tcp"])
 def test_wrong_names(kind, case):
-    """On all ranks, and nothing is left open."""
+    """All ranks refuse them, and nothing is left open."""
     names, message = WRONG[case]
     group, port = ThreadGroup(3), free_port()
 
@@ -425,7 +431,7 @@ def test_hosts_of_spawn_that_do_not_add_up(hosts):
 
 
 def test_the_names_of_a_launcher_give_way():
-    """LOCAL_RANK, of the machine, chooses the GPU alone."""
+    """LOCAL_RANK, which numbers the ranks of the machine, only chooses the GPU."""
 
     def body(rendezvous):
         return rendezvous.local_rank, rendezvous.place_on_machine
@@ -442,7 +448,7 @@ def test_the_names_of_a_launcher_give_way():
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_gpus(monkeypatch, hosts, gpus):
-    """Hosts share those of the machine, NCCL takes them for several machines, and peer refuses."""
+    """Pretended hosts share the GPUs of the machine.  NCCL treats them as several machines, and peer refuses them."""
     on_hosts(monkeypatch, hosts)
     with no_gpu(monkeypatch, [GPU(uuid=str(index)) for index in range(gpus)]):
 
@@ -461,7 +467,7 @@ def test_gpus(monkeypatch, hosts, gpus):
 
 @pytest.mark.parametrize("given", [None, "mine"])
 def test_nccl_is_told(monkeypatch, given):
-    """Unless the user has told it."""
+    """kos sets NCCL_HOSTID for a pretended host, unless the user has set it."""
     monkeypatch.setenv("NCCL_HOSTID", given or "")
     if given is None:
         monkeypatch.delenv("NCCL_HOSTID")
@@ -507,9 +513,10 @@ BARRIER, MESSAGE = "comm.barrier()", "comm.recv(np.empty(3), {0}) if comm.rank =
     [(2, BARRIER), (2, MESSAGE.format(0, "split(0)")), (0, MESSAGE.format(2, "recv(np.empty(3), 0)"))],
 )
 def test_a_stopped_rank_is_named_by_who_waits_for_another_rank_of_its_host(stopped, call):
-    """Rank 1, alone on its host, waits for a rank that begins later to wait for the stopped one, and is asked.
+    """Rank 1, alone on its host, waits for a rank that waits for the stopped one.
 
-    If the stopped rank has the hub, nobody can ask.
+    That rank begins to wait later than rank 1, so rank 1 asks it. If the stopped rank has the hub, no rank can be
+    asked.
     """
     other = 2 - stopped
     said = f"for which ranks [{other}] wait" if stopped else f"ranks [{other}] could not be asked, because rank 0"

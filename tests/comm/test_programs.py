@@ -1,4 +1,4 @@
-"""Random programs: operations on random groups, alone, in flight, in batches, persistent, against a serial model."""
+"""Random programs against a serial model: operations on random groups, alone, in flight, in batches, persistent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -168,7 +168,7 @@ def test_on_threads(program):
 @pytest.mark.mpi
 @pytest.mark.parametrize("native", [True, False])
 def test_on_mpi(ranks_of_mpi, seed, request, native):
-    """Programs drawn from the seed, the same on all ranks; also without MPI's calls and shared memory."""
+    """Programs are drawn from the seed, the same on all ranks; also without MPI's collectives and shared memory."""
     if not native:
         request.getfixturevalue("monkeypatch").setattr(MPITransport, "native", lambda *_: None)
         request.getfixturevalue("apart")

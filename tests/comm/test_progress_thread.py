@@ -1,4 +1,4 @@
-"""A progress thread: operations in flight go on while the program is not in kos."""
+"""A progress thread: operations in flight proceed while the program is outside of kos."""
 
 import subprocess
 import sys
@@ -94,7 +94,7 @@ def wakes(thread: threading.Thread) -> int:
 
 
 def test_a_failure_that_is_being_recorded():
-    """The thread has found the failure and not yet recorded it: ``wait`` does not take that for the end."""
+    """The thread has found the failure but not yet recorded it.  ``wait`` does not treat this as success."""
     (comm, other), begun, waits = pair(), threading.Event(), threading.Event()
     backend, to_error, waiter = comm.backend, comm.backend.to_error, comm.backend.waiter
 

@@ -125,7 +125,7 @@ def test_what_ends_late_leaves_the_slot_to_its_next_operation():
 
 
 def test_a_dump_is_of_one_moment(monkeypatch):
-    """Another thread goes on, and its operations take the slots of those that are being described."""
+    """Another thread continues, and its operations reuse the slots of operations that are being described."""
     recorder = Recorder(0, 1)
     group = Group(recorder, "world", [0], 0, "mock")
     for sequence in range(SLOTS):
@@ -254,7 +254,10 @@ def test_a_signal_writes_a_dump_and_calls_the_previous_handler(of_signals, tmp_p
 
 
 def test_a_signal_that_another_thread_asks_for(of_signals, tmp_path, monkeypatch, caplog):
-    """Only the main thread can install handlers: ``kos.init`` warns, until that thread has installed this one."""
+    """Only the main thread can install handlers.
+
+    ``kos.init`` in another thread warns until the main thread has done so.
+    """
     monkeypatch.setenv("KOS_RECORDER_SIGNAL", "USR2")
     with ThreadPoolExecutor(1, "worker") as pool:
         with pytest.raises(InvalidArgument, match="expected a call of the main thread, got one of worker_0"):
@@ -272,7 +275,7 @@ def test_a_signal_that_another_thread_asks_for(of_signals, tmp_path, monkeypatch
 
 
 def test_a_signal_during_a_dump(of_signals, tmp_path):
-    """Wherever it comes, both dumps are written whole: neither waits for a lock that the other holds."""
+    """Wherever the signal arrives, both dumps are complete: neither waits for a lock that the other holds."""
     lines = strike = 0
 
     def trace(frame, event, _):

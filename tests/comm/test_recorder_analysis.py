@@ -1,4 +1,4 @@
-"""What joined dumps of the flight recorder say: who is missing, who differs, what is no dump; and the trace."""
+"""Analysis of joined dumps of the flight recorder: missing ranks, mismatched calls, invalid files, and the trace."""
 
 import json
 import os
@@ -181,7 +181,7 @@ def test_causes_are_listed_before_their_consequences(tmp_path, capsys):
 
 
 def test_records_that_end_at_different_times(tmp_path, capsys):
-    """By signal: nobody waits for anybody; and the ring of one has moved on."""
+    """A signal wrote the dumps: no rank waits for another, and the ring buffer of one rank has advanced further."""
     write(tmp_path, 0, 2, [crafted("all_reduce", n) for n in range(5, 9)])
     write(tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 8)])
     assert "3 collectives that all ranks made alike" in read(tmp_path, capsys, 0)
@@ -191,7 +191,7 @@ def test_records_that_end_at_different_times(tmp_path, capsys):
 
 
 def test_a_dump_from_before_what_the_others_did(tmp_path, capsys):
-    """Its rank was killed: what the others completed since, it may well have called."""
+    """Its rank was killed.  It may have called what the other ranks completed after that dump."""
     made = [crafted("all_reduce", n) for n in range(20)]
     for rank in (0, 2):
         write(tmp_path, rank, 3, [*made, crafted("barrier", 20, "failed")])
@@ -206,7 +206,7 @@ def test_a_dump_from_before_what_the_others_did(tmp_path, capsys):
 
 
 def test_what_streams_hold(tmp_path, capsys):
-    """Nobody looks whether it has run: no fault, unless it has been there for long and a rank is missing."""
+    """kos does not check whether they have run.  This is no fault, unless they are old and a rank is missing."""
     queued = [crafted("all_reduce", n, "scheduled") for n in range(4)]
     write(tmp_path, 0, 2, queued)
     write(tmp_path, 1, 2, queued[:2])
@@ -244,7 +244,10 @@ def test_files_that_are_no_dumps(tmp_path, capsys, text, got):
 
 
 def test_a_truncated_dump_leaves_the_good_ones_readable(tmp_path, capsys):
-    """It is named, its rank is no rank that wrote no dump, and the status is not that of a healthy job."""
+    """The file is named, and its rank does not count as one that wrote no dump.
+
+    The exit status is not that of a healthy job.
+    """
     for rank in range(3):
         write(tmp_path, rank, 3, [crafted("all_gather", 0)])
     whole = tmp_path / "rank_1.json"
@@ -295,7 +298,7 @@ def test_the_trace(tmp_path):
 
 
 def test_an_output_that_is_not_read_is_no_error(tmp_path):
-    """Neither a reader that has ended (``| head -1``) nor a closed stdout gives a traceback or another exit status."""
+    """If a reader has ended (``| head -1``) or stdout is closed, there is no traceback and no other exit status."""
     write(tmp_path, 0, 1, [])
     reader, writer = os.pipe()
     os.close(reader)

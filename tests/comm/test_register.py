@@ -77,7 +77,7 @@ def test_a_graph_keeps_the_registration_and_the_memory(gpu, /, windows):
 
 @on_each_rank(FakeRanks(1).run)
 def test_memory_that_two_communicators_have_registered(gpu, /, windows):
-    """The end of one registration leaves the other: a graph keeps it."""
+    """The end of one registration does not affect the other, which a graph keeps."""
     comm, x = gpu.comm, own_array()
     other = comm.duplicate()
     mine, theirs = comm.register(x), other.register(x)
@@ -177,7 +177,7 @@ def test_a_backend_for_host_memory_has_nothing_to_register(comm, /):
 
 
 def test_the_kernels_of_peer_reach_it_where_it_lies(peers):
-    """``is_symmetric`` decides it; the kernels themselves are those of ``allocate``."""
+    """``is_symmetric`` decides this.  The kernels themselves are those for memory of ``allocate``."""
 
     def body(rendezvous):
         comm = peer_communicator(rendezvous)

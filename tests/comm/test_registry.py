@@ -101,7 +101,7 @@ def test_an_installed_package_offers_backends(installed):
 
 
 def test_threads_wait_for_the_packages(installed):
-    """The import of a package may take long, and another rank of this process needs it too."""
+    """The import of a package may take long, and another rank of this process needs the package too."""
     looking, second = threading.Event(), threading.Event()
 
     def entry_points(group):

@@ -1,4 +1,4 @@
-"""Calls like earlier ones: prepared once, for any ndarrays, and again where anything about them has changed."""
+"""Repeated calls on host memory are prepared once, for any ndarrays, and anew if anything about them has changed."""
 
 import gc
 import threading
@@ -57,7 +57,7 @@ def test_a_known_call_with_async_op_is_refused_in_a_batch(comm, /):
 
 
 def test_a_call_interrupted_in_flight_is_not_started_again():
-    """By Ctrl-C, or a handler of a signal that raises.  The next call on the same arrays is another one."""
+    """Ctrl-C, or a signal handler that raises, interrupts it.  The next call on the same arrays is a new one."""
     interrupted = threading.Event()
 
     class Interrupting:

@@ -1,4 +1,4 @@
-"""Descriptors, memory and events do not grow with the communicators that a process makes, splits and aborts."""
+"""Descriptors, memory and events do not accumulate when a process creates, splits and aborts communicators."""
 
 import contextlib
 import gc
@@ -150,7 +150,7 @@ def test_the_events_of_a_communicator_end_with_it(events, end):
 
 
 def test_the_arrays_of_a_call_live_while_another_frees_others(events):
-    """A signal handler, or another thread, frees the finished call that this one is about to free."""
+    """A signal handler or another thread frees the finished call that this call is about to free."""
     comm, x = alone(), Array.zeros(4, np.float32, 0)
     comm.all_reduce(x)
     first = comm.all_reduce(Array.zeros(4, np.float32, 0), async_op=True)

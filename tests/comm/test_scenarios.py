@@ -1,6 +1,6 @@
 """Each row of the table of failures (``kos.testing.conformance.failures``), on ranks that are threads or processes.
 
-Those of GPUs are in ``test_scenarios_on_fakes.py``.
+The rows for GPUs are in ``test_scenarios_on_fakes.py``.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def test_on_threads(row):
 
 
 def test_a_rank_that_gets_no_core_may_be_named(monkeypatch):
-    """It waits too, but cannot show that in time."""
+    """It is waiting too, but gets no CPU core to report that in time."""
     row = next(row for row in SCENARIOS if str(row) == "recv_bytes from any, a rank is late")
     shown, meeting, waiting = threading.Semaphore(0), threading.Barrier(3), set[int]()
 

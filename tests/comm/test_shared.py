@@ -1,7 +1,4 @@
-"""Collectives through shared memory: random programs, ranks out of step, what is left behind.
-
-The core's results for every reduce operation and dtype are checked in ``tests/core``.
-"""
+"""Collectives through shared memory: random programs, ranks out of step, and what must not be left behind."""
 
 import contextlib
 import os
@@ -92,7 +89,7 @@ def test_a_slot_is_not_filled_before_its_reader_has_it(comm, /):
 
 
 def test_a_rank_far_ahead_of_the_others():
-    """More calls in flight than fingerprints are kept: what was overwritten is not taken for a mismatch."""
+    """More calls are in flight than fingerprints are kept.  An overwritten fingerprint is not treated as a mismatch."""
     count = segments.RING + 50
 
     def body(comm):
@@ -176,7 +173,7 @@ def test_memory_that_a_rank_cannot_map(monkeypatch):
 
 @on_each_rank(run, 2)
 def test_a_rank_that_reads_its_own_slot_leaves_it_to_the_other(comm, /):
-    """Contributions that are scaled lie in the slots of both ranks, and the next rank may come later."""
+    """Scaled contributions are in the slots of both ranks, and the next rank may arrive later."""
     for i in range(6):
         x = np.full(4096, (1.0 + comm.rank + i) / 3)  # no byte is 0
         if comm.rank == 1:

@@ -1,4 +1,4 @@
-"""Collectives in one copy: numbers of ranks, memory that cannot be read, lost ranks."""
+"""Collectives in a single copy: numbers of ranks, memory that cannot be read, and lost ranks."""
 
 import ctypes
 import mmap
@@ -38,7 +38,7 @@ def test_a_list_of_counts_that_has_changed_is_another_call(comm, /):
 
 @on_each_rank(run, 2)
 def test_a_call_behind_one_whose_counts_differ(comm, /):
-    """It has no array, and fails for the same reason."""
+    """The later call, which has no array, fails for the same reason."""
     counts = [2, 2] if comm.rank == 0 else [1, 2]
     x = np.zeros(sum(counts))
     differ = "all_to_all_v #0 .*rank 0 expected 2 elements of float64 from rank 1, got 1 elements"
@@ -73,7 +73,7 @@ def of_no_process(comm: kos.Communicator) -> Iterator[None]:
 
 @pytest.mark.parametrize("place", [b"", bytes(8)], ids=["not permitted", "another process has its number"])
 def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch, place):
-    """The second: in containers with PID namespaces of their own, where a number names another process."""
+    """Also in containers with PID namespaces of their own, where a process number belongs to another process."""
     tell = Node._read_each_other
 
     def wrong(self, rendezvous):
@@ -94,7 +94,7 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch, place):
 
 @pytest.mark.parametrize(("vendor", "direct"), [("other", 512 << 10), ("intel", 100 << 10)])
 def test_what_depends_on_the_cpu(vendor, direct, monkeypatch):
-    """From which size on a part is read in one copy, and whether lines are marked."""
+    """The smallest size of a part that is read in one copy, and whether cache lines are marked."""
     monkeypatch.setenv("KOS_CPU_VENDOR", vendor)
     cores = run(lambda comm: (comm.backend.calls.core.marks, comm.backend.calls.core.direct), 2)
     assert cores == [(vendor == "other", direct)] * 2
@@ -145,7 +145,7 @@ def test_a_read_from_a_rank_that_has_ended(comm, /, how):
 
 
 def test_memory_freed_after_a_failure_does_not_hide_it():
-    """The reader comes after the timeout of the rank whose memory it would read."""
+    """The reader arrives after the timeout of the rank whose memory it would read."""
     given_up, memory = threading.Event(), mmap.mmap(-1, 2 << 20)
     protect = ctypes.CDLL(None).mprotect
     protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -1,4 +1,4 @@
-"""Calls that do not belong together, ranks that do not come and ranks that die, seen through shared memory."""
+"""Mismatched calls, ranks that do not arrive and ranks that die, detected through shared memory."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def with_the_next(call: Callable[..., Any], comm: kos.Communicator, *arguments: 
 @pytest.mark.parametrize("other", [lambda c: c.barrier(), lambda c: c.all_gather(np.zeros((), np.int64))])
 @on_each_rank("start", 2)
 def test_errors_name_the_call_that_was_made(comm, /, other):
-    """``all_gather_bytes``, which is made of two operations."""
+    """For example ``all_gather_bytes``, which consists of two operations."""
     with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
         comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
 
@@ -76,7 +76,7 @@ def test_a_mismatch_between_ranks_that_only_give_data_is_found_in_a_later_call()
 
 @on_each_rank(run, 3)
 def test_the_same_calls_in_other_shapes_belong_together(comm, /):
-    """The negative control: only what must be equal is compared."""
+    """The negative control: ranks compare only what must be equal."""
     x = np.full((2, 6) if comm.rank else (12,), comm.rank, np.float32)
     assert (comm.all_reduce(x, timeout=5.0 + comm.rank) == 3).all()
     comm.gather(x, 1)
@@ -139,7 +139,10 @@ _later = threading.Event()
 
 @on_each_rank(run, 2, close=False)
 def test_a_rank_that_was_stopped_while_it_told_its_failure(comm, /):
-    """It had told one of a later call, over which it wrote another: who waits raises what is left."""
+    """It was overwriting its report of the failure of a later call.
+
+    Ranks that wait raise that failure, without its text.
+    """
     calls = comm.backend.calls
     comm.barrier()
     if comm.rank == 1:
@@ -182,7 +185,7 @@ def test_a_rank_that_has_not_written_its_process_number_has_not_ended(comm, /):
 
 @on_each_rank(run, 2)
 def test_a_failure_whose_text_is_not_there_yet_is_none(comm, /):
-    """A rank may see the flag of another one before its text, or the text of the failure before."""
+    """A rank may see the flag of another rank before its text, or with the text of an earlier failure."""
     backend = comm.backend
     mine = SharedStatus(backend._segment, [0, 1])
     if comm.rank == 0:
@@ -204,7 +207,7 @@ def test_a_failure_whose_text_is_not_there_yet_is_none(comm, /):
 
 @on_each_rank(run, 2)
 def test_the_status_may_be_freed_while_another_thread_reads_it(comm, /, monkeypatch):
-    """The hub of a rendezvous looks for ranks that have ended while the program closes its last communicator."""
+    """The hub of a rendezvous checks for ranks that have ended while the program closes its last communicator."""
     status = comm.rendezvous.failures.status
     read, usual = SharedStatus(comm.backend._segment, [0, 1]), shared_status.process
 
@@ -267,7 +270,7 @@ def test_a_long_path_of_a_last_call_is_cut_not_lost(comm, /):
 
 @on_each_rank(run, 3, close=False)
 def test_a_rank_that_ends_for_a_dead_one_names_it(comm, /, monkeypatch):
-    """Rank 0 may wait for rank 2 alone, which has given up on rank 1 and ended."""
+    """Rank 0 may wait only for rank 2, which has aborted because of rank 1 and ended."""
     backend = comm.backend
     comm.barrier()
     if comm.rank == 1:

@@ -18,7 +18,7 @@ EAGER = 128 << 10  # bytes
 
 @on_each_rank(run, 2)
 def test_a_receive_does_not_take_a_later_message(comm, /):
-    """A message that is taken without a receive is copied twice, and kept meanwhile."""
+    """A message that arrives without a receive is copied twice, and kept in between."""
     x = np.arange(EAGER // 8, dtype=np.uint8)
     if comm.rank == 0:
         for i in range(3):
@@ -33,7 +33,7 @@ def test_a_receive_does_not_take_a_later_message(comm, /):
 @pytest.mark.parametrize("count", [1, LONG])
 @on_each_rank(run, 2)
 def test_two_ranks_that_both_send_before_they_receive(comm, /, count):
-    """Of long messages both wait, and the one that gives up says for whom."""
+    """With long messages, both ranks wait.  The rank that times out first names the rank that did not receive."""
     peer, x = 1 - comm.rank, np.full(count, comm.rank, np.uint8)
     if count == 1:
         comm.send(x, peer)
@@ -47,7 +47,7 @@ def test_two_ranks_that_both_send_before_they_receive(comm, /, count):
 
 @pytest.mark.parametrize("count", [1, LONG])
 def test_the_last_message_of_a_rank_that_has_ended(count):
-    """It is received, if it has left the rank's memory; the receive after it names the rank."""
+    """It is received if it was copied out of the rank's memory.  The next receive names the rank."""
     ended = threading.Event()
 
     def body(comm):
@@ -68,7 +68,7 @@ def test_the_last_message_of_a_rank_that_has_ended(count):
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early):
-    """Its exchange has lost the rank that it received from, and the program goes on with the array."""
+    """Its send_recv has lost the rank from which it received, and the program continues to use the array."""
     cancelled, waits = threading.Event(), threading.Event()
 
     def body(comm):

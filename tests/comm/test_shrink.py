@@ -1,4 +1,4 @@
-"""The ranks that are left go on: after a rank is gone (threads) and after a process is killed (MPI)."""
+"""Surviving ranks continue after a rank has aborted (threads), and after a process was killed (MPI)."""
 
 import os
 import re
@@ -29,7 +29,10 @@ from tests.comm.test_shared_failures import ULFM, job
 @pytest.mark.parametrize("gone", [[0], [1], [3], [0, 1], [1, 2], [0, 1, 2], [0, 2, 3], []], ids=str)
 @pytest.mark.parametrize("waits", [slice(0), slice(-1), slice(None)], ids=["no rank waits", "all but one", "all wait"])
 def test_survivors_go_on(on, gone, waits):
-    """Those that wait in a collective, and have learned of the loss, and those that do not come together again."""
+    """Some survivors wait in a collective and learn of the loss there.
+
+    The other survivors call ``shrink`` directly.
+    """
     left = [rank for rank in range(4) if rank not in gone]
 
     def body(comm):
@@ -86,7 +89,7 @@ with kos.init(timeout=1000) as comm:
 
 
 def test_ranks_that_wait_in_groups_come_to_a_shrink():
-    """Long before the timeout."""
+    """They call it long before their timeout."""
     assert sorted(run_processes(IN_A_GRID, 4)) == [(-9, ""), *[(0, "ended\n")] * 3]
 
 
@@ -96,7 +99,7 @@ def test_ranks_that_wait_in_groups_come_to_a_shrink_under_mpirun(tmp_path):
 
 
 def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss():
-    """By it dumps of the flight recorder are joined."""
+    """The flight recorder's dumps are joined by this name."""
 
     def body(comm):
         if comm.rank == 1:
@@ -111,7 +114,7 @@ def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss():
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
 @pytest.mark.parametrize("call", ["shrink", "grow", "replace"])
 def test_a_rank_that_does_not_come_is_named_at_the_timeout_of_the_change(on, call):
-    """The change has a timeout of its own, and leaves that of the communicator."""
+    """The change has a timeout of its own, and does not alter that of the communicator."""
     done = threading.Event()
 
     def body(comm):
@@ -132,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout_of_the_change(on, cal
 @pytest.mark.parametrize("on", [MockRanks, TCPRanks])
 @pytest.mark.parametrize("call", ["shrink", "replace"])
 def test_a_change_names_the_rank_that_is_late_also_if_another_one_is_gone(on, call):
-    """The late rank has met the end of the other rank too, and so it has failed before."""
+    """The late rank has also found that the other rank is gone, so its communicator has already failed."""
     done, failed = threading.Event(), [threading.Event() for _ in range(3)]
 
     def body(comm):
@@ -182,7 +185,10 @@ def test_a_change_of_the_membership_ends_at_the_first_deadline_of_all_ranks(on, 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_change_has_one_deadline_though_rank_0_does_not_answer(monkeypatch, lost):
-    """The wait for it has no extra time; if the failure names it, half of the time is left for what follows."""
+    """The wait for rank 0 gets no extra time.
+
+    If the failure names rank 0, half of the time remains for the next steps.
+    """
     done, failed = threading.Barrier(3, timeout=40), threading.Barrier(2, timeout=20)
 
     def body(comm):
@@ -252,7 +258,7 @@ def wait_for_rank_1(comm: kos.Communicator) -> None:
 
 
 def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(in_call, monkeypatch):
-    """Also if another rank finds first that the time is over: here only rank 2 does, once rank 0 has called."""
+    """Also if another rank times out first: here rank 2 is the only one that does, after rank 0 has called."""
 
     def monotonic():
         late = threading.current_thread().name == f"{RANK_THREAD}2" and in_call(0, "shrink").is_set()
@@ -313,7 +319,7 @@ def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none():
 @pytest.mark.mpi
 @on_each_rank("ranks_of_mpi.run")
 def test_ranks_of_mpi_go_on_without_mpi(comm, /, memory):
-    """Also where none was lost: MPI's communicators need all ranks of the job."""
+    """Also if no rank was lost, because communicators of MPI need all ranks of the job."""
     with comm.duplicate().shrink() as rest, rest.split(0) as part:
         for group in (rest, part):
             assert (group.size, group.backend_name) == (comm.size, "tcp")
@@ -323,7 +329,7 @@ def test_ranks_of_mpi_go_on_without_mpi(comm, /, memory):
 
 
 def test_who_shrinks_is_not_who_failed():
-    """Another rank may have learned first of the one that failed, and say that it goes on without it."""
+    """Another rank may have learned of the failed rank first, and may report that it continues without that rank."""
     failures = FailureLog([0, 1, 2], rank=2)
     failures.record_left(0, 3, CHANGES)
     said = list[tuple[int, int, str]]()
@@ -345,9 +351,9 @@ def test_who_shrinks_is_not_who_failed():
      pytest.param("comm.close() or sys.exit()", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_the_job_ends_after_a_rank_has(tmp_path, end):
-    """However: survivors go on, the last of them when the others have exited.
+    """However that rank ended: survivors continue, and the last of them exits after the others.
 
-    After an exit code that is not 0, Open MPI ends the others as soon as one of the survivors exits.
+    After an exit code other than 0, Open MPI ends the remaining ranks as soon as one of the survivors exits.
     """
     text = f"""
 import select
@@ -402,7 +408,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 @needs_mpirun
 def test_an_abort_outside_of_an_exchange_is_reported(tmp_path):
-    """To the ranks that wait in one, while the process of the aborted rank goes on."""
+    """It is reported to the ranks that wait in an exchange, while the process of the aborted rank continues."""
     text = f"""
 import pathlib
 comm, began = kos.init("mpi", timeout=60), time.monotonic()
@@ -449,7 +455,7 @@ os._exit(0)
 
 
 def test_mpi_fails_for_a_rank_that_is_not_in_the_group(mpi_library):
-    """The error names that rank, of which the hub of the world knows."""
+    """The error names that rank, which the hub of the world has reported."""
 
     class Failed(Exception):
         def Get_error_string(self):

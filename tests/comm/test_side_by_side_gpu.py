@@ -81,7 +81,7 @@ def test_threads_with_a_group_each(world, groups, library, count):
 
 
 def test_first_calls_of_different_kernels(world, groups):
-    """CUDA loads a kernel only when running kernels have ended, which may wait for a rank that loads one too."""
+    """CUDA loads a kernel only when running kernels have ended.  These may wait for a rank that also loads a kernel."""
 
     def body(group, dtype, op):
         stream = cuda.create_stream(world.device)

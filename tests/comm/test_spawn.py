@@ -49,7 +49,7 @@ def test_sends_that_are_buffered(buffer_bytes):
 
 @on_each_rank(spawn, 2, 60, check_arrays=False)
 def test_a_send_is_done_when_its_array_may_change(comm, /):
-    """And not while the receiver copies it."""
+    """It is not complete while the receiver copies the array."""
     for number in range(16):
         x = np.full(1 << 22, float(number), np.float32)
         if comm.rank == 0:
@@ -130,7 +130,7 @@ def test_who_may_yet_go_on_is_in_no_deadlock(how):
 
 
 def test_a_callback_that_aborts_a_communicator_ends_its_waits():
-    """The watchdog calls it a little later, when all ranks wait already."""
+    """The watchdog calls it a little later, when all ranks are already waiting."""
 
     def body(comm: kos.Communicator) -> None:
         other = comm.duplicate()

@@ -1,4 +1,7 @@
-"""Ranks that a signal has stopped: a call with a long timeout of its own waits for them no longer than other calls."""
+"""Ranks that a signal has stopped.
+
+A call that has a long timeout of its own waits for them no longer than other calls.
+"""
 
 import subprocess
 import sys
@@ -70,7 +73,7 @@ def test_a_stopped_rank_on_tcp(tmp_path, way, stopped):
 
 @needs_core
 def test_a_stopped_hub_is_not_awaited_longer_than_another_rank(tmp_path):
-    """A rank knows that the process of its hub is stopped: it does not wait for the hub's report of late ranks."""
+    """A rank knows that the process of its hub is stopped, and does not wait for the hub's report of late ranks."""
     results = run_processes(STOPS.format(backend="tcp", way="rendezvous", stopped=0, timeout=1, folder=tmp_path), 3)
     output = "".join(output for _, output in results)
     seconds = [float(line.split()[1]) for line in output.splitlines() if line.startswith("after")]
@@ -119,7 +122,7 @@ os._exit(0)
     ("size", "stopped", "call"), [(2, 1, "broadcast"), (4, 1, "all_reduce"), (4, 0, "broadcast")]
 )
 def test_a_rank_that_stops_in_a_collective_of_mpi_between_hosts(tmp_path, size, stopped, call):
-    """MPI does not report for which ranks a collective waits, so the ranks ask each other, by the hub on rank 0."""
+    """MPI does not report for which ranks a collective waits, so the ranks ask each other through the hub on rank 0."""
     path = tmp_path / "program.py"
     path.write_text(STOPS_IN_MPI.format(call=call, stopped=stopped))
     environment = {**OUTSIDE, "PYTHONPATH": PATHS, "OPENBLAS_NUM_THREADS": "1"}
@@ -129,7 +132,7 @@ def test_a_rank_that_stops_in_a_collective_of_mpi_between_hosts(tmp_path, size, 
 
 
 def test_a_stopped_rank_in_an_exchange_that_mpi_carries():
-    """Where hosts have no hub: each wait looks for as long as it lasts."""
+    """Hosts have no hub then, so each wait itself checks for stopped ranks, for as long as it lasts."""
     rendezvous = ThreadRendezvous(ThreadGroup(2), 0, 50.0)
     status = rendezvous.failures.status
     rendezvous.usual, status.halted = 0.3, lambda rank: rank == 1
@@ -194,7 +197,7 @@ os._exit(0)
 
 @needs_core  # else rank 2 cannot ask rank 3, and does not say that rank 1 could not be asked
 def test_a_host_with_the_hub_that_is_stopped_is_left_out():
-    """Its rank 0 is named.  That rank 1 is stopped too cannot be known, but nobody waits for it any longer.
+    """Its rank 0 is named.  The other ranks cannot know that rank 1 is stopped too, but no longer wait for it.
 
     Rank 2 finds the failure, and rank 3 receives its report.
     """

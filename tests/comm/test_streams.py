@@ -1,7 +1,7 @@
-"""Callers' streams, without a GPU: what follows what, in and out of captures, where streams end after the call.
+"""Callers' streams, without a GPU: the order of work, in and out of captures, and streams that end after the call.
 
-A stand-in for the driver knows of each stream what its work comes after, refuses what CUDA refuses, and fails the test
-where a stream is asked anything that is gone.
+A stand-in for the driver tracks what the work of each stream comes after, and refuses what CUDA refuses. It fails the
+test if a stream that no longer exists is queried or used.
 """
 
 import gc
@@ -264,7 +264,7 @@ class Program:
 
 @on_each_rank("run")
 def test_random_programs(comm, device, call, /, seed):
-    """A stream object is kept alive; a bare handle is not used again, which CUDA may give to another stream."""
+    """A stream object is kept alive.  A bare handle is not used again, because CUDA may give it to another stream."""
     program = Program(comm, device, call, seed)
     program.run()
     call(None)
@@ -282,7 +282,7 @@ def test_random_programs(comm, device, call, /, seed):
 
 @on_each_rank("run")
 def test_a_batch_on_several_streams_beside_many_others(comm, device, call, /):
-    """kos forgets idle streams when it has many, but not those of the batch, on which nothing is queued yet."""
+    """If kos has many streams, it forgets idle ones, but not those of the batch, on which nothing is queued yet."""
     numbers = itertools.count(1000)
     for _ in range(20):  # of which one finds as many streams as are kept
         call(Stream(device, next(numbers)))
@@ -318,7 +318,7 @@ def test_few_of_many_streams_are_kept(comm, device, call, /):
 @pytest.mark.parametrize("run", ["peer"], indirect=True)
 @on_each_rank("run")
 def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, call, /):
-    """Two kernels of ``peer`` at once could each hold a part of the GPU, and different parts on different ranks."""
+    """Otherwise, two kernels of ``peer`` could each hold a part of the GPU, and different parts on different ranks."""
     other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     first, second = (Stream(device, 1000 + k) for k in range(2))
     device.busy.update((1000, 1001))
@@ -336,7 +336,10 @@ def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(comm, device, cal
 
 @needs_compiler
 def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch, follows):
-    """Four of 32 blocks each fit on 132 multiprocessors; the fifth follows all four, and the first then follows it."""
+    """Four kernels of 32 blocks each fit on 132 multiprocessors.
+
+    The fifth follows all four, and the first then follows it.
+    """
     device, launched = Device(), []
     launching_alone(monkeypatch)
     device.launched = lambda stream, party: launched.append(stream)
@@ -366,9 +369,9 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch, follows
 
 
 def test_a_serial_party_follows_its_own_work(fake_device, follows):
-    """Its kernels share memory.  What came in between may be on several streams, which are not ordered.
+    """The kernels of such a backend share memory.  Work in between may be on several streams without an order.
 
-    NCCL orders its kernels on several streams, but a call may queue none on its stream.
+    NCCL orders its kernels on several streams, but a call may queue none on its own stream.
     """
     held, kept = Streams(0), [Stream(fake_device, 1000 + k) for k in range(4)]
     for stream in kept:
@@ -381,7 +384,7 @@ def test_a_serial_party_follows_its_own_work(fake_device, follows):
 
 @needs_compiler
 def test_communicators_are_ordered_on_their_gpu(monkeypatch):
-    """Another one may be on the legacy stream, which is that of the current device of the thread."""
+    """One of them may be on the legacy stream, which belongs to the current device of the thread."""
     contexts, current, order = Contexts(), list[int](), ConcurrentKernels.order
 
     def ordered(*given):
@@ -418,7 +421,7 @@ def follows(monkeypatch):
 
 
 def test_an_idle_communicator_occupies_no_blocks(fake_device, follows):
-    """The second and third do not follow the first, whose kernels have ended."""
+    """The second and third communicators do not follow the first one, whose kernels have ended."""
     kernels, device = ConcurrentKernels(), fake_device
     members = [SimpleMember(Stream(device, 1000 + k)) for k in range(3)]
     for each in members:
@@ -441,7 +444,7 @@ def test_an_idle_communicator_occupies_no_blocks(fake_device, follows):
 
 
 def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device, follows):
-    """Its stream is idle still, in another thread."""
+    """It launches in another thread, and its stream is still idle."""
     kernels = ConcurrentKernels()
     first, second = (SimpleMember(Stream(fake_device, 1000 + k)) for k in range(2))
     kernels.order(first, 1000, Occupancy(128, 1), 132)
@@ -450,7 +453,7 @@ def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device, follows):
 
 
 def test_a_stream_that_may_be_gone_is_not_asked_whether_it_is_captured(fake_device):
-    """The program gave its handle alone."""
+    """The program passed only the handle of the stream."""
     kernels, member = ConcurrentKernels(), SimpleMember(Stream(fake_device, 1000))
     member.streams = Streams(0)
     member.streams.hold(1000, 1000)
@@ -480,7 +483,7 @@ class SimpleMember:
 
 @on_each_rank("run")
 def test_a_call_that_would_wait_for_a_capture_is_refused(comm, device, call, /):
-    """A call after another one whose stream is being captured: neither can wait for the other."""
+    """The call follows another one whose stream is being captured, and neither can wait for the other."""
     if comm.backend_name == "nccl":
         return  # which orders its own
     first, second = (Stream(device, 1000 + k) for k in range(2))
@@ -505,7 +508,7 @@ def in_batch(comm: kos.Communicator, x: Any, stream: Stream) -> None:
 
 @needs_compiler
 def test_a_communicator_that_cannot_be_made_leaves_its_gpu_to_others(monkeypatch):
-    """Where several communicators use a GPU, each launch of ``peer`` is ordered among those of the others."""
+    """If several communicators use a GPU, each launch of ``peer`` is ordered with the launches of the others."""
 
     class Broken(PeerBackend):
         name = "z"

@@ -1,4 +1,4 @@
-"""What protects a job on a network: the handshake, the messages' proofs and bounds, strangers, the secret."""
+"""Protection of a job on a network: the handshake, proofs and size limits of messages, strangers, and the secret."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ def strangers(port: int) -> Iterator[None]:
 
 
 def test_strangers_disturb_nobody():
-    """Least of all would the ranks wait for them, whose handshakes may take longer than the group's timeout."""
+    """In particular, the ranks do not wait for strangers, whose handshakes may take longer than the group's timeout."""
     port = free_port()
 
     def others():
@@ -60,7 +60,10 @@ def test_strangers_disturb_nobody():
 
 @pytest.mark.parametrize("reason", ["too slow", "too many", "too many for its files"])
 def test_unauthenticated_callers_are_rejected(reason, monkeypatch):
-    """Who proves nothing is sent away after a while; of too many, the oldest go at once."""
+    """A caller that proves nothing is rejected after a while.
+
+    If there are too many, the oldest are rejected at once.
+    """
     calls, dismissed = (2, 2) if reason == "too slow" else (5, 2)
     monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1 if reason == "too slow" else 60.0)
     if reason == "too many for its files":
@@ -156,7 +159,7 @@ def test_a_recorded_handshake_is_refused():
 
 
 def test_a_listener_without_the_secret_is_refused():
-    """Even one that passes on what it gets: it cannot answer."""
+    """Even a listener that forwards what it receives: it cannot answer."""
     caller, answerer = tcp_pair()
     answerer.send(b"kos/tcp4" + bytes(4) + os.urandom(32) + os.urandom(32))
     with pytest.raises(HandshakeError, match="expected the same secret"):
@@ -188,7 +191,10 @@ def test_nobody_learns_a_proof_by_calling():
 
 
 def test_a_call_that_is_reset_at_once(monkeypatch):
-    """By the system of a rank that goes as it is called: a ConnectionError, from which ``shrink`` goes on."""
+    """The system of a rank that is ending resets it.
+
+    The error is a ConnectionError, after which ``shrink`` can continue.
+    """
     create = socket.create_connection
     with socket.create_server(("127.0.0.1", 0)) as door:
 
@@ -204,7 +210,7 @@ def test_a_call_that_is_reset_at_once(monkeypatch):
 
 
 def test_a_socket_that_called_itself(monkeypatch):
-    """Where no process listens, the kernel may give a caller the very port that it calls."""
+    """If no process listens, the kernel may give a caller the same port to which it connects."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.connect(sock.getsockname())
@@ -246,7 +252,7 @@ def test_messages_that_were_tampered_with(what):
 
 
 def test_a_message_of_another_epoch_is_dropped():
-    """One that was sent before the membership changed, or after it."""
+    """It was sent before the membership changed, or after the next change."""
     ours, (_, _, theirs) = shake_hands(*tcp_pair())
     for epoch in (1, 0, 2, 1):
         ours.epoch = epoch

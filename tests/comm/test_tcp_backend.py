@@ -62,7 +62,10 @@ def test_explain_says_what_is_shared(ranks):
 
 
 def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all():
-    """A later one had failed; who waits for the lost rank itself reports it to those that wait for others."""
+    """A later collective had failed.
+
+    A rank that waits for the lost rank itself reports the loss to those that wait for others.
+    """
     launched, failed, reported = threading.Barrier(4), threading.Barrier(4), threading.Barrier(3)
 
     def body(comm):
@@ -86,7 +89,7 @@ def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all():
 
 @on_each_rank(TCPRanks(2).run)
 def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm, /):
-    """A root does not wait for those whom it sends to: two roots are done before either knows of the other."""
+    """A root does not wait for the ranks to which it sends, so two roots complete before either knows of the other."""
     comm.barrier()
     x = np.full(3, comm.rank + 1.0)
     with pytest.raises(CollectiveMismatch, match=r"broadcast #1 .* they differ in root"):  # noqa: PT012
@@ -96,7 +99,7 @@ def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm, /):
 
 
 def test_awaited_ranks_are_looked_up_under_the_lock():
-    """Another thread of the program may advance the operations, and change the messages that are looked through."""
+    """Another thread of the program may advance the operations, and change the list of messages during the lookup."""
     held, asked = list[bool](), threading.Event()
 
     def is_free(lock):
@@ -145,7 +148,10 @@ class Epoll:
 
 
 def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
-    """The first operation is polled before it arrives, and the second one after it: nobody may sleep then."""
+    """The first operation is polled before the message arrives, and the second one after.
+
+    Then the wait must not sleep.
+    """
     ask, sent = threading.Event(), threading.Event()
     monkeypatch.setattr(select, "epoll", Epoll)
 
@@ -184,7 +190,7 @@ def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_rank_that_is_done_and_closes_names_its_last_call(count):
-    """The root of a broadcast waits for no one, nor does a rank whose array is empty."""
+    """The root of a broadcast waits for no other rank, nor does a rank whose array is empty."""
     closed = threading.Event()
 
     def body(comm):
@@ -202,7 +208,7 @@ def test_a_rank_that_is_done_and_closes_names_its_last_call(count):
 
 
 def test_no_thread_polls_connections_that_are_being_closed(ranks, monkeypatch):
-    """A thread that uses another group polls those of all groups of the rank."""
+    """A thread that uses another group polls the connections of all groups of its rank."""
     engines, polled, close = dict[Any, Any](), list[bool](), TCPTransport._linger
 
     def closing(self, *arguments):
@@ -227,7 +233,7 @@ def test_no_thread_polls_connections_that_are_being_closed(ranks, monkeypatch):
 @pytest.mark.parametrize("memory", ["none"], indirect=True)
 @on_each_rank(TCPRanks(2).run)
 def test_more_messages_than_descriptions_are_kept(comm, /, memory):
-    """Messages have no descriptions, and take none of those of collectives away."""
+    """Messages have no descriptions, and so do not displace those of collectives."""
     x = np.zeros(3)
     for number in range(RECENT + 10):
         comm.send(x + number, 1) if comm.rank == 0 else comm.recv(x, 0)
@@ -236,7 +242,7 @@ def test_more_messages_than_descriptions_are_kept(comm, /, memory):
 
 @on_each_rank("ranks.run")
 def test_many_collectives_in_flight(comm, /):
-    """More than the complete ones whose descriptions a rank keeps."""
+    """There are more in flight than a rank keeps descriptions of complete ones."""
     x = np.arange(1100.0)
     if comm.rank == 1:
         comm.rendezvous.barrier()

@@ -37,7 +37,10 @@ def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm, /):
 
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])
 def test_a_message_given_up_half_way(quitter):
-    """Whoever gives up has its memory to itself; the connection stays fit, unless it was the sender."""
+    """The end that gives up may use its memory again.
+
+    The connection remains usable, unless this end was the sender.
+    """
     count = 32 << 20  # bytes: more than sockets hold
 
     def body(comm):
@@ -127,7 +130,7 @@ def test_a_rank_that_is_lost_ends_what_waits_for_others():
 
 
 def test_all_that_a_rank_sent_before_it_closed_arrives():
-    """However far the receiver is behind, which tells it of room that it gets again."""
+    """However far behind the receiver is.  It still returns credits to the sender, which has closed."""
     slow, closed, count = threading.Event(), threading.Event(), 12  # of the 15 that go without being asked for
 
     def body(comm):
@@ -154,7 +157,7 @@ def test_all_that_a_rank_sent_before_it_closed_arrives():
 
 
 def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name():
-    """Whatever communicator's wait it is that reads there: one wait sees to the connections of all."""
+    """It may be read in the wait of any communicator, because one wait advances the connections of all."""
 
     def interrupted():
         raise KeyboardInterrupt
@@ -175,7 +178,7 @@ def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name():
 
 
 def test_a_rank_whose_backend_cannot_be_made(monkeypatch):
-    """Nobody waits for it: it says so, though its process goes on."""
+    """No rank waits for it: it reports its failure, although its process continues."""
     make = TCPTransport.__init__
 
     def make_but_on_1(self, rendezvous, engine):
@@ -195,7 +198,7 @@ def test_a_rank_whose_backend_cannot_be_made(monkeypatch):
 
 
 def test_all_hear_of_a_collective_that_one_failed_in():
-    """In their turn: one that was before it goes on, though its messages come after that news."""
+    """An earlier collective still completes, even if its messages arrive after the report of the failure."""
     transports = {}
 
     def body(comm):
@@ -214,7 +217,10 @@ def test_all_hear_of_a_collective_that_one_failed_in():
 
 
 def test_a_rank_that_left_for_a_failure_says_so():
-    """Also if it met that in a message, which breaks nothing; others may not have heard of it yet."""
+    """Also if it found the failure in a message, which fails no collective.
+
+    Other ranks may not have the report yet.
+    """
     heard = threading.Event()
 
     def body(comm):
@@ -232,7 +238,7 @@ def test_a_rank_that_left_for_a_failure_says_so():
 
 
 def test_a_root_that_stops_within_a_gather_is_named(monkeypatch):
-    """Once it has received a part of a message, the sender waits for room in the socket, and for no CTS."""
+    """The root has received a part of a message.  The sender then waits for space in the socket, and for no CTS."""
     on_hosts(monkeypatch, (1, 1))
     with both_ranks() as (root, other):
         x, out = np.ones(4 << 20), np.zeros((2, 4 << 20))  # more bytes than the sockets hold
@@ -295,7 +301,7 @@ os._exit(0)
 
 @HOSTS
 def test_a_rank_that_dies_within_a_split_is_not_awaited(hosts, monkeypatch):
-    """It has no connection yet that could be lost."""
+    """It has no connection yet whose loss could be noticed."""
     on_hosts(monkeypatch, hosts)
     results = run_processes(DIES_WITHIN_A_SPLIT, 3)
     for _, output in results[:2]:
@@ -339,7 +345,7 @@ LATE = ("kos.comm.groups.Group", f"{BACKEND}.SharedArrays")
     *((place, (0, 1)) for place in LATE),
 ])  # fmt: skip
 def test_what_was_made_of_a_group_is_freed_at_once_if_the_rest_cannot_be(place, failing, memory):
-    """On all ranks, and not when the garbage collector comes to it: the frames of an error hold it."""
+    """All ranks free it at once.  The garbage collector would be late, because the frames of an error refer to it."""
     if memory == "none" and place.startswith(BACKEND):
         pytest.skip("ranks on hosts of their own do not make it")
     results = run_processes(UNMADE.format(place=place, failing=failing, apart=memory == "none"), 2, KOS_HOST="")

@@ -70,7 +70,7 @@ def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange, 
 
 
 def test_each_shrink_begins_an_epoch():
-    """In which no rank of the earlier membership takes part; groups that are split have that of their parent."""
+    """No rank of the earlier membership takes part in it.  Groups that are split have the epoch of their parent."""
 
     def body(rendezvous):
         epochs = [rendezvous.epoch]
@@ -140,7 +140,7 @@ except CollectiveError as error:
 
 
 def test_a_failure_before_a_shrink_causes_none_in_the_new_group(tmp_path):
-    """Ranks of another host had heard of it."""
+    """Ranks of another host had received the report of the failure."""
     ends = run_processes(HANDLED.format(folder=str(tmp_path)), 3)
     assert ends == [(0, "CollectiveTimeout False\n")] * 3, ends
 

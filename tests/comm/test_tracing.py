@@ -1,4 +1,4 @@
-"""KOS_NVTX and KOS_RECORDER_TIMING: what is traced, and that nothing is without them."""
+"""KOS_NVTX and KOS_RECORDER_TIMING: what they trace, and that nothing is traced without them."""
 
 import sys
 from contextlib import contextmanager, nullcontext
@@ -150,7 +150,7 @@ def test_durations_of_operations_on_a_gpu(gpu, /, clock):
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_operations_on_a_host_have_no_duration(clock, batch):
-    """Beside those of a GPU, of one communicator."""
+    """Also if operations of the same communicator on a GPU have one."""
 
     def body(rendezvous):
         host = HostBackend(rendezvous, ThreadTransport)
@@ -164,7 +164,7 @@ def test_operations_on_a_host_have_no_duration(clock, batch):
 
 
 def test_an_overlapped_operation_is_timed_on_its_own_stream(clock):
-    """Not on the caller's, whose work it waits for."""
+    """It is not timed on the caller's stream, for whose work it waits."""
 
     def body(gpu):
         comm, x = gpu.comm, Array.zeros(4, np.float32, 0)

@@ -1,4 +1,4 @@
-"""Tuning tables: what is refused and why, which one is taken, how ranks agree, and what measurements become."""
+"""Tuning tables: which are refused and why, which one is used, how ranks agree, and how measurements become a table."""
 
 import copy
 import json
@@ -205,7 +205,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]
 
 
 def test_ranks_take_rank_0s_table(places, monkeypatch, caplog):
-    """And only rank 0 reads files, so that a damaged one is told of once a job."""
+    """Only rank 0 reads files, so a damaged file is reported once per job."""
     for name in ("h200", "b200"):
         places[0].with_name(f"nvidia-{name}-4.json").write_text("{")
     places[1].write_text(json.dumps(TABLE))
@@ -216,7 +216,7 @@ def test_ranks_take_rank_0s_table(places, monkeypatch, caplog):
 
 
 def test_ranks_that_share_a_gpu_take_no_table(places, monkeypatch, caplog):
-    """And are not told of those that do not fit."""
+    """Tables that do not fit are not reported to them."""
     places[1].write_text(json.dumps(TABLE))
     tables = of_ranks(monkeypatch, [0, 1, 2, 0])
     assert all(table.launches is DEFAULT and not table.routes and not caplog.records for table in tables)
@@ -262,7 +262,7 @@ def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing():
 
 
 def test_a_disturbed_measurement_is_repeated():
-    """What was slow at one size alone, by chance, does not change the route there."""
+    """If a measurement was slow by chance, at one size only, the route of this size does not change."""
     asked = []
 
     def time(name, nbytes, graph):
@@ -345,7 +345,7 @@ def test_the_table_of_so_many_hosts(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_loses_no_measurements(tmp_path, monkeypatch, capsys):
-    """As on a full disk.  Here its folder is removed after the check."""
+    """For example, the disk is full.  Here the folder of the file is removed after the check."""
     measure_nothing(monkeypatch, tmp_path / "cache", meanwhile=lambda: shutil.rmtree(tmp_path / "cache"))
     assert tune.main([]) == 1
     said = capsys.readouterr()

@@ -80,8 +80,8 @@ def test_environment(hosts):
 def test_hosts_that_lose_their_connection_name_each_other(hosts):
     """If two hosts lose their connection, every rank names the other host with all of its ranks.
 
-    This includes a rank that sent nothing to the other host.  Rank 0 runs the hub: its host does not acknowledge the
-    question for which ranks its ranks wait, either.
+    This includes a rank that sent nothing to the other host. The host of rank 0, which runs the hub, does not even
+    acknowledge the question for which ranks its ranks wait.
     """
     text = f"""
 import subprocess, time, kos, numpy as np

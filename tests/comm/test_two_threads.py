@@ -1,4 +1,4 @@
-"""Two threads that call one communicator at once: the error has both lines.  Ordered calls are allowed."""
+"""Two threads that call one communicator at the same time: the error shows both lines.  Ordered calls are allowed."""
 
 import queue
 import signal

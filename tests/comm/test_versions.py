@@ -35,7 +35,7 @@ def test_versions_of_kos_that_differ_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("old", [0, 1])
 def test_a_rank_of_a_version_that_says_none_is_refused(monkeypatch, old):
-    """What it sends for the others to compare has another shape."""
+    """The data that it sends for comparison has another shape."""
     allgather = ThreadRendezvous.allgather
 
     def older(self, data):

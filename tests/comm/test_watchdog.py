@@ -118,7 +118,10 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(fake, caplog):
 
 @pytest.mark.parametrize("rank_is", ["stopped", "late"])
 def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, fake, monkeypatch, caplog):
-    """A replay has no deadline: it is ended where one that waits for the same rank was, and the GPU does not idle."""
+    """A replay has no deadline.
+
+    It is ended if another communicator failed because of the same rank and the GPU stays busy.
+    """
     monkeypatch.setattr(aborts, "_HALTED_SECONDS", 0.3)
 
     def body(comm, log):
@@ -160,7 +163,7 @@ def test_what_lasts_too_long_is_ended(comm, log, /):
 
 @on_each_rank(run, "nccl", host=SharedOnly)
 def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /):
-    """Of many calls in a row a few have events: of the last ones the host knows who has made them."""
+    """Of many calls in a row, only a few have events.  The host knows which ranks have made the last ones."""
     if comm.rank == 0:
         heard = Heard(comm)
         comm.backend._marks.free.clear()
@@ -170,7 +173,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /):
 
 
 def test_a_call_that_waits_behind_one_without_a_mark(fake, monkeypatch):
-    """The GPU has not begun the marked call: it may hang in a collective that has no mark."""
+    """The GPU has not begun the marked call.  It may hang in an earlier collective, which has no mark."""
     monkeypatch.setattr(works._Mark, "ended", lambda mark: not mark.follows_unmarked)
     fake.cu.cuEventQuery = lambda event: (Status.CUDA_ERROR_NOT_READY,)
 
@@ -203,7 +206,7 @@ def test_who_timed_out_waiting_for_the_dead_names_them(comm, log, /):
 
 
 def test_a_wait_on_the_host_is_shown(fake):
-    """And whom it waited for, before it no longer is."""
+    """It is shown with the ranks that it waits for, and until it ends."""
     fake.cu.cuStreamQuery = lambda stream: (600,)
 
     def body(comm, log):
@@ -256,7 +259,7 @@ def test_a_queue_that_waits_is_shown_while_the_program_does_something_else():
 
 @on_each_rank(run, "nccl", host=SharedOnly)
 def test_what_nccl_meets_is_explained_by_the_rank_that_died(comm, log, /, fake):
-    """NCCL reports that another rank has gone before the watchdog knows which."""
+    """NCCL reports that another rank has gone before the watchdog knows which rank it is."""
     part = comm.backend
     part.unwatch()
     comm.all_reduce(on_gpu())
@@ -285,7 +288,7 @@ DIFFERENCES: dict[str, tuple[Call, Call]] = {
 @pytest.mark.parametrize("case", DIFFERENCES)
 @on_each_rank(run, host=SharedOnly)
 def test_calls_of_auto_that_differ_raise_by_the_next_one(comm, log, /, case, next_call):
-    """Which in host memory waits for all ranks: nobody comes out of it without the error."""
+    """The next call, on host memory, waits for all ranks, and raises the error on each of them."""
     comm.backend.unwatch()  # it finds it too, a little later
 
     def calls():

@@ -1,4 +1,7 @@
-"""The backend of docs/guides/writing-a-backend.md keeps the promises of the conformance suite; defects of it do not."""
+"""The backend of docs/guides/writing-a-backend.md keeps the promises of the conformance suite.
+
+Its variants with defects do not.
+"""
 
 import logging
 import re
@@ -31,7 +34,10 @@ def files():
 
 
 def test_on_ranks_that_connect_as_processes_do():
-    """Every operation on few dtypes, and messages of all.  Files hold bytes: the others make no difference to them."""
+    """Every operation runs on few dtypes, and messages on all.
+
+    Files hold bytes, so other dtypes make no difference.
+    """
     left_out = re.compile(r"(?!messages).* (bfloat16|int32|bool|PROD|MIN|MAX|AVG|fp8|int4|large)\b.*")
 
     def body(rendezvous):

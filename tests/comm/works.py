@@ -1,4 +1,4 @@
-"""Works that nobody has started, for tests of what describes, compares and records calls."""
+"""Works that were never started, for tests of the code that describes, compares and records calls."""
 
 from types import SimpleNamespace
 from typing import Any
