@@ -22,7 +22,7 @@ EXTRAS_test := $(EXTRAS_train),tokenizers,chat,parquet,zstd,tensorboard,test
 EXTRAS_all := $(EXTRAS_test),wandb,trackio
 EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
-# For all targets below that take INSTALL: `make INSTALL=ci lint` installs what each of them needs, at once.
+# The targets lint, docs and test-all take INSTALL. With INSTALL=ci, the first of them installs what all three need.
 EXTRAS_ci := $(EXTRAS_all),lint,docs
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.

@@ -34,12 +34,12 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 ROOT = Path(__file__).resolve().parent.parent
-# The user's may be read-only, and has tuning tables; no test writes there.
+# The user's cache folder may be read-only and may have tuning tables, and no test may write there.
 os.environ["XDG_CACHE_HOME"] = str(ROOT / "build" / "cache")
 REPORTS = ROOT / "build" / "test"
-# Seconds, over thrice what 2 busy cores take; a stage has twice as many with --all.
+# Seconds: more than three times what 2 busy cores take. With --all, the limit of a stage is doubled.
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 2400, 900, 180
-WAITING = 4  # workers more than cores: many tests wait for a process or for a timeout
+WAITING = 4  # workers in addition to one per core, because many tests wait for a process or a timeout
 NEVER_STARTED = 213  # Open MPI 5 found files of a killed mpirun with the same process id; no rank has run
 MPI_SIZES = (2, 4)
 MORE_MPI_SIZES = (2, 3, 4)  # with --all

@@ -1,8 +1,8 @@
 """Stand-ins that run the peer backend without a GPU: ranks are threads, and device memory is memory of the host.
 
 The kernels are the real ones, compiled by the host's C++ compiler. They run on a machine that reorders what they store
-(``ptx_host.h``). Tests that use them check what the kernels compute, and how they split data, wait, count and order. They
-check neither hardware nor timing.
+(``ptx_host.h``). Tests that use them check what the kernels compute, and how they split data, wait, count and order.
+They check neither hardware nor timing.
 """
 
 import contextlib

@@ -62,7 +62,7 @@ def wait_for_marks(comm: kos.Communicator, tag: int = 99) -> None:
 
 @pytest.mark.parametrize("posted", ["before", "after"])
 @on_each_rank("run")
-def test_a_message_of_another_size_raises_and_spoils_nothing(comm, /, posted):
+def test_a_message_of_another_size_fails_only_its_own_receive(comm, /, posted):
     """Only the receive that matches the message raises, and it names the sender.
 
     Another receive gets the next message.

@@ -267,7 +267,7 @@ def test_another_world_size(size):
     assert errors_of(30, *ranks, environment(1, size, port)) == [refused] * 3
 
 
-def test_a_rank_that_joins_after_the_failure_is_told_too(monkeypatch):
+def test_a_rank_that_joins_after_the_failure_gets_the_report(monkeypatch):
     """Rank 0 has already raised the failure, and ends."""
     monkeypatch.setattr("kos.comm.control.hub.CLOSE_SECONDS", 20.0)
     port = free_port()

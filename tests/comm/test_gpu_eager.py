@@ -71,7 +71,7 @@ def test_graphs_keep_windows(gpu, /, fake):
 
 
 @on_each_rank(FakeRanks(2).run)
-def test_a_captured_call_says_nothing_of_eager_ones(gpu, /, fake):
+def test_a_captured_call_is_not_cached_for_eager_calls(gpu, /, fake):
     """A captured call is no template for eager calls, whose route may be another one."""
     comm, x, stream = gpu.comm, on_gpu([1.0]), Stream(40)
     known(comm, x)

@@ -265,7 +265,7 @@ def of_two(timeout: float) -> tuple[TCPRendezvous, Connection]:
     return rendezvous, hubs
 
 
-def test_a_look_for_deaths_leaves_the_answer_to_an_exchange(monkeypatch):
+def test_a_check_for_deaths_does_not_lose_the_answer_to_an_exchange(monkeypatch):
     """The answer arrives after the wait for it has timed out, and before the check for lost ranks."""
     real = drive
 

@@ -130,7 +130,7 @@ print("done", flush=True)
 @needs_mpirun
 @pytest.mark.parametrize("wrapper", ["python", "exec"])
 def test_a_program_between_mpirun_and_the_rank(tmp_path, wrapper):
-    """It is a wrapper that has not called ``kos.init``, or one that has called it and then executes the rank's program."""
+    """A wrapper that has not called ``kos.init``, or one that has called it and then executes the rank's program."""
     path = program(tmp_path, "comm = kos.init(timeout=60)\nassert comm.all_reduce(np.ones(1)) == 2\nprint('done')\n")
     command = {
         "python": [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, {path!r}])"],

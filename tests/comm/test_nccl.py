@@ -274,7 +274,7 @@ def test_refusals(gpu, /):
     assert (comm.all_reduce(x).numpy() == comm.size).all()
 
 
-def test_ranks_that_share_a_gpu_are_told(mpi_world, gpu_world):
+def test_ranks_that_share_a_gpu_are_refused(mpi_world, gpu_world):
     if mpi_world.size == 1 or ranks_may_share_a_gpu():
         pytest.skip("needs two ranks or more, and an NCCL that does not let them share a GPU")
     with pytest.raises(BackendUnavailable, match="nccl: ranks 0 and 1 share GPU"):

@@ -131,7 +131,7 @@ def test_aborts_that_do_not_end_delay_an_exit_once():
 @needs_core
 @pytest.mark.parametrize("wrong", [0, 9, 70, 1030, 2047])
 @on_each_rank(FakeRanks(SIZE).run)
-def test_calls_that_differ_are_told_later(gpu, /, queued, wrong):
+def test_calls_that_differ_are_reported_later(gpu, /, queued, wrong):
     """No rank waits for the comparison.
 
     It compares many calls at a time, also where their ring buffer wraps around.
@@ -264,7 +264,7 @@ def alone():
     return ThreadRendezvous(ThreadGroup(1), 0, 20.0)
 
 
-def test_who_joins_after_the_end_is_not_used(late, alone):
+def test_an_nccl_communicator_that_is_ready_after_an_abort_is_not_used(late, alone):
     """The communicator of NCCL is ended instead.  Otherwise its memory would be kept until the process ends."""
     backend = of_nccl(alone)
     nccl = backend.routes[0]
@@ -309,7 +309,7 @@ def test_a_split_that_ends_too_late_is_ended(fake, late, alone):
     assert [what for what, _ in fake.windows] == ["register"]
 
 
-def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake, alone):
+def test_a_close_completes_although_a_step_of_it_fails(fake, alone):
     log = list[str]()
 
     def deregister(comm, window):

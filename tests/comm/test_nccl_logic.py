@@ -132,7 +132,7 @@ def test_scratch_memory_does_not_grow_with_the_streams(gpu, /, fake):
     comm.all_reduce(x, stream=5)
 
 
-def test_windows_wait_until_all_have_joined(fake):
+def test_no_window_is_allocated_unless_all_ranks_have_joined(fake):
     fake.comm_init_rank_scalable = lambda *arguments: 1 // 0
     fake.mem_alloc = lambda nbytes: pytest.fail("nobody frees it")
     backend = of_nccl(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
@@ -260,7 +260,7 @@ def test_shared_memory_stays_while_the_watchdog_looks_at_it(gpu, /, fake):
 
 
 @on_each_rank("ranks.run")
-def test_sizes_do_not_travel_in_a_graph(gpu, /):
+def test_calls_without_counts_are_refused_in_a_graph(gpu, /):
     """A call without counts is refused before anything is sent.
 
     Outside of a capture, the rendezvous exchanges the sizes.

@@ -219,7 +219,7 @@ def test_a_newcomer_that_has_ended_stays_so():
     ours.close()
 
 
-def test_who_was_ready_is_taken():
+def test_a_newcomer_that_was_ready_is_taken():
     """Also if it has ended since, which the new group detects.  No other newcomer was asked to take its place."""
     pairs, joining = [pair(), pair()], Newcomers()
     for port, (ours, _) in enumerate(pairs):

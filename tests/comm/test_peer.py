@@ -346,7 +346,7 @@ def test_windows_are_freed_once_no_rank_uses_them(gpu, /):
     assert (kept.numpy() == 0).all()
 
 
-def test_ranks_that_are_threads_are_told():
+def test_ranks_that_are_threads_are_refused():
     why = re.escape(driver.unavailable() or "the ranks are threads of one process")
 
     def body(comm):

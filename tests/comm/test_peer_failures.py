@@ -58,7 +58,7 @@ def ranks(no_gpu):
     return ThreadRanks(SIZE)
 
 
-def test_pieces_that_do_not_belong_together(ranks):
+def test_messages_that_do_not_match(ranks):
     """A message has another length, is sent in another way, or arrives where a collective expects its own data.
 
     No rank waits for long.

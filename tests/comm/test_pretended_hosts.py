@@ -447,7 +447,7 @@ def test_the_names_of_a_launcher_give_way():
 
 @pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus(monkeypatch, hosts, gpus):
+def test_pretended_hosts_share_the_gpus_of_the_machine(monkeypatch, hosts, gpus):
     """Pretended hosts share the GPUs of the machine.  NCCL treats them as several machines, and peer refuses them."""
     on_hosts(monkeypatch, hosts)
     with no_gpu(monkeypatch, [GPU(uuid=str(index)) for index in range(gpus)]):
@@ -466,7 +466,7 @@ def test_gpus(monkeypatch, hosts, gpus):
 
 
 @pytest.mark.parametrize("given", [None, "mine"])
-def test_nccl_is_told(monkeypatch, given):
+def test_nccl_hostid_is_set_for_a_pretended_host(monkeypatch, given):
     """kos sets NCCL_HOSTID for a pretended host, unless the user has set it."""
     monkeypatch.setenv("NCCL_HOSTID", given or "")
     if given is None:

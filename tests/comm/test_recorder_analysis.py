@@ -205,7 +205,7 @@ def test_a_dump_from_before_what_the_others_did(tmp_path, capsys):
     assert f"\nworld: rank 0 did not complete {said}" in read(tmp_path, capsys, 1)
 
 
-def test_what_streams_hold(tmp_path, capsys):
+def test_calls_that_are_queued_on_streams(tmp_path, capsys):
     """kos does not check whether they have run.  This is no fault, unless they are old and a rank is missing."""
     queued = [crafted("all_reduce", n, "scheduled") for n in range(4)]
     write(tmp_path, 0, 2, queued)

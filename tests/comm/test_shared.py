@@ -33,7 +33,7 @@ def large(monkeypatch, request):
 
 
 @on_each_rank(run, 2)
-def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm, /):
+def test_overflow_is_a_result_whatever_errors_numpy_is_set_to_raise(comm, /):
     with np.errstate(all="raise"):
         for op in (ReduceOp.SUM, ReduceOp.AVG, PremulSum(2.0)):
             assert np.isinf(comm.all_reduce(np.full(5, 3e38, np.float32), op)).all()
@@ -105,7 +105,7 @@ def test_a_rank_far_ahead_of_the_others():
     run(body, 2)
 
 
-def test_who_can_open_no_file_calls_nobody_dead():
+def test_a_rank_that_can_open_no_file_reports_no_death():
     def body(comm):
         comm.barrier()
         if comm.rank == 0:

@@ -138,7 +138,7 @@ _later = threading.Event()
 
 
 @on_each_rank(run, 2, close=False)
-def test_a_rank_that_was_stopped_while_it_told_its_failure(comm, /):
+def test_a_rank_that_was_stopped_while_it_reported_its_failure(comm, /):
     """It was overwriting its report of the failure of a later call.
 
     Ranks that wait raise that failure, without its text.

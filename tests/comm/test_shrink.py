@@ -328,7 +328,7 @@ def test_ranks_of_mpi_go_on_without_mpi(comm, /, memory):
     comm.barrier()
 
 
-def test_who_shrinks_is_not_who_failed():
+def test_a_rank_that_shrinks_is_not_named_as_the_failed_one():
     """Another rank may have learned of the failed rank first, and may report that it continues without that rank."""
     failures = FailureLog([0, 1, 2], rank=2)
     failures.record_left(0, 3, CHANGES)

@@ -190,7 +190,7 @@ def test_nobody_learns_a_proof_by_calling():
     assert caller.recv(1000)[GREETING:] == bytes(32)
 
 
-def test_a_call_that_is_reset_at_once(monkeypatch):
+def test_a_connection_that_is_reset_at_once(monkeypatch):
     """The system of a rank that is ending resets it.
 
     The error is a ConnectionError, after which ``shrink`` can continue.

@@ -197,7 +197,7 @@ def test_a_rank_whose_backend_cannot_be_made(monkeypatch):
     run_ranks(3, body)
 
 
-def test_all_hear_of_a_collective_that_one_failed_in():
+def test_a_failure_of_one_rank_is_reported_to_all():
     """An earlier collective still completes, even if its messages arrive after the report of the failure."""
     transports = {}
 

@@ -156,7 +156,7 @@ def test_the_users_table_wins(places):
     ],
     ids=["cut", "not text", "deep", "gpu", "link", "ranks", "folder"],
 )  # fmt: skip
-def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(places, caplog, text, why):
+def test_foreign_and_corrupt_files_are_logged_once_and_ignored(places, caplog, text, why):
     mine, shipped = places
     mine.mkdir() if text is None else mine.write_bytes(text.encode("latin-1"))
     shipped.write_text(json.dumps(TABLE))
@@ -310,7 +310,7 @@ def measure_nothing(
     return done
 
 
-def test_where_the_table_goes_is_looked_at_first(tmp_path, monkeypatch, capsys):
+def test_the_place_for_the_table_is_checked_before_measuring(tmp_path, monkeypatch, capsys):
     done = measure_nothing(monkeypatch, tmp_path / "cache")
     assert tune.main([]) == 0 and tune.main(["--out", str(tmp_path / "x.json")]) == 0
     assert done == ["measured"] * 2

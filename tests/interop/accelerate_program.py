@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from kos.interop.autoload import register
 
-register()  # torch does so by itself only if kos is installed
+register()  # torch calls it only if kos is installed
 dist.init_process_group(sys.argv[1])  # before Accelerate, which chooses gloo
 accelerate: Any = __import__("accelerate")
 accelerator = accelerate.Accelerator(cpu=True)

@@ -78,7 +78,7 @@ def gpu_streams() -> dict[str, Any]:
     dist.all_reduce(x)
     dist.all_reduce(x, async_op=True).wait()
     torch.cuda.synchronize()
-    for thread in threading.enumerate():  # with "auto", NCCL still starts, and this waits for the work on the GPU
+    for thread in threading.enumerate():  # with "auto", NCCL may still be starting, and waits for the GPU
         if thread.name == "nccl: init":
             thread.join(Gate.SECONDS)
     for name in ("on the current stream", "aside"):

@@ -1,4 +1,4 @@
-"""A rank on a GPU is killed or stopped amid replayed graphs: nothing false is logged or saved, resume goes on."""
+"""A rank on a GPU is killed or stopped while graphs replay: nothing wrong is logged or saved, and a run can resume."""
 
 import functools
 import os
@@ -17,8 +17,8 @@ from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, nccl_ranks
 
 STEPS, SAVES = 600, 100
-ENOUGH = SAVES + 10  # steps until a rank is struck: a rank that is stopped amid a checkpoint is waited for much longer
-TIMEOUT = 10  # seconds that a rank waits for the others, also when they start
+ENOUGH = SAVES + 10  # steps before a rank is killed or stopped; within a checkpoint, the others would wait much longer
+TIMEOUT = 10  # seconds that a rank waits for the others, including their start
 FLAGS = f"""
 --preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every {SAVES}
 --sample-tokens 0 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
@@ -123,11 +123,11 @@ def lose(
     errors = [line for line in (tmp_path / "said").read_text().splitlines() if line.startswith("kos: error:")]
     print(f"over after {took:.1f} s: {errors}")
     assert process.returncode != 0
-    if number == signal.SIGSTOP:  # else mpirun ends the other rank, maybe before it has a word
+    if number == signal.SIGSTOP:  # otherwise mpirun ends the other rank, perhaps before it reports anything
         # mpirun may wake the stopped rank to end it, and that rank then reports itself: the same cause.
         assert any(line.startswith(f"kos: error: rank {1 - victim}:") for line in errors) and len(errors) <= 2
-        said_of_victim = rf"(rank {victim}|ranks \[{victim}\]) (did not arrive|were stopped by a signal)"
-        assert all(re.search(said_of_victim, line) for line in errors), errors
+        victim_is_named = rf"(rank {victim}|ranks \[{victim}\]) (did not arrive|were stopped by a signal)"
+        assert all(re.search(victim_is_named, line) for line in errors), errors
     got = losses(tmp_path)
     assert ENOUGH <= len(got) < STEPS and got == expected[: len(got)]
     found = checkpoint.latest(tmp_path / "checkpoints")
