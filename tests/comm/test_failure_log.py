@@ -248,7 +248,7 @@ def test_a_hub_that_does_not_answer_is_named_alone(late, keeps, named, unasked):
 
 
 def test_a_hub_that_does_not_answer_is_named_with_ranks_that_are_stopped_or_gone():
-    """The error lists the ranks that were not asked, whatever fails later."""
+    """An error keeps the list of the ranks that were not asked, whatever fails later."""
     status, plane = PeerStatus(2), _Plane()
     status.sees, status.halted, status.hosts = {2, 3}.__contains__, {3, 4}.__contains__, HOSTS
     status.connect(plane)

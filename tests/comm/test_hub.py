@@ -266,7 +266,7 @@ def of_two(timeout: float) -> tuple[TCPRendezvous, Connection]:
 
 
 def test_a_check_for_deaths_does_not_lose_the_answer_to_an_exchange(monkeypatch):
-    """The answer arrives after the wait for it has timed out, and before the check for lost ranks."""
+    """The answer arrives after the wait for it, and before the check for lost ranks."""
     real = drive
 
     def late(waiting, sock, deadline, look=None):

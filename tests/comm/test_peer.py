@@ -160,7 +160,7 @@ def test_parts_of_any_size_go_by_one_kernel(gpu, /, seed, dtype, op, algorithm):
 def test_what_overlaps_goes_by_copy_engines(gpu, /, seed, dtype, op):
     """Between symmetric buffers, in place and out of place, repeatedly with other data.
 
-    Other memory uses no copy engines.
+    An all_reduce of other memory uses no copy engines.
     """
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     part = -(-OVERLAPPED_FROM // dtype.itemsize // n // 8) * 8 + 8

@@ -277,7 +277,7 @@ def test_absent_rank_is_named(launch):
     assert messages[0].startswith("all_reduce #7: rank 1 did not arrive or went no further within 0.5 s")
 
 
-def test_the_others_are_told():
+def test_the_other_ranks_raise_too():
     messages = on_ranks(absent, 3, threading.Barrier(3), KernelConfig("one_shot"), "timeout")
     told = [text for text in (messages[0], messages[2]) if "ended early" in text]
     named = [text for text in messages if "rank 1 did not arrive" in text]
