@@ -349,7 +349,7 @@ def test_a_host_whose_memory_cannot_be_mapped(no_gpu, monkeypatch):
 def test_the_prediction():
     """Phases are predicted if they send fewer bytes and the links within a host are faster by enough.
 
-    Figures are hand-made.
+    The test compares them with hand-made figures.
     """
     routes = predicted(2, 8, 50e9, 450e9)
     gain = (2 * 15 / 16 - 1) / 50e9 - 2 * 7 / 8 / 450e9

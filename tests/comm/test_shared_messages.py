@@ -18,7 +18,7 @@ EAGER = 128 << 10  # bytes
 
 @on_each_rank(run, 2)
 def test_a_receive_does_not_take_a_later_message(comm, /):
-    """A message that arrives without a receive is copied twice, and kept in between."""
+    """A message that is taken before its receive is copied twice, and kept in between."""
     x = np.arange(EAGER // 8, dtype=np.uint8)
     if comm.rank == 0:
         for i in range(3):

@@ -252,7 +252,7 @@ def test_messages_that_were_tampered_with(what):
 
 
 def test_a_message_of_another_epoch_is_dropped():
-    """It was sent before the membership changed, or after the next change."""
+    """It was sent before the membership changed, or after it."""
     ours, (_, _, theirs) = shake_hands(*tcp_pair())
     for epoch in (1, 0, 2, 1):
         ours.epoch = epoch
