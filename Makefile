@@ -22,7 +22,7 @@ EXTRAS_test := $(EXTRAS_train),tokenizers,chat,parquet,zstd,tensorboard,test
 EXTRAS_all := $(EXTRAS_test),wandb,trackio
 EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
-# The targets lint, docs and test-all take INSTALL. With INSTALL=ci, the first of them installs what all three need.
+# `make EXTRAS=ci lint` installs what the targets lint, docs and test-all need, all at once.
 EXTRAS_ci := $(EXTRAS_all),lint,docs
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.
@@ -56,7 +56,7 @@ train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; set
 test: $(VENV)/.kos-test-$(MPI)  ## run the tests, in one process and under mpirun; pytest's arguments go in ARGS
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(ARGS)
 
-test-all: $(VENV)/.kos-$(or $(INSTALL),all)-$(MPI)  ## as test, with those that are exhaustive and take long
+test-all: $(VENV)/.kos-$(or $(EXTRAS),all)-$(MPI)  ## as test, with those that are exhaustive and take long
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py --all $(ARGS)
 
 sanitize: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core under ASan, UBSan and TSan
@@ -68,13 +68,13 @@ aarch64: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core, 
 	@$(BIN)/python -m pytest -q tests/core/test_core_sanitized.py -k aarch64 $(ARGS)
 
 # mypy reads a stub in place of its module, unless that is named.
-lint: $(VENV)/.kos-$(or $(INSTALL),lint)-$(MPI)  ## check style and types
+lint: $(VENV)/.kos-$(or $(EXTRAS),lint)-$(MPI)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --cache-dir=.mypy_cache/collectives kos/comm/collectives.py
 
 # Without --quiet, which would hide the warnings from strict mode too.
-docs: $(VENV)/.kos-$(or $(INSTALL),docs)-$(MPI)  ## build the documentation site in build/docs; warnings are errors
+docs: $(VENV)/.kos-$(or $(EXTRAS),docs)-$(MPI)  ## build the documentation site in build/docs; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/docs/index.html"
 
@@ -109,6 +109,7 @@ $(VENV)/.kos-%-$(MPI): pyproject.toml $(wildcard kos/_core/*.[ch])
 	    { echo "make: $(PYTHON) cannot make virtual environments: apt install python3-venv (as root), or make PYTHON=/path/to/python3" >&2; exit 1; }
 	@[ -z "$(SYSTEM_MPI)" ] || command -v mpirun >/dev/null || \
 	    { echo "make: SYSTEM_MPI=1 expects mpirun on the PATH: install an MPI, or leave SYSTEM_MPI out" >&2; exit 1; }
+	@$(if $(EXTRAS_$*),,$(error EXTRAS: expected train, test, all, lint, docs or ci, got $*))
 	@echo "make: installing kos[$(EXTRAS_$*)] into $(VENV) (only when pyproject.toml or kos/_core is new)"
 	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing

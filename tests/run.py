@@ -40,6 +40,7 @@ REPORTS = ROOT / "build" / "test"
 # Seconds: more than three times what 2 busy cores take. With --all, the limit of a stage is doubled.
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 2400, 900, 180
 WAITING = 4  # workers in addition to one per core, because many tests wait for a process or a timeout
+WITH_A_GPU = 4  # at most so many workers with a GPU: its tests share it, and with more of them, ranks arrive too late
 NEVER_STARTED = 213  # Open MPI 5 found files of a killed mpirun with the same process id; no rank has run
 MPI_SIZES = (2, 4)
 MORE_MPI_SIZES = (2, 3, 4)  # with --all
@@ -239,11 +240,12 @@ def main(everything: bool, arguments: list[str]) -> int:
     named = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
     mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(named) or named)  # tests start it elsewhere
     quick, times = ("", 2) if everything else (" and not slow", 1)
-    cores = len(os.sched_getaffinity(0))
-    parts = {"serial": (cores + WAITING, arguments)}
+    cores, without = len(os.sched_getaffinity(0)), cuda.unavailable()
+    workers = cores + WAITING if without else min(cores + WAITING, WITH_A_GPU)
+    parts = {"serial": (workers, arguments)}
     if not arguments:
         parts = {
-            "serial": (cores + WAITING, [f"--ignore={file}" for file in EMULATED + WITH_GPUS]),
+            "serial": (workers, [f"--ignore={file}" for file in EMULATED + WITH_GPUS]),
             "kernels": (cores + 1, list(EMULATED)),
         }
         # Python compiles the tests here once, and not in each worker of the stage: a fresh clone has none compiled.
@@ -253,7 +255,6 @@ def main(everything: bool, arguments: list[str]) -> int:
         halves = [subprocess.Popen([*collect, *half], cwd=ROOT, stdout=subprocess.DEVNULL) for half in parts_to_compile]
         for half in halves:
             half.wait(SERIAL_LIMIT)
-    without = cuda.unavailable()
     with_mpi = WITH_MPI if without else WITH_MPI + WITH_GPUS
     passed = []
     for stage, (workers, chosen) in parts.items():
