@@ -1,7 +1,8 @@
 """Count the lines of code of each folder, and compare them with their bounds (``python tests/lines.py``).
 
 The bounds are the present sizes, rounded up a little. ``test_tools.py`` fails if one is exceeded. A change that needs
-more raises the bound, so that its review sees the growth. A change that removes much lowers it.
+more raises the bound, so that its review sees the growth. A change that removes much lowers it. The bound of the tests
+follows from the size of kos: a line of code that is added to kos allows 1.2 lines of tests.
 
 A line counts that is neither blank, nor comment, nor docstring; a string that is a statement is a docstring.
 """
@@ -22,6 +23,8 @@ FOLDERS = (
 LANGUAGES = {".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"}
 LIBRARY = ("comm", "cuda", "memory", "doctor", "testing", "tune")
 MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
+TESTS, KOS = 42_000, 42_561
+"""Lines of Python that the tests were given when kos had ``KOS`` lines of code, in all languages (1d323cb8)."""
 
 _C = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
@@ -123,13 +126,14 @@ def bounds(counted: list[File]) -> list[Bound]:
 
     functions, of_train = tuple(large_functions(counted)), tuple(large_files(counted, "train"))
     long = tuple(large_files(counted, *LIBRARY, "_core"))
+    for_tests = TESTS + int(1.2 * (sum(file.code for file in counted if file.folder != "tests") - KOS))
     return [
         Bound(f"Python in {', '.join(LIBRARY)}", 20_013, lines("Python", *LIBRARY)),
         Bound("C in _core", 3_050, lines("C", "_core")),
         Bound("Python in interop", 1_371, lines("Python", "interop")),
         Bound("Python in transfer", 1_988, lines("Python", "transfer")),
         Bound("Python in train", 16_500, lines("Python", "train")),
-        Bound("Python in tests", 52_500, lines("Python", "tests")),
+        Bound("Python in tests", for_tests, lines("Python", "tests")),
         Bound("CUDA in comm and train", 5_648, lines("CUDA", "comm", "train")),
         Bound("classes in comm", 125, sum(file.classes for file in counted if file.folder == "comm")),
         Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(functions), found=functions),

@@ -33,7 +33,7 @@ Callback = Callable[[KosError], None]
 
 _lock = threading.RLock()  # reentrant: the garbage collector may remove a backend while this thread adds one
 _checking = threading.Lock()  # held while ``find_failure`` runs
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _callbacks: weakref.WeakKeyDictionary[GroupBackend, list[Callback]] = weakref.WeakKeyDictionary()
 _calling: weakref.WeakSet[GroupBackend] = weakref.WeakSet()  # whose callbacks are being called
 _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # errors of checks, by backend
@@ -47,14 +47,14 @@ def add(backend: Any) -> None:
     The first one starts the thread.
     """
     with _lock:
-        _watched.add(backend)
+        watched.add(backend)
         _start()
 
 
 def remove(backend: GroupBackend) -> None:
     """Stop watching ``backend``."""
     with _lock:
-        _watched.discard(backend)
+        watched.discard(backend)
 
 
 def on_failure(backend: GroupBackend, callback: Callback) -> None:
@@ -97,7 +97,7 @@ def _forked() -> None:
     """Reset in a forked process, which is not a rank."""
     global _thread, _lock, _checking, _stop
     _thread, _lock, _checking, _stop = None, threading.RLock(), threading.Lock(), threading.Event()  # it may hold them
-    _watched.clear()
+    watched.clear()
     _callbacks.clear()
     _calling.clear()
 
@@ -118,8 +118,8 @@ def check_others() -> None:
 
 def _watch() -> None:
     with _lock:
-        watched = list(_watched)
-    for backend in watched:
+        backends = list(watched)
+    for backend in backends:
         try:
             backend.watch()
         except Exception as error:  # a defect of kos must not end the thread

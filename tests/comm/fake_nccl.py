@@ -315,8 +315,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[GPU, ...] = (GPU(),)) ->
     for module in (contract, engine):
         monkeypatch.setattr(module, "load_kernel", lambda *about, **defines: fake.load_kernel(*about, **defines))
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
-    monkeypatch.setattr(nccl_binding, "_address_of", lambda operation: fake.address_of(operation))
-    monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
+    monkeypatch.setattr(nccl_binding, "address_of", lambda operation: fake.address_of(operation))
+    monkeypatch.setattr(watchdog, "watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "memories", {})
     with installed(monkeypatch, fake.cu, gpus, fake.driver.library):
         try:

@@ -68,7 +68,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         for module in (engine, peer):
             monkeypatch.setattr(module, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(exchange, "PACKET_THREADS", 64)  # as many as a stand-in's block has
-        monkeypatch.setattr(peer, "_concurrent", ConcurrentKernelsOfThreads())
+        monkeypatch.setattr(peer, "concurrent_kernels", ConcurrentKernelsOfThreads())
         yield fake
 
 

@@ -156,7 +156,7 @@ def make_in_group(calls: Sequence[Call], stream: int, *arrays: int) -> None:
 
 def launch_of(call: Call, closes: int = 0) -> Launch:
     """The launch with which the compiled core makes a call of NCCL."""
-    return Launch(_address_of(call[0]), (*call[1:], STREAM), lambda status: library().NCCLError(status), closes=closes)
+    return Launch(address_of(call[0]), (*call[1:], STREAM), lambda status: library().NCCLError(status), closes=closes)
 
 
 def launches_in_group(calls: Sequence[Call]) -> list[Launch]:
@@ -164,7 +164,7 @@ def launches_in_group(calls: Sequence[Call]) -> list[Launch]:
     return [launch_of(("group_start",)), *map(launch_of, calls), launch_of(("group_end",), closes=len(calls))]
 
 
-def _address_of(operation: str) -> int:
+def address_of(operation: str) -> int:
     """The address of a function of the library that the binding has loaded: a process may have loaded several."""
     from nccl.bindings._internal import nccl
 

@@ -76,9 +76,9 @@ class PeerBackend(Backend):
         self._windows = Windows(
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
-        self._recorded = False  # whether ``_concurrent`` knows the stream of the next launch
+        self._recorded = False  # whether ``concurrent_kernels`` knows the stream of the next launch
         self._room = array("Q", NO_OCCUPANCY)  # up to this, a launch needs no ``order``; the core reads it
-        self._concurrent = _concurrent.setdefault(self.device, ConcurrentKernels())
+        self._concurrent = concurrent_kernels.setdefault(self.device, ConcurrentKernels())
         try:
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
@@ -390,5 +390,5 @@ class PeerBackend(Backend):
 
 
 _lock = threading.Lock()
-_concurrent: dict[int, ConcurrentKernels] = {}
+concurrent_kernels: dict[int, ConcurrentKernels] = {}
 """The communicators of this process, by GPU."""
