@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import struct
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -174,7 +175,9 @@ def test_an_argument_of_more_than_eight_bytes_cannot_be_bound():
 
 
 @contextlib.contextmanager
-def loaded(monkeypatch: pytest.MonkeyPatch, bindings: Any, library: Any = None, **others: Any) -> Any:
+def loaded(
+    monkeypatch: pytest.MonkeyPatch, bindings: Any, library: Any = None, **others: Any
+) -> Iterator[kernels.Kernel]:
     """A kernel that no GPU has loaded, of a driver with the types of the bindings and these functions."""
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction", "CUresult")
     functions = SimpleNamespace(**{name: getattr(bindings, name) for name in names}, **others)
