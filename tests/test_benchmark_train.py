@@ -151,13 +151,16 @@ def test_rows_of_groups(capsys):
         assert [row["variant"] for row in rows] == [variant, "eager"]
 
 
-def test_memory_that_ranks_reach_into_counts_too():
-    training = object.__new__(train.KosTraining)
-    training.pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
-    training.peak_before = 90
-    training.device = SimpleNamespace(reachable_bytes=20)
-    assert training.peak_memory() == 120
-    training.peak_before = 130  # of the search for algorithms, whose memory the step uses again
-    assert training.peak_memory() == 130
-    training.pool = None  # on CPUs
-    assert training.peak_memory() is None
+@pytest.mark.parametrize(("before", "peak"), [(90, 120), (130, 130), (None, None)], ids=["step", "search", "cpu"])
+def test_memory_that_ranks_reach_into_counts_too(before, peak, monkeypatch):
+    """The search for algorithms takes memory before, which the step uses again. On CPUs none is counted."""
+    pool = SimpleNamespace(reset_peak=lambda: before, statistics=lambda: SimpleNamespace(peak=100))
+    device = SimpleNamespace(reachable_bytes=20, draw_weights=lambda: None)
+    if before is not None:
+        device.ops = SimpleNamespace(device=0)
+    for name, result in (("train.device.choose.make_device", device), ("memory.pool.pool_of", pool)):
+        monkeypatch.setattr(f"kos.{name}", lambda *_, result=result: result)
+    monkeypatch.setattr("kos.train.machine.limit_threads", lambda *_: None)
+    _, config = train.read_arguments(SMALL)
+    training = train.KosTraining(SimpleNamespace(rank=0, size=1), config, train.model_of(config), None, 1)
+    assert training.peak_memory() == peak

@@ -1,8 +1,10 @@
 """Kernels: compiled for every architecture without a GPU, errors, the cache on disk, launches on a GPU."""
 
+import contextlib
 import ctypes
 import logging
 import struct
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -172,11 +174,17 @@ def test_an_argument_of_more_than_eight_bytes_cannot_be_bound():
         kernels._parameters([1, np.zeros(16, np.uint64)])
 
 
-def loaded(bindings: Any) -> kernels.Kernel:
-    """A kernel that no GPU has loaded."""
-    kernel = object.__new__(kernels.Kernel)
-    kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
-    return kernel
+@contextlib.contextmanager
+def loaded(
+    monkeypatch: pytest.MonkeyPatch, bindings: Any, library: Any = None, **others: Any
+) -> Iterator[kernels.Kernel]:
+    """A kernel that no GPU has loaded, of a driver with the types of the bindings and these functions."""
+    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction", "CUresult")
+    functions = SimpleNamespace(**{name: getattr(bindings, name) for name in names}, **others)
+    functions.cuKernelGetFunction, functions.cuFuncLoad = lambda kernel: (0, kernel), lambda function: (0,)
+    with installed(monkeypatch, functions, library=library) as core:
+        core.get_kernel = lambda name: SimpleNamespace(handle=0x4000)
+        yield kernels.Kernel(b"no code", "scale", 0)
 
 
 def test_a_bound_launch_goes_where_each_call_says(monkeypatch):
@@ -189,13 +197,9 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch):
         launched.append((int(config.hStream), int(function), ctypes.c_uint64.from_address(place).value))
         return (statuses[len(launched) - 1],)
 
-    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction", "CUresult")
-    stand_in = SimpleNamespace(
-        **{name: getattr(bindings, name) for name in names},
-        cuLaunchKernelEx=launch, cuGetErrorString=lambda status: (0, b"refused"),
-    )  # fmt: skip
-    with installed(monkeypatch, stand_in):
-        bound = loaded(bindings).bind(1, 32, 99)
+    functions = {"cuLaunchKernelEx": launch, "cuGetErrorString": lambda status: (0, b"refused")}
+    with loaded(monkeypatch, bindings, **functions) as kernel:
+        bound = kernel.bind(1, 32, 99)
         for stream in (None, 5, 5, 7, None):
             bound(stream)
         assert launched == [(handle, 0x4000, 99) for handle in (1, 5, 5, 7, 1)]
@@ -208,8 +212,8 @@ def test_a_bound_launch_as_the_core_reads_it(monkeypatch):
     """Of the bindings' own config, whose attributes it refers to."""
     bindings = pytest.importorskip("cuda.bindings.driver")
     arguments = 99, Address(1, 12, 0), np.float32(1)
-    with installed(monkeypatch, bindings, library=SimpleNamespace(cuLaunchKernelEx=ctypes.c_void_p(0x5000))):
-        bound = loaded(bindings).bind((7, 8), 128, *arguments, shared=1000, cooperative=True, overlap=True)
+    with loaded(monkeypatch, bindings, SimpleNamespace(cuLaunchKernelEx=ctypes.c_void_p(0x5000))) as kernel:
+        bound = kernel.bind((7, 8), 128, *arguments, shared=1000, cooperative=True, overlap=True)
         launch = bound.as_launch()
     head, config, rest = struct.unpack("=5Q", (text := pack(launch))[:40]), text[40:96], text[96:]
     assert head == (0x5000, 0x4000, 8, 1, 0) and launch.context_up_to == streams.PER_THREAD

@@ -8,6 +8,7 @@ order of barriers are checked, not what only a race shows.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from kos.train.ops.cuda import attention as ops
 from tests.host_compiler import needs_compiler
 from tests.train import masks
 from tests.train.host_kernels import emulator
+from tests.train.ops_cases import on_gpu
 
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
@@ -79,16 +81,15 @@ def stream(request, monkeypatch):
 
 
 def launcher(stream: Any, kernels: str | None = None) -> CudaOps:
-    """Operations that have made nothing that a captured stream may not; ``kernels`` are those of the GPU by default."""
+    """Operations on this stream; ``kernels`` are those of the GPU by default."""
     launch: CudaOps
     if stream is None:
         launch = emulator.HostOps()
         launch.shared_memory, launch.multiprocessors, launch.attention_kernels = 227 << 10, 2, kernels or "simple"
         return launch
-    launch, multiprocessors = CudaOps.__new__(CudaOps), device_info(0).multiprocessors
-    launch.__dict__.update(device=0, stream=stream, multiprocessors=multiprocessors, _kernels={})
-    launch.shared_memory = 227 << 10 if "hopper" in SETS else 99 << 10
-    launch.attention_kernels = kernels or ops.fastest_kernels(0)
+    launch = copy(on_gpu(0))  # made before any capture, in which it could not be made
+    launch.stream, launch.shared_memory = stream, 227 << 10 if "hopper" in SETS else 99 << 10
+    launch.attention_kernels = kernels or launch.attention_kernels
     return launch
 
 
