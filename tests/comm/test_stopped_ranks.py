@@ -54,10 +54,11 @@ os._exit(0)
 WAYS = [("collective", 0), ("collective", 2), ("rendezvous", 0), ("rendezvous", 2), ("message", 2), ("any", 2)]
 
 
-def check(output: str, way: str, stopped: int, errors: str = "") -> None:
+def check(output: str, way: str, stopped: int, errors: str = "", suffix: str = "") -> None:
     said = [line for line in output.splitlines() if f"({stopped},)" in line]
-    assert len(said) == 2 and all(f"ranks [{stopped}] did not arrive" in line for line in said), output + errors
-    assert all(line.endswith(f"; ranks [{stopped}] were stopped by a signal or a debugger") for line in said), output
+    names = f"ranks [{stopped}]{suffix}"
+    assert len(said) == 2 and all(f"{names} did not arrive" in line for line in said), output + errors
+    assert all(line.endswith(f"; {names} were stopped by a signal or a debugger") for line in said), output
     kind = "RendezvousError" if way == "rendezvous" else "CollectiveTimeout"
     assert all(line.startswith(kind) for line in said), output
 
@@ -68,6 +69,16 @@ def test_a_stopped_rank_on_tcp(tmp_path, way, stopped):
     began = time.monotonic()
     results = run_processes(STOPS.format(backend="tcp", way=way, stopped=stopped, timeout=50, folder=tmp_path), 3)
     check("".join(output for _, output in results), way, stopped)
+    assert time.monotonic() - began < 40
+
+
+@needs_core
+@pytest.mark.parametrize("way", ["collective", "rendezvous"])
+def test_a_stopped_rank_of_a_group_is_named_by_its_rank_in_the_world(tmp_path, way):
+    """The group has the ranks of the world in reverse order.  Its rank 2 is stopped, which is rank 0 of the world."""
+    began, program = time.monotonic(), STOPS.replace("timeout=30)", "timeout=30).group([2, 1, 0])")
+    results = run_processes(program.format(backend="tcp", way=way, stopped=2, timeout=50, folder=tmp_path), 3)
+    check("".join(output for _, output in results), way, 0, suffix=" of world")
     assert time.monotonic() - began < 40
 
 

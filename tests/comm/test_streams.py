@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -418,6 +419,19 @@ def follows(monkeypatch):
     pairs = []
     monkeypatch.setattr(Streams, "follow", lambda self, stream, before, capture: pairs.append((stream, before)))
     return pairs
+
+
+@pytest.mark.parametrize("library", ["that imports an array of kos", "whose array kos imports"])
+def test_the_stream_of_a_consumer_waits_for_the_stream_of_a_shared_array(fake_device, library):
+    """The consumer's work on the memory runs after the work that the producer has queued on it."""
+    fake_device.alive |= {1000, 1001}
+    fake_device.launched(1000, "producer")
+    if library == "that imports an array of kos":
+        Array(256, (4,), np.float32, 0, stream=1000).__dlpack__(stream=1001, max_version=(1, 0))
+    else:
+        interface = {"shape": (4,), "typestr": "<f4", "data": (0, False), "version": 3, "stream": 1000}
+        Array.from_dlpack(SimpleNamespace(__cuda_array_interface__=interface), stream=1001)
+    fake_device.launched(1001, "consumer")  # fails unless it follows the producer's work
 
 
 def test_an_idle_communicator_occupies_no_blocks(fake_device, follows):
