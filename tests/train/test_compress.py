@@ -254,19 +254,11 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
     assert all(np.count_nonzero(residual) <= 3 * bucket // local for _, residual, _ in got)
 
 
-OTHER_HOSTS = "resuming with another number of ranks per host"
+OTHER_HOSTS: list[Any] = [([2, 2], ([4], [1, 1, 1, 1])), ([4], ([2, 2],)), ([2, 2, 2], ([2, 2],))]
 
 
-@pytest.mark.parametrize(
-    ("before", "later", "said"),
-    [
-        ([2, 2], ([4], [1, 1, 1, 1]), OTHER_HOSTS),
-        ([4], ([2, 2],), OTHER_HOSTS),
-        ([2, 2, 2], ([2, 2],), "the residuals of 6 ranks are shared out over 4; their sum stays"),
-    ],
-    ids=str,
-)
-def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, later, said, caplog):
+@pytest.mark.parametrize(("before", "later"), OTHER_HOSTS, ids=str)
+def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, later, caplog):
     """The sum over ranks stays, also on fewer hosts."""
     how = {**HOSTED, "batch_size": 12, "micro_batch_size": 1}
 
@@ -281,6 +273,7 @@ def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, later, said
     for after in later:
         caplog.clear()
         np.testing.assert_allclose(lost(after), expected, rtol=1e-6, atol=1e-10)
+        said = "their sum stays" if sum(after) < sum(before) else "resuming with another number of ranks per host"
         assert any(said in message for message in caplog.messages)
 
 
