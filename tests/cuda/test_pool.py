@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kos.cuda.streams import LEGACY
+from kos.errors import CudaError
 from kos.memory.pool import MemoryPool
 from tests.fake_cuda import installed
 
@@ -32,6 +33,7 @@ class Driver:
     def __init__(self) -> None:
         self.capturing: set[int] = set()
         self.held: dict[int, bool] = {}  # address: whether a graph allocates it
+        self.refused: set[int] = set()  # addresses of memory that cannot be freed
         self._addresses = itertools.count(4096, 4096)
 
     def CUmemPoolProps(self) -> Any:
@@ -71,7 +73,8 @@ class Driver:
         return 0, pointer
 
     def cuMemFreeAsync(self, pointer: int, stream: int) -> tuple[Any]:
-        if self._blocked(stream) or (stream in self.capturing and not self.held[pointer]):
+        refused = pointer in self.refused or (stream in self.capturing and not self.held[pointer])
+        if refused or self._blocked(stream):
             return (SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"),)
         del self.held[pointer]
         return (0,)
@@ -108,6 +111,23 @@ def test_what_a_capture_lets_go_of_is_freed_after_it(fake, stream):
     fake.capturing.clear()
     pool.trim()
     assert not fake.held
+
+
+@pytest.mark.parametrize("free_waiting", [lambda pool: pool.allocate(0), MemoryPool.trim], ids=["allocate", "trim"])
+def test_a_refused_free_after_a_capture_is_raised(fake, free_waiting):
+    """The other memory that was closed during the capture is freed all the same, at the latest by the next call."""
+    pool = MemoryPool(0)
+    waiting = [pool.allocate(1000, STREAM) for _ in range(3)]
+    fake.capturing.add(STREAM)
+    for allocation in waiting:
+        allocation.close()
+    fake.capturing.clear()
+    fake.refused = {waiting[1].pointer}
+    with pytest.raises(CudaError, match="cuMemFreeAsync"):
+        free_waiting(pool)
+    fake.refused.clear()
+    free_waiting(pool)
+    assert {*fake.held} <= {waiting[1].pointer}
 
 
 def test_what_a_capture_allocates_is_freed_in_it(fake):

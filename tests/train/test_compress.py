@@ -254,23 +254,27 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
     assert all(np.count_nonzero(residual) <= 3 * bucket // local for _, residual, _ in got)
 
 
-@pytest.mark.parametrize(("before", "later"), [([2, 2], ([4], [1, 1, 1, 1])), ([4], ([2, 2],))], ids=str)
+OTHER_HOSTS: list[Any] = [([2, 2], ([4], [1, 1, 1, 1])), ([4], ([2, 2],)), ([2, 2, 2], ([2, 2],))]
+
+
+@pytest.mark.parametrize(("before", "later"), OTHER_HOSTS, ids=str)
 def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, later, caplog):
-    """The sum over ranks stays."""
+    """The sum over ranks stays, also on fewer hosts."""
+    how = {**HOSTED, "batch_size": 12, "micro_batch_size": 1}
 
     def lost(hosts):
-        changes = {**HOSTED, "steps": 9, "micro_batch_size": 2, "resume": step}
-        each = residuals(text, tmp_path / "other", 4, hosts, **changes)
+        each = residuals(text, tmp_path / "other", sum(hosts), hosts, **how, steps=9, resume=step)
         return np.sum([np.concatenate([*one.values()]) for one in each], 0)
 
-    _train(text, tmp_path / "run", 4, hosts=before, **{**HOSTED, "steps": 2, "micro_batch_size": 2})
+    _train(text, tmp_path / "run", sum(before), hosts=before, **how, steps=2)
     step = str(tmp_path / "run/checkpoints/step-2")
     expected = lost(before)
     assert expected.any() and not caplog.records
     for after in later:
         caplog.clear()
         np.testing.assert_allclose(lost(after), expected, rtol=1e-6, atol=1e-10)
-        assert any("resuming with another number of ranks per host" in said for said in caplog.messages)
+        said = "their sum stays" if sum(after) < sum(before) else "resuming with another number of ranks per host"
+        assert any(said in message for message in caplog.messages)
 
 
 def test_a_run_of_an_earlier_version_resumes(text, tmp_path, caplog):
