@@ -26,7 +26,8 @@ BACKENDS: dict[str, type[Backend]] = {
 }  # fmt: skip
 """All backends by name, in the order in which ``auto`` prefers them for host memory."""
 
-_installed: bool = False  # whether the backends of installed packages are registered
+installed: bool = False
+"""Whether the backends of installed packages are registered."""
 _installing = threading.RLock()  # reentrant: the import of a package may call ``kos.init``
 
 
@@ -58,11 +59,11 @@ def register_backend(name: str, backend: type[Backend]) -> None:
 
 def register_installed() -> None:
     """Register the backends of installed packages, once; a failed import makes a backend unusable, with its reason."""
-    global _installed
+    global installed
     with _installing:  # ranks may be threads
-        if _installed:
+        if installed:
             return
-        _installed = True
+        installed = True
         for entry in entry_points(group=GROUP):
             try:
                 register_backend(entry.name, _load(entry))

@@ -15,7 +15,6 @@ from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.host.host_backend import HostBackend
-from kos.comm.host.shared import Node
 from kos.comm.host.shared.segment import STARTED
 from tests.comm.ranks import on_threads
 
@@ -30,7 +29,7 @@ def skip_without_core() -> None:
 
 def through_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no rank of a host copy from the memory of another one: large parts take several stages in slots."""
-    monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
+    monkeypatch.setattr("kos.comm.host.shared.node.read_memory", lambda *_: None)
 
 
 class SharedOnly(Backend):

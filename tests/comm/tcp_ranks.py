@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,11 +126,21 @@ def errors_of(timeout: float, *environments: dict[str, str]) -> list[str]:
     return results
 
 
-def come_first(monkeypatch: pytest.MonkeyPatch, come: Callable[[int], bool]) -> None:
-    """The timeout of an exchange counts once ``come`` of the number of ranks that have come, however late that is."""
-    remaining = Hub._remaining
-    patient = lambda hub, began, present: remaining(hub, began, present) if come(present) else 0.1  # noqa: E731
-    monkeypatch.setattr(Hub, "_remaining", patient)
+def come_first(monkeypatch: pytest.MonkeyPatch, come: Callable[[], bool]) -> None:
+    """For hubs time passes only while ``come`` is true: their timeouts count once that is so, however late it is."""
+    last = clock = time.monotonic()
+    passes = False
+
+    def monotonic() -> float:
+        nonlocal last, clock, passes
+        now = time.monotonic()
+        if not isinstance(threading.current_thread(), Hub):
+            return now
+        clock += (now - last) * passes
+        last, passes = now, come()
+        return clock
+
+    monkeypatch.setattr("kos.comm.control.hub.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
 
 
 class TCPRanks:

@@ -16,6 +16,7 @@ from kos.comm.control.env import Place
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.identity import launched_rank
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
+from kos.comm.control.wire import Acceptor
 from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import (
     come_first,
@@ -213,7 +214,15 @@ def test_a_port_that_becomes_free(monkeypatch):
 
 
 def test_missing_ranks_are_named_on_all_others(monkeypatch):
-    come_first(monkeypatch, lambda present: present == 3)
+    admit, admitted = Acceptor.admit, list[int]()
+
+    def note(acceptor, seconds):
+        if caller := admit(acceptor, seconds):
+            admitted.append(caller[0])
+        return caller
+
+    monkeypatch.setattr(Acceptor, "admit", note)
+    come_first(monkeypatch, lambda: len(admitted) == 2)
     port, began = free_port(), time.monotonic()
     others = [environment(rank, 5, port) for rank in (2, 4)]
     first, rest = run_threads(lambda: errors_of(0.5, environment(0, 5, port)), lambda: errors_of(30, *others))
@@ -246,7 +255,7 @@ def test_a_rank_that_comes_twice():
 
 def test_a_second_rank_0(monkeypatch):
     port, refused = free_port(), threading.Event()
-    come_first(monkeypatch, lambda present: refused.is_set())
+    come_first(monkeypatch, refused.is_set)
 
     def come():
         [error] = errors_of(0.3, environment(0, 2, port))
@@ -292,7 +301,7 @@ def test_another_secret(caplog):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_timeout_names_the_callers_with_another_secret(size, monkeypatch):
     port, refused = free_port(), threading.Event()
-    come_first(monkeypatch, lambda present: refused.is_set())
+    come_first(monkeypatch, refused.is_set)
 
     def others():
         for rank in (1, 1, size - 1):

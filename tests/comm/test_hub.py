@@ -23,7 +23,7 @@ import pytest
 
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.hub import RESULT, Hub, is_cut_off, pair, send
+from kos.comm.control.hub import DATA, RESULT, Hub, is_cut_off, pair, send
 from kos.comm.control.wire import MAX_MESSAGE, Connection, Network, admit_all, drive
 from kos.errors import CollectiveTimeout, KosError, RankLost, RendezvousError
 from tests.comm.ranks import no_file_may_be_opened, on_threads
@@ -55,14 +55,13 @@ def test_the_last_answers_arrive_without_a_close():
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_group_that_is_freed_on_the_thread_of_its_hub(monkeypatch):
+def test_a_group_that_is_freed_on_the_thread_of_its_hub(before_call):
     """The garbage collector may free a group on the thread of its hub."""
-    receive, collecting = Hub._receive, list[Hub]()
+    collecting = list[threading.Thread]()
 
-    def collect(self, rank, slots):
-        if self in collecting:
+    def collect(connection):
+        if threading.current_thread() in collecting:
             gc.collect()
-        receive(self, rank, slots)
 
     def body(rendezvous):
         group = rendezvous.split(0)
@@ -78,7 +77,7 @@ def test_a_group_that_is_freed_on_the_thread_of_its_hub(monkeypatch):
             hub.join(TIMEOUT)
             assert not hub.is_alive()
 
-    monkeypatch.setattr(Hub, "_receive", collect)
+    before_call(Connection, "receive", collect)
     gc.disable()
     try:
         run_ranks(2, body)
@@ -137,23 +136,25 @@ def test_a_rank_that_is_interrupted_says_so(run):
 
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch):
     """It gets the report of the death, although rank 0 has left the group meanwhile."""
-    found, told, report, join_at = threading.Event(), threading.Barrier(2), Hub._report, TCPRendezvous._join_at
+    found, told = threading.Event(), threading.Barrier(2)
 
-    def tell(self, failure):
-        found.set()
-        report(self, failure)
-
-    def join(self, *arguments):
-        if self.rank == 2:
-            told.wait(TIMEOUT)
-            raise RankLost("as if its process had ended")
-        if self.rank == 1:
-            assert found.wait(TIMEOUT)
-            time.sleep(0.5)  # rank 0 leaves
-        join_at(self, *arguments)
+    def ended(rank):
+        if rank == 2 and isinstance(threading.current_thread(), Hub):
+            found.set()
+        return rank == 2
 
     def body(rendezvous):
-        rendezvous.failures.status.ended = lambda rank: rank == 2
+        def join_late():
+            del rendezvous.barrier
+            rendezvous.barrier()  # the last step before the ranks join the new group
+            if rendezvous.rank == 2:
+                told.wait(TIMEOUT)
+                raise RankLost("as if its process had ended")
+            if rendezvous.rank == 1:
+                assert found.wait(TIMEOUT)
+                time.sleep(0.5)  # rank 0 leaves
+
+        rendezvous.failures.status.ended, rendezvous.barrier = ended, join_late
         with pytest.raises(RankLost) as caught:
             rendezvous.split(0)
         if rendezvous.rank != 2:
@@ -164,8 +165,6 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch):
 
     for module in ("hub", "group"):  # the hub awaits rank 1, however late it is
         monkeypatch.setattr(f"kos.comm.control.{module}.CLOSE_SECONDS", TIMEOUT)
-    monkeypatch.setattr(Hub, "_report", tell)
-    monkeypatch.setattr(TCPRendezvous, "_join_at", join)
     run_ranks(3, body)
 
 
@@ -206,8 +205,15 @@ def test_a_rank_that_aborts_is_named(gone):
 @pytest.mark.parametrize(("late", "within"), [(0, False), (1, False), (1, True)])
 def test_a_rank_that_stalls_is_named(late, within, monkeypatch):
     """It stalls before it sends its message, or in the middle of it."""
-    met, named = threading.Barrier(3), threading.Barrier(3)
-    come_first(monkeypatch, lambda present: present == 2)
+    met, named, receive, arrived = threading.Barrier(3), threading.Barrier(3), Connection.receive, list[bytes]()
+
+    def note(connection):
+        message = yield from receive(connection)
+        arrived.extend([message] * (message[:1] == DATA))
+        return message
+
+    monkeypatch.setattr(Connection, "receive", note)
+    come_first(monkeypatch, lambda: len(arrived) % 3 == 2)
 
     def body(rendezvous):
         rendezvous.timeout = 0.3

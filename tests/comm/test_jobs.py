@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -317,22 +318,24 @@ except kos.errors.KosError as error:
     assert "rank 0: (2,)" in done.stdout, done.stderr
 
 
-def test_requests_given_up_are_kept_until_they_are_over(monkeypatch):
+def test_requests_given_up_are_kept_until_they_are_over():
+    over = set[int]()
+
     class Request:
-        over = False
+        def __init__(self, number):
+            self.number = number
 
         def Test(self):
-            return self.over
+            return self.number in over
 
-    kept = []
-    monkeypatch.setattr(mpi_job, "_unfinished", kept)
-    requests = [Request() for _ in range(5)]
-    for request in requests[:4]:
-        mpi_job.keep_unfinished(request)
-    assert kept == requests[:4]
-    requests[0].over = requests[2].over = True
-    mpi_job.keep_unfinished(requests[4])
-    assert kept == [requests[1], requests[3], requests[4]]
+    kept = weakref.WeakValueDictionary[int, Request]()
+    for number in range(4):
+        mpi_job.keep_unfinished(kept.setdefault(number, Request(number)))
+    assert sorted(kept) == [0, 1, 2, 3]
+    over |= {0, 2}
+    mpi_job.keep_unfinished(kept.setdefault(4, Request(4)))
+    assert sorted(kept) == [1, 3, 4]
+    over |= {1, 3, 4}
 
 
 def test_without_mpirun(tmp_path):

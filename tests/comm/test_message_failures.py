@@ -222,8 +222,13 @@ def test_messages_longer_than_mpi_counts(ranks_of_mpi, apart, monkeypatch, eleme
     monkeypatch.setattr("kos.comm.host.mpi_messages.LARGEST", 1000)
     monkeypatch.setattr("kos.comm.host.mpi.LARGEST", 1000)
     long = set()
-    make = mpi_messages._long_type
-    monkeypatch.setattr(mpi_messages, "_long_type", lambda nbytes, MPI: (long.add(nbytes), make(nbytes, MPI))[1])
+
+    def as_bytes(array, MPI):
+        memory, *count, kind = mpi_messages.as_bytes(array, MPI)
+        long.update([memory.nbytes] * len(count))  # MPI counts the bytes of a message that is not long
+        return [memory, *count, kind]
+
+    monkeypatch.setattr("kos.comm.host.mpi.as_bytes", as_bytes)
 
     def body(world):
         comm = world.duplicate()

@@ -4,9 +4,7 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -223,40 +221,43 @@ def test_two_threads_close_the_last_two_groups(mpi_library, monkeypatch):
 
 
 @pytest.fixture
-def closing(monkeypatch):
-    """The communicators of MPI that are to be freed, and the requests that tell when."""
-    queue = deque[Any]()
-    monkeypatch.setattr(mpi_job, "_closing", queue)
-    return queue
+def to_close(mpi_library):
+    """``make(number, test)``: a communicator of MPI.  ``test`` says whether all of its ranks have closed it.
 
-
-def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(closing, mpi_library):
-    freed, done = list[int](), set[int]()
-
-    def comm(number):
-        request = SimpleNamespace(Test=lambda: number in done)
-        return SimpleNamespace(Ibarrier=lambda: request, Free=lambda: freed.append(number))
-
+    Also the numbers of those that were freed.
+    """
+    freed = list[int]()
     mpi_library.Is_finalized, mpi_library.Exception = lambda: False, OSError
-    done.add(2)
+
+    def make(number, test):
+        return SimpleNamespace(Ibarrier=lambda: SimpleNamespace(Test=test), Free=lambda: freed.append(number))
+
+    return make, freed
+
+
+def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(to_close):
+    (make, freed), done = to_close, {2}
     for number in (1, 2):
-        mpi_job.free_after_all(comm(number))
+        mpi_job.free_after_all(make(number, lambda number=number: number in done))
     assert freed == [2]
     done.add(1)
     mpi_job.free_closed()
     assert freed == [2, 1]
 
 
-def test_another_thread_frees_communicators_too(closing, monkeypatch):
+def test_another_thread_frees_communicators_too(to_close):
     """While one thread checks whether a communicator can be freed, another thread checks all of them."""
-    freed, looks = list[int](), iter(range(3))
+    (make, freed), looks, all_closed = to_close, iter(range(3)), threading.Event()
 
     def look():
-        if next(looks, None) is not None:
+        if all_closed.is_set() and next(looks, None) is not None:
             mpi_job.free_closed()
-        return True
+        return all_closed.is_set()
 
-    closing.extend((SimpleNamespace(Free=lambda n=n: freed.append(n)), n) for n in range(4))
-    monkeypatch.setattr(mpi_job, "is_over", lambda request: look())
-    mpi_job.free_closed()
-    assert sorted(freed) == [0, 1, 2, 3] and not closing
+    for number in range(4):
+        mpi_job.free_after_all(make(number, look))
+    assert freed == []
+    all_closed.set()
+    for _ in range(2):
+        mpi_job.free_closed()
+        assert sorted(freed) == [0, 1, 2, 3]

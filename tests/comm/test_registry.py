@@ -38,7 +38,7 @@ def raises(rendezvous: Rendezvous) -> Probe:
 def installed(monkeypatch):
     """The packages that are installed: ``find(group)`` returns their entry points, none at first."""
     before, installed = dict(registry.BACKENDS), SimpleNamespace(find=lambda group: [])
-    monkeypatch.setattr(registry, "_installed", False)
+    monkeypatch.setattr(registry, "installed", False)
     monkeypatch.setattr(registry, "entry_points", lambda group: installed.find(group))
     yield installed
     registry.BACKENDS.clear()

@@ -15,7 +15,6 @@ import pytest
 import kos
 from kos.comm.control.identity import process
 from kos.comm.failures import FailureLog, Late
-from kos.comm.host import host_backend as host
 from kos.comm.host.shared import Segment
 from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, PID, STARTED
@@ -269,7 +268,7 @@ def test_a_long_path_of_a_last_call_is_cut_not_lost(comm, /):
 
 
 @on_each_rank(run, 3, close=False)
-def test_a_rank_that_ends_for_a_dead_one_names_it(comm, /, monkeypatch):
+def test_a_rank_that_ends_for_a_dead_one_names_it(comm, /):
     """Rank 0 may wait only for rank 2, which has aborted because of rank 1 and ended."""
     backend = comm.backend
     comm.barrier()
@@ -278,8 +277,7 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(comm, /, monkeypatch):
         calls.words[calls._line + STARTED] += 1  # as if another process had its number by now
     comm.rendezvous.barrier()
     if comm.rank == 2:
-        monkeypatch.setattr(host, "_open", {backend})
-        host._report_ends()
+        backend.report_end("its process ended")
     comm.rendezvous.barrier()
     if comm.rank == 0:
         with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):

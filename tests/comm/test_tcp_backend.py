@@ -16,7 +16,8 @@ import kos
 from kos.comm.control.thread_rendezvous import single_rendezvous
 from kos.comm.failures import Late
 from kos.comm.host import tcp_messages as backend
-from kos.comm.host.tcp import RECENT, TCPTransport
+from kos.comm.host.tcp import RECENT
+from kos.comm.host.tcp_messages import Peer
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout
 from tests.comm import test_conformance as conformance
 from tests.comm.ranks import on_each_rank, until
@@ -207,16 +208,15 @@ def test_a_rank_that_is_done_and_closes_names_its_last_call(count):
     TCPRanks(2).run(body)
 
 
-def test_no_thread_polls_connections_that_are_being_closed(ranks, monkeypatch):
+def test_no_thread_polls_connections_that_are_being_closed(ranks, before_call):
     """A thread that uses another group polls the connections of all groups of its rank."""
-    engines, polled, close = dict[Any, Any](), list[bool](), TCPTransport._linger
+    engines, polled = dict[Any, Any](), list[bool]()
 
-    def closing(self, *arguments):
-        poll = threading.Thread(target=engines[self.poller].poll)
+    def closing(peer):
+        poll = threading.Thread(target=engines[peer.transport.poller].poll)
         poll.start()
         poll.join(0.2)
         polled.append(not poll.is_alive())
-        close(self, *arguments)
 
     def body(comm):
         carrier = comm.backend
@@ -224,7 +224,7 @@ def test_no_thread_polls_connections_that_are_being_closed(ranks, monkeypatch):
         comm.split(0).close()
         comm.duplicate().abort()
 
-    monkeypatch.setattr(TCPTransport, "_linger", closing)
+    before_call(Peer, "close", closing)
     ranks.run(body)
     assert polled
     assert not any(polled)

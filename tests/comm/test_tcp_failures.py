@@ -287,10 +287,10 @@ def test_a_rank_that_ended_because_of_another_is_not_blamed_later(hosts, monkeyp
 DIES_WITHIN_A_SPLIT = """
 import os, signal
 import kos
-from kos.comm.control.group import TCPRendezvous
 comm = kos.init("tcp", timeout=30)
 if comm.rank == 2:
-    TCPRendezvous._join_at = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    barrier = comm.rendezvous.barrier  # the last step before the ranks join the new group
+    comm.rendezvous.barrier = lambda: (barrier(), os.kill(os.getpid(), signal.SIGKILL))
 try:
     comm.split(0)
 except kos.errors.KosError as error:

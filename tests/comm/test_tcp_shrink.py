@@ -94,16 +94,9 @@ def test_a_rank_that_joins_a_new_group_late():
     lost = threading.Event()
 
     def body(rendezvous):
-        unjoined = rendezvous._unjoined
-
-        def late(ranks):
-            child = unjoined(ranks)
-            join = child._join_at
-            child._join_at = lambda *arguments: (lost.wait(20), join(*arguments))[1]
-            return child
-
+        barrier = rendezvous.barrier  # the last step of a split before the ranks join the new group
         if rendezvous.rank == 2:
-            rendezvous._unjoined = late
+            rendezvous.barrier = lambda: (barrier(), lost.wait(20))
         part = rendezvous.split(int(rendezvous.rank > 0))
         if rendezvous.rank == 0:
             die(rendezvous)

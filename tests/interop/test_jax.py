@@ -69,13 +69,13 @@ def test_a_pytree_of_any_shapes_and_dtypes(jax):
 
 
 def test_memory_is_shared_and_not_copied(jax, monkeypatch):
-    addresses, launch = [], collectives._launch
+    addresses, all_gather = [], kos.Communicator.all_gather
 
-    def spy(comm, name, xs, outs, arguments):
-        addresses.append((xs[0].unsafe_buffer_pointer(), outs[0].ctypes.data))
-        return launch(comm, name, xs, outs, arguments)
+    def spy(comm, x, out):
+        addresses.append((x.unsafe_buffer_pointer(), out.ctypes.data))
+        return all_gather(comm, x, out=out)
 
-    monkeypatch.setattr(collectives, "_launch", spy)
+    monkeypatch.setattr(kos.Communicator, "all_gather", spy)
 
     def body(comm):
         for dtype in (np.float32, ml_dtypes.bfloat16):

@@ -121,13 +121,9 @@ class Hub(threading.Thread):
         self._selector.unregister(connection.sock)
         connection.close()
 
-    def _remaining(self, began: float, present: int) -> float:
-        """The seconds that remain for the missing ranks; ``present`` is the number of ranks that have arrived."""
-        return began + self.timeout - time.monotonic()
-
     def _wait_seconds(self, began: float, present: Collection[int]) -> float:
         """Seconds of the next wait.  Raises _Failure at the timeout."""
-        remaining = self._remaining(began, len(present))
+        remaining = began + self.timeout - time.monotonic()
         if remaining <= 0:
             missing = [rank for rank in range(self._size) if rank not in present]
             why = timeouts.late("", within=self.timeout).strip()  # each rank adds the names to its own error
