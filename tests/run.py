@@ -40,7 +40,7 @@ REPORTS = ROOT / "build" / "test"
 # Seconds: more than three times what 2 busy cores take. With --all, the limit of a stage is doubled.
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 2400, 900, 180
 WAITING = 4  # workers in addition to one per core, because many tests wait for a process or a timeout
-WITH_A_GPU = 4  # at most so many workers with a GPU: its tests share it, and with more of them, ranks arrive too late
+MOST_WITH_A_GPU = 4  # workers: their tests share the GPU, and with more of them, ranks arrive too late
 NEVER_STARTED = 213  # Open MPI 5 found files of a killed mpirun with the same process id; no rank has run
 MPI_SIZES = (2, 4)
 MORE_MPI_SIZES = (2, 3, 4)  # with --all
@@ -241,11 +241,11 @@ def main(everything: bool, arguments: list[str]) -> int:
     mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(named) or named)  # tests start it elsewhere
     quick, times = ("", 2) if everything else (" and not slow", 1)
     cores, without = len(os.sched_getaffinity(0)), cuda.unavailable()
-    workers = cores + WAITING if without else min(cores + WAITING, WITH_A_GPU)
-    parts = {"serial": (workers, arguments)}
+    most = cores + WAITING if without else min(cores + WAITING, MOST_WITH_A_GPU)
+    parts = {"serial": (most, arguments)}
     if not arguments:
         parts = {
-            "serial": (workers, [f"--ignore={file}" for file in EMULATED + WITH_GPUS]),
+            "serial": (most, [f"--ignore={file}" for file in EMULATED + WITH_GPUS]),
             "kernels": (cores + 1, list(EMULATED)),
         }
         # Python compiles the tests here once, and not in each worker of the stage: a fresh clone has none compiled.

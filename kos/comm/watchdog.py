@@ -34,6 +34,7 @@ Callback = Callable[[KosError], None]
 _lock = threading.RLock()  # reentrant: the garbage collector may remove a backend while this thread adds one
 _checking = threading.Lock()  # held while ``find_failure`` runs
 watched: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The backends that the thread checks."""
 _callbacks: weakref.WeakKeyDictionary[GroupBackend, list[Callback]] = weakref.WeakKeyDictionary()
 _calling: weakref.WeakSet[GroupBackend] = weakref.WeakSet()  # whose callbacks are being called
 _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # errors of checks, by backend
