@@ -721,9 +721,7 @@ class Operations:
         on_host = self.device is not None and stream is None and async_op is False and self._batch is None
         options = self._options("barrier", on_host or async_op, timeout, AUTO, False, stream is not None)
         work = self._prepare(Operation("barrier", self.rank, options), None, stream)
-        if on_host:
-            return work.prepared.start(self, work).synchronize()
-        return work
+        return work.prepared.start(self, work).synchronize() if on_host else work
 
     def _handle(self, stream: Any) -> int:
         """The handle of a stream that is passed without an array."""

@@ -347,6 +347,9 @@ class Backend(ABC):
         recvs = [(recv + rank * nbytes, nbytes) for rank in range(self.size)]
         return self.bind_exchange([(send, nbytes)] * self.size, recvs)
 
+    def connect(self) -> None:  # noqa: B027
+        """Wait until the backend has connected to the other ranks.  kos calls this before the first call on a GPU."""
+
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         """A kernel of kos for this GPU."""
         assert self.device is not None

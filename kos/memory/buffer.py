@@ -48,9 +48,7 @@ class Buffer:
     @property
     def address(self) -> int:
         """The address of the first element."""
-        if self.device is not None:
-            return self.pointer
-        return address_of(self.flat)
+        return address_of(self.flat) if self.device is None else self.pointer
 
     @property
     def place(self) -> str:

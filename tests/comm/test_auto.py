@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import Operation, Options
 from kos.comm.tuning import parse, read
 from kos.comm.work import Engine
-from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, PeerMemoryError
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, PeerMemoryError
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
@@ -145,6 +145,28 @@ def test_routes_by_operation_size_and_dtype(comm, log, /):
     comm.all_reduce(np.zeros(9, np.float32))  # host memory
     comm.barrier()
     assert log == ["peer", "mock", "mock"]
+
+
+def test_a_call_of_peer_waits_until_nccl_is_connected(fake):
+    """NCCL waits for running kernels while it connects, and other calls of the driver wait for NCCL."""
+    never, group = Event(), Group(SIZE)
+    fake.comm_init_rank_scalable = lambda *arguments: never.wait(1e4) and None
+
+    def rank(rendezvous):
+        memory = HostBackend(rendezvous, ThreadTransport)
+        nccl, ready = NCCLBackend(rendezvous, memory.engine, 0), Comm(group, rendezvous.rank)
+        routes = [nccl, Peer(rendezvous, memory.engine, 0, ready)]
+        comm = kos.Communicator(GPUBackend(rendezvous, routes, memory), rendezvous, {}, 20.0)
+        log = Log(comm)
+        comm.all_reduce(np.zeros(9, np.float32))
+        comm.backend.set_timeout(0.1)
+        with pytest.raises(CollectiveTimeout, match=r"nccl: init: not begun by all ranks after 0\.1 s"):
+            comm.all_reduce(ones(1))
+        assert log == ["mock"]
+        comm.backend.abort("enough")  # ends without NCCL
+
+    on_threads(SIZE, rank, 20.0, group.barrier.abort)
+    never.set()
 
 
 def way(comm: kos.Communicator, name: str, count: int, stream: Any = None, **options: Any) -> str:

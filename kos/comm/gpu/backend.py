@@ -156,6 +156,8 @@ class GPUBackend(WatchedBackend):
         uncaptured = not fixed and first is not None and not is_captured(first.stream)
         if self.failures.first is not None:  # else this rank may wait to load a kernel
             self.failures.refuse(o.name)
+        for each in self.routes if self.size > 1 else ():  # a route that connects may wait for kernels of another one
+            each.connect()
         o = without_memory(o)
         resolved = single_rank_route(o, self.device) if self.size == 1 else None
         if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):

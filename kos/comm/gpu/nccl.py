@@ -110,17 +110,20 @@ class NCCLBackend(Backend):
     @property
     def _comm(self) -> Any:
         """NCCL's communicator, once all ranks have joined it; None after its end."""
+        self.connect()
+        return self._handle
+
+    @_comm.setter
+    def _comm(self, comm: Any) -> None:
+        self._handle, self._joining = comm, None
+
+    def connect(self) -> None:
         joining = self._joining
         if joining is not None:
             comm = self._named(lambda: self._finish(joining, "nccl: init", self.backend.timeout), "nccl: init")
             with self._lock:
                 if self._joining is joining:  # else it was aborted meanwhile
                     self._comm = comm
-        return self._handle
-
-    @_comm.setter
-    def _comm(self, comm: Any) -> None:
-        self._handle, self._joining = comm, None
 
     def _begin(self, function: Callable[[], Any], what: str) -> Future[Any]:
         """Begin a call of NCCL on a thread, because it may wait for other ranks without a limit."""
