@@ -28,7 +28,7 @@ from tests.train.models import InMemory, part_of
 STEPS, LEAST_CHUNK = 2, 8
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 24,
-    "vocab_size": 40, "initializer_range": 0.3,
+    "vocab_size": 40, "initializer_range": 0.3, "rms_norm_eps": 0.05,
 }  # fmt: skip
 RUN: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 1, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2,
                        "documents": "cross"}  # fmt: skip
