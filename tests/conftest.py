@@ -20,6 +20,7 @@ import pytest
 
 from kos import cuda
 from kos.bench import report
+from tests.gpu_turns import turn
 from tests.run import ROOT, WITH_GPUS, WITH_MPI, costly, heed_sigint
 
 heed_sigint()  # for the tests that send it to programs that they start
@@ -70,6 +71,15 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the timeout of the test begins
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test marked `alone` shares its GPU with no test of another worker."""
+    if not item.get_closest_marker("gpu") or "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with turn(Path(item.config.getoption("basetemp")).parent, item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

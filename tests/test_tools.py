@@ -1,9 +1,11 @@
 """The tools in tests/: lines, stubs, and how tests are run."""
 
+import fcntl
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +18,7 @@ from kos.comm.collectives import Operations
 from kos.comm.control.identity import process
 from tests import lines, stubs
 from tests import run as stages
+from tests.gpu_turns import turn
 from tests.run import ROOT, costly
 
 
@@ -116,3 +119,31 @@ def test_a_selection_without_a_test_fails(passed, code, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "run_stage", lambda *_: next(left))
     assert stages.main(False, ["-k", "name"]) == code
     assert next(left, "all ran") == "all ran"
+
+
+def is_locked(file, kind):
+    with open(file, "a") as again:
+        try:
+            fcntl.flock(again, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_test_that_is_alone_shares_the_gpus_with_no_other(tmp_path):
+    gpus, begun = tmp_path / "gpus", threading.Event()
+
+    def alone():
+        with turn(tmp_path, True):
+            begun.set()
+
+    with turn(tmp_path, False):
+        assert is_locked(gpus, fcntl.LOCK_EX) and not is_locked(gpus, fcntl.LOCK_SH)
+        thread = threading.Thread(target=alone)
+        thread.start()
+        until(lambda: is_locked(tmp_path / "next", fcntl.LOCK_EX), "the wait of the other test, before all later ones")
+        assert not begun.is_set()
+    thread.join(20)
+    assert begun.is_set()
+    with turn(tmp_path, True):
+        assert is_locked(gpus, fcntl.LOCK_SH) and not is_locked(tmp_path / "next", fcntl.LOCK_EX)

@@ -155,8 +155,9 @@ def test_bfloat16_gradients(text, tmp_path):
         assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "bf16"), name
 
 
+@pytest.mark.alone
 def test_memory_is_within_the_plan(text, tmp_path):
-    """That of the first step, over what was taken before the run, which is alone on its GPU."""
+    """That of the first step, over what was taken before the run.  All memory of the GPU is measured."""
     model = ["--hidden-size", 1024, "--num-hidden-layers", 8, "--intermediate-size", 4096, "--seq-len", 512]
     taken = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=True)
     said = run(text, tmp_path, "--device", "cuda", *model, "--micro-batch-size", 4, "--steps", 2, "--eval-every", 0)

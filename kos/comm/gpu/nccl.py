@@ -118,8 +118,7 @@ class NCCLBackend(Backend):
         self._handle, self._joining = comm, None
 
     def connect(self) -> None:
-        joining = self._joining
-        if joining is not None:
+        if (joining := self._joining) is not None:
             comm = self._named(lambda: self._finish(joining, "nccl: init", self.backend.timeout), "nccl: init")
             with self._lock:
                 if self._joining is joining:  # else it was aborted meanwhile
