@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator
 from functools import cache, lru_cache
@@ -95,7 +96,8 @@ def freeze_objects_of_earlier_files(path: Path) -> None:
 
     Otherwise, each collection that a test requests would traverse them.  After the import of torch, they are a million.
     """
-    gc.collect()
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # of earlier tests, not of this one
+        gc.collect()
     gc.freeze()
 
 

@@ -115,7 +115,8 @@ def test_once_a_machine(folder, tmp_path, encoded):
     config = TrainConfig.from_preset("tiny", data=str(folder), out=tmp_path / "run", **{**SMALL, "steps": 1})
 
     def run(comm):
-        return Trainer(config, comm).data.fingerprint
+        with Trainer(config, comm) as trainer:
+            return trainer.data.fingerprint
 
     assert len(set(spawn(run, 4, timeout=100))) == 1
     assert sum(encoded) == 2 * (5 + len(TEXT))
