@@ -77,7 +77,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the timeout of the test begins
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """A test marked `alone` shares its GPU with no test of another worker."""
-    if not item.get_closest_marker("gpu") or "PYTEST_XDIST_WORKER" not in os.environ:
+    if not item.get_closest_marker("gpu") or not hasattr(item.config, "workerinput"):  # of pytest-xdist
         return (yield)
     with turn(Path(item.config.getoption("basetemp")).parent, item.get_closest_marker("alone") is not None):
         return (yield)
@@ -96,7 +96,7 @@ def freeze_objects_of_earlier_files(path: Path) -> None:
 
     Otherwise, each collection that a test requests would traverse them.  After the import of torch, they are a million.
     """
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # of earlier tests, not of this one
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # a file that an earlier test left open
         gc.collect()
     gc.freeze()
 

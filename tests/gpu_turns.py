@@ -8,15 +8,13 @@ from pathlib import Path
 
 @contextmanager
 def turn(folder: Path, alone: bool) -> Iterator[None]:
-    """Wait until no test runs that is ``alone``, or no test at all.  The workers' tests call this with one ``folder``.
+    """Wait until no test that is ``alone`` runs; with ``alone``, until no other test runs.
 
-    Turns begin in the order of the calls, so a test that is alone does not wait until all others have run.
+    ``folder`` is that of the workers of one run.  While a test waits, all later ones wait behind it.
     """
-    with open(folder / "next", "a") as queue, open(folder / "gpus", "a") as gpus:
-        fcntl.flock(queue, fcntl.LOCK_EX)
-        fcntl.flock(gpus, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(queue, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            fcntl.flock(gpus, fcntl.LOCK_UN)  # a process that the test has forked may still have the file open
+    # These locks are of a process.  They end with it, and the processes that it forks do not have them.
+    with open(folder / "next", "a+") as queue, open(folder / "gpus", "a+") as gpus:
+        fcntl.lockf(queue, fcntl.LOCK_EX)
+        fcntl.lockf(gpus, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.lockf(queue, fcntl.LOCK_UN)
+        yield

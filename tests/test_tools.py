@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -121,29 +120,28 @@ def test_a_selection_without_a_test_fails(passed, code, tmp_path, monkeypatch):
     assert next(left, "all ran") == "all ran"
 
 
-def is_locked(file, kind):
-    with open(file, "a") as again:
-        try:
-            fcntl.flock(again, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+ALONE = """
+import sys
+from pathlib import Path
+from tests.gpu_turns import turn
+with turn(folder := Path(sys.argv[1]), True):
+    (folder / "begun").touch()
+"""
+LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), int(sys.argv[2]) | fcntl.LOCK_NB)"
 
 
 def test_a_test_that_is_alone_shares_the_gpus_with_no_other(tmp_path):
-    gpus, begun = tmp_path / "gpus", threading.Event()
+    gpus, later, begun = (tmp_path / name for name in ("gpus", "next", "begun"))
 
-    def alone():
-        with turn(tmp_path, True):
-            begun.set()
+    def is_locked(file, kind):
+        command = [sys.executable, "-c", LOCK, str(file), str(kind)]
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode != 0
 
     with turn(tmp_path, False):
         assert is_locked(gpus, fcntl.LOCK_EX) and not is_locked(gpus, fcntl.LOCK_SH)
-        thread = threading.Thread(target=alone)
-        thread.start()
-        until(lambda: is_locked(tmp_path / "next", fcntl.LOCK_EX), "the wait of the other test, before all later ones")
-        assert not begun.is_set()
-    thread.join(20)
-    assert begun.is_set()
+        other = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path)], cwd=ROOT)
+        until(lambda: is_locked(later, fcntl.LOCK_EX), "the wait of the other test, before all later ones")
+        assert not begun.exists()
+    assert other.wait(SECONDS) == 0 and begun.exists()
     with turn(tmp_path, True):
-        assert is_locked(gpus, fcntl.LOCK_SH) and not is_locked(tmp_path / "next", fcntl.LOCK_EX)
+        assert is_locked(gpus, fcntl.LOCK_SH) and not is_locked(later, fcntl.LOCK_EX)

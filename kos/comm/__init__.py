@@ -48,7 +48,7 @@ def init(
     shows that peer is faster (``Communicator.explain`` lists both).  ``timeout`` in seconds bounds every wait of the
     communicator.  If MPI_Init, which nothing can interrupt, takes longer, the process ends with the error and exit code
     69.  ``device`` is the GPU of this rank (default: by its local rank).  The ranks of NCCL connect on a thread: the
-    first call waits for the connection and raises its error, also with ``backend="nccl"``.
+    first call on a GPU waits for the connection and raises its error, also with ``backend="nccl"``.
 
     ``rendezvous`` is how the ranks find each other.  The default is MPI under mpirun or with ``backend="mpi"``, else
     the environment of torchrun, srun or a shell, else a group of one.  In a job that another framework has started it

@@ -348,7 +348,10 @@ class Backend(ABC):
         return self.bind_exchange([(send, nbytes)] * self.size, recvs)
 
     def connect(self) -> None:  # noqa: B027
-        """Wait until the backend has connected to the other ranks.  kos calls this before the first call on a GPU."""
+        """Return once the backend is connected to the other ranks.
+
+        kos calls this before it prepares a call on a GPU, perhaps from several threads.
+        """
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         """A kernel of kos for this GPU."""

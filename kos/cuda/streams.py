@@ -41,9 +41,7 @@ def as_stream(stream: Any) -> Stream:
 
     if isinstance(stream, Stream):
         return stream
-    if stream is None:
-        return LEGACY_DEFAULT_STREAM
-    return Stream.from_handle(handle(stream))
+    return LEGACY_DEFAULT_STREAM if stream is None else Stream.from_handle(handle(stream))
 
 
 def handle(stream: Any) -> int:

@@ -120,6 +120,7 @@ class Tuner:
         self.device = peer.device or 0
         set_device(self.device)
         self.stream = create_stream(self.device)
+        nccl.barrier(stream=self.stream)  # NCCL connects now, and not while ``peer`` is measured
         self.ordinary = [Array.zeros(largest, "uint8", self.device) for _ in range(2)]
         self.symmetric = [peer.allocate(largest, "uint8") for _ in range(2)]
         for buffer in self.symmetric:

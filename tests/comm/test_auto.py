@@ -435,7 +435,9 @@ def test_tuning_measures_every_operation(monkeypatch, tmp_path, fake):
             for name, kind in {**KINDS, "peer": Measured}.items()
             for route in [kind(rendezvous, Engine(), 0, Comm(groups[name], rendezvous.rank))]
         )
+        log = Log(nccl)
         tuner = tune.Tuner(peer, nccl, 4096)
+        assert log == ["nccl"]  # it is connected before anything is measured
         return tuner.table(lambda text: None), tuner.measured
 
     with installed(monkeypatch, fake.cu, (fake_cuda.GPU(GPU, nvlinks=18),)):

@@ -34,7 +34,7 @@ from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.threads import ThreadTransport
 from kos.comm.host_compressed import IN_PHASES
 from kos.comm.tuning import Table, key, parse, user_path
-from kos.errors import InvalidArgument
+from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results
 from kos.testing.conformance.model import Step
@@ -105,6 +105,20 @@ def communicator(
 def no_gpu(monkeypatch):
     with no_gpus(monkeypatch, 3) as fake:
         yield fake
+
+
+def test_a_call_within_hosts_waits_until_all_phases_are_connected(no_gpu):
+    never = threading.Event()
+    no_gpu.comm_init_rank_scalable = lambda *arguments: never.wait(1e4) and None  # of the ranks between hosts
+
+    def body(gpu):
+        gpu.comm.backend.set_timeout(0.1)
+        with pytest.raises(CollectiveTimeout, match=r"nccl: init: not begun by all ranks after 0\.1 s"):
+            gpu.comm.all_reduce(Array.zeros(3, np.float32, 0), deterministic=True)  # by another route
+        gpu.comm.backend.abort("enough")
+
+    HostRanks((2, 2)).run(body)
+    never.set()
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)

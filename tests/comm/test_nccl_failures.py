@@ -295,6 +295,16 @@ def test_a_communicator_that_the_ranks_join_too_late_is_ended(end, late, alone, 
     assert late.is_ended()
 
 
+def test_a_failure_ends_the_wait_for_the_connection(late, alone):
+    backend = of_nccl(alone)
+    backend.failures.first = CollectiveError("rank 1 is gone")
+    with pytest.raises(CollectiveError, match="rank 1 is gone"):
+        backend.routes[0].connect()
+    backend.abort("the end of the test")
+    late.set()
+    assert late.is_ended()
+
+
 def test_a_split_that_ends_too_late_is_ended(fake, late, alone):
     backend = of_nccl(alone, Comm(Group(1), 0))
     assert backend.allocate(4, np.float32) is not None  # the array is gone, but other ranks may use the window

@@ -157,7 +157,7 @@ def test_bfloat16_gradients(text, tmp_path):
 
 @pytest.mark.alone
 def test_memory_is_within_the_plan(text, tmp_path):
-    """That of the first step, over what was taken before the run.  All memory of the GPU is measured."""
+    """The memory in use in the first step, less what was in use before the run.  It counts all memory of the GPU."""
     model = ["--hidden-size", 1024, "--num-hidden-layers", 8, "--intermediate-size", 4096, "--seq-len", 512]
     taken = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=True)
     said = run(text, tmp_path, "--device", "cuda", *model, "--micro-batch-size", 4, "--steps", 2, "--eval-every", 0)

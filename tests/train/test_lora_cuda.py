@@ -21,8 +21,8 @@ SHAPE = """
 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --num-key-value-heads 4
 --vocab-size 4096 --max-position-embeddings 4096
 """.split()  # noqa: SIM905 (as it is typed)
-# Epsilon is as large as a usual gradient.  With a small one, a rounding error could change the sign of a step where the
-# gradient is almost 0.
+# Epsilon is as large as a usual gradient.  With a small one, rounding could change the sign of AdamW's step for a
+# weight whose gradient is almost 0.
 FLAGS = """
 --preset tiny --device cuda --steps 6 --eval-batches 2 --save-every 0 --sample-tokens 4 --timeout 20 --lr 5e-3
 --batch-size 8 --micro-batch-size 1 --seq-len 256 --warmup-steps 0 --schedule constant --eps 1e-3

@@ -85,23 +85,22 @@ def weight_gradient(ops, d_out, x, some, outputs):
     return np.asarray(ops.to_host(out)).copy()
 
 
-# A tensor core adds 16 products at a time to a sum that it truncates to 24 bits.  (Fasi et al., Numerical behavior of
-# NVIDIA tensor cores, 2021)
-TRUNCATED = 8192 / 16 * 2**-23
-
-
 @on_hopper("case", [(16_384, 16, 8), (32_768, 8, 24)], [(32_768, 768, 768), (65_536, 768, 256), (16_384, 256, 8)])
 def test_a_weight_gradient_over_many_tokens_is_a_sum_over_parts_of_them(request, rng, ops, case):
     tokens, rows, columns = case
+    on_gpu = request.node.get_closest_marker("gpu")
+    # Tensor cores truncate.  If they do so after every 16 products, a sum over the 8,192 tokens of a part has an error
+    # of about 1.1e-5, and one sum over 16,384 tokens 2.4e-5.
+    most = 2e-5 if on_gpu else 1e-5
     assert ops.parts_of_tokens(tokens, DTYPES["bfloat16"], rows * columns) == tokens // 8192
     d_out, x = (rng.standard_normal((tokens, size)).astype(ml_dtypes.bfloat16) for size in (rows, columns))
     expected = d_out.astype(np.float64).T @ x.astype(np.float64)
     whole = weight_gradient(ops, d_out, x, slice(0, rows), rows * columns)
-    assert np.linalg.norm(whole - expected) < TRUNCATED * np.linalg.norm(expected)
+    assert np.linalg.norm(whole - expected) < most * np.linalg.norm(expected)
     half = slice(rows // 2, rows)
     of_half = weight_gradient(ops, d_out, x, half, rows * columns)
-    assert np.linalg.norm(of_half - expected[half]) < TRUNCATED * np.linalg.norm(expected[half])
-    if request.node.get_closest_marker("gpu"):  # where a product has the bits of its parts
+    assert np.linalg.norm(of_half - expected[half]) < most * np.linalg.norm(expected[half])
+    if on_gpu:  # where a product has the bits of its parts
         apart = weight_gradient(ops, d_out[:, half], x, slice(0, rows // 2), rows * columns)
         of_columns = weight_gradient(ops, d_out, x[:, : columns // 2], slice(0, rows), rows * columns)
         assert np.array_equal(of_half, whole[half]) and np.array_equal(apart, whole[half])

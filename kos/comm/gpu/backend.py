@@ -154,9 +154,9 @@ class GPUBackend(WatchedBackend):
             raise InvalidArgument(f"tag: expected 0 ({route.name} matches messages by their order), got {tag}")
         fixed = fixed and o.name not in route.by_capture
         uncaptured = not fixed and first is not None and not is_captured(first.stream)
-        if self.failures.first is not None:  # else this rank may wait to load a kernel
-            self.failures.refuse(o.name)
-        for each in self.routes if self.size > 1 else ():  # a route that connects may wait for kernels of another one
+        self.failures.refuse(o.name)  # otherwise this rank may wait to load a kernel
+        # While NCCL connects, it may wait for a kernel of another route, and that kernel for another rank.
+        for each in self.routes if self.size > 1 else ():
             each.connect()
         o = without_memory(o)
         resolved = single_rank_route(o, self.device) if self.size == 1 else None

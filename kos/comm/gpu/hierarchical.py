@@ -236,6 +236,10 @@ class HierarchicalBackend(Backend):
             part.open(backend)
         self.set_timeout(backend.timeout)
 
+    def connect(self) -> None:
+        for part in self._parts:
+            part.connect()
+
     def set_timeout(self, seconds: float) -> None:
         for part in self._parts:
             part.set_timeout(seconds)

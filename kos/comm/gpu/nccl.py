@@ -6,8 +6,8 @@ each rank; ``deterministic=True`` adds them in fp32 and in rank order.  A kernel
 (``ordered_sum``) does that, and the reductions that NCCL lacks: 8-bit floats, int16, bit operations, minima that keep
 NaN.  Results are bit-identical on all ranks in each case.
 
-The ranks join NCCL's communicator on a thread, which takes seconds.  The first call that needs it waits, within the
-timeout, and raises its error.
+The ranks join NCCL's communicator on a thread, which takes seconds.  The first call on a GPU waits for that, also if
+another route runs the call.  It waits at most for the timeout of the communicator, and raises NCCL's error.
 """
 
 from __future__ import annotations
@@ -44,14 +44,7 @@ from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import RECV, SEND, Launch, copy_launch
 from kos.dtypes import DTYPES
-from kos.errors import (
-    BackendUnavailable,
-    CollectiveError,
-    CollectiveTimeout,
-    CudaError,
-    InvalidArgument,
-    KosError,
-)
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
@@ -134,10 +127,9 @@ class NCCLBackend(Backend):
         return start_in_thread(run, what)
 
     def _finish(self, begun: Future[Any], what: str, timeout: float | None) -> Any:
-        """The result of a call that ``_begin`` has begun.
+        """The result of a call that ``_begin`` has begun; CollectiveTimeout after ``timeout`` seconds.
 
-        Meanwhile this rank reports that it waits, and afterwards its failure.  CollectiveTimeout after ``timeout``
-        seconds.
+        Meanwhile this rank reports that it waits, and afterwards its failure.
         """
         began = time.monotonic()
         try:
@@ -153,6 +145,8 @@ class NCCLBackend(Backend):
 
     def _check_others(self, what: str, late: bool, timeout: float | None) -> None:
         """Raise what has failed on another rank, or if ``late`` a CollectiveTimeout that names late ranks."""
+        if self.failures.first is not None:
+            raise self.failures.first.copy()
         text = f"{what}: {timeouts.unbegun(timeout)}" if late else ""
         if late and self.size == 1:
             raise CollectiveTimeout(text)
