@@ -15,7 +15,6 @@ from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
-    RankLost,
     RendezvousError,
 )
 from kos.memory.array import Array
@@ -102,27 +101,6 @@ def test_changes_that_differ(backend, changes, last):
         return check(comm.shrink())
 
     assert run(backend, 2, body) == [(0, 2), (1, 2)]
-
-
-def test_a_member_that_is_lost_fails_a_grow_and_is_replaced():
-    def body(comm):
-        comm.barrier()
-        if comm.rank == 1:
-            comm.rendezvous.threads.world.end(1, "it is dead")
-            return None
-        with pytest.raises(RankLost, match="world: grow: rank 1 is gone: it is dead"):
-            comm.grow(1)
-        with pytest.raises(RendezvousError, match="replace: 0 of 1 newcomers joined"):
-            comm.replace(timeout=2.0)  # in which both come, also on a busy machine
-        may_join.set()
-        return check(comm.replace())
-
-    def newcomer(address):
-        assert may_join.wait(20)
-        return check(join(address))
-
-    may_join = threading.Event()
-    assert run("mock", 3, body, newcomer) == [(0, 3), None, (1, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])

@@ -25,37 +25,6 @@ from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
 
 
-@pytest.mark.parametrize("on", [MockRanks, TCPRanks])
-@pytest.mark.parametrize("gone", [[0], [1], [3], [0, 1], [1, 2], [0, 1, 2], [0, 2, 3], []], ids=str)
-@pytest.mark.parametrize("waits", [slice(0), slice(-1), slice(None)], ids=["no rank waits", "all but one", "all wait"])
-def test_survivors_go_on(on, gone, waits):
-    """Some survivors wait in a collective and learn of the loss there.
-
-    The other survivors call ``shrink`` directly.
-    """
-    left = [rank for rank in range(4) if rank not in gone]
-
-    def body(comm):
-        if comm.rank in gone:
-            return comm.abort()
-        if gone and comm.rank in left[waits]:
-            with pytest.raises(RankLost, match="rank . is gone"):
-                comm.all_reduce(np.ones(3), algorithm="ring")
-        part = comm.shrink()
-        assert (part.rank, part.size) == (left.index(comm.rank), len(left))
-        total = part.all_reduce(np.full(2, float(comm.rank))).tolist()
-        assert part.all_gather(np.array(comm.rank)).tolist() == left
-        with pytest.raises(CollectiveError, match="is closed"):
-            comm.barrier()
-        half = part.split(part.rank % 2)
-        half.barrier()
-        half.close()
-        part.close()
-        return total
-
-    assert on(4).run(body) == [[float(sum(left))] * 2 if rank in left else None for rank in range(4)]
-
-
 def survive_in_a_grid(comm: kos.Communicator) -> None:
     """Rank 3 of a grid dies; rank 0, which shares no group with it, waits in one for a rank that shrinks."""
     column, row = comm.grid((2, 2))

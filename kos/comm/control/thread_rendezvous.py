@@ -101,7 +101,7 @@ class ThreadGroup:
         self._shared: dict[Any, Any] = {}
         self.left_out: set[int] = set()  # ranks that the others have continued without
         self.joining: list[dict[str, Any]] = []  # newcomers that wait: their hello, to which the answer is added
-        self.answered = threading.Condition(self.world.lock)  # notified when a newcomer gets its answer
+        self.answered = threading.Condition(self.world.lock)  # of newcomers: an answer, or another group to wait for
         self.address = f"{THREADS}{next(_numbers)}"
         _groups[self.address] = self
 
@@ -300,9 +300,12 @@ class ThreadRendezvous(Rendezvous):
             return None
         members = [group.members[rank] for rank in sorted(calls)]
         if call == "shrink":
-            return ThreadGroup(len(members), group.world, members)
-        made = ThreadGroup(len(members) + wanted)
-        group.world.successors.append((made.world, members))
+            made = ThreadGroup(len(members), group.world, members)
+        else:
+            made = ThreadGroup(len(members) + wanted)
+            group.world.successors.append((made.world, members))
+        made.address, _groups[group.address] = group.address, made
+        group.answered.notify_all()
         for place, each in enumerate(group.joining[:wanted], len(members)):
             group.answer(each, group=made, rank=place, terms=terms, timeout=self.timeout, call=call)
         return made
@@ -317,17 +320,23 @@ class ThreadRendezvous(Rendezvous):
 
 def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[ThreadRendezvous, dict[str, Any]]:
     """The group of threads that admits this one, and the terms that it sends.  Raises RendezvousError."""
-    if (group := _groups.get(address)) is None:
-        raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
-    with group.world.lock:
-        group.joining.append(hello)
-        group.notify_all()
-        try:
-            if not group.answered.wait_for(lambda: all(each is not hello for each in group.joining), timeout):
-                waited = "its ranks have not called grow or replace"
-                raise RendezvousError(timeouts.not_admitted(address, timeout, waited))
-        finally:  # also if this thread is interrupted
-            group.joining = [each for each in group.joining if each is not hello]
+    deadline = time.monotonic() + timeout
+    while not hello.keys() & {"refused", "group"}:
+        if (group := _groups.get(address)) is None:
+            raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
+
+        def is_over(group: ThreadGroup = group) -> bool:
+            return all(each is not hello for each in group.joining) or _groups.get(address) is not group
+
+        with group.world.lock:
+            group.joining.append(hello)
+            group.notify_all()
+            try:
+                if not group.answered.wait_for(is_over, deadline - time.monotonic()):
+                    waited = "its ranks have not called grow or replace"
+                    raise RendezvousError(timeouts.not_admitted(address, timeout, waited))
+            finally:  # also if this thread is interrupted
+                group.joining = [each for each in group.joining if each is not hello]
     if "refused" in hello:
         raise RendezvousError(f"join: {hello['refused']}")
     rendezvous = ThreadRendezvous(hello["group"], hello["rank"], hello["timeout"])
