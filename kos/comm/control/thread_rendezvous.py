@@ -285,7 +285,7 @@ class ThreadRendezvous(Rendezvous):
         if (other := next((rank for rank, theirs in calls.items() if theirs != call), None)) is not None:
             raise self.failures.other_calls((self.rank, call), (other, calls[other]))
         lost = [rank for rank in range(self.size) if rank not in calls and rank not in missing]
-        if whole and lost and not missing:  # now: all that live get this error
+        if whole and lost:  # a rank that calls later finds the same
             raise self.failures.lost(lost[0], group.world.ends[group.members[lost[0]]], name)
         wanted = len(lost) if newcomers is None else newcomers
         for each in list(group.joining):
