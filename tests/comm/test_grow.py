@@ -11,12 +11,7 @@ import pytest
 import kos
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.errors import (
-    CollectiveError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    RendezvousError,
-)
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError
 from kos.memory.array import Array
 from tests import grow_faults
 from tests.comm import fake_nccl, fake_peer
@@ -101,6 +96,31 @@ def test_changes_that_differ(backend, changes, last):
         return check(comm.shrink())
 
     assert run(backend, 2, body) == [(0, 2), (1, 2)]
+
+
+@both
+def test_a_newcomer_that_waits_is_taken_after_another_change(backend):
+    def body(comm):
+        while not comm.broadcast(np.array(comm.newcomers()), 0):
+            time.sleep(0.01)
+        return check(comm.shrink().grow(1))
+
+    assert sorted(run(backend, 2, body, lambda address: check(join(address)))) == [(rank, 3) for rank in range(3)]
+
+
+def test_a_grow_fails_at_once_if_a_member_is_lost():
+    failed = threading.Event()
+
+    def body(comm):
+        if comm.rank == 1:
+            comm.rendezvous.threads.world.end(1, "it is dead")
+            return
+        assert comm.rank == 0 or failed.wait(10)  # half of the timeout
+        with pytest.raises(RankLost, match="world: grow: rank 1 is gone: it is dead"):
+            comm.grow(1)
+        failed.set()
+
+    run("mock", 3, body)
 
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("peer", marks=needs_compiler)])

@@ -81,8 +81,8 @@ class Membership(RuleBasedStateMachine):
 
     def reachable(self) -> list[Rank]:
         """The newcomers that can be taken.  Over ``tcp``, they know the addresses of the members at their arrival."""
-        callers = self.callers()
-        return [new for new in self.waiting if self.backend == "mock" or any(rank in callers for rank in new.known)]
+        on_threads, callers = self.backend == "mock", {*self.callers()}
+        return [new for new in self.waiting if on_threads or callers.intersection(new.known)]
 
     def all_call(self, function: Callable[[Rank], Any], count: int = MOST) -> list[Any]:
         """What each rank that calls, or the first ``count`` of them, returns or raises."""
