@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -45,7 +45,7 @@ class Rank:
 
     def _join(self, address: str) -> None:
         with contextlib.suppress(RendezvousError):
-            self.comm = kos.join(address, timeout=TIMEOUT)
+            self.comm = kos.join(address, timeout=2 * TIMEOUT)
 
     def has_joined(self) -> bool:
         return not self.joining.is_alive() and hasattr(self, "comm")
@@ -61,7 +61,7 @@ class Membership(RuleBasedStateMachine):
         port, group = free_port(), ThreadGroup(size)
         self.members = [Rank() for _ in range(size)]
         self.gone, self.silent, self.waiting = list[Rank](), list[Rank](), list[Rank]()
-        self.was_silent = self.is_closed = False
+        self.was_silent = self.is_closed = self.is_known = False
 
         def make(rank: Rank) -> None:
             number = self.members.index(rank)
@@ -111,7 +111,7 @@ class Membership(RuleBasedStateMachine):
         new = self.all_call(lambda rank: getattr(rank.comm, name)(*count, **options))
         assert all(isinstance(comm, kos.Communicator) for comm in new), new
         out, self.members = self.silent, self.callers()
-        self.gone, self.silent, self.is_closed = [], [], False
+        self.gone, self.silent, self.is_closed, self.is_known = [], [], False, False
         for rank, comm in zip(self.members, new, strict=True):
             rank.comm = comm
         deadline = time.monotonic() + TIMEOUT
@@ -156,15 +156,17 @@ class Membership(RuleBasedStateMachine):
     @rule(count=st.integers(1, MOST), call=st.sampled_from(["all_reduce", "grow"]))
     @precondition(lambda self: self.gone and not self.silent and not self.is_closed)
     def call_after_a_loss(self, count, call):
-        """If not all ranks call, the others learn of the loss when the membership changes."""
+        """If not all ranks call, the others learn of the loss when the membership changes.
+
+        Once a rank knows of the loss, it would not come to ``grow``, and the others would wait for it.
+        """
         lost = {rank.comm.world_ranks[rank.comm.rank] for rank in self.gone}
-        if call == "grow":
+        if call == "grow" and not self.is_known:
             errors = self.fail(lambda rank: rank.comm.grow(1), RankLost)
         else:
             errors = self.fail(lambda rank: rank.comm.all_reduce(np.ones(3), algorithm="ring"), RankLost, count)
-        for error in errors:
-            assert error.ranks and lost.issuperset(error.ranks), error
-            assert call in str(error) or "the communicator failed before" in str(error), error
+        assert all(error.ranks and lost.issuperset(error.ranks) for error in errors), errors
+        self.is_known = True
 
     @rule(count=SOME)
     @precondition(lambda self: self.is_whole() and self.reachable())
@@ -212,6 +214,7 @@ class Membership(RuleBasedStateMachine):
 
 @both
 def test_random_changes(backend):
+    """The same changes in each run.  Without ``derandomize``, they differ, and ``max_examples`` sets their number."""
     machine = type("On", (Membership,), {"backend": backend})
-    how = settings(max_examples=10, stateful_step_count=10, deadline=None, suppress_health_check=[*HealthCheck])
-    run_state_machine_as_test(machine, settings=how)
+    how = {"derandomize": True, "deadline": None, "suppress_health_check": [*HealthCheck], "phases": [Phase.generate]}
+    run_state_machine_as_test(machine, settings=settings(max_examples=10, stateful_step_count=10, **how))
