@@ -24,7 +24,7 @@ __all__ = ["known"]  # a fixture of every test
 
 MOST = 6  # members and newcomers
 SOON = 0.2  # seconds, for a change that fails however late a rank calls
-LONG = 3.0  # seconds: twice the time in which all ranks that call do so
+LONG = 3.0  # seconds, for a change without a silent rank: those that call have half of it to do so
 SOME = st.integers(0, 99)
 
 

@@ -123,8 +123,9 @@ def native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
         return None
     if dtype.is_float and op in (ReduceOp.MIN, ReduceOp.MAX):
         return None  # NCCL's minimum and maximum ignore NaN
-    rounded = dtype in _NARROW and op is ReduceOp.PREMUL_SUM  # NCCL rounds the factor to 16 bits
-    return None if rounded else (CODE_OF[dtype], _OPS[op], 1)
+    if dtype in _NARROW and op is ReduceOp.PREMUL_SUM:
+        return None  # NCCL's factor would be rounded to 16 bits
+    return CODE_OF[dtype], _OPS[op], 1
 
 
 def real_type(dtype: DType) -> DType:
