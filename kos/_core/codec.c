@@ -1,6 +1,6 @@
 // The codec of compressed collectives: the bits are those of the NumPy one in kos/comm/compression.py, which describes
 // the formats.  A block is widened to fp32, and its loops are in a form that compilers vectorise.
-#include "module.h"
+#include "objects.h"
 
 #include <float.h>
 #include <math.h>

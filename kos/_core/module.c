@@ -2,7 +2,7 @@
 //
 // A call that the core completes executes no Python code.  Otherwise the core returns a Work, which Python polls, or
 // calls failed(code, rank, word, *counts) of the group's owner, a Python object, which raises.
-#include "module.h"
+#include "objects.h"
 
 #include <pthread.h>
 

@@ -1,5 +1,5 @@
 // The arrays of calls: of kos (kos.memory.Array) and of torch, or whatever has DLPack's C exchange API.
-#include "module.h"
+#include "objects.h"
 
 // The start of kos.memory.Array, whose slots are in alphabetical order; take_arrays checks it.
 typedef struct {

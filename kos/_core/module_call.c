@@ -1,5 +1,5 @@
 // The path of a call from Python: its arrays, a start, the wait, and the Work if it does not complete at once.
-#include "module.h"
+#include "objects.h"
 
 PyTypeObject *work_type;
 

@@ -11,7 +11,7 @@
 // 3.11, any allocation that collects garbage.  That code may make the same call, set a timeout, or close the
 // communicator, all of which can free cached calls.  Such steps therefore come before the cache lookup, or after the
 // call has begun and is recorded.  Between these two points nothing here runs Python code.
-#include "module.h"
+#include "objects.h"
 
 enum { ARGUMENTS = 8, KNOWN = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };
 #define PLACES(o) ((o)->name ? KNOWN : 2)  // a Persistent has one call

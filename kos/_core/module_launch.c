@@ -3,7 +3,7 @@
 // Python has queued such a call before (kos/comm/gpu/eager.py), and has recorded the state under which the call needs
 // no event, no wait for another stream, and no change of the route.  While this state is unchanged, the core numbers,
 // records, publishes and queues the call.  In every other case, Python does so.
-#include "module.h"
+#include "objects.h"
 
 // A cached call; its launches follow.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
 typedef struct {

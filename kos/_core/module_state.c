@@ -5,7 +5,7 @@
 //
 // The steps of a Work are a generator, which is made when Python first needs it.  `core_work` is the part that the core
 // has begun.
-#include "module.h"
+#include "objects.h"
 
 #include <time.h>
 

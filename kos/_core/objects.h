@@ -1,6 +1,6 @@
 // The objects of kos._core.native: a Group, its Prepared calls, and the Works in flight.
-#ifndef KOS_MODULE_H
-#define KOS_MODULE_H
+#ifndef KOS_OBJECTS_H
+#define KOS_OBJECTS_H
 
 // Formats with "#", which need PY_SSIZE_T_CLEAN, must not be used: a wheel that is built by Python 3.13 or newer, whose
 // headers ignore that macro, would fail on 3.11 and 3.12.  Without the macro, such formats fail there in every build.
