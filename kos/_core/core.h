@@ -155,7 +155,7 @@ typedef struct {
     kos_combine combine;
     void (*widen)(float *out, const void *in, size_t count);  // to fp32, in which `combine` works; NULL: as they are
     void (*narrow)(void *out, const float *in, size_t count);
-    void (*average)(void *x, size_t count, int ranks);
+    void (*finish)(void *x, size_t count, int ranks);  // of the result: divides an average; makes a boolean 0 or 1
     unsigned bytes;  // of an element
 } kos_reduction;
 

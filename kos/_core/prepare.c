@@ -94,10 +94,13 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
 }
 
 static int has_counts(const kos_request *q, int size) {
-    uint64_t sum = 0;
-    for (int r = 0; r < size; r++)
-        sum += (q->send_counts ? q->send_counts[r] : 0) | (q->recv_counts ? q->recv_counts[r] : 0) | q->count;
-    return sum < UINT64_C(1) << 40;
+    const uint64_t limit = UINT64_C(1) << 40;
+    uint64_t sum = 0, bits;
+    for (int r = 0; r < size; r++) {
+        bits = (q->send_counts ? q->send_counts[r] : 0) | (q->recv_counts ? q->recv_counts[r] : 0) | q->count;
+        sum += kos_min(bits, limit);  // cannot wrap
+    }
+    return sum < limit;
 }
 
 int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {

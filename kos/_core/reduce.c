@@ -52,6 +52,15 @@ WRAP(16)
 WRAP(32)
 WRAP(64)
 
+// A boolean is true if its byte is not 0.
+COMBINE(and_bool, uint8_t, (a != 0) & (b != 0))
+COMBINE(xor_bool, uint8_t, (a != 0) ^ (b != 0))
+KOS_WIDE static void to_0_or_1(void *x, size_t count, int ranks) {
+    uint8_t *to = x;
+    (void)ranks;
+    for (size_t i = 0; i < count; i++) to[i] = to[i] != 0;
+}
+
 // Complex numbers.  A product is rounded as in NumPy where the CPU has fused multiply-add, which NumPy then uses.
 #define COMPLEX(bits, type, fused) \
     static void sum_c##bits(void *out, const void *first, const void *second, size_t count) { \
@@ -147,10 +156,10 @@ AVERAGE_COMPLEX(64, double)
 
 static const struct {
     kos_combine combine[KOS_OPS];  // by operation, NULL: the dtype does not have it
-    kos_reduction average;         // but for its `combine`
+    kos_reduction rest;            // but for its `combine`
 } dtypes[KOS_DTYPES] = {
-    [KOS_FLOAT64] = {{sum_f64, prod_f64, min_f64, max_f64, sum_f64}, {.average = average_f64, .bytes = 8}},
-    [KOS_FLOAT32] = {{sum_f32, prod_f32, min_f32, max_f32, sum_f32}, {.average = average_f32, .bytes = 4}},
+    [KOS_FLOAT64] = {{sum_f64, prod_f64, min_f64, max_f64, sum_f64}, {.finish = average_f64, .bytes = 8}},
+    [KOS_FLOAT32] = {{sum_f32, prod_f32, min_f32, max_f32, sum_f32}, {.finish = average_f32, .bytes = 4}},
     [KOS_FLOAT16] = SHORT_FLOAT(f16, 2),
     [KOS_BFLOAT16] = SHORT_FLOAT(bf16, 2),
     [KOS_FLOAT8_E4M3FN] = SHORT_FLOAT(e4m3, 1),
@@ -163,25 +172,25 @@ static const struct {
     [KOS_UINT16] = INTEGER(16, u),
     [KOS_UINT32] = INTEGER(32, u),
     [KOS_UINT64] = INTEGER(64, u),
-    [KOS_BOOL] = {{NULL, NULL, and_8, or_8, NULL, and_8, or_8, xor_8}, {.bytes = 1}},
-    [KOS_COMPLEX64] = {{sum_c32, prod_c32, NULL, NULL, sum_c32}, {.average = average_c32, .bytes = 8}},
-    [KOS_COMPLEX128] = {{sum_c64, prod_c64, NULL, NULL, sum_c64}, {.average = average_c64, .bytes = 16}},
+    [KOS_BOOL] = {{NULL, NULL, and_bool, or_8, NULL, and_bool, or_8, xor_bool}, {.finish = to_0_or_1, .bytes = 1}},
+    [KOS_COMPLEX64] = {{sum_c32, prod_c32, NULL, NULL, sum_c32}, {.finish = average_c32, .bytes = 8}},
+    [KOS_COMPLEX128] = {{sum_c64, prod_c64, NULL, NULL, sum_c64}, {.finish = average_c64, .bytes = 16}},
 };
 
-unsigned kos_bytes_of(int dtype) { return dtype >= 0 && dtype < KOS_DTYPES ? dtypes[dtype].average.bytes : 0; }
+unsigned kos_bytes_of(int dtype) { return dtype >= 0 && dtype < KOS_DTYPES ? dtypes[dtype].rest.bytes : 0; }
 
 int kos_reduction_of(int dtype, int op, kos_reduction *r) {
     if (dtype < 0 || dtype >= KOS_DTYPES || op < 0 || op >= KOS_OPS || !dtypes[dtype].combine[op])
         return -1;
     const int accumulates = op == KOS_SUM || op == KOS_PROD || op == KOS_AVG;
-    *r = dtypes[dtype].average;
+    *r = dtypes[dtype].rest;
     r->combine = dtypes[dtype].combine[op];
     if (!accumulates) {
         r->widen = NULL;
         r->narrow = NULL;
     }
-    if (op != KOS_AVG)
-        r->average = NULL;
+    if (op != KOS_AVG && dtype != KOS_BOOL)
+        r->finish = NULL;
     return 0;
 }
 
@@ -205,8 +214,8 @@ static void reduce_block(const kos_reduction *r, void *out, const void *const *i
         r->combine(to, sum, theirs, count);
         sum = to;
     }
-    if (r->average && r->widen)
-        r->average(total, count, ranks);
+    if (r->finish && r->widen)
+        r->finish(total, count, ranks);
     if (r->widen)
         r->narrow((uint8_t *)out + start, (const float *)total, count);
 }
@@ -222,6 +231,6 @@ void kos_reduce(const kos_reduction *r, void *out, const void *const *in, int in
         for (size_t at = 0; at < count; at += most)
             reduce_block(r, out, in, inputs, at, count - at < most ? count - at : most, ranks);
     }
-    if (r->average && !r->widen)
-        r->average(out, count, ranks);
+    if (r->finish && !r->widen)
+        r->finish(out, count, ranks);
 }

@@ -111,7 +111,8 @@ class Reduction:
     """A reduce operation resolved for one dtype and one group size.
 
     ``stage`` converts a contribution to the type of the reduction (fp32 for 16-bit and 8-bit floats), ``combine`` adds
-    one contribution to another, ``finish`` scales and rounds once.
+    one contribution to another, ``finish`` scales and rounds once.  A boolean is true if its byte is not 0, and
+    ``stage`` makes that byte 1.
     """
 
     op: ReduceOp
@@ -121,14 +122,16 @@ class Reduction:
     carrier: np.dtype[Any]
     combine: Combine
     is_plain: bool  # contributions need no scaling or conversion
-    element: DType  # what the kernels add: of complex numbers, but for products, the parts; of bool its bytes
+    element: DType  # what the kernels add: of complex numbers, but for products, the parts
     parts: int  # such elements in an element of the arrays
 
     def stage(self, x: Array, out: Array | None) -> Array:
         """A writable copy of the 1-D ``x`` in the carrier type: in ``out`` if that has this type, else new."""
         if out is None or out.dtype != self.carrier:
             out = np.empty(x.shape, self.carrier)
-        if out is not x:
+        if self.dtype.kind == "bool":
+            np.not_equal(x.view(np.uint8), 0, out=out)
+        elif out is not x:
             np.copyto(out, x, casting="unsafe")
         if self.op is ReduceOp.PREMUL_SUM:
             parts = out.view(out.real.dtype)  # of complex numbers: NumPy's products of those round differently
@@ -175,7 +178,7 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
         raise InvalidArgument(f"op: expected one of {names} for {dtype.name}, got {op.name}")
     carrier = dtype.accumulate if op in _ACCUMULATING else dtype.numpy
     combine = _complex_product if op is ReduceOp.PROD and dtype.kind == "complex" else _COMBINE[_UFUNCS[op]]
-    plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM
+    plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM and dtype.kind != "bool"
     paired = dtype.kind == "complex" and op is not ReduceOp.PROD
-    element = DTYPES[f"float{4 * dtype.itemsize}" if paired else "uint8" if dtype.kind == "bool" else dtype.name]
+    element = DTYPES[f"float{4 * dtype.itemsize}"] if paired else dtype
     return Reduction(op, dtype, size, factor, carrier, combine, plain, element, 2 if paired else 1)

@@ -20,9 +20,10 @@ CASES = {
     "reduce_ordered": [
         ("bfloat16", "bfloat16", "SUM"), ("float32", "float16", "SUM"), ("float64", "float64", "AVG"),
         ("int16", "int16", "PROD"), ("uint8", "uint8", "BXOR"), ("int64", "int64", "MIN"),
-        ("complex128", "complex128", "PROD"),
+        ("bool", "bool", "BXOR"), ("complex128", "complex128", "PROD"),
     ],
-    "scan_ordered": [("bfloat16", "bfloat16", "SUM"), ("float64", "float64", "PROD"), ("int64", "int64", "MIN")],
+    "scan_ordered": [("bfloat16", "bfloat16", "SUM"), ("float64", "float64", "PROD"), ("int64", "int64", "MIN"),
+                     ("bool", "bool", "BAND")],
     "scale": [("bfloat16", "float32", "SUM"), ("float64", "float64", "SUM")],
 }  # fmt: skip
 
@@ -38,7 +39,7 @@ def test_kernels_agree_with_their_stand_ins(seed, name, case):
     elif not given.is_float:
         x = generator.integers(0, 2**32, RANKS * COUNT, np.uint64)
     with np.errstate(invalid="ignore"):
-        x = x.astype(given.numpy)
+        x = (x % 4).astype(np.uint8).view(bool) if given.kind == "bool" else x.astype(given.numpy)
     if name != "scale" and given.is_float:
         x[::101] = np.nan
     results = []

@@ -23,7 +23,7 @@ from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from kos.testing.conformance import results
-from kos.testing.conformance.model import GATHERING, SCATTERING, Step, call, contributions, result, uneven
+from kos.testing.conformance.model import GATHERING, REDUCING, SCATTERING, Step, call, contributions, result, uneven
 from tests.comm import test_conformance as conformance
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import FakeRanks, alone, of_nccl, waits_that_are_bounded
@@ -75,6 +75,13 @@ def test_promise(ranks, seed, name):
 @pytest.mark.parametrize("step", [s for s in conformance.STEPS if KINDS.fullmatch(f" {s.dtype} ")], ids=str)
 def test_result(ranks, seed, step):  # of fewer dtypes than on GPUs
     ranks.run(lambda comm: results.correct(comm, seed, step))
+
+
+def test_booleans_in_a_group_of_one(fake, seed):
+    """Their bytes in a result are 0 or 1, as in other groups.  Other dtypes are copied."""
+    for name in REDUCING:
+        step = Step(name, dtype=np.bool_, op=kos.ReduceOp.BAND)
+        FakeRanks(1).run(lambda comm, step=step: results.correct(comm, seed, step))
 
 
 @on_each_rank(FakeRanks(3).run)

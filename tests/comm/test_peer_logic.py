@@ -102,9 +102,10 @@ def test_random_programs(gpu, /, seed):
 NAMES = [f"{name} {dtype}{' SUM' * (name in REDUCING)}" for name in OPERATIONS for dtype in ("bfloat16", "int64")]
 NAMES += [f"{name} {dtype} {op.name}" for dtype, op in REDUCTIONS for name in ("all_reduce", "reduce_scatter")]
 NAMES += [f"{name} bfloat16 SUM deterministic" for name in ("reduce", "reduce_scatter")]
+NAMES += [f"{name} bool BXOR" for name in ("reduce_scatter_v", "scan")]
 NAMES += [f"compressed {form} {dtype}" for form, dtype in (("fp8", BF16), ("int8", "float32"), ("int4", BF16))]
 NAMES += ["shapes_and_scalars", *(f"feedback_keeps_what_is_lost {form} float32" for form in FORMATS)]
-NAMES += [f"all_reduce {dtype} {op} with NaN" for dtype in ("float32", BF16) for op in ("MIN", "MAX")]
+NAMES += [f"all_reduce {dtype} {op} with NaN and zeros" for dtype in ("float32", BF16) for op in ("MIN", "MAX")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,6 +129,13 @@ def test_what_no_kernel_takes_is_exchanged_and_added(ranks, seed, monkeypatch):
     steps = [Step(name, dtype=BF16, op=ReduceOp.PREMUL_SUM) for name in ("scan", "exscan")]
     for step in (*steps, *(Step(name, dtype=kind, op=op) for name in ("scan", "reduce_scatter_v"))):
         ranks.run(lambda comm, step=step: results.correct(comm, seed, step))
+
+
+def test_booleans_in_a_group_of_one(no_gpu, seed):
+    """Their bytes in a result are 0 or 1, as in other groups.  Other dtypes are copied."""
+    for name in REDUCING:
+        step = Step(name, dtype=np.bool_, op=ReduceOp.BAND)
+        ThreadRanks(1).run(lambda comm, step=step: results.correct(comm, seed, step))
 
 
 @on_each_rank("ranks.run")

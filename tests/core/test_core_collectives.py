@@ -47,6 +47,16 @@ def test_counts_of_another_number_of_ranks_are_refused():
                 group.prepare("all_to_all", "uint8", varies=True, **counts)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("count", [1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1])
+def test_counts_beyond_what_the_core_counts_are_refused(size, count):
+    """Also those whose sum over the ranks is 0 modulo 2**64."""
+    with groups(size) as (group, *_):
+        for counts in ({"count": count}, {"varies": True, "recv_counts": [count] * size}):
+            with pytest.raises(ValueError, match="^all_gather(_v)?: expected .* counts"):
+                group.prepare("all_gather", "float64", **counts)
+
+
 def test_a_start_that_waits_returns_a_work_after_ten_milliseconds():
     with groups(2) as (a, b):
         for call, theirs in (

@@ -30,7 +30,7 @@ def random_bits(rng: np.random.Generator, dtype: str, count: int) -> Array:
     """Every kind of number: NaNs, infinities, zeros of both signs, subnormals; half of them are moderate."""
     kind = DTYPES[dtype].numpy
     if dtype == "bool":
-        return rng.integers(0, 2, count).astype(kind)
+        return rng.choice([0, 1, 2, 255], count).astype(np.uint8).view(kind)
     wild = np.frombuffer(rng.bytes(count * kind.itemsize), kind).copy()
     if DTYPES[dtype].kind in ("int", "uint"):
         return wild
@@ -110,6 +110,8 @@ def one_call(made: list[Any], rng: np.random.Generator, draw: random.Random) -> 
             expected = expected[rank * count : (rank + 1) * count]
         said = f"{operation} of {dtype}[{count}] by {op}, {size} ranks, root {root}, in place {in_place}"
         assert bits(out[rank][0], op) == bits(expected, op), f"{said}: rank {rank}"
+        if operation == "all_reduce":
+            assert out[rank][0].tobytes() == out[0][0].tobytes(), f"{said}: ranks 0 and {rank} differ"
         around = out[rank][1].copy()
         at = out[rank][0].ctypes.data - out[rank][1].ctypes.data
         around[at : at + out[rank][0].nbytes] = 0xA5

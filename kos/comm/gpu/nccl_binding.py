@@ -47,7 +47,6 @@ _OPS = {
     ReduceOp.MIN: MIN, ReduceOp.MAX: MAX,
 }  # fmt: skip
 _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
-_BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
 
 _NAMES = {"all_to_all": "allto_all"}
 """Operations whose functions in the binding have other names."""
@@ -117,8 +116,6 @@ def native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
     reduces."""
     if dtype.kind == "complex":
         return None if op is ReduceOp.PROD else (CODE_OF[real_type(dtype)], _OPS[op], 2)
-    if dtype.kind == "bool":
-        return (BYTE, _BYTES[op], 1) if op in _BYTES else None
     if dtype not in CODE_OF or op not in _OPS:
         return None
     if dtype.is_float and op in (ReduceOp.MIN, ReduceOp.MAX):

@@ -105,10 +105,12 @@ def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
 def single_rank_route(o: Operation, device: int) -> Resolved | None:
     """How an operation runs in a group of one rank: as a copy, or as nothing.
 
-    None for an operation with a factor or a chosen algorithm, which runs as in other groups.
+    None for a reduction of bool, an operation with a factor or a chosen algorithm, which runs as in other groups.
     """
     send, recv, reduction = o.send, o.recv, o.reduction
-    if (reduction is not None and reduction.op is ReduceOp.PREMUL_SUM) or o.options.algorithm != AUTO:
+    if reduction is not None and (reduction.op is ReduceOp.PREMUL_SUM or reduction.dtype.kind == "bool"):
+        return None
+    if o.options.algorithm != AUTO:
         return None
     if send is None or recv is None or send is recv:
         return partial(_copy, device, 0), None, True

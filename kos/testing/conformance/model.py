@@ -191,7 +191,7 @@ def factors_of(size: int) -> list[float]:
 
 def reduced(xs: Sequence[Array], op: ReduceOp, factors: Sequence[float], wide: Any) -> Array:
     """((x0 + x1) + x2) + ... in the dtype ``wide``; ``factors`` are those of PREMUL_SUM."""
-    each = [x.astype(wide) for x in xs]
+    each = [x.view(np.uint8) != 0 if x.dtype == np.bool_ else x.astype(wide) for x in xs]
     if op is ReduceOp.PREMUL_SUM:
         each = [x * x.dtype.type(factor) for x, factor in zip(each, factors, strict=False)]
     total: Array = each[0]
@@ -210,14 +210,17 @@ def in_rank_order(xs: Sequence[Array], op: ReduceOp = ReduceOp.SUM, factors: Seq
 def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
     """Check a result: integers and comparisons exactly, sums and products within the rounding of their type.
 
-    The expected result is computed in 64 bits.  With any operation, a NaN of one rank makes the result NaN.
+    The expected result is computed in 64 bits.  With any operation, a NaN of one rank makes the result NaN.  The minimum
+    and the maximum of 0.0 and -0.0 may be either.
     """
     dtype = contributions[0].dtype
     wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}.get(dtype.kind, np.float64)
     expected = reduced(contributions, op, factors, wide)
-    if dtype.kind in "iub" or op in (ReduceOp.MIN, ReduceOp.MAX):
-        (assert_bits if dtype.kind in "iub" else assert_numbers)(got, expected.astype(dtype), str(op))
-        return
+    if dtype.kind in "iub":
+        return assert_bits(got, expected.astype(dtype), str(op))
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        zero = dtype.type(0)  # -0.0 + 0.0 is 0.0
+        return assert_numbers(got + zero, expected.astype(dtype) + zero, str(op))
     n = len(contributions)
     carrier = dtype_of(dtype).accumulate
     if SUMS_IN_16_BITS.get() and dtype.itemsize == 2:

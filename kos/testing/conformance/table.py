@@ -6,6 +6,7 @@ The checks of results compare a ``Step`` with the model of the semantics (``mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.group_backend import GroupBackend
+from kos.dtypes import DTYPES
 from kos.testing.conformance import failures, intact, order, results, values
 from kos.testing.conformance.model import MOVING, REDUCING, Step
 
@@ -62,7 +64,7 @@ def cases(full: bool = False, seed: int = 0, gpu: bool = False) -> list[Case]:
     return [case for case in rows if not (gpu and case.host)]
 
 
-_FEW = {"float32": None, "bfloat16": ("SUM", "AVG"), "int32": ("SUM", "BXOR"), "bool": ("BOR",)}
+_FEW = {"float32": None, "bfloat16": ("SUM", "AVG"), "int32": ("SUM", "BXOR"), "bool": ("BAND", "BXOR")}
 """The dtypes of the short suite, and the reduce operations of each (None: all)."""
 _F4, _F2, _BF2 = (np.dtype(each) for each in (np.float32, np.float16, ml_dtypes.bfloat16))
 
@@ -120,9 +122,11 @@ def _of_results(full: bool, seed: int) -> Iterator[Case]:
             yield row(step, "by every schedule", host=True, sizes=(2, 997), every_schedule=True)
     for dtype, op in ((_F2, ReduceOp.AVG), (_F2, ReduceOp.MAX), (_BF2, ReduceOp.MAX)):
         yield row(Step("all_reduce", dtype=dtype, op=op, values="large"), "large numbers", sizes=(7,))
-    for dtype in (_F4, _F2, _BF2):
+    special = Step("all_reduce", dtype=_F4, op=ReduceOp.MIN, values="with NaN and zeros")
+    for dtype in [each.numpy for each in DTYPES.values() if each.is_float] if full else (_F4, _F2, _BF2):
         for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM):
-            yield row(Step("all_reduce", dtype=dtype, op=op, values="with NaN"), "with NaN", sizes=(997,))
+            yield row(replace(special, dtype=dtype, op=op), special.values, sizes=(997,))
+    yield row(special, f"{special.values} by every schedule", host=True, sizes=(7, 997), every_schedule=True)
     yield _row(results.shapes_and_scalars)
 
 

@@ -32,7 +32,8 @@ def inputs(seed: int, size: int, count: int, dtype: Any) -> list[Array]:
 def vector(seed: Sequence[int], count: int, dtype: Any, kind: str = "any") -> Array:
     """Random numbers of one ``kind``; the last word of ``seed`` is the rank.
 
-    - "any": any values of the dtype; "with NaN": the same with some NaN;
+    - "any": any values of the dtype, also booleans whose bytes are neither 0 nor 1;
+    - "with NaN and zeros": the same with some NaN, of different bits, and some zeros of both signs;
     - "whole": whole numbers from 0 to 4;
     - "large": numbers so large that the dtype cannot hold the sum of any two;
     - "apart": numbers whose magnitude differs from rank to rank, so that another order of additions rounds differently;
@@ -48,14 +49,19 @@ def vector(seed: Sequence[int], count: int, dtype: Any, kind: str = "any") -> Ar
     if kind == "near the bounds":
         return near_the_bounds(rng, -(-count // (6 * BLOCK)), dtype)[:count]
     x = _any(rng, count, dtype)
-    if kind == "with NaN":
-        x[rng.random(count) < 0.2] = np.nan
+    if kind == "with NaN and zeros":
+        some = rng.random(count)
+        x[some < 0.5] = 0
+        x[some < 0.2] = np.nan
+        bits = x.view(f"u{dtype.itemsize}")
+        bits[some < 0.2] |= rng.integers(0, 4, count, bits.dtype)[some < 0.2]  # a NaN stays one in every dtype
+        bits[some < 0.5] |= rng.integers(0, 2, count, bits.dtype)[some < 0.5] << 8 * dtype.itemsize - 1
     return x if kind != "apart" else (x.astype(np.float64) * 16.0 ** (seed[-1] % 3)).astype(dtype)
 
 
 def _any(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
     if dtype == np.bool_:
-        return rng.random(count) < 0.5
+        return np.where(rng.random(count) < 0.5, 0, rng.choice([1, 2, 128, 255], count)).astype(np.uint8).view(dtype)
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         return rng.integers(info.min, info.max, count, dtype, endpoint=True)

@@ -81,7 +81,7 @@ struct BXOR : Plain {
     template <class V> static __device__ V combine(V a, V b) { return a ^ b; }
 };
 
-using T = DTYPE;
+using T = Named<DTYPE>::type;
 using Op = OP;
 using Bits = T::Bits;
 using Wide = T::Wide;

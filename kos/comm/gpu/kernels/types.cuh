@@ -22,6 +22,9 @@ struct uint8 : Integer<unsigned, unsigned char> {};
 struct uint16 : Integer<unsigned, unsigned short> {};
 struct uint32 : Integer<unsigned, unsigned> {};
 struct uint64 : Integer<unsigned long long, unsigned long long> {};
+struct Boolean : uint8 {  // true if the byte is not 0
+    static __device__ unsigned widen(unsigned char x) { return x != 0; }
+};
 
 struct float64 {
     using Bits = unsigned long long;
@@ -50,6 +53,10 @@ struct bfloat16 {
     static __device__ float widen(Bits x) { return __uint_as_float(unsigned(x) << 16); }
     static __device__ Bits narrow(float x) { return to_bfloat16(x); }
 };
+
+// The type that a macro such as DTYPE names: ``bool`` is a keyword.
+template <class D> struct Named { using type = D; };
+template <> struct Named<bool> { using type = Boolean; };
 
 // 8-bit floats as ml_dtypes has them: what rounds beyond the largest number becomes NaN (e4m3fn) or inf (e5m2).
 struct float8_e4m3fn {

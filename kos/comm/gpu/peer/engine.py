@@ -229,12 +229,12 @@ class PeerEngine:
         return launch
 
     def _kernel(self, file: str, launch: KernelConfig, dtype: DType, op: ReduceOp, **macros: Any) -> Any:
-        name = "uint8" if dtype.name == "bool" else dtype.name
-        self.record_kernel(file, launch.algorithm, name, op, launch.threads)
+        self.record_kernel(file, launch.algorithm, dtype.name, op, launch.threads)
         only = launch.algorithm.upper()
         return self.load(
-            KERNELS / file, launch.algorithm, DTYPE=name, OP=op.name, THREADS=launch.threads, ONLY=only, **macros
-        )
+            KERNELS / file, launch.algorithm, DTYPE=dtype.name, OP=op.name, THREADS=launch.threads, ONLY=only,
+            **macros,
+        )  # fmt: skip
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         """A kernel for this group, loaded when no kernel of another communicator can wait for this rank."""
