@@ -46,6 +46,7 @@ REDUCTIONS = [
     for names, ops in (
         ("bfloat16", "SUM PROD MIN MAX AVG"), ("int16", "SUM PROD MIN MAX BAND BOR BXOR"),
         ("float64 float32 float16 int8 int32 int64 uint64", "SUM"), ("float8_e4m3fn float8_e5m2 bool", "MAX"),
+        ("bool", "BXOR"),
     )
     for name in names.split()
     for op in ops.split()

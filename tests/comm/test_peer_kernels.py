@@ -61,6 +61,8 @@ def on_ranks(function: Any, size: int, *arguments: Any) -> list[Any]:
 
 
 def draw(rng: np.random.Generator, dtype: np.dtype, count: int) -> np.ndarray:
+    if dtype.kind == "b":
+        return rng.choice([0, 1, 2, 255], count).astype(np.uint8).view(dtype)
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         return rng.integers(info.min, info.max, count, dtype, endpoint=True)
@@ -94,7 +96,9 @@ def tree_sum(staged: list[np.ndarray], reduction: Any, node: int) -> np.ndarray:
 
 
 def same(got: np.ndarray, want: np.ndarray, exact: bool) -> None:
-    if exact or got.dtype.kind in "iu":
+    if got.dtype.kind == "b":
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+    elif exact or got.dtype.kind in "iu":
         np.testing.assert_array_equal(got, want)
     else:
         tolerance = {8: 1e-12, 4: 1e-5, 2: 2e-2}[got.dtype.itemsize]
@@ -151,6 +155,7 @@ def every_reduction(rendezvous: Rendezvous, device: int, launch: KernelConfig, s
         for dtype in DTYPES for count in (1, 7, 1003, 20011)
     ]  # fmt: skip
     cases += [(np.dtype(ml_dtypes.bfloat16), op, 4099) for op in floats]
+    cases += [(np.dtype(np.bool_), op, 4099) for op in ints[1:]]
     cases += [(np.dtype(np.int16), op, 4099) for op in ints] + [(np.dtype(np.float64), ReduceOp.PREMUL_SUM, 4099)]
     for dtype, op, count in cases:
         inputs = [draw(rng, dtype, count) for _ in range(size)]

@@ -47,7 +47,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 REDUCTIONS = [  # one of each way in which kernels treat a type
     (BF16, ReduceOp.SUM), (np.dtype(np.float64), ReduceOp.PREMUL_SUM), (np.dtype(np.float16), ReduceOp.MAX),
     (np.dtype(np.int8), ReduceOp.SUM), (np.dtype(np.complex64), ReduceOp.AVG),
-    (np.dtype(np.complex128), ReduceOp.PROD),
+    (np.dtype(np.complex128), ReduceOp.PROD), (np.dtype(np.bool_), ReduceOp.BXOR),
 ]  # fmt: skip
 OPERATIONS = ("reduce_scatter_v", "scan", "exscan", *MOVING[:-1])
 
@@ -102,7 +102,7 @@ def test_random_programs(gpu, /, seed):
 NAMES = [f"{name} {dtype}{' SUM' * (name in REDUCING)}" for name in OPERATIONS for dtype in ("bfloat16", "int64")]
 NAMES += [f"{name} {dtype} {op.name}" for dtype, op in REDUCTIONS for name in ("all_reduce", "reduce_scatter")]
 NAMES += [f"{name} bfloat16 SUM deterministic" for name in ("reduce", "reduce_scatter")]
-NAMES += [f"{name} bool BXOR" for name in ("reduce_scatter_v", "scan")]
+NAMES += ["scan bool BXOR"]
 NAMES += [f"compressed {form} {dtype}" for form, dtype in (("fp8", BF16), ("int8", "float32"), ("int4", BF16))]
 NAMES += ["shapes_and_scalars", *(f"feedback_keeps_what_is_lost {form} float32" for form in FORMATS)]
 NAMES += [f"all_reduce {dtype} {op} with NaN and zeros" for dtype in ("float32", BF16) for op in ("MIN", "MAX")]

@@ -220,7 +220,7 @@ COMM_CASES = [
     ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "AVG", "STALL": 1000}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "float16", "OP": "PREMUL_SUM", "PARTIALS": 1}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "float64", "OP": "PROD"}, PACKETS),
-    ("all_reduce_packets.cu", {"DTYPE": "uint8", "OP": "BXOR", "BROKEN": 1}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "bool", "OP": "BXOR", "BROKEN": 1}, PACKETS),
     ("all_reduce_push.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"push", b"reduce_scatter"]),
     ("all_reduce_push.cu", {"DTYPE": "float64", "OP": "MAX", "STALL": 1000}, [b"push", b"reduce_scatter"]),
     ("all_reduce_specialized.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"specialized"]),
@@ -228,6 +228,7 @@ COMM_CASES = [
     ("all_reduce_copies.cu", {"DTYPE": "bfloat16", "OP": "SUM", "THREADS": 512}, [b"copies"]),
     ("all_reduce_direct.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"direct"]),
     ("all_reduce_direct.cu", {"DTYPE": "int64", "OP": "MIN", "UNROLL": 2}, [b"direct"]),
+    ("all_reduce_direct.cu", {"DTYPE": "bool", "OP": "MIN"}, [b"direct"]),
     ("compressed.cu", {"DTYPE": "bfloat16", "OP": "SUM", "INT8": 1}, COMPRESSED),
     ("compressed.cu", {"DTYPE": "float32", "OP": "AVG", "FP8": 1}, COMPRESSED),
     ("compressed.cu", {"DTYPE": "float16", "OP": "SUM", "INT4": 1}, COMPRESSED),
@@ -238,7 +239,7 @@ COMM_CASES = [
     ("reduce_ordered.cu", {"DTYPE": "float32", "RESULT": "float16", "OP": "AVG"}, ORDERED),
     ("reduce_ordered.cu", {"DTYPE": "float16", "RESULT": "float32", "OP": "SUM"}, ORDERED),
     ("reduce_ordered.cu", {"DTYPE": "int16", "RESULT": "int16", "OP": "PROD"}, ORDERED),
-    ("reduce_ordered.cu", {"DTYPE": "uint8", "RESULT": "uint8", "OP": "BOR"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "bool", "RESULT": "bool", "OP": "BOR"}, ORDERED),
 ]
 
 
