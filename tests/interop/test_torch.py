@@ -50,6 +50,12 @@ def test_compress_takes_ddp_only():
         compress(torch.nn.Linear(3, 3), "int8")
 
 
+def test_booleans_are_true_if_their_bytes_are_not_0():
+    either, both = [1, 1, 0], [1, 0, 0]
+    found = {"SUM": either, "PRODUCT": both, "MIN": both, "MAX": either, "BAND": both, "BOR": either, "BXOR": [0, 1, 0]}
+    assert run(f"{PROGRAMS}:booleans") == [found] * 2
+
+
 def test_a_gather_to_one_tensor():
     assert run(f"{PROGRAMS}:gather_single") == [[], [2.0, 2.0, 12.0, 12.0]]
 

@@ -100,6 +100,16 @@ def collectives() -> dict[str, Any]:
     return found
 
 
+def booleans() -> dict[str, list[int]]:
+    """The bytes of reductions of booleans whose bytes are not 0 or 1: true on all ranks, on rank 0, on none."""
+    rank, found = dist.get_rank(), {}
+    for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        x = torch.tensor([1 << rank + 1, 2 * (rank == 0), 0], dtype=torch.uint8).view(torch.bool)
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        found[op] = x.view(torch.uint8).tolist()
+    return found
+
+
 def gather_single() -> list[float]:
     """The operation of ``dist.gather_single``, which torch has from 2.15 on, to rank 1."""
     rank, opts, group = dist.get_rank(), dist.GatherOptions(), dist.group.WORLD

@@ -210,8 +210,8 @@ def in_rank_order(xs: Sequence[Array], op: ReduceOp = ReduceOp.SUM, factors: Seq
 def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
     """Check a result: integers and comparisons exactly, sums and products within the rounding of their type.
 
-    The expected result is computed in 64 bits.  With any operation, a NaN of one rank makes the result NaN.  The minimum
-    and the maximum of 0.0 and -0.0 may be either.
+    The expected result is computed in 64 bits.  With any operation, a NaN of one rank makes the result NaN.  The
+    minimum and the maximum of 0.0 and -0.0 may be either.
     """
     dtype = contributions[0].dtype
     wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}.get(dtype.kind, np.float64)
