@@ -29,8 +29,10 @@ from kos.errors import (
     CudaError,
     Interrupted,
     KosError,
+    OutOfMemory,
     RankLost,
     RendezvousError,
+    in_words,
     sentence,
 )
 
@@ -247,6 +249,15 @@ class FailureLog:
         self.status.receive_notices()
 
     # Errors and their causes.
+
+    def as_own(self, error: Exception, what: object = None) -> KosError:
+        """An error of this rank alone, as all ranks raise it in the call ``what``: it names this rank."""
+        me, kind = [self.world[self.rank]], type(error) if isinstance(error, KosError) else CollectiveError
+        if isinstance(error, KosError) and error.ranks:
+            return error
+        kind = OutOfMemory if isinstance(error, MemoryError) else kind
+        words = str(error) or "out of host memory" if isinstance(error, MemoryError) else in_words(error)
+        return kind(f"{self._names(me)}: {words}", ranks=me, call=what)
 
     def named(self, work: Any, error: Exception) -> KosError:
         """``error`` as an error of kos that names ``work``."""

@@ -20,7 +20,6 @@ no other.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import ipaddress
@@ -42,6 +41,7 @@ from typing import Any, TypeVar
 from kos.comm.control.listening import listen
 from kos.comm.failures import LOOK_SECONDS
 from kos.errors import RendezvousError
+from kos.files import lacks_files
 
 T = TypeVar("T")
 Waiting = Generator[int, None, T]
@@ -52,7 +52,6 @@ HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
 MAX_PENDING = 1024  # callers in their handshakes; and at most a third of the files that this process may open
 _COPIED = 1 << 14  # bytes of a message from which on it is not copied: all ranks' connections share the hub's answer
 _MAX_REJECTED = 4  # rejected callers in an error
-_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 JOIN = 0xFFFFFFFF  # instead of the rank: a newcomer
 _MAGIC = b"kos/tcp4"  # the protocol and its version
@@ -254,9 +253,14 @@ def authenticate(
 
 
 class Acceptor:
-    """Accepts callers that complete the handshake.  With ``hello``, each caller adds a first message to it, in JSON."""
+    """Accepts callers that complete the handshake.  With ``hello``, each caller adds a first message to it, in JSON.
 
-    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False) -> None:
+    ``reserved`` is a number of callers for which this process reserves file descriptors now.
+    """
+
+    def __init__(
+        self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False, reserved: int = 0
+    ) -> None:
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
         self._epoch, self._hello = epoch, hello
         self.join = b""  # the key of newcomers, if they are admitted
@@ -266,6 +270,13 @@ class Acceptor:
         self._admitted: deque[tuple[int, Any, Connection]] = deque()
         self.rejected: list[str] = []  # callers with another secret, the first few
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._reserved: list[int] = []
+        try:
+            for _ in range(reserved):
+                self._reserved.append(os.dup(self._selector.fileno()))  # type: ignore[attr-defined]
+        except OSError:
+            self._free_reserved()
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -279,8 +290,13 @@ class Acceptor:
             self._reject(sock)
         while self._admitted:  # callers admitted together with the last expected one
             self._admitted.popleft()[2].close()
+        self._free_reserved()
         self._listener.close()
         self._selector.close()
+
+    def _free_reserved(self) -> None:
+        while self._reserved:
+            os.close(self._reserved.pop())
 
     def admit(self, seconds: float) -> tuple[int, Any, Connection] | None:
         """Rank, size or first message, and connection of the next authenticated caller; None after ``seconds``.
@@ -302,6 +318,8 @@ class Acceptor:
         return self._admitted.popleft() if self._admitted else None
 
     def _accept(self) -> None:
+        if self._reserved:
+            os.close(self._reserved.pop())
         try:
             sock, (host, *_) = self._listener.accept()
         except BlockingIOError:
@@ -408,21 +426,6 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
                 look()
         else:
             raise TimeoutError("it accepted the connection, but did not answer in time: it may be stopped, or not kos")
-
-
-def allow_files(size: int) -> None:
-    """Raise the limit of open files, as far as the hard limit allows, to three for each of ``size`` ranks.
-
-    They are a hub's connections, those of the ``tcp`` backend, and the program's own files.
-    """
-    (soft, hard), wanted = resource.getrlimit(resource.RLIMIT_NOFILE), 3 * size
-    if 0 <= soft < wanted:  # -1: no limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
-
-
-def lacks_files(error: BaseException) -> bool:
-    """Whether the error says that this process, or this host, has no file descriptor or memory for another socket."""
-    return isinstance(error, OSError) and error.errno in _NO_FILES
 
 
 def is_loopback(host: str) -> bool:
