@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy import may_share_memory, ndarray  # faster than np.ndarray, as numpy has a __getattr__
@@ -46,7 +46,7 @@ from kos.comm.arguments import (
 )
 from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
-from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
+from kos.comm.operation import ANY, AUTO, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
 from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
@@ -58,6 +58,7 @@ from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import library_of, plain_array
 
 Op = ReduceOp | PremulSum
+T = TypeVar("T")
 
 _KEYWORDS = {
     "stream": "a stream of kos.cuda, torch or CuPy, or a raw handle; the call is ordered with the work on it.",
@@ -107,9 +108,9 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
             prepared, x, out = cached
             given = None if x < 0 else arrays[x]
             into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
-            work = comm._cached_work(prepared, given, into, array, stream)
+            work = comm._made(name, comm._cached_work, prepared, given, into, array, stream)
         if work is None:
-            work = check(comm, *args, **options)
+            work = comm._made(name, check, comm, *args, **options)
             if work is None:
                 return None
             if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
@@ -162,6 +163,19 @@ class Operations:
     def _check_open(self) -> None:
         """Raise CollectiveError if this communicator is closed."""
 
+    def _made(self, name: str, make: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What ``make`` returns for a call.  If this rank lacks memory, a collective fails on all: they wait for it."""
+        try:
+            return make(*args, **options)
+        except (MemoryError, OverflowError) as error:
+            failures = self.backend.failures
+            own = failures.as_own(error, f"{self._group.name}: {name}")
+            if failures.first is None and name not in POINT_TO_POINT:
+                failures.report_own(own, self.backend.begun)
+            if own is error:
+                raise
+            raise own from error
+
     def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
         """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
 
@@ -194,7 +208,7 @@ class Operations:
 
         The arguments are those of ``_cached_work``.  Returns NotImplemented if the call must be checked.
         """
-        work = self._cached_work(prepared, x, out, out, stream)
+        work = self._made(prepared.name, self._cached_work, prepared, x, out, out, stream)
         return NotImplemented if work is None else work.prepared.start(self, work)
 
     def _start_uncached(
@@ -208,7 +222,7 @@ class Operations:
         arguments = *args, *options.values()
         if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
             return operation(self, *args, **options), None
-        work = operation.__wrapped__(self, *args, **options)  # type: ignore[attr-defined]
+        work = self._made(operation.__name__, operation.__wrapped__, self, *args, **options)  # type: ignore[attr-defined]
         if work is None:
             return None, None
         ends, core_call = _input_and_output(work), None

@@ -13,6 +13,7 @@ from kos.memory import Buffer
 
 T = TypeVar('T')
 Op = ReduceOp | PremulSum
+T = TypeVar('T')
 
 class Operations:
     rank: int
@@ -25,6 +26,7 @@ class Operations:
     _core_calls: Any = None
     _defaults: Options
     def _check_open(self) -> None: ...
+    def _made(self, name: str, make: Callable[..., T]) -> T: ...
     def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None: ...
     def _start_cached(self, prepared: Prepared, stream: Any, x: Any, out: Any) -> Any: ...
     def _start_uncached(

@@ -187,19 +187,28 @@ class FailureLog:
         """
         sequence = work.sequence if work.collective and work.sequence >= 0 else begun
         self.first = self.first or error.copy()
-        shared = self._shared(error, lost, work)
-        self.record(sequence, shared)
-        with self._lock:
-            earlier, self._sent = self._sent, sequence if self._sent is None else min(self._sent, sequence)
-        if earlier is None or sequence < earlier:  # other ranks may wait in an earlier collective
-            for reporter in self.reporters.copy():
-                reporter.report_failure(shared, sequence)
+        self._send(self._shared(error, lost, work), sequence)
 
     def report_end(self, reason: str, sequence: int) -> None:
         """Report to the other ranks that this one begins neither collective ``sequence`` nor a later one."""
         cause = self.cause()
         for reporter in self.reporters.copy():
             reporter.report_end(sequence, reason, cause)
+
+    def report_own(self, error: KosError, begun: int) -> None:
+        """Report ``error`` of this rank, which does not begin collective ``begun``: the others may wait in it."""
+        self.first = self.first or error.copy()
+        self.status.post_failure(error)
+        self._send(error, begun)
+
+    def _send(self, shared: KosError, sequence: int) -> None:
+        """Have the reporters carry the failure of that collective to the other ranks, unless an earlier one failed."""
+        self.record(sequence, shared)
+        with self._lock:
+            earlier, self._sent = self._sent, sequence if self._sent is None else min(self._sent, sequence)
+        if earlier is None or sequence < earlier:  # other ranks may wait in an earlier collective
+            for reporter in self.reporters.copy():
+                reporter.report_failure(shared, sequence)
 
     # Questions.
 
@@ -261,6 +270,11 @@ class FailureLog:
 
     def named(self, work: Any, error: Exception) -> KosError:
         """``error`` as an error of kos that names ``work``."""
+        if isinstance(error, MemoryError):
+            own = self.as_own(error, work)
+            if not isinstance(error, KosError):
+                own.__cause__ = error
+            return own
         if not isinstance(error, KosError):
             named = CollectiveError(f"{type(error).__name__}: {error}".removesuffix(": "), call=work)
             named.__cause__ = error

@@ -46,7 +46,7 @@ for free in range(30):
         os.close(file)
     if group is not None:
         group.close() if error is None else group.abort()
-    print(json.dumps(None if error is None else [type(error).__name__, error.ranks, "{text}" in str(error)]))
+    print(json.dumps(None if error is None else [type(error).__name__, error.ranks, "{text}" in f"{{error}}" or f"{{error}}"]))
     comm.barrier()
 comm.duplicate().close()
 print(comm.failure)

@@ -112,8 +112,8 @@ class Rendezvous(ABC):
         self._exchanges += 1
         name = shortened(self.call).encode()  # every rank gets those of all ranks
         head = _HEAD.pack(self._exchanges, len(name)) + name
-        message = head + bytes(data)
         try:
+            message = head + bytes(data)
             parts = self._exchange(message) if self.size > 1 else [message]
             if not all(part.startswith(head) for part in parts):
                 raise _difference(parts, self.failures)
@@ -125,15 +125,15 @@ class Rendezvous(ABC):
             raise
         return [part[len(head) :] for part in parts]
 
-    def together(self, step: Callable[[], bytes]) -> list[bytes]:
+    def together(self, step: Callable[[], bytes], what: str = "rendezvous") -> list[bytes]:
         """What ``step`` returns on each rank.  If it raises on one, all ranks raise its error, and this group goes on.
 
-        That is an error of kos, or a MemoryError, which becomes OutOfMemory.
+        That is an error of kos, or a MemoryError, which becomes OutOfMemory of the call ``what``.
         """
         try:
             mine = b"+" + step()
         except (KosError, MemoryError) as error:
-            mine = json.dumps(to_record(self.failures.as_own(error, "rendezvous"))).encode()
+            mine = json.dumps(to_record(self.failures.as_own(error, what))).encode()
         results = self.allgather(mine)
         if (failed := next((each for each in results if each[:1] != b"+"), None)) is not None:
             raise from_record(json.loads(failed))
@@ -148,9 +148,9 @@ class Rendezvous(ABC):
         """
         try:
             yield
-        except (BackendUnavailable, *alike):
-            raise
         except BaseException as error:
+            if isinstance(error, (BackendUnavailable, *alike)):
+                raise
             if self.failures.over is None:
                 self._exchanges += 1  # the first that this rank does not join
                 self._cut_short(error)
@@ -158,14 +158,25 @@ class Rendezvous(ABC):
                 raise self.failures.over.copy() from error
             raise
 
+    @contextmanager
+    def reporting_memory(self) -> Iterator[None]:
+        """As ``reporting``, but only if this rank lacks memory."""
+        try:
+            yield
+        except (MemoryError, OverflowError) as error:
+            if isinstance(error, KosError):
+                raise
+            with self.reporting():
+                raise
+
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
         me = self.failures.names([self.rank], False)
-        if isinstance(error, CollectiveError | RendezvousError):
+        if isinstance(error, CollectiveError | OutOfMemory | RendezvousError):
             failure: KosError = error.copy(None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            kind = OutOfMemory if isinstance(error, MemoryError) else RendezvousError
+            kind: type[KosError] = OutOfMemory if isinstance(error, MemoryError) else RendezvousError
             failure = kind(f"rendezvous: {self.call} was interrupted on {me} by {what}")
         failure.ranks = failure.ranks or (self.failures.world[self.rank],)
         self.failures.over = failure

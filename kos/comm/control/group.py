@@ -42,6 +42,7 @@ from kos.comm.control.identity import hold
 from kos.comm.control.inbox import Inbox
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel
+from kos.comm.control.peers import connect_all, unreached
 from kos.comm.control.secret import load_secret
 from kos.comm.control.thread_rendezvous import ThreadGroup
 from kos.comm.control.wire import (
@@ -50,7 +51,6 @@ from kos.comm.control.wire import (
     Connection,
     HandshakeError,
     Network,
-    admit_all,
     copied,
     drive,
     is_loopback,
@@ -59,9 +59,6 @@ from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RendezvousError, from_record
 from kos.files import allow_files, lack_of_files, lacks_files
-
-_REPORT_SECONDS = 1.0
-"""For which a rank that does not reach another one waits for a report of the reason."""
 
 
 class TCPRendezvous(Rendezvous):
@@ -159,59 +156,13 @@ class TCPRendezvous(Rendezvous):
         return None if child is None else hold(child, self)
 
     def connect(self) -> dict[int, Connection]:
-        found = dict[int, Connection]()
         if self._listener is None:
-            return found
+            return {}
         purpose = self.allgather(os.urandom(16))[0]
-        try:
-            with self.reporting(), self.waiting(), self._opening():  # reports before it closes
-                self._connect_all(found, purpose, self._listener, time.monotonic() + self.timeout)
-        except BaseException:
-            for connection in found.values():
-                connection.close()
-            raise
-        return found
+        with self.waiting(), self._opening():
+            return connect_all(self, self._addresses, self._listener, purpose)
 
-    def _connect_all(
-        self, found: dict[int, Connection], purpose: bytes, listener: socket.socket, deadline: float
-    ) -> None:
-        """Connect to the lower ranks, and admit the higher ones."""
-        for peer in range(self.rank):
-            try:
-                found[peer] = self.network.call(*self._addresses[peer], purpose, self.rank, self.size, deadline)
-            except (OSError, RendezvousError) as error:
-                if lacks_files(error):
-                    raise
-                raise self._unreached(peer, error) from error
-        key, above = self.network.key(purpose), set(range(self.rank + 1, self.size))
-        look = self._look_for_failure
-        others, missing = admit_all(listener.dup(), key, above, self.size, deadline, look=look, epoch=self.epoch)
-        found |= others
-        if missing:
-            me = self.failures.names([self.rank], False)
-            raise self.absent(missing, f"tcp: {me} waited for ranks with higher numbers", timeouts.CONNECT)
-
-    def _unreached(self, peer: int, error: Exception) -> KosError:
-        """Why this rank did not reach that one: its end, if that is known, or else ``error``.
-
-        If a rank reports a failure within ``_REPORT_SECONDS``, that is raised.
-        """
-        if isinstance(error, TimeoutError):
-            return self.absent([peer], "tcp", timeouts.ANSWER, several=False)
-        until = time.monotonic() + _REPORT_SECONDS
-        while time.monotonic() < until and not self.failures.status.ended(self.failures.world[peer]):
-            self._look_for_failure()
-            time.sleep(0.01)
-        return self._no_connection(peer, error)
-
-    def _no_connection(self, peer: int, error: Exception) -> KosError:
-        """The error of a connection to that rank.  One that is refused or closed alone is no sign of its end."""
-        if self.failures.status.ended(self.failures.world[peer]):
-            return self.failures.ended(peer)
-        me, other = (self.failures.names([rank], False) for rank in (self.rank, peer))
-        return RendezvousError(f"rendezvous: {me} did not reach {other}: {error}", ranks=self.failures.in_world([peer]))
-
-    def _look_for_failure(self) -> None:
+    def look_for_failure(self) -> None:
         """Raise the failure of another rank if the hub reports one."""
         if self.deaths() or self.inbox.failure is not None:
             self.barrier()
@@ -440,7 +391,7 @@ class TCPRendezvous(Rendezvous):
                         raise
                     problem = f"{place_name(host or self.network.hub, port)}: {error}"
                     if isinstance(error, ConnectionRefusedError) and not self.is_job:  # it listened before
-                        raise self._no_connection(0, error) from error
+                        raise unreached(self.failures, 0, error) from error
                     if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
                     continue

@@ -150,7 +150,6 @@ class Hub(threading.Thread):
                     if rank not in slots:
                         lost.add(rank)  # found again once all ranks have joined, unless it rejoins
             if caller is None:
-                self._look_for_ended()
                 continue
             rank, size, connection = caller
             problem = ""
@@ -184,14 +183,6 @@ class Hub(threading.Thread):
         finally:
             if self._warns and (new := self._acceptor.rejected[known:]):
                 log.warning("rendezvous: %s", timeouts.rejected(new))
-
-    def _look_for_ended(self) -> None:
-        """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
-        status, world = self._failures.status, self._failures.world
-        missing = [rank for rank in range(self._size) if rank not in self._joined]
-        if ended := [rank for rank in missing if status.ended(world[rank])]:
-            self._expected = len(missing) - len(ended)
-            raise _Failure(LOST, ended[:1], "its process ended")
 
     def _exchange(self, slots: dict[int, bytes]) -> bool:
         """Collect a message of each rank, and send all of them to all; False once all ranks have closed the group.

@@ -258,9 +258,7 @@ class Acceptor:
     ``reserved`` is a number of callers for which this process reserves file descriptors now.
     """
 
-    def __init__(
-        self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False, reserved: int = 0
-    ) -> None:
+    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False, reserved: int = 0):
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
         self._epoch, self._hello = epoch, hello
         self.join = b""  # the key of newcomers, if they are admitted
@@ -273,7 +271,7 @@ class Acceptor:
         self._reserved: list[int] = []
         try:
             for _ in range(reserved):
-                self._reserved.append(os.dup(self._selector.fileno()))  # type: ignore[attr-defined]
+                self._reserved.append(os.dup(self._selector.fileno()))
         except OSError:
             self._free_reserved()
             raise
@@ -377,7 +375,7 @@ def admit_all(
     ``look`` is called every second and may raise.  Closes the listener.  Raises the OSError of ``Acceptor.admit``.
     """
     admitted: dict[int, Connection] = {}
-    with listener, closing(Acceptor(listener, key, epoch)) as acceptor:
+    with listener, closing(Acceptor(listener, key, epoch, reserved=len(expected))) as acceptor:
         while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
             caller = acceptor.admit(min(remaining, 1.0))
             if caller is None:
