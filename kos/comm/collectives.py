@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy import may_share_memory, ndarray  # faster than np.ndarray, as numpy has a __getattr__
@@ -52,13 +52,12 @@ from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared,
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import library_of, plain_array
 
 Op = ReduceOp | PremulSum
-T = TypeVar("T")
 
 _KEYWORDS = {
     "stream": "a stream of kos.cuda, torch or CuPy, or a raw handle; the call is ordered with the work on it.",
@@ -104,17 +103,20 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
             cached, work = comm._store.calls.get(key), None
         except TypeError:  # an argument that cannot be hashed is refused later
             key = cached = work = None
-        if cached is not None:
-            prepared, x, out = cached
-            given = None if x < 0 else arrays[x]
-            into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
-            work = comm._made(name, comm._cached_work, prepared, given, into, array, stream)
-        if work is None:
-            work = comm._made(name, check, comm, *args, **options)
+        try:
+            if cached is not None:
+                prepared, x, out = cached
+                given = None if x < 0 else arrays[x]
+                into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
+                work = comm._cached_work(prepared, given, into, array, stream)
             if work is None:
-                return None
-            if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
-                comm._store.add_call(key, new)
+                work = check(comm, *args, **options)
+        except (MemoryError, OverflowError) as error:
+            raise comm._lacks_memory(name, error) from error
+        if work is None:
+            return None
+        if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
+            comm._store.add_call(key, new)
         return work.prepared.start(comm, work)
 
     return operation
@@ -163,18 +165,14 @@ class Operations:
     def _check_open(self) -> None:
         """Raise CollectiveError if this communicator is closed."""
 
-    def _made(self, name: str, make: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What ``make`` returns for a call.  If this rank lacks memory, a collective fails on all: they wait for it."""
-        try:
-            return make(*args, **options)
-        except (MemoryError, OverflowError) as error:
-            failures = self.backend.failures
-            own = failures.as_own(error, f"{self._group.name}: {name}")
-            if failures.first is None and name not in POINT_TO_POINT:
-                failures.report_own(own, self.backend.begun)
-            if own is error:
-                raise
-            raise own from error
+    def _lacks_memory(self, name: str, error: Exception) -> KosError:
+        """The error of a call for which this rank lacks memory.  A collective fails on all ranks: they wait for it."""
+        failures = self.backend.failures
+        own = failures.as_own(error, f"{self._group.name}: {name}")
+        if failures.first is None and name not in POINT_TO_POINT:
+            failures.report(None, own, self.backend.begun)
+        lack: KosError = own.copy()
+        return lack
 
     def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
         """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
@@ -208,7 +206,10 @@ class Operations:
 
         The arguments are those of ``_cached_work``.  Returns NotImplemented if the call must be checked.
         """
-        work = self._made(prepared.name, self._cached_work, prepared, x, out, out, stream)
+        try:
+            work = self._cached_work(prepared, x, out, out, stream)
+        except (MemoryError, OverflowError) as error:
+            raise self._lacks_memory(prepared.name, error) from error
         return NotImplemented if work is None else work.prepared.start(self, work)
 
     def _start_uncached(
@@ -222,7 +223,10 @@ class Operations:
         arguments = *args, *options.values()
         if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
             return operation(self, *args, **options), None
-        work = self._made(operation.__name__, operation.__wrapped__, self, *args, **options)  # type: ignore[attr-defined]
+        try:
+            work = operation.__wrapped__(self, *args, **options)  # type: ignore[attr-defined]
+        except (MemoryError, OverflowError) as error:
+            raise self._lacks_memory(operation.__name__, error) from error
         if work is None:
             return None, None
         ends, core_call = _input_and_output(work), None

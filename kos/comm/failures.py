@@ -181,34 +181,25 @@ class FailureLog:
         self.left.setdefault(rank, (sequence, why, cause))
 
     def report(self, work: Any, error: KosError, begun: int, lost: bool = False) -> None:
-        """Report to the other ranks that ``work`` failed, which ends the group.
+        """Report to the other ranks that ``work`` failed, which ends the group; None: a call that is no Work yet.
 
         ``begun`` is the number of collectives that this rank has begun.  ``lost`` is True if its device is unusable.
         """
-        sequence = work.sequence if work.collective and work.sequence >= 0 else begun
+        sequence = work.sequence if work is not None and work.collective and work.sequence >= 0 else begun
         self.first = self.first or error.copy()
-        self._send(self._shared(error, lost, work), sequence)
-
-    def report_end(self, reason: str, sequence: int) -> None:
-        """Report to the other ranks that this one begins neither collective ``sequence`` nor a later one."""
-        cause = self.cause()
-        for reporter in self.reporters.copy():
-            reporter.report_end(sequence, reason, cause)
-
-    def report_own(self, error: KosError, begun: int) -> None:
-        """Report ``error`` of this rank, which does not begin collective ``begun``: the others may wait in it."""
-        self.first = self.first or error.copy()
-        self.status.post_failure(error)
-        self._send(error, begun)
-
-    def _send(self, shared: KosError, sequence: int) -> None:
-        """Have the reporters carry the failure of that collective to the other ranks, unless an earlier one failed."""
+        shared = self._shared(error, lost, work)
         self.record(sequence, shared)
         with self._lock:
             earlier, self._sent = self._sent, sequence if self._sent is None else min(self._sent, sequence)
         if earlier is None or sequence < earlier:  # other ranks may wait in an earlier collective
             for reporter in self.reporters.copy():
                 reporter.report_failure(shared, sequence)
+
+    def report_end(self, reason: str, sequence: int) -> None:
+        """Report to the other ranks that this one begins neither collective ``sequence`` nor a later one."""
+        cause = self.cause()
+        for reporter in self.reporters.copy():
+            reporter.report_end(sequence, reason, cause)
 
     # Questions.
 
@@ -261,20 +252,19 @@ class FailureLog:
 
     def as_own(self, error: Exception, what: object = None) -> KosError:
         """An error of this rank alone, as all ranks raise it in the call ``what``: it names this rank."""
-        me, kind = [self.world[self.rank]], type(error) if isinstance(error, KosError) else CollectiveError
         if isinstance(error, KosError) and error.ranks:
             return error
-        kind = OutOfMemory if isinstance(error, MemoryError) else kind
-        words = str(error) or "out of host memory" if isinstance(error, MemoryError) else in_words(error)
-        return kind(f"{self._names(me)}: {words}", ranks=me, call=what)
+        me, lacks = [self.world[self.rank]], isinstance(error, MemoryError)
+        kind = OutOfMemory if lacks else type(error) if isinstance(error, KosError) else CollectiveError
+        words = (str(error) or "out of host memory") if lacks else in_words(error)
+        own = kind(f"{self._names(me)}: {words}", ranks=me, call=what)
+        own.__cause__ = error
+        return own
 
     def named(self, work: Any, error: Exception) -> KosError:
         """``error`` as an error of kos that names ``work``."""
         if isinstance(error, MemoryError):
-            own = self.as_own(error, work)
-            if not isinstance(error, KosError):
-                own.__cause__ = error
-            return own
+            return self.as_own(error, work)
         if not isinstance(error, KosError):
             named = CollectiveError(f"{type(error).__name__}: {error}".removesuffix(": "), call=work)
             named.__cause__ = error
@@ -405,7 +395,7 @@ class FailureLog:
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
             shared = CollectiveError(f"{me}: {failure}", ranks=mine)
-        elif not work.collective and str(failure).startswith(str(work)):
+        elif work is not None and not work.collective and str(failure).startswith(str(work)):
             shared = failure.copy(f"{me}: {failure}")
         self.status.post_failure(shared)
         return shared

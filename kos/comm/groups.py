@@ -352,7 +352,10 @@ class Groups(Operations):
         self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
     ) -> list[bytes] | None:
         """The bytes of every rank; None on a rank that gets none."""
-        return self._made(name, self._exchange_bytes, name, operation, data, root, timeout)
+        try:
+            return self._exchange_bytes(name, operation, data, root, timeout)
+        except (MemoryError, OverflowError) as error:
+            raise self._lacks_memory(name, error) from error
 
     def _exchange_bytes(
         self, name: str, operation: str, data: Any, root: int | None, timeout: float | None

@@ -46,7 +46,9 @@ for free in range(30):
         os.close(file)
     if group is not None:
         group.close() if error is None else group.abort()
-    print(json.dumps(None if error is None else [type(error).__name__, error.ranks, "{text}" in f"{{error}}" or f"{{error}}"]))
+    if error is not None:
+        error = type(error).__name__, error.ranks, "{text}" in f"{{error}}" or f"{{error}}"
+    print(json.dumps(error))
     comm.barrier()
 comm.duplicate().close()
 print(comm.failure)
@@ -63,3 +65,35 @@ def test_a_rank_without_file_descriptors_for_a_group_is_named_on_all(lacking):
     failed = [each for each in outcomes if each != "null"]
     assert {*failed} == {f'["RendezvousError", [{lacking}], true]'} and failure == "None", results
     assert 5 < len(failed) < 30 and outcomes[-1] == "null"  # in the end there were enough
+
+
+LEADER = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+import kos
+comm = kos.init(timeout=60)
+files = []
+if comm.rank == 0:
+    try:
+        while True:
+            files.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        for _ in range({free}):
+            os.close(files.pop())
+comm.barrier()
+try:
+    comm = comm.shrink(timeout=3)
+    print("shrunk to", comm.size, flush=True)
+except kos.errors.RendezvousError as error:
+    print(error.ranks, flush=True)
+for file in files:
+    os.close(file)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("free", [0, 2], ids=["for callers", "for calls"])
+def test_a_leader_without_file_descriptors_takes_no_rank_for_lost(free):
+    """It does not go on alone."""
+    (_, leader), *others = run_processes(LEADER.format(free=free), 3)
+    assert leader == "(0,)\n" and all("shrunk to 1" not in output for _, output in others), (leader, others)

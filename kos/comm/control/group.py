@@ -177,7 +177,7 @@ class TCPRendezvous(Rendezvous):
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
     ) -> TCPRendezvous:  # fmt: skip
-        with self.waiting():
+        with self.waiting(), self._opening():
             return Change(self, call, newcomers, whole, terms, began).run()
 
     def lose_newcomers(self, ranks: Sequence[int]) -> bool:

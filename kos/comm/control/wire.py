@@ -255,12 +255,12 @@ def authenticate(
 class Acceptor:
     """Accepts callers that complete the handshake.  With ``hello``, each caller adds a first message to it, in JSON.
 
-    ``reserved`` is a number of callers for which this process reserves file descriptors now.
+    File descriptors for the first ``reserved`` callers are reserved now.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False, reserved: int = 0):
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
-        self._epoch, self._hello = epoch, hello
+        self._epoch, self._hello, self._reserved = epoch, hello, list[int]()
         self.join = b""  # the key of newcomers, if they are admitted
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
         self._most = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 3)
@@ -268,7 +268,6 @@ class Acceptor:
         self._admitted: deque[tuple[int, Any, Connection]] = deque()
         self.rejected: list[str] = []  # callers with another secret, the first few
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._reserved: list[int] = []
         try:
             for _ in range(reserved):
                 self._reserved.append(os.dup(self._selector.fileno()))
