@@ -313,15 +313,8 @@ def test_a_timeout_of_another_rank_is_no_lack_of_connections():
     late = CollectiveTimeout("all_reduce #3: rank 2 did not arrive", ranks=[2])
 
     def body(rendezvous):
-        unjoined = rendezvous._unjoined
-
-        def make(ranks):
-            child = unjoined(ranks)
-            child._own_location = Mock(side_effect=late)
-            return child
-
         if rendezvous.rank == 1:
-            rendezvous._unjoined = make
+            rendezvous.network = Mock(wraps=rendezvous.network, listen=Mock(side_effect=late))
         with pytest.raises(CollectiveTimeout, match="rank 2 did not arrive") as caught:
             rendezvous.split(0)
         assert caught.value.ranks == (2,) and "connections" not in str(caught.value)
