@@ -28,10 +28,10 @@ from typing import Any
 from kos.bench.report import provenance, to_json
 from kos.comm.control.env import Place, job_rendezvous
 from kos.comm.control.hub import CLOSE, DATA
-from kos.comm.control.wire import Network, Waiting, allow_files, authenticate, connect, fill, receive_greeting
+from kos.comm.control.wire import Network, Waiting, authenticate, connect, fill, receive_greeting
 from kos.commands import program
 from kos.errors import RankLost
-from kos.files import check_writable
+from kos.files import allow_files, check_writable
 
 SECRET, PURPOSE = b"of the benchmark", b"hub"
 SECONDS = 300.0  # limit for each wait
@@ -79,7 +79,7 @@ def member(
 
 def play(ranks: list[int], size: int, port: int, exchanges: int, found: Any) -> None:
     """Be these ranks; ``found`` gets the times at which the last one ended, and at which the others knew it."""
-    allow_files(len(ranks))
+    allow_files()
     deadline = time.monotonic() + SECONDS
     poll, scratch = select.epoll(), memoryview(bytearray(1 << 20))
     running, dead, known = dict[int, tuple[int, socket.socket, Waiting[None]]](), list[float](), list[float]()

@@ -170,7 +170,9 @@ class PeerMemoryError(CudaError):
     """Memory of another rank cannot be mapped here; the message gives the cause."""
 
 
-_SENT = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
+_SENT = {
+    kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, OutOfMemory, RankLost, RendezvousError)
+}
 
 
 def to_record(error: KosError, length: int | None = None) -> list[Any]:

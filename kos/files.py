@@ -81,11 +81,32 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE or soft == hard:
+        if error.errno != errno.EMFILE or not allow_files():
             raise
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def allow_files() -> bool:
+    """Raise the soft limit of open files to the hard one.  Returns whether it was lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft != hard
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Whether the error says that this process, or this host, has no file descriptor or memory for another socket."""
+    return isinstance(error, OSError) and error.errno in (
+        errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
+    )  # fmt: skip
+
+
+def lack_of_files(error: OSError) -> str:
+    """What an error says of a lack of files, for which it does not matter which file was to be opened."""
+    text = os.strerror(error.errno or 0)
+    if error.errno != errno.EMFILE:
+        return text
+    return f"{text} (the hard limit of this process, ulimit -Hn, is {resource.getrlimit(resource.RLIMIT_NOFILE)[1]:,})"
 
 
 def sync(path: Path) -> None:

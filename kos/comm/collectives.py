@@ -46,13 +46,13 @@ from kos.comm.arguments import (
 )
 from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
-from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
+from kos.comm.operation import ANY, AUTO, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
 from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import library_of, plain_array
@@ -103,17 +103,20 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
             cached, work = comm._store.calls.get(key), None
         except TypeError:  # an argument that cannot be hashed is refused later
             key = cached = work = None
-        if cached is not None:
-            prepared, x, out = cached
-            given = None if x < 0 else arrays[x]
-            into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
-            work = comm._cached_work(prepared, given, into, array, stream)
-        if work is None:
-            work = check(comm, *args, **options)
+        try:
+            if cached is not None:
+                prepared, x, out = cached
+                given = None if x < 0 else arrays[x]
+                into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
+                work = comm._cached_work(prepared, given, into, array, stream)
             if work is None:
-                return None
-            if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
-                comm._store.add_call(key, new)
+                work = check(comm, *args, **options)
+        except (MemoryError, OverflowError) as error:
+            raise comm._lacks_memory(name, error) from error
+        if work is None:
+            return None
+        if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
+            comm._store.add_call(key, new)
         return work.prepared.start(comm, work)
 
     return operation
@@ -162,6 +165,15 @@ class Operations:
     def _check_open(self) -> None:
         """Raise CollectiveError if this communicator is closed."""
 
+    def _lacks_memory(self, name: str, error: Exception) -> KosError:
+        """The error of a call for which this rank lacks memory.  A collective fails on all ranks: they wait for it."""
+        failures = self.backend.failures
+        own = failures.as_own(error, f"{self._group.name}: {name}")
+        if failures.first is None and name not in POINT_TO_POINT:
+            failures.report(None, own, self.backend.begun)
+        lack: KosError = own.copy()
+        return lack
+
     def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None:
         """The Work of a call that need not be checked, because its key is known.  None if it must be checked after all.
 
@@ -194,7 +206,10 @@ class Operations:
 
         The arguments are those of ``_cached_work``.  Returns NotImplemented if the call must be checked.
         """
-        work = self._cached_work(prepared, x, out, out, stream)
+        try:
+            work = self._cached_work(prepared, x, out, out, stream)
+        except (MemoryError, OverflowError) as error:
+            raise self._lacks_memory(prepared.name, error) from error
         return NotImplemented if work is None else work.prepared.start(self, work)
 
     def _start_uncached(
@@ -208,7 +223,10 @@ class Operations:
         arguments = *args, *options.values()
         if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
             return operation(self, *args, **options), None
-        work = operation.__wrapped__(self, *args, **options)  # type: ignore[attr-defined]
+        try:
+            work = operation.__wrapped__(self, *args, **options)  # type: ignore[attr-defined]
+        except (MemoryError, OverflowError) as error:
+            raise self._lacks_memory(operation.__name__, error) from error
         if work is None:
             return None, None
         ends, core_call = _input_and_output(work), None

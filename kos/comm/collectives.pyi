@@ -9,6 +9,7 @@ from kos.comm.persistent import Persistent
 from kos.comm.prepared import CachedCall, CoreCall, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.work import Work
+from kos.errors import KosError
 from kos.memory import Buffer
 
 T = TypeVar('T')
@@ -25,6 +26,7 @@ class Operations:
     _core_calls: Any = None
     _defaults: Options
     def _check_open(self) -> None: ...
+    def _lacks_memory(self, name: str, error: Exception) -> KosError: ...
     def _cached_work(self, prepared: Prepared, x: Any, out: Any, array: Any, stream: Any) -> Work[Any] | None: ...
     def _start_cached(self, prepared: Prepared, stream: Any, x: Any, out: Any) -> Any: ...
     def _start_uncached(

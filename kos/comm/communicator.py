@@ -31,7 +31,6 @@ from kos.errors import (
     Interrupted,
     InvalidArgument,
     KosError,
-    OutOfMemory,
 )
 from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
@@ -226,11 +225,15 @@ class Communicator(Groups):
         self._agree(Operation("barrier", self.rank, self._defaults._replace(purpose=call)), call)
         if self.device is not None:
             return self.backend.allocate(shape, kind.numpy)
+        made = list[Any]()
+
+        def make() -> bytes:
+            made.append(self.backend.allocate(shape, kind.numpy))
+            return b""
+
         with self._exchange(call):
-            try:
-                return self.backend.allocate(shape, kind.numpy)
-            except MemoryError as error:
-                raise OutOfMemory(f"{call}: {error}") from error
+            self.rendezvous.together(make, call)
+        return made[0]
 
     def views(self, x: Any) -> list[Any]:
         """Every rank's memory at the place of ``x``, an array of ``allocate`` or ``register``, or a part of one.

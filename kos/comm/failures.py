@@ -29,8 +29,10 @@ from kos.errors import (
     CudaError,
     Interrupted,
     KosError,
+    OutOfMemory,
     RankLost,
     RendezvousError,
+    in_words,
     sentence,
 )
 
@@ -179,11 +181,11 @@ class FailureLog:
         self.left.setdefault(rank, (sequence, why, cause))
 
     def report(self, work: Any, error: KosError, begun: int, lost: bool = False) -> None:
-        """Report to the other ranks that ``work`` failed, which ends the group.
+        """Report to the other ranks that ``work`` failed, which ends the group; None: a call that is no Work yet.
 
         ``begun`` is the number of collectives that this rank has begun.  ``lost`` is True if its device is unusable.
         """
-        sequence = work.sequence if work.collective and work.sequence >= 0 else begun
+        sequence = work.sequence if work is not None and work.collective and work.sequence >= 0 else begun
         self.first = self.first or error.copy()
         shared = self._shared(error, lost, work)
         self.record(sequence, shared)
@@ -248,8 +250,21 @@ class FailureLog:
 
     # Errors and their causes.
 
+    def as_own(self, error: Exception, what: object = None) -> KosError:
+        """An error of this rank alone, as all ranks raise it in the call ``what``: it names this rank."""
+        if isinstance(error, KosError) and error.ranks:
+            return error
+        me, lacks = [self.world[self.rank]], isinstance(error, MemoryError)
+        kind = OutOfMemory if lacks else type(error) if isinstance(error, KosError) else CollectiveError
+        words = (str(error) or "out of host memory") if lacks else in_words(error)
+        own = kind(f"{self._names(me)}: {words}", ranks=me, call=what)
+        own.__cause__ = error
+        return own
+
     def named(self, work: Any, error: Exception) -> KosError:
         """``error`` as an error of kos that names ``work``."""
+        if isinstance(error, MemoryError):
+            return self.as_own(error, work)
         if not isinstance(error, KosError):
             named = CollectiveError(f"{type(error).__name__}: {error}".removesuffix(": "), call=work)
             named.__cause__ = error
@@ -380,7 +395,7 @@ class FailureLog:
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
             shared = CollectiveError(f"{me}: {failure}", ranks=mine)
-        elif not work.collective and str(failure).startswith(str(work)):
+        elif work is not None and not work.collective and str(failure).startswith(str(work)):
             shared = failure.copy(f"{me}: {failure}")
         self.status.post_failure(shared)
         return shared

@@ -137,6 +137,11 @@ class GroupBackend(ABC):
         """Raise BackendUnavailable if only the program's thread may advance operations."""
 
     @property
+    def begun(self) -> int:
+        """The number of collectives begun on this rank, as far as it is compared with that of others."""
+        return 0
+
+    @property
     def carries_host(self) -> bool:
         """Whether it runs operations on host memory, including those of ``split`` and ``all_gather_bytes``."""
         return not self.on_gpu

@@ -25,7 +25,7 @@ from kos.comm.making import communicator
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
 from kos.comm.versions import versions
-from kos.errors import CollectiveError, InvalidArgument, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveError, InvalidArgument, KosError, OutOfMemory, RankLost, RendezvousError
 from kos.memory import as_buffer
 
 
@@ -351,7 +351,16 @@ class Groups(Operations):
     def _bytes(
         self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
     ) -> list[bytes] | None:
-        """The bytes of every rank; None on a rank that gets none.  Lengths travel first, -1 of data that is refused."""
+        """The bytes of every rank; None on a rank that gets none."""
+        try:
+            return self._exchange_bytes(name, operation, data, root, timeout)
+        except (MemoryError, OverflowError) as error:
+            raise self._lacks_memory(name, error) from error
+
+    def _exchange_bytes(
+        self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
+    ) -> list[bytes] | None:
+        """As ``_bytes``.  Lengths travel first, -1 of data that is refused."""
         self._refuse_batch(name)
         sends = operation != "broadcast" or self.rank == root
         if sends and not isinstance(data, bytes | bytearray | memoryview):
@@ -401,9 +410,9 @@ class Groups(Operations):
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         rendezvous.usual = usual[1]
         try:
-            with self.backend.engine.paused():
+            with self.backend.engine.paused(), rendezvous.reporting_memory():
                 yield
-        except (CollectiveError, RendezvousError) as error:
+        except (CollectiveError, OutOfMemory, RendezvousError) as error:
             rendezvous.failures.status.post_failure(error)
             text = f"{self.name}: {error}"
             if rendezvous.failures.over is not None and rendezvous.failures.first is None:

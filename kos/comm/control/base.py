@@ -19,7 +19,15 @@ from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.prepared import shortened
 from kos.cuda.devices import process_numa_node
-from kos.errors import BackendUnavailable, CollectiveError, KosError, RendezvousError
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    KosError,
+    OutOfMemory,
+    RendezvousError,
+    from_record,
+    to_record,
+)
 from kos.memory.ipc import boot_id, pretended_host
 
 HOST_CHARACTERS = 64  # of a name in KOS_HOST, at most
@@ -104,8 +112,8 @@ class Rendezvous(ABC):
         self._exchanges += 1
         name = shortened(self.call).encode()  # every rank gets those of all ranks
         head = _HEAD.pack(self._exchanges, len(name)) + name
-        message = head + bytes(data)
         try:
+            message = head + bytes(data)
             parts = self._exchange(message) if self.size > 1 else [message]
             if not all(part.startswith(head) for part in parts):
                 raise _difference(parts, self.failures)
@@ -117,32 +125,62 @@ class Rendezvous(ABC):
             raise
         return [part[len(head) :] for part in parts]
 
+    def together(self, step: Callable[[], bytes], what: str = "rendezvous") -> list[bytes]:
+        """What ``step`` returns on each rank.  If it raises on one, all ranks raise its error, and this group goes on.
+
+        That is an error of kos, or a MemoryError, which becomes OutOfMemory of the call ``what``.
+        """
+        try:
+            mine = b"+" + step()
+        except (KosError, MemoryError) as error:
+            mine = json.dumps(to_record(self.failures.as_own(error, what))).encode()
+        results = self.allgather(mine)
+        if (failed := next((each for each in results if each[:1] != b"+"), None)) is not None:
+            raise from_record(json.loads(failed))
+        return [each[1:] for each in results]
+
     @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self, *alike: type[KosError]) -> Iterator[None]:
         """A context whose exceptions the other ranks raise in their exchanges, in which they would wait for this rank.
 
-        BackendUnavailable is not reported: ranks that refuse a backend raise it together.
+        Errors of the classes ``alike`` are not reported, because all ranks raise them together, nor is
+        BackendUnavailable, because ranks that refuse a backend raise it together.
         """
         try:
             yield
-        except BackendUnavailable:
-            raise
         except BaseException as error:
+            if isinstance(error, (BackendUnavailable, *alike)):
+                raise
             if self.failures.over is None:
                 self._exchanges += 1  # the first that this rank does not join
                 self._cut_short(error)
+            if isinstance(error, MemoryError) and not isinstance(error, KosError) and self.failures.over is not None:
+                raise self.failures.over.copy() from error
             raise
+
+    @contextmanager
+    def reporting_memory(self) -> Iterator[None]:
+        """As ``reporting``, but only if this rank lacks memory."""
+        try:
+            yield
+        except (MemoryError, OverflowError) as error:
+            if isinstance(error, KosError):
+                raise
+            with self.reporting():
+                raise
 
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
         me = self.failures.names([self.rank], False)
-        if isinstance(error, CollectiveError | RendezvousError):
+        if isinstance(error, CollectiveError | OutOfMemory | RendezvousError):
             failure: KosError = error.copy(None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
+            kind: type[KosError] = OutOfMemory if isinstance(error, MemoryError) else RendezvousError
+            failure = kind(f"rendezvous: {self.call} was interrupted on {me} by {what}")
         failure.ranks = failure.ranks or (self.failures.world[self.rank],)
         self.failures.over = failure
+        self.failures.status.post_failure(failure)
         if self.size > 1:
             self._report(failure)
 

@@ -51,7 +51,7 @@ def job_rendezvous(
         group.found_by = f"{place.names[0]}={place.host}"
         if place.rank == 0 and listener is None:
             listener = _listen(network, place)
-        group._join("", place.ports, place.purpose, listener)
+        group.join(place.ports, place.purpose, listener)
     if place.rank == 0:
         publish(group)
     group.join_secret = b"" if place.purpose == OFFER else place.secret  # that of an offer is not known outside

@@ -11,14 +11,15 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.base import Location, Rendezvous
-from kos.comm.control.grow import CALL_SECONDS, GRACE_SECONDS, Change, publish, to_text
+from kos.comm.control.grow import GRACE_SECONDS, Change, publish, to_text
 from kos.comm.control.hub import (
     CLOSE,
     CLOSE_SECONDS,
@@ -41,6 +42,7 @@ from kos.comm.control.identity import hold
 from kos.comm.control.inbox import Inbox
 from kos.comm.control.newcomers import Address, Newcomers, place_name, send_message
 from kos.comm.control.notices import Channel
+from kos.comm.control.peers import connect_all, unreached
 from kos.comm.control.secret import load_secret
 from kos.comm.control.thread_rendezvous import ThreadGroup
 from kos.comm.control.wire import (
@@ -49,16 +51,14 @@ from kos.comm.control.wire import (
     Connection,
     HandshakeError,
     Network,
-    admit_all,
-    allow_files,
     copied,
     drive,
     is_loopback,
-    lacks_files,
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RendezvousError, from_record
+from kos.files import allow_files, lack_of_files, lacks_files
 
 
 class TCPRendezvous(Rendezvous):
@@ -71,6 +71,7 @@ class TCPRendezvous(Rendezvous):
         self._given_local_rank, self._purpose, self.found_by = local_rank, b"", ""
         self._connection: Connection | None = None  # to the hub, while the group is open
         self._listener: socket.socket | None = None  # for connections of other ranks, and for shrink
+        self._place: list[Any] = []  # where it listens, and this rank runs
         self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
         self._hub: Hub | None = None  # on rank 0
         self.family = ""  # the same in all epochs of the group
@@ -84,6 +85,8 @@ class TCPRendezvous(Rendezvous):
         self._receiving = threading.Lock()
         if size == 1:
             self.threads = ThreadGroup(1)
+        else:
+            allow_files()
 
     @property
     def epoch(self) -> int:
@@ -134,60 +137,32 @@ class TCPRendezvous(Rendezvous):
 
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
-        leads = len(ranks) > 1 and ranks[0] == self.rank
-        with self.reporting():
-            listener, hub_address = self.listen() if leads else (None, "")
+        child = self._unjoined(ranks) if ranks else None
+        several, nothing = child is not None and child.size > 1, bytes
         try:
-            hubs = self.allgather(hub_address.encode())
+            with self.reporting(KosError):
+                hubs = self.together(child.open_hub if child is not None and several and child.rank == 0 else nothing)
+                if child is not None and self.mpi is not None:
+                    child.mpi = self.mpi.of(ranks)
+                hub = json.loads(hubs[ranks[0]]) if several else ()
+                self.together(partial(child.join_hub, *hub) if child is not None and several else nothing)
         except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-        hub_address, child = hubs[ranks[0]].decode() if ranks else "", self._unjoined(ranks) if ranks else None
-        if child is not None and self.mpi is not None:
-            child.mpi = self.mpi.of(ranks)
-        try:
-            self.barrier()  # now all ranks know the hubs, and can report there
             if child is not None:
-                child._join_at(hub_address, listener)
-        except BaseException as error:
-            if child is not None and (self.failures.over is not None or not isinstance(error, KosError)):
-                child._refuse(error, hub_address, listener)
-            if listener is not None and child is not None and child._hub is None:
-                listener.close()  # refuses the other ranks
+                child._free(True, None)  # all ranks know of the error by this group
             raise
+        if child is not None and several:
+            with child._closing():
+                child._exchange_places()
         return None if child is None else hold(child, self)
 
     def connect(self) -> dict[int, Connection]:
-        deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
         if self._listener is None:
-            return found
-        allow_files(self.size)
+            return {}
         purpose = self.allgather(os.urandom(16))[0]
-        peer, me, above = self.rank, self.failures.names([self.rank], False), set(range(self.rank + 1, self.size))
-        with self.waiting():
-            try:
-                for peer in range(self.rank):
-                    found[peer] = self.network.call(*self._addresses[peer], purpose, self.rank, self.size, deadline)
-                key = self.network.key(purpose)
-                listener, look = self._listener.dup(), self._look_for_failure
-                others, missing = admit_all(listener, key, above, self.size, deadline, look=look, epoch=self.epoch)
-                found |= others
-                if missing:
-                    raise self.absent(missing, f"tcp: {me} waited for ranks with higher numbers", timeouts.CONNECT)
-            except (OSError, RendezvousError) as error:
-                for connection in found.values():
-                    connection.close()
-                if isinstance(error, KosError) and error.ranks:
-                    raise
-                if lacks_files(error):
-                    raise self._unable(error) from error
-                if isinstance(error, TimeoutError):
-                    raise self.absent([peer], "tcp", timeouts.ANSWER, several=False) from error
-                raise self.failures.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
-        return found
+        with self.waiting(), self._opening():
+            return connect_all(self, self._addresses, self._listener, purpose)
 
-    def _look_for_failure(self) -> None:
+    def look_for_failure(self) -> None:
         """Raise the failure of another rank if the hub reports one."""
         if self.deaths() or self.inbox.failure is not None:
             self.barrier()
@@ -202,7 +177,7 @@ class TCPRendezvous(Rendezvous):
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
     ) -> TCPRendezvous:  # fmt: skip
-        with self.waiting():
+        with self.waiting(), self._opening():
             return Change(self, call, newcomers, whole, terms, began).run()
 
     def lose_newcomers(self, ranks: Sequence[int]) -> bool:
@@ -294,20 +269,17 @@ class TCPRendezvous(Rendezvous):
                 hub.close()
             for connection in connections.values() if self._hub is None else ():
                 connection.close()
-            if lacks_files(error):
-                raise self._unable(error) from error
+            if isinstance(error, OSError) and lacks_files(error):
+                raise self.unable(error) from error
             raise
         self.failures.status.connect(self)
         if self.rank == 0:
             publish(self)
 
-    def listen(self) -> tuple[socket.socket, str]:
-        """A listener for the hub of another group, and its address as JSON."""
-        try:
-            listener = self.network.listen()
-        except (OSError, RendezvousError) as error:
-            raise self._unable(error) from error
-        return listener, json.dumps([self.network.host, listener.getsockname()[1], os.urandom(16).hex()])
+    def listen(self) -> socket.socket:
+        """A listener for the hub of another group."""
+        with self._opening():
+            return self.network.listen()
 
     def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
         """The group of these ranks, before this rank joins it."""
@@ -316,77 +288,96 @@ class TCPRendezvous(Rendezvous):
         child._failures, child.host = self.failures.of(ranks, rank), self.host
         return child
 
-    def _join_at(self, hub_address: str, listener: socket.socket | None) -> None:
-        if self.size > 1:
-            host, port, purpose = json.loads(hub_address)
-            self._join(host, [port], purpose.encode(), listener)
+    def unable(self, error: OSError) -> KosError:
+        """The error of this rank, which cannot open its connections."""
+        me, why = self.failures.world[self.rank], lack_of_files(error) if lacks_files(error) else error
+        return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {why}", ranks=[me])
 
-    def _unable(self, error: BaseException) -> KosError:
-        me = self.failures.world[self.rank]
-        return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}", ranks=[me])
-
-    def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
-        """Join only to report ``error``, such as Ctrl-C, to the other ranks, which would wait for this rank.
-
-        A rank that had already joined has reported it.
-        """
-        failures = self.failures
-        if failures.over is not None:
-            return
-        self.timeout = CALL_SECONDS
-        if isinstance(error, KosError):
-            failures.over = error
-        else:
-            self._cut_short(error)
-        assert failures.over is not None
-        failures.status.post_failure(failures.over)  # a hub that has admitted this rank refuses a second call
-        with suppress(KosError):
-            self._join_at(hub_address, listener)
-
-    def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
-        """Connect to the hub; with ``listener``, this rank runs it."""
-        self._purpose, self.family = purpose, purpose.decode(errors="replace")
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        """A context in which this rank opens connections: an OSError becomes that of ``unable``."""
         try:
-            if listener is not None:
-                port = listener.getsockname()[1]
-                where = place_name(host or self.network.hub, port)
-                if not self.network.loopback:
-                    where = f"port {port}, which others find by {self.found_by or 'the address they know'}"
-                self._serve(listener, self.network.key(purpose), where, len(ports) == 1)  # at others, other jobs call
-            else:
-                with nullcontext() if self.failures.over else self.waiting():  # a rank that only reports does not wait
-                    self._connection = self._call_hub(host, ports, purpose)
-            if self.failures.over is not None:
-                self._report(self.failures.over)
-            self._listener = self.network.listen()
-            mine = [self.network.host, self._listener.getsockname()[1], *self._own_location()]
-            everyone = [json.loads(each) for each in self.allgather(json.dumps(mine).encode())]
-            self._addresses = [(host, port) for host, port, *_ in everyone]
-            self._known_locations = [Location(*place) for _, _, *place in everyone]
+            yield
+        except OSError as error:
+            if isinstance(error, KosError):  # as a CollectiveTimeout is both
+                raise
+            raise self.unable(error) from error
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """A context whose exceptions close this group, and are raised on the other ranks."""
+        try:
+            yield
         except BaseException as error:
-            unable = isinstance(error, OSError) and not isinstance(error, KosError)  # as a CollectiveTimeout is both
-            failure = self._unable(error) if unable else error
             if self._connection is not None:
                 if self.failures.over is None:  # else the others know
-                    self._cut_short(failure)
+                    self._cut_short(error)
                 self.close()
-            if unable:
-                raise failure from error
             raise
+
+    def open_hub(self) -> bytes:
+        """Run the hub of this group, which no rank has joined yet, with all files that it needs.
+
+        Returns the arguments of ``join_hub``, as JSON.
+        """
+        listener, purpose = self.listen(), os.urandom(16).hex()
+        port = listener.getsockname()[1]
+        where = place_name(self.network.host or self.network.hub, port) if self.network.loopback else f"port {port}"
+        try:
+            with self._opening():
+                self._serve(listener, self.network.key(purpose.encode()), where, True)
+        except BaseException:
+            listener.close()
+            raise
+        return json.dumps([self.network.host, [port], purpose]).encode()
+
+    def join_hub(self, host: str, ports: Sequence[int], purpose: str) -> bytes:
+        """Connect to the hub, unless this rank runs it, and listen for other ranks."""
+        self._purpose, self.family = purpose.encode(errors="surrogateescape"), purpose
+        with self._opening():
+            if self._hub is None:
+                with self.waiting():
+                    self._connection = self._call_hub(host, ports, self._purpose)
+            self._listener = self.network.listen()
+            self._place = [self.network.host, self._listener.getsockname()[1], *self._own_location()]
+        return b""
+
+    def join(self, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
+        """Join the group of a job; with ``listener``, this rank runs the hub."""
+        with self._closing():
+            if listener is not None:
+                port = listener.getsockname()[1]
+                where = place_name(self.network.hub, port)
+                if not self.network.loopback:
+                    where = f"port {port}, which others find by {self.found_by or 'the address they know'}"
+                with self._opening():  # at several ports, other jobs call
+                    self._serve(listener, self.network.key(purpose), where, len(ports) == 1)
+            self.join_hub("", ports, purpose.decode(errors="surrogateescape"))
+            self._exchange_places()
+
+    def _exchange_places(self) -> None:
+        """Exchange the addresses at which the ranks listen, and where they run."""
+        everyone = [json.loads(each) for each in self.allgather(json.dumps(self._place).encode())]
+        self._addresses = [(host, port) for host, port, *_ in everyone]
+        self._known_locations = [Location(*place) for _, _, *place in everyone]
 
     def _serve(
         self, listener: socket.socket, key: bytes, where: str, warns: bool,
         connected: Mapping[int, Connection] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Run the hub, to which the other ranks are ``connected``, or connect at ``listener``."""
-        allow_files(self.size)
-        self._connection, hubs_end = pair(self.epoch)
+        connection, hubs_end = pair(self.epoch)
         known = self.failures.of(range(self.size), 0)  # without reporters, which hold communicators
-        hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch, connected)
-        hub.start()
+        try:
+            hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch, connected)
+            hub.start()
+        except BaseException:
+            connection.close()
+            hubs_end.close()
+            raise
         # At the end of the process, the hub still sends the last answers if the group was not closed.
-        self._stop_hub = weakref.finalize(self, stop, self._connection, hub, os.getpid())
-        self._hub = hub
+        self._stop_hub = weakref.finalize(self, stop, connection, hub, os.getpid())
+        self._connection, self._hub = connection, hub
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         """Call at each port until the hub of this group answers."""
@@ -400,7 +391,7 @@ class TCPRendezvous(Rendezvous):
                         raise
                     problem = f"{place_name(host or self.network.hub, port)}: {error}"
                     if isinstance(error, ConnectionRefusedError) and not self.is_job:  # it listened before
-                        raise self.failures.lost(0, "its connection was refused", "rendezvous") from error
+                        raise unreached(self.failures, 0, error) from error
                     if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
                     continue

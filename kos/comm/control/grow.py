@@ -17,7 +17,6 @@ answer.  So it never continues alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -40,7 +39,7 @@ from kos.comm.control.wire import (
     receive_greeting,
 )
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError, from_record, to_record
-from kos.files import replace_file
+from kos.files import lacks_files, replace_file
 
 log = logging.getLogger(__name__)
 CALL_SECONDS = 2.0  # limit for a live host to answer
@@ -125,10 +124,19 @@ class Change:
         for address in self.members:
             if address == self.me:
                 return None
-            if address not in self.left_out | self.group.silent:
-                with contextlib.suppress(OSError):
-                    return address, connect(*address, time.monotonic() + CALL_SECONDS)
+            skipped = address in self.left_out | self.group.silent
+            if not skipped and (sock := self._reach(address)) is not None:
+                return address, sock
         raise self._out(self.epoch)
+
+    def _reach(self, address: Address) -> socket.socket | None:
+        """A connection to a member; None if it cannot be reached.  A lack of files here says nothing of the member."""
+        try:
+            return connect(*address, time.monotonic() + CALL_SECONDS)
+        except OSError as error:
+            if lacks_files(error):
+                raise self.group.unable(error) from error
+            return None
 
     # On members that do not lead.
 
@@ -189,7 +197,7 @@ class Change:
                     self._leave_out(missing)
                 else:
                     raise self._too_few()
-            self._hub = group.listen()[0] if self.came or self._wanted() else None  # an error goes to all members
+            self._hub = group.listen() if self.came or self._wanted() else None  # an error goes to all members
             return self._send_plan(group.joining.take(self._wanted()))
         except ConnectionError:
             self._close_all()
@@ -235,10 +243,9 @@ class Change:
         if greeting and self.members.index(address) < self.members.index(self.me):
             self._give_way(address)
         if sock is None:
-            try:
-                self._probes[address] = connect(*address, time.monotonic() + CALL_SECONDS)
-            except OSError:
+            if (sock := self._reach(address)) is None:
                 return False
+            self._probes[address] = sock
         return True
 
     def _give_way(self, leader: Address) -> NoReturn:

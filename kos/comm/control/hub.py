@@ -30,6 +30,7 @@ from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
 from kos.errors import KosError, RendezvousError, to_record
+from kos.files import lack_of_files, lacks_files
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Hub(threading.Thread):
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
         self._expected = 0  # ranks that may still join a group that has failed
-        self._acceptor = Acceptor(listener, key, epoch)
+        self._acceptor = Acceptor(listener, key, epoch, reserved=self._size - 1 - len(connected))
         self._lazy: list[tuple[float, int, bytes]] = []  # when to forward a notice, its sender, and the notice
         self._left: set[int] = set()  # the ranks that have aborted the group, or whose death was reported
         self.report_seconds = CLOSE_SECONDS + min(self._size / 64, 20.0)  # 512 ranks on 2 cores read it within 2.5 s
@@ -135,6 +136,8 @@ class Hub(threading.Thread):
         """Admit all ranks.  Returns the messages received meanwhile.  An abort fails the group at once."""
         began, slots, lost = time.monotonic(), dict[int, bytes](), set[int]()
         while len(self._joined) < self._size:
+            if 0 in self._closed:  # a rank has no files for the group, and all know it
+                raise _Failure(LOST, [0], "it closed the group")
             caller = self._admit(self._wait_seconds(began, self._joined))
             for rank in self._ready(0.0):
                 try:
@@ -147,7 +150,6 @@ class Hub(threading.Thread):
                     if rank not in slots:
                         lost.add(rank)  # found again once all ranks have joined, unless it rejoins
             if caller is None:
-                self._look_for_ended()
                 continue
             rank, size, connection = caller
             problem = ""
@@ -175,19 +177,12 @@ class Hub(threading.Thread):
         except OSError as error:
             self._expected = self._size - len(self._joined)
             me = self._failures.world[0]
-            cause = RendezvousError(f"rank {me} cannot open its connections: {error}", ranks=[me])
+            why = lack_of_files(error) if lacks_files(error) else error
+            cause = RendezvousError(f"rank {me} cannot open its connections: {why}", ranks=[me])
             raise _Failure(LOST, [0], "", to_record(cause)) from None
         finally:
             if self._warns and (new := self._acceptor.rejected[known:]):
                 log.warning("rendezvous: %s", timeouts.rejected(new))
-
-    def _look_for_ended(self) -> None:
-        """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
-        status, world = self._failures.status, self._failures.world
-        missing = [rank for rank in range(self._size) if rank not in self._joined]
-        if ended := [rank for rank in missing if status.ended(world[rank])]:
-            self._expected = len(missing) - len(ended)
-            raise _Failure(LOST, ended[:1], "its process ended")
 
     def _exchange(self, slots: dict[int, bytes]) -> bool:
         """Collect a message of each rank, and send all of them to all; False once all ranks have closed the group.
@@ -239,7 +234,7 @@ class Hub(threading.Thread):
                     poll.unregister(connection.sock)
             ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000) if blocked else []
             if blocked and not ready:
-                raise _Failure(LOST, [min(blocked.values())], f"it read nothing for {self.timeout:g} s")
+                raise _Failure(FAILED, [min(blocked.values())], f"read nothing for {self.timeout:g} s")
             ranks = {blocked[descriptor] for descriptor, _ in ready}
 
     def _ready(self, seconds: float) -> list[int]:

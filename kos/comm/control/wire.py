@@ -20,7 +20,6 @@ no other.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import ipaddress
@@ -42,6 +41,7 @@ from typing import Any, TypeVar
 from kos.comm.control.listening import listen
 from kos.comm.failures import LOOK_SECONDS
 from kos.errors import RendezvousError
+from kos.files import lacks_files
 
 T = TypeVar("T")
 Waiting = Generator[int, None, T]
@@ -52,7 +52,6 @@ HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
 MAX_PENDING = 1024  # callers in their handshakes; and at most a third of the files that this process may open
 _COPIED = 1 << 14  # bytes of a message from which on it is not copied: all ranks' connections share the hub's answer
 _MAX_REJECTED = 4  # rejected callers in an error
-_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 JOIN = 0xFFFFFFFF  # instead of the rank: a newcomer
 _MAGIC = b"kos/tcp4"  # the protocol and its version
@@ -254,11 +253,14 @@ def authenticate(
 
 
 class Acceptor:
-    """Accepts callers that complete the handshake.  With ``hello``, each caller adds a first message to it, in JSON."""
+    """Accepts callers that complete the handshake.  With ``hello``, each caller adds a first message to it, in JSON.
 
-    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False) -> None:
+    File descriptors for the first ``reserved`` callers are reserved now.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0, hello: bool = False, reserved: int = 0):
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
-        self._epoch, self._hello = epoch, hello
+        self._epoch, self._hello, self._reserved = epoch, hello, list[int]()
         self.join = b""  # the key of newcomers, if they are admitted
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
         self._most = MAX_PENDING if files < 0 else min(MAX_PENDING, files // 3)
@@ -266,6 +268,12 @@ class Acceptor:
         self._admitted: deque[tuple[int, Any, Connection]] = deque()
         self.rejected: list[str] = []  # callers with another secret, the first few
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        try:
+            for _ in range(reserved):
+                self._reserved.append(os.dup(self._selector.fileno()))
+        except OSError:
+            self._free_reserved()
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -279,8 +287,13 @@ class Acceptor:
             self._reject(sock)
         while self._admitted:  # callers admitted together with the last expected one
             self._admitted.popleft()[2].close()
+        self._free_reserved()
         self._listener.close()
         self._selector.close()
+
+    def _free_reserved(self) -> None:
+        while self._reserved:
+            os.close(self._reserved.pop())
 
     def admit(self, seconds: float) -> tuple[int, Any, Connection] | None:
         """Rank, size or first message, and connection of the next authenticated caller; None after ``seconds``.
@@ -302,6 +315,8 @@ class Acceptor:
         return self._admitted.popleft() if self._admitted else None
 
     def _accept(self) -> None:
+        if self._reserved:
+            os.close(self._reserved.pop())
         try:
             sock, (host, *_) = self._listener.accept()
         except BlockingIOError:
@@ -359,7 +374,7 @@ def admit_all(
     ``look`` is called every second and may raise.  Closes the listener.  Raises the OSError of ``Acceptor.admit``.
     """
     admitted: dict[int, Connection] = {}
-    with listener, closing(Acceptor(listener, key, epoch)) as acceptor:
+    with listener, closing(Acceptor(listener, key, epoch, reserved=len(expected))) as acceptor:
         while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
             caller = acceptor.admit(min(remaining, 1.0))
             if caller is None:
@@ -408,21 +423,6 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
                 look()
         else:
             raise TimeoutError("it accepted the connection, but did not answer in time: it may be stopped, or not kos")
-
-
-def allow_files(size: int) -> None:
-    """Raise the limit of open files, as far as the hard limit allows, to three for each of ``size`` ranks.
-
-    They are a hub's connections, those of the ``tcp`` backend, and the program's own files.
-    """
-    (soft, hard), wanted = resource.getrlimit(resource.RLIMIT_NOFILE), 3 * size
-    if 0 <= soft < wanted:  # -1: no limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
-
-
-def lacks_files(error: BaseException) -> bool:
-    """Whether the error says that this process, or this host, has no file descriptor or memory for another socket."""
-    return isinstance(error, OSError) and error.errno in _NO_FILES
 
 
 def is_loopback(host: str) -> bool:

@@ -221,12 +221,15 @@ class WatchedBackend(GroupBackend):
                 error = shared.cause(work, error)
             failure = failures.named(work, error)
             work.record_failure(failure)
-            begun = 0 if shared.calls is None else shared.calls.begun
-            failures.report(work, failure, begun, lost(self, failure))
+            failures.report(work, failure, self.begun, lost(self, failure))
             shared.ended = True
             failures.status.post_queued(self, ())
             self.abort_device(str(failure))
             return failure
+
+    @property
+    def begun(self) -> int:
+        return 0 if (calls := self.shared.calls) is None else calls.begun
 
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
         raise self.to_error(work, error)
@@ -290,7 +293,7 @@ class WatchedBackend(GroupBackend):
 
     def close(self) -> None:
         self.unwatch()
-        calls, reporters = self.shared.calls, self.failures.reporters
+        reporters = self.failures.reporters
         with ExitStack() as rest:  # closes all, from the last line to the first, even if one fails
             if self.host is not None:
                 rest.callback(self.host.close)  # it reports the end
@@ -299,4 +302,4 @@ class WatchedBackend(GroupBackend):
             for route in reversed(self.routes):
                 if route in reporters:
                     reporters.remove(route)
-                rest.callback(route.close, 0 if calls is None else calls.begun)
+                rest.callback(route.close, self.begun)

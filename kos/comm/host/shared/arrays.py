@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -34,6 +35,8 @@ class SharedArrays:
         rank, size = self._rendezvous.rank, self._rendezvous.size
         nbytes = math.prod(shape) * dtype.itemsize
         part = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if part * size > sys.maxsize:  # no file is so long
+            raise MemoryError(f"expected at most 2**63 - 1 bytes on all ranks, got {part * size}")
         memory, self._refusal = share_file(self._rendezvous, list(range(size)), part * size, "", _map)
         if memory is None:
             return np.empty(shape, dtype)

@@ -198,9 +198,12 @@ class Node:
         """``start`` of a sum of inputs that are multiplied first."""
         reduction, out, scaled = work.operation.reduction, work.recv, None
         assert reduction is not None
-        if work.operation.recv is not None:
-            scaled = np.empty(out.size, reduction.carrier)
-        work.send, work.recv = reduction.stage(work.send, None), scaled
+        try:
+            if work.operation.recv is not None:
+                scaled = np.empty(out.size, reduction.carrier)
+            work.send, work.recv = reduction.stage(work.send, None), scaled
+        except MemoryError as error:
+            return raising(error)
         steps = self.start(work)
 
         def finish() -> Steps:
