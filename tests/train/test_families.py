@@ -87,6 +87,8 @@ CASES: dict[str, LlamaConfig] = {
         attention_bias=True, mlp_bias=True,
     ),
     "gpt2": of(GPT2Config, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-3, tie_word_embeddings=True),
+    **{f"{kind}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
+       for pad, (kind, family) in zip((0, 3, 6, 39, -1, -40), sorted(FAMILIES.items() - {("gpt2", GPT2Config)}))},
 }  # fmt: skip
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 
@@ -257,14 +259,24 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], di
     return losses, {name: w.detach().numpy() for name, w in theirs.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["llama, biases", "qwen2, windows", "qwen3", "olmo2", "smollm3, all", "yarn"])
-def test_steps_beside_torch(name):
-    """On data with documents."""
+STEPS = [
+    "llama, biases", "mistral, a window", "qwen2, windows", "qwen3", "olmo2, biases", "smollm3, all", "yarn", "gpt2",
+]  # fmt: skip
+PADDED = [name for name in CASES if name.endswith(", padding")]
+
+
+@pytest.mark.parametrize(("name", "new"), [
+    *((name, False) for name in (*STEPS, *PADDED)), *((name, True) for name in PADDED),
+])  # fmt: skip
+def test_steps_beside_torch(name, new):
+    """On data with documents, in which every token occurs. ``new``: the padding token's row of the table is zero."""
     config, rng = CASES[name], np.random.default_rng(3)
     start = random_weights(config, rng, np.float64)
+    if new:
+        start[config.embedding][config.pad_token_id] = 0
     (expected, weights), (losses, got) = torch_steps(config, start), trained(config, start)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
-    for tensor, value in got.items():
+    for tensor, value in tensors_of(got).items():
         if tensor not in biases_of_no_effect(config):  # whose gradients are rounding errors, which AdamW enlarges
             assert_near(value, weights[tensor], 2e-5, tensor)
 
@@ -332,7 +344,7 @@ def test_a_new_models_vocabulary_may_be_small():
     settings = checkpoint.merge_extra(written, {}, ByteTokenizer())["config.json"]
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
     theirs = {"config.json": b'{"use_cache": true}'}
-    assert "pad_token_id" not in checkpoint.merge_extra(written, theirs, ByteTokenizer())["config.json"]
+    assert checkpoint.merge_extra(written, theirs, ByteTokenizer())["config.json"]["pad_token_id"] is None
 
 
 def test_settings_of_another_family_are_refused():

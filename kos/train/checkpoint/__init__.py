@@ -393,8 +393,7 @@ def merge_extra(written: Mapping[str, Any], extra: Extra, tokenizer: Tokenizer) 
     same_ids = had_tokenizer or tokenizer.kind == NumberTokenizer.kind
     theirs.pop("quantization_config", None)  # the weights are float32 now
     special = {key: theirs[key] for key in ("bos_token_id", "eos_token_id") if theirs.get(key) is not None}
-    none = {} if CONFIG in extra else {"pad_token_id": None}  # the default of transformers may be >= vocab_size
-    files[CONFIG] = none | theirs | written[CONFIG] | (special if same_ids else {})
+    files[CONFIG] = theirs | written[CONFIG] | (special if same_ids else {})
     if tokenizer.kind == NumberTokenizer.kind and TOKENIZER in extra:  # else they could not be decoded
         files |= {name: extra[name] for name in (TOKENIZER, TOKENIZER_CONFIG) if name in extra}
     else:

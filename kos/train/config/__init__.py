@@ -118,6 +118,8 @@ class ModelSection(Section, use_attribute_docstrings=True):
         None, "no window", ge=1,
         description=_of_some("sliding_window", "The most keys that a token sees, its own included"),
     )  # fmt: skip
+    pad_token_id: int | None = option(None, "none", ge=-(2**63), lt=2**63)
+    """Token of padding: its row of the embedding starts as zeros, and lookups of it do not train that row."""
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] | None = None
 
@@ -145,7 +147,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
         if self.model_type not in FAMILIES:
             near = closest(self.model_type, FAMILIES)
             raise SettingError("model_type", f"one of {', '.join(FAMILIES)}{near}", self.model_type)
-        self.resolve(1, 1)  # refuses a shape that cannot be
+        self.resolve(2**63, 1)  # refuses a shape that cannot be
         return self
 
 
