@@ -57,6 +57,7 @@ def rope(**settings: Any) -> dict[str, Any]:
     return {"rope_scaling": RopeScaling(**settings), "rope_theta": 100.0}
 
 
+PADS = (0, 3, 6, 39, -1, -40)
 CASES: dict[str, LlamaConfig] = {
     "llama": of(LlamaConfig),
     "llama, biases": of(LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -87,8 +88,8 @@ CASES: dict[str, LlamaConfig] = {
         attention_bias=True, mlp_bias=True,
     ),
     "gpt2": of(GPT2Config, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-3, tie_word_embeddings=True),
-    **{f"{kind}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
-       for pad, (kind, family) in zip((0, 3, 6, 39, -1, -40), sorted(FAMILIES.items() - {("gpt2", GPT2Config)}))},
+    **{f"{family.model_type}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
+       for pad, family in zip(PADS, sorted({*FAMILIES.values()} - {GPT2Config}, key=str), strict=True)},
 }  # fmt: skip
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 
@@ -315,6 +316,9 @@ def test_what_transformers_works_out_for_settings_that_are_missing():
         assert type(ours) is FAMILIES[kind]
         for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
             assert getattr(ours, name) == getattr(theirs, name), (kind, name)
+        large = huggingface.from_huggingface({"model_type": kind, "num_hidden_layers": 4, **least, "vocab_size": 2**20})
+        assert large.pad_token_id == theirs.pad_token_id, kind
+        assert ours.pad_token_id == (1 if kind == "olmo2" else None), "one that is in the vocabulary"
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"], kind
         types = getattr(theirs, "layer_types", [SLIDING] * 4)

@@ -131,8 +131,9 @@ def test_a_schedule_that_starts_over_is_reported(text, tmp_path, caplog):
     assert said.endswith("--schedule constant --lr 0.0003 --warmup-steps 0 keeps it even")
     caplog.clear()
     _train(text, tmp_path / "b", steps=12, resume=str(tmp_path / "a/checkpoints/step-10"))
-    (said,) = (record.getMessage() for record in caplog.records)
+    said, other = (record.getMessage() for record in caplog.records)
     assert said.startswith("the learning rate falls from 2.") and " at step 11:" in said
+    assert other.startswith("resuming with another steps: "), "of a run that had not ended"
 
 
 def test_a_warm_up_that_is_not_over_goes_on():

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -70,12 +70,31 @@ def unset_of(field: FieldInfo) -> Any:
     return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
 
 
-def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
+Changes = Literal["bits", "nothing", "rate", "order", "layout", "data", "state"]
+"""What another value of an option changes in a run that is resumed (``warn_of_changes`` of ``checkpoint.resume``):
+
+bits    the results of steps
+nothing no result of a step
+rate    the learning rates of the steps that are left
+order   the order in which ranks add, unless the run is deterministic
+layout  the number of ranks on an axis
+data    what is read, of which the data's fingerprint tells
+state   which tensors have a state, and which: the checkpoint is refused
+"""
+
+
+def option(default: Any = ..., unset: str = "", changes: Changes = "bits", **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value.
 
     The field's docstring is the help of the flag. ``unset`` says what a default of None, or an empty default, means.
     """
-    return Field(default, json_schema_extra={"unset": unset}, **constraints)
+    return Field(default, json_schema_extra={"unset": unset, "changes": changes}, **constraints)
+
+
+def changes_of(field: FieldInfo) -> Changes:
+    """What another value of this field changes.  One that is no flag changes bits."""
+    declared: Any = field.json_schema_extra
+    return declared["changes"] if isinstance(declared, dict) else "bits"
 
 
 def _of_some(setting: str, text: str) -> str:
@@ -101,7 +120,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
     """Width of a head."""
     intermediate_size: int = option(ge=1, lt=2**63)
     """Width of the MLP."""
-    max_position_embeddings: int | None = option(None, "--seq-len", ge=1)
+    max_position_embeddings: int | None = option(None, "--seq-len", changes="nothing", ge=1)
     """Longest context in tokens."""
     rms_norm_eps: float = option(1e-5, gt=0)
     """Epsilon of the norms."""
@@ -110,7 +129,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = option(True)
     """Use one matrix for embedding and head."""
-    initializer_range: float = option(0.02, gt=0)
+    initializer_range: float = option(0.02, changes="nothing", gt=0)
     """Standard deviation of the initial weights."""
     attention_bias: bool = option(False, description=_of_some("attention_bias", "Add biases to attention's matrices"))
     mlp_bias: bool = option(False, description=_of_some("mlp_bias", "Add biases to the matrices of the MLP"))

@@ -212,7 +212,7 @@ class Ops(Protocol):
         self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None,
         padding: int | None = None,
     ) -> None:  # fmt: skip
-        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token, without the token ``padding``; ``first`` as above."""
+        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token, but not of ``padding``; ``first`` as above."""
 
     def linear(
         self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
