@@ -26,7 +26,7 @@ from kos.train.checkpoint.huggingface import TensorFiles, whole
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
 from kos.train.config import Changes, changes_of, flatten, weighted
 from kos.train.config.options import KEYS, TrainConfig
-from kos.train.data.corpus import HOLD_OUT
+from kos.train.data import HOLD_OUT
 from kos.train.data.packing import FILE, Packing
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.families import FAMILIES
@@ -268,7 +268,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         changed.append("GPU")
     if now["ranks"] > 1 and not other_layout and not config.deterministic:
         changed += other("order")
-    old, new = (rate(found.step) for rate in rates)
+    old, new = rates[0](min(found.step, was.steps - 1)), rates[1](found.step)  # the last rate of a run that has ended
     if found.step < config.steps and max(old, new) > 1.1 * min(old, new):
         jumps = f"{'rises' if new > old else 'falls'} from {old:.2e} to {new:.2e} at step {found.step + 1}"
         even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""

@@ -3,6 +3,8 @@
 ``TrainConfig`` is the only list of the trainer's options: the command-line flags (``kos.train.config.flags``)
 and the keys of a ``--config`` file are made from its fields.  Wrong values end as ``ConfigError``, one
 line that names the flag or the file's key, what was expected and what was got.
+
+The command line needs the fields alone: what a model and an optimizer need is imported where it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -31,15 +33,13 @@ from kos.train.config import (
 )
 from kos.train.config.fine_tuning import FINE_TUNING_WARMUP, Layer, defaults, with_model
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
-from kos.train.data.corpus import HOLD_OUT
-from kos.train.data.token_files import KINDS
-from kos.train.layers import Placement
-from kos.train.layers.lora import is_adapter
-from kos.train.model.families import FAMILIES
-from kos.train.model.llama import LlamaConfig, Local
+from kos.train.data import HOLD_OUT, KINDS
 from kos.train.model.rope import Section
-from kos.train.optim import Group, LearningRate, UpdateRule, by_axes, state_of
-from kos.train.parallel.mesh import DENSE
+
+if TYPE_CHECKING:
+    from kos.train.layers import Placement
+    from kos.train.model.llama import LlamaConfig, Local
+    from kos.train.optim import Group, LearningRate, UpdateRule
 
 DETERMINISTIC_MICRO_BATCHES = 8
 """``--deterministic`` splits the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
@@ -157,7 +157,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     momentum: float = option(0.95, ge=0, lt=1)
     """Muon's momentum (Nesterov's)."""
     min_lr: float | None = option(None, "--lr / 10", changes="rate", ge=0)
-    """Learning rate at the end."""
+    """Learning rate towards which the schedule decays: the step after the last one would have it."""
     schedule: Literal["cosine", "wsd", "constant"] = option("cosine", changes="rate")
     """Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant."""
     warmup_steps: int | None = option(0, "3% of the steps", changes="rate", ge=0, lt=2**63)
@@ -510,6 +510,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def learning_rate(self) -> LearningRate:
         """The schedule that gives the learning rate of each step."""
+        from kos.train.optim import LearningRate
+
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr
         warmup = math.ceil(FINE_TUNING_WARMUP * self.steps) if self.warmup_steps is None else self.warmup_steps
@@ -521,6 +523,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def is_frozen(self, name: str) -> bool:
         """Whether a tensor is not trained."""
+        from kos.train.layers.lora import is_adapter
+
         return (self.lora is not None and not is_adapter(name)) or any(matching([name], x) for x in self.freeze)
 
     def trained(self, model: LlamaConfig, parts: Sequence[Local]) -> dict[str, Placement]:
@@ -529,6 +533,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def all_groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
         """The parameter groups of a rank's parts of ``model``, or of the whole."""
+        from kos.train.optim import Group
+
         groups = OPTIMIZERS[self.optimizer].groups(self, model, parts)
         groups = [part for each in groups for part in self._split(each)] if self.groups else groups
         frozen = [name for name in model.parameter_shapes(*parts) if self.is_frozen(name)]
@@ -551,12 +557,17 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def describe_groups(self, model: LlamaConfig) -> dict[str, Any]:
         """For config.json and checkpoints, the axes of groups, if not all are dense; frozen tensors have none."""
+        from kos.train.optim import by_axes
+        from kos.train.parallel.mesh import DENSE
+
         groups = by_axes(self.all_groups(model))
         each = [{"axes": [*axes], "tensors": sorted(names)} for axes, names in groups.items()]
         return {"groups": each} if groups.keys() != {DENSE} else {}
 
     def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:
         """What the optimizer keeps of the whole ``model``, by name, and of which tensors."""
+        from kos.train.optim import state_of
+
         spans = dict.fromkeys(model.parameter_shapes(), slice(0, 0))
         kept = state_of(self.update_rule(), self.trained_groups(model), spans, [])
         return {name: each.names for name, each in kept.items()}
@@ -604,6 +615,8 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
     ConfigError: an unknown key or a refused value, steps and epochs in one layer, an option of another optimizer; names
     the layer that set it.
     """
+    from kos.train.model.families import FAMILIES
+
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, values in layers:
