@@ -11,7 +11,8 @@ from kos.train.checkpoint.huggingface import to_huggingface
 from kos.train.config import PRESETS
 from kos.train.config.effects import without_effect
 from kos.train.config.flags import parse
-from kos.train.config.options import TrainConfig
+from kos.train.config.options import KEYS, TrainConfig
+from kos.train.model.families import FAMILIES
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from tests.train.models import SCALING, small
@@ -388,6 +389,14 @@ def test_flags_without_effect_are_named():
         "--prompt (--sample-tokens 0)", "--temperature (--sample-tokens 0)", "--top-k (--sample-tokens 0)",
         "--pp-schedule (--pp 1)",
     ]  # fmt: skip
+
+
+def test_help_names_the_families_that_take_a_setting():
+    """As text of its own: help imports no family."""
+    assert KEYS["model.model_type"].description == f"Family of the model: {', '.join(FAMILIES)}."
+    for setting in ("attention_bias", "mlp_bias", "sliding_window"):
+        families = ", ".join(name for name, family in FAMILIES.items() if setting in family.takes)
+        assert str(KEYS[f"model.{setting}"].description).endswith(f" ({families}).")
 
 
 def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):
