@@ -391,6 +391,14 @@ def test_flags_without_effect_are_named():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_last_step_is_one_short_of_the_least_learning_rate(schedule):
+    """As the help says."""
+    config = parse(["--steps", "40", "--lr", "1e-2", "--min-lr", "1e-3", "--schedule", schedule])
+    rate = config.learning_rate()
+    assert rate(38) > rate(39) > rate(40) == 1e-3 and "the step after the last" in str(KEYS["min_lr"].description)
+
+
 def test_help_names_the_families_that_take_a_setting():
     """As text of its own: help imports no family."""
     assert KEYS["model.model_type"].description == f"Family of the model: {', '.join(FAMILIES)}."

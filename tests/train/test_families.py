@@ -25,6 +25,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
@@ -316,7 +317,8 @@ def test_what_transformers_works_out_for_settings_that_are_missing():
         assert type(ours) is FAMILIES[kind]
         for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
             assert getattr(ours, name) == getattr(theirs, name), (kind, name)
-        large = huggingface.from_huggingface({"model_type": kind, "num_hidden_layers": 4, **least, "vocab_size": 2**20})
+        whole = {"model_type": kind, "num_hidden_layers": 4, **least, **more, "vocab_size": 2**20}
+        large = huggingface.from_huggingface(whole)
         assert large.pad_token_id == theirs.pad_token_id, kind
         assert ours.pad_token_id == (1 if kind == "olmo2" else None), "one that is in the vocabulary"
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
@@ -340,6 +342,18 @@ def test_a_new_smollm3_has_layers_without_rotary_positions(layers, tmp_path):
     assert rotated == theirs.no_rope_layers
     (file := tmp_path / "config.json").write_text(json.dumps({"model": {"no_rope_layers": []}}))
     assert parse(["--config", str(file), *flags]).model_config_for(256).no_rope_layers == ()
+
+
+@pytest.mark.parametrize("name", [*PADDED, "gpt2"])
+def test_a_new_models_row_of_padding_is_zero(name):
+    """As in a new model of transformers: tied or not, but not in the head's own matrix, nor in any row of a GPT-2."""
+    config = CASES[name]
+    settings = {"pad_token_id": 3, **huggingface.to_huggingface(config)}
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
+    expected = {name: (weight == 0).all(1).nonzero().tolist() for name, weight in theirs.named_parameters()
+                if len(weight) == config.vocab_size}  # fmt: skip
+    init_weights(config, weights := Parameters(config.parameter_shapes()), 3)
+    assert {name: [[row] for row in np.flatnonzero((weights[name] == 0).all(1))] for name in expected} == expected
 
 
 def test_a_new_models_vocabulary_may_be_small():
