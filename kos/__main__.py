@@ -11,6 +11,7 @@ import kos
 from kos import commands
 from kos.errors import ConfigError
 from kos.files import printing
+from kos.launcher import launched_rank
 from kos.reporting import report
 
 COMMANDS = {
@@ -43,8 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"kos {kos.__version__}")
         return 0
     if name not in COMMANDS:
-        from kos.comm.control.identity import launched_rank  # which takes a tenth of a second
-
         report(ConfigError(f"expected one of {', '.join(COMMANDS)}, got {name!r}"), launched_rank())
         return 2
     commands.typed = f"kos {name}"

@@ -22,6 +22,7 @@ FLOORS = {
     "errors": 0,
     "dtypes": 0,
     "files": 0,
+    "launcher": 0,
     "switches": 0,
     "reporting": 0,
     "cuda": 1,
@@ -101,10 +102,10 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
                         yield node.lineno, f"kos.{alias.name}"
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A Python that runs code, or with more arguments those of its command line."""
+    rest = arguments if len(arguments) > 1 else ("-W", "error", "-c", *arguments)
+    return subprocess.run([sys.executable, *rest], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def importable(rooms_of_train: bool) -> list[str]:
@@ -142,6 +143,20 @@ def test_an_import_loads_nothing_heavy(modules, never):
     done = run_python(code + f"\nprint([name for name in {never!r} if name in sys.modules])")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("command", "light"), [
+    ("--help", ""), ("--foo", ""), ("train --help", "pydantic"), ("train --foo", "pydantic"),
+    ("train --steps x --foo 3", "pydantic"), ("eval --help", "pydantic"), ("tokenize --help", "pydantic"),
+    ("sample --help", ""), ("chat --help", ""), ("sample nowhere", "pydantic numpy ml_dtypes safetensors"),
+])  # fmt: skip
+def test_the_first_word_of_a_command_waits_for_nothing_heavy(command, light):
+    """Which takes a second of a core: before help and refusals, and before a model on one rank is read."""
+    heavy = {"numpy", "pydantic", "ml_dtypes", "rich", "safetensors", "tokenizers", "kos.comm"} - {*light.split()}
+    done = run_python("-X", "importtime", "-m", "kos", *command.split())
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "kos.reporting" in loaded and not loaded & heavy
+    assert "Traceback" not in done.stderr and ("kos: error: " in done.stderr) != command.endswith("--help")
 
 
 def test_processes_are_forked_before_cuda_is_initialised():

@@ -24,11 +24,11 @@ from kos.bench.ratios import lines as ratios
 from kos.bench.summary import busy, summary
 from kos.comm import Communicator
 from kos.comm.control.bootstrap import default_rendezvous
-from kos.comm.control.identity import launched_rank
 from kos.cuda import unavailable
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
 from kos.files import check_picture, check_writable
+from kos.launcher import launched_rank
 from kos.reporting import report as report_error
 from kos.testing import spawn
 

@@ -19,7 +19,6 @@ from dataclasses import asdict
 import kos
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.bootstrap import default_rendezvous
-from kos.comm.control.identity import launched_rank
 from kos.comm.gpu.devices import device_of
 from kos.commands import program
 from kos.cuda import visible_devices
@@ -28,6 +27,7 @@ from kos.doctor.checks import BAD, CHECK_SECONDS, Check, facts, local_checks
 from kos.doctor.report import Report
 from kos.errors import BackendUnavailable, ConfigError, in_words
 from kos.files import printing
+from kos.launcher import launched_rank
 from kos.reporting import Parser, report
 
 GRACE = 2.0

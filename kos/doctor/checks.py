@@ -21,12 +21,12 @@ from pathlib import Path
 import kos
 from kos import _core, commands, cuda
 from kos.comm.control.base import machine_id
-from kos.comm.control.identity import under_mpirun
 from kos.comm.gpu import nccl_binding
 from kos.comm.waits import call_with_timeout
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.kernels import KernelCache
 from kos.errors import in_words, install
+from kos.launcher import under_mpirun
 from kos.memory.ipc import Origin, pretended_host
 
 OK, NO, BAD = "ok", "no", "bad"

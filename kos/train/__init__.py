@@ -40,10 +40,10 @@ def __getattr__(name: str) -> object:
 
     if name not in __all__:
         raise AttributeError(f"module 'kos.train' has no attribute {name!r}")
-    import_module("kos.comm")  # needs no package of the extra: its ImportError has another reason
     try:
         return getattr(import_module(f"kos.train.{_MODULES[name]}"), name)
     except ImportError as error:
+        import_module("kos.comm")  # needs no package of the extra: its ImportError has another reason
         raise missing(error) from error
 
 

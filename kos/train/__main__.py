@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import kos
 from kos.errors import ConfigError, KosError, debugging
 from kos.files import printing
+from kos.launcher import launched_place, launched_rank
 from kos.reporting import end_process, exit_status, report
 from kos.train import missing
 from kos.train.parallel.failures import Left, Stop, Stopped
@@ -35,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    from kos.comm.control.identity import launched_place, launched_rank  # which takes a tenth of a second
-
     rank, trainer, begun = launched_rank(), None, False
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -50,14 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     try:
         try:
-            from kos.train.config.flags import parse
+            from kos.train.config.flags import parse, read_command_line
+
+            plans = "--plan" in arguments
+            if not plans:
+                read_command_line(arguments)  # help, and unknown flags, before all that a run needs is imported
             from kos.train.machine import thread_pools
             from kos.train.run import Trainer
 
             thread_pools()
         except ImportError as error:
             raise missing(error) from error
-        if "--plan" in arguments:
+        if plans:
             from kos.train.tools import plan
 
             with printing():
@@ -86,10 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_process(Left.code)
     except (KosError, OSError, MemoryError) as error:
         note = ""
-        with contextlib.suppress(ImportError, KosError):
-            from kos.train.config.flags import overrides
+        if settings := getattr(error, "settings", ()):
+            with contextlib.suppress(ImportError, KosError):
+                from kos.train.config.flags import overrides
 
-            note = overrides(arguments, getattr(error, "settings", ()))
+                note = overrides(arguments, settings)
         rank = rank if trainer is None else trainer.comm.rank  # others may have been lost
         if stop.listens:
             stop.ignore()
@@ -123,8 +127,6 @@ def _fail(error: Exception, rank: int, note: str, debug: bool, begun: bool = Tru
     That is data of no kind that kos reads, or a backend that cannot run here.  All other errors end it with 1.
     ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
-    from kos.comm.control.identity import launched_place
-
     report(error, rank, note, debug, alone=launched_place()[1] == 1)
     end_process(2 if isinstance(error, ConfigError) else 1 if begun else exit_status(error))
 

@@ -16,6 +16,7 @@ import kos
 from kos.commands import program
 from kos.errors import ConfigError, KosError, debugging
 from kos.files import PALETTE, check_picture, printing
+from kos.launcher import launched_place
 from kos.reporting import Parser, aligned, end_command
 from kos.train import missing
 
@@ -107,8 +108,6 @@ def run(options: dict[str, Any], console: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print a table on rank 0 and return the exit status.  With several ranks, a failure ends the job."""
-    from kos.comm.control.identity import launched_place
-
     (rank, ranks), options = launched_place(), dict[str, Any]()
     arguments = sys.argv[1:] if argv is None else [*argv]
     if rank != 0 and {"-h", "--help"} & {*arguments}:

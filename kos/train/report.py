@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from kos.comm.control import mpi_job
-from kos.comm.control.identity import under_mpirun
 from kos.commands import mpirun, near, python, several_programs
 from kos.errors import plural
+from kos.launcher import under_mpirun
 from kos.train.checkpoint import BEST, adapter, dropout, extra_names
 from kos.train.config import flag_of
 from kos.train.config.effects import without_effect
@@ -199,11 +199,12 @@ def _by_mpirun() -> bool:
 
 
 def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
-    """The command for as many steps again. A learning rate that has decayed stays where it is. A warm-up continues."""
+    """The command for as many steps again. If the learning rate has decayed, it stays that of the last step. A warm-up
+    continues."""
     rate, flags = config.learning_rate(), ["--steps", str(2 * config.steps)]
     if config.epochs is not None:
         flags = ["--epochs", str(2 * config.epochs)]
-    if 0 < (last := rate(config.steps)) < config.lr and config.steps >= rate.warmup_steps:
+    if 0 < (last := rate(config.steps - 1)) < config.lr and config.steps >= rate.warmup_steps:
         flags += ["--schedule", "constant", "--lr", f"{last:g}", "--warmup-steps", "0"]
     return resume(out, ranks, *flags)
 

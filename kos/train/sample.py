@@ -19,6 +19,7 @@ import kos
 from kos.commands import program
 from kos.errors import ConfigError, InvalidArgument, KosError, SettingError, raised_as
 from kos.files import printing
+from kos.launcher import launched_place
 from kos.reporting import ArgumentParser, end_command
 
 FLAGS: dict[str, tuple[Any, str]] = {
@@ -53,8 +54,6 @@ def run(arguments: argparse.Namespace, use: Callable[[Any, Mapping[str, Any], An
 
     ``use`` also takes the communicator, None for one rank.  It runs on all ranks, and only rank 0 prints.
     """
-    from kos.comm.control.identity import launched_place
-
     options, (rank, ranks) = {name: getattr(arguments, name) for name in ("tokens", "stop", *FLAGS)}, launched_place()
     try:
         from kos.train import load  # of which packages may be missing

@@ -11,13 +11,12 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, SettingError, install, raised_as
 from kos.train import checkpoint
 from kos.train.checkpoint import adapter
@@ -32,6 +31,9 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.failures import same_on_all, together
 from kos.train.parallel.mesh import ALONE, Axis
+
+if TYPE_CHECKING:
+    from kos.comm.communicator import Communicator
 
 GENERATION = "generation_config.json"
 
@@ -218,6 +220,8 @@ def load(folder: str | os.PathLike[str], device: str = "cpu", comm: Communicator
     """
     if comm is None:
         return _load(folder, device, ALONE)
+    from kos.comm.communicator import Communicator
+
     if not isinstance(comm, Communicator):
         raise ConfigError(f"comm: expected a communicator of kos, such as kos.init() returns, got {comm!r}")
 

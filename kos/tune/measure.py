@@ -25,7 +25,6 @@ from statistics import median
 from typing import Any
 
 from kos.comm import Communicator, init
-from kos.comm.control.identity import launched_rank
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.peer.backend import PeerBackend
@@ -36,6 +35,7 @@ from kos.commands import program
 from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
+from kos.launcher import launched_rank
 from kos.memory.array import Array, as_dtype
 from kos.reporting import Parser, exit_status, report
 

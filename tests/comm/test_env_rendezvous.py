@@ -14,10 +14,10 @@ import kos
 from kos.comm.control.bootstrap import default_rendezvous
 from kos.comm.control.env import Place
 from kos.comm.control.group import TCPRendezvous
-from kos.comm.control.identity import launched_rank
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.control.wire import Acceptor
 from kos.errors import RendezvousError
+from kos.launcher import launched_rank
 from tests.comm.tcp_ranks import (
     come_first,
     environment,

@@ -20,7 +20,7 @@ transformers, torch = Package("transformers"), Package("torch")
 def theirs_of(config: LlamaConfig, weights: Parameters, dtype: str = "float32") -> Any:
     """The model of a configuration of kos, with these weights."""
     settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
-    made = transformers.AutoConfig.for_model(**settings, pad_token_id=None)
+    made = transformers.AutoConfig.for_model(**settings)
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").to(getattr(torch, dtype))
     assert type(model).__name__ == config.architecture
     state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}

@@ -11,7 +11,8 @@ from kos.train.checkpoint.huggingface import to_huggingface
 from kos.train.config import PRESETS
 from kos.train.config.effects import without_effect
 from kos.train.config.flags import parse
-from kos.train.config.options import TrainConfig
+from kos.train.config.options import KEYS, TrainConfig
+from kos.train.model.families import FAMILIES
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
 from tests.train.models import SCALING, small
@@ -141,6 +142,9 @@ MIXED = "NAME:WEIGHT or PATH:WEIGHT for each of several sources, with different 
         (["--keep-best", "val_loss", "--elastic"], ["--keep-best: expected none (--elastic), got val_loss"]),
         (["--lora-alpha", "8"], ["--lora-alpha: expected none without adapters"]),
         (["--lora", "4", "--optimizer", "muon"], ["--optimizer: expected adamw with adapters"]),
+        (["--early-stopping-patience", "3"], ["(here: --patience), got '--early-stopping-patience'"]),
+        (["--early-stopping"], ["(here: --patience), got '--early-stopping'"]),
+        (["--gguf"], ["has none: docs/guides/not-in-the-trainer.md"]),
         (["--lora-dropout", "0.1"], ["has none: docs/guides/not-in-the-trainer.md"]),
         (["--config=a.toml", "--config=b.toml"], ["--config: expected one value, got a.toml and b.toml"]),
         (["--val-data=a", "--val-data=b"], ["--val-data: expected one value, got a and b"]),
@@ -385,6 +389,22 @@ def test_flags_without_effect_are_named():
         "--prompt (--sample-tokens 0)", "--temperature (--sample-tokens 0)", "--top-k (--sample-tokens 0)",
         "--pp-schedule (--pp 1)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_last_step_is_one_short_of_the_least_learning_rate(schedule):
+    """As the help says."""
+    config = parse(["--steps", "40", "--lr", "1e-2", "--min-lr", "1e-3", "--schedule", schedule])
+    rate = config.learning_rate()
+    assert rate(38) > rate(39) > rate(40) == 1e-3 and "the step after the last" in str(KEYS["min_lr"].description)
+
+
+def test_help_names_the_families_that_take_a_setting():
+    """As text of its own: help imports no family."""
+    assert KEYS["model.model_type"].description == f"Family of the model: {', '.join(FAMILIES)}."
+    for setting in ("attention_bias", "mlp_bias", "sliding_window"):
+        families = ", ".join(name for name, family in FAMILIES.items() if setting in family.takes)
+        assert str(KEYS[f"model.{setting}"].description).endswith(f" ({families}).")
 
 
 def test_a_removed_schedule_is_refused_with_its_successor(tmp_path, caplog):

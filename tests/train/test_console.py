@@ -27,7 +27,7 @@ from tests.train.runs import _config
 ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 
 SPEAKER = """
-from kos.comm.control.identity import launched_rank
+from kos.launcher import launched_rank
 from kos.train.tools.console import Console
 rank = launched_rank()
 console = Console(rank, 9)

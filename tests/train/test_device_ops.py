@@ -79,6 +79,28 @@ def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
         assert np.array_equal(side.get(part), side.get(whole)[first:end]), "the bits of the whole table"
 
 
+@sides("n bounds padding", [(23, (0, 2, 11), 1), (1100, (0, 700, 1500), 3), (4099, (0, 512, 300_000), 299_999)],
+       turns=[(1100, (0, 512, 1403), 3)])
+def test_the_padding_token_has_no_gradient(ops, side, rng, arena, n, bounds, padding):
+    """Neither in a whole table nor in its parts, which have the bits of the whole."""
+    tokens = np.where(rng.random(n) < 0.3, padding, (bounds[-1] * rng.random(n) ** 3).astype(np.int32))
+    d_out, d_out64 = side.put(rng.normal(size=(n, 8)))
+    expected = np.full((bounds[-1], 8), np.nan)
+    reference.embedding_backward(d_out64 * (tokens != padding)[:, None], tokens, expected, False, Arena())
+    whole = side.nan(*expected.shape, dtype="float32")
+    ops.embedding_backward(d_out, side.ints(tokens), whole, False, arena, None, padding)
+    for first, end in ((None, bounds[-1]), *pairwise(bounds)):
+        shape = (end - (first or 0), 8)
+
+        def backward(d, add, first=first):
+            ops.embedding_backward(d_out, side.ints(tokens), d, add, arena, first, padding)
+
+        weight_gradients(side, rng, shape, expected[first:end], backward, 40)
+        part = side.nan(*shape, dtype="float32")
+        backward(part, False)
+        assert np.array_equal(side.get(part), side.get(whole)[first:end]), "the bits of the whole table"
+
+
 @sides("n d f", [
     (13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8),
     (257, 683, 64), (33, 64, 12_565), (4096, 8, 264), (2048, 171, 1),  # parts of a layer: of any size

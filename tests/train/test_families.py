@@ -25,6 +25,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model.families import FAMILIES, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.initial import init_weights
 from kos.train.model.llama import FULL, SLIDING, LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
@@ -57,6 +58,7 @@ def rope(**settings: Any) -> dict[str, Any]:
     return {"rope_scaling": RopeScaling(**settings), "rope_theta": 100.0}
 
 
+PADS = (0, 3, 6, 39, -1, -40)
 CASES: dict[str, LlamaConfig] = {
     "llama": of(LlamaConfig),
     "llama, biases": of(LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -87,6 +89,8 @@ CASES: dict[str, LlamaConfig] = {
         attention_bias=True, mlp_bias=True,
     ),
     "gpt2": of(GPT2Config, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-3, tie_word_embeddings=True),
+    **{f"{family.model_type}, padding": of(family, pad_token_id=pad, tie_word_embeddings=pad % 2 == 0)
+       for pad, family in zip(PADS, sorted({*FAMILIES.values()} - {GPT2Config}, key=str), strict=True)},
 }  # fmt: skip
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 
@@ -257,14 +261,24 @@ def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], di
     return losses, {name: w.detach().numpy() for name, w in theirs.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["llama, biases", "qwen2, windows", "qwen3", "olmo2", "smollm3, all", "yarn"])
-def test_steps_beside_torch(name):
-    """On data with documents."""
+STEPS = [
+    "llama, biases", "mistral, a window", "qwen2, windows", "qwen3", "olmo2, biases", "smollm3, all", "yarn", "gpt2",
+]  # fmt: skip
+PADDED = [name for name in CASES if name.endswith(", padding")]
+
+
+@pytest.mark.parametrize(("name", "new"), [
+    *((name, False) for name in (*STEPS, *PADDED)), *((name, True) for name in PADDED),
+])  # fmt: skip
+def test_steps_beside_torch(name, new):
+    """On data with documents, in which every token occurs. ``new``: the padding token's row of the table is zero."""
     config, rng = CASES[name], np.random.default_rng(3)
     start = random_weights(config, rng, np.float64)
+    if new:
+        start[config.embedding][config.pad_token_id] = 0
     (expected, weights), (losses, got) = torch_steps(config, start), trained(config, start)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
-    for tensor, value in got.items():
+    for tensor, value in tensors_of(got).items():
         if tensor not in biases_of_no_effect(config):  # whose gradients are rounding errors, which AdamW enlarges
             assert_near(value, weights[tensor], 2e-5, tensor)
 
@@ -303,6 +317,10 @@ def test_what_transformers_works_out_for_settings_that_are_missing():
         assert type(ours) is FAMILIES[kind]
         for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
             assert getattr(ours, name) == getattr(theirs, name), (kind, name)
+        whole = {"model_type": kind, "num_hidden_layers": 4, **least, **more, "vocab_size": 2**20}
+        large = huggingface.from_huggingface(whole)
+        assert large.pad_token_id == theirs.pad_token_id, kind
+        assert ours.pad_token_id == (1 if kind == "olmo2" else None), "one that is in the vocabulary"
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"], kind
         types = getattr(theirs, "layer_types", [SLIDING] * 4)
@@ -326,13 +344,25 @@ def test_a_new_smollm3_has_layers_without_rotary_positions(layers, tmp_path):
     assert parse(["--config", str(file), *flags]).model_config_for(256).no_rope_layers == ()
 
 
+@pytest.mark.parametrize("name", [*PADDED, "gpt2"])
+def test_a_new_models_row_of_padding_is_zero(name):
+    """As in a new model of transformers: tied or not, but not in the head's own matrix, nor in any row of a GPT-2."""
+    config = CASES[name]
+    settings = {"pad_token_id": 3, **huggingface.to_huggingface(config)}
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
+    expected = {name: (weight == 0).all(1).nonzero().tolist() for name, weight in theirs.named_parameters()
+                if len(weight) == config.vocab_size}  # fmt: skip
+    init_weights(config, weights := Parameters(config.parameter_shapes()), 3)
+    assert {name: [[row] for row in np.flatnonzero((weights[name] == 0).all(1))] for name in expected} == expected
+
+
 def test_a_new_models_vocabulary_may_be_small():
     """Smaller than the token of transformers' default for padding, with which it cannot make the model."""
     written = {"config.json": huggingface.to_huggingface(of(SmolLM3Config)), **ByteTokenizer().files()}
     settings = checkpoint.merge_extra(written, {}, ByteTokenizer())["config.json"]
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
     theirs = {"config.json": b'{"use_cache": true}'}
-    assert "pad_token_id" not in checkpoint.merge_extra(written, theirs, ByteTokenizer())["config.json"]
+    assert checkpoint.merge_extra(written, theirs, ByteTokenizer())["config.json"]["pad_token_id"] is None
 
 
 def test_settings_of_another_family_are_refused():

@@ -15,15 +15,16 @@ __all__ = ["text"]
 
 GPT2 = {"intermediate_size": 48, "num_key_value_heads": 4, "tie_word_embeddings": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
-MIXED: dict[str, Any] = {"sliding_window": 3, "layer_types": [FULL, FULL, SLIDING, FULL]}
+PADDED = {"pad_token_id": 100}  # one of the letters of the text
+MIXED: dict[str, Any] = {**PADDED, "sliding_window": 3, "layer_types": [FULL, FULL, SLIDING, FULL]}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
+    ("llama", {**PADDED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_scaling": YARN}, {"cp": 2, "zero": 1}),
     ("qwen2", MIXED, {"tp": 2, "recompute": "norms"}),
     ("qwen3", {**MIXED, "attention_bias": True, "head_dim": 10}, {"pp": 2, "pp_schedule": "zero-bubble-v"}),
     ("mistral", {"sliding_window": 3, "num_key_value_heads": 1}, {"tp": 2, "recompute": "block"}),
-    ("olmo2", {"attention_bias": True}, {"pp": 2, "recompute": "norms"}),
-    ("smollm3", {"tie_word_embeddings": True}, {"dp": 2, "zero": 1}),
+    ("olmo2", {**PADDED, "attention_bias": True}, {"pp": 2, "recompute": "norms"}),
+    ("smollm3", {**PADDED, "tie_word_embeddings": True}, {"dp": 2, "zero": 1}),
     ("smollm3", {**MIXED, "no_rope_layers": [1, 1, 0, 0], "mlp_bias": True}, {"cp": 2, "recompute": "block"}),
     ("gpt2", GPT2, {"dp": 2, "optimizer": "muon"}),
 ]

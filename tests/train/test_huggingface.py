@@ -24,6 +24,7 @@ CHANGED: dict[str, object] = {
     "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 77, "rms_norm_eps": 0.5, "rope_theta": 5.0,
     "rope_scaling": SCALING, "tie_word_embeddings": False, "initializer_range": 0.7, "attention_bias": True,
     "mlp_bias": True, "sliding_window": 3, "layer_types": (FULL,) * 3, "no_rope_layers": (0, 1, 1),
+    "pad_token_id": 5,
 }  # fmt: skip
 CONFIG = small(rope_theta=500_000.0, rope_scaling=SCALING)
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_positions": 8, "n_head": 4}
@@ -78,6 +79,8 @@ def test_a_setting_is_refused_by_a_family_or_comes_back(family):
         ({**GPT2, "scale_attn_weights": False}, "expected scale_attn_weights True, got False"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "expected scale_attn_by_inverse_layer_idx False, got True"),
         ({"model_type": "qwen2_moe"}, r"llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3 \(closest: qwen2\), got"),
+        ({"pad_token_id": 37}, r"expected none, or a row of the embedding, 0 to 36 \(vocab_size\), got 37"),
+        ({"pad_token_id": "a"}, "pad_token_id: expected a valid integer, got 'a'"),
         ({"partial_rotary_factor": 0.5}, "expected partial_rotary_factor 1.0, got 0.5"),
         *(({"num_hidden_layers": 2, "model_type": kind, **change}, message) for kind, change, message in (
             ("qwen3", {"layer_types": [FULL, "x"]}, "layer_types: expected 2 of full_attention and sliding_att"),

@@ -26,7 +26,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 VALUES: dict[str, Sequence[Any]] = {
     **dict.fromkeys(AXES, (1, 2)), "pp_schedule": tuple(SCHEDULES), "zero": (0, 1),
     "recompute": ("none", "norms", "block"), "documents": ("cross", "pack"), "micro_batch_size": (1, 2),
-    "tied": (False, True), "family": tuple(FAMILIES), "trained": tuple(TRAINED),
+    "tied": (False, True), "pad_token_id": (None, 21), "family": tuple(FAMILIES), "trained": tuple(TRAINED),
 }  # fmt: skip
 COPIES = {"copies": (1, 2)}
 """How many ranks of tp have a copy of the same kv head."""

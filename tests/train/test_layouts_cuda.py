@@ -88,6 +88,7 @@ RUNS = [  # ranks, flags, those of one rank, dtype
     *((2, f"--tp 2 --recompute {how}", halves, "float32") for halves in HALVES for how in ("none", "block")),
     *((ranks, f"--tp {ranks}", f"--num-key-value-heads {ranks // 2}", "float32") for ranks in (2, 4)),
     *((4, flags, "", "float32") for flags in FOUR),
+    *((2, flags, "--pad-token-id 101", "float32") for flags in (*ONE_AXIS, "--dp 2 --zero 1")),
 ]
 ON_PEER = [
     *((8, flags, "", "float32") for flags in EIGHT), *((2, flags, "", "bfloat16") for flags in ONE_AXIS),

@@ -24,7 +24,7 @@ NO_MASTER_WEIGHTS = "bfloat16 without master weights"
 VALUES: dict[str, Sequence[Any]] = {
     "deterministic": (False, True), **dict.fromkeys(AXES, (1, 2)), "zero": (0, 1), "pp_schedule": tuple(SCHEDULES),
     "layers": (2, HEAD_ALONE, 5), "recompute": ("none", "norms", "block"), "graph": (True, False),
-    "micro_batch_size": (1, 2), "tied": (False, True), "documents": ("cross", "pack"),
+    "micro_batch_size": (1, 2), "tied": (False, True), "pad_token_id": (None, 21), "documents": ("cross", "pack"),
     "family": ("llama", "qwen3", "olmo2"), "trained": tuple(TRAINED),
     "dtype": ("float32", "bfloat16", NO_MASTER_WEIGHTS),
 }  # fmt: skip

@@ -258,7 +258,7 @@ def test_a_folder_of_adapters_is_merged(name, whole, base, tmp_path, capsys):
 NUMBER, LIST, SOME = "expected a number greater than 0", "expected a list of names", "expected some of q_proj, .*, got"
 REFUSED: list[tuple[str, Any, str]] = [  # setting, value, what the error says of it
     ("lora_dropout", 0.1, "expected 0, got 0.1"), ("bias", "all", "expected none, got 'all'"),
-    ("use_qalora", True, "expected none"), ("modules_to_save", ["lm_head"], "expected none"),
+    ("use_qalora", True, "expected False, got True"), ("modules_to_save", ["lm_head"], "expected none"),
     ("rank_pattern", {"q_proj": 8}, "expected"), ("alpha_pattern", {"q_proj": 8}, "expected"),
     ("peft_type", "IA3", "expected LORA, got 'IA3'"), ("init_lora_weights", "pissa", "expected True, got 'pissa'"),
     ("base_model_name_or_path", "org/model", "expected a folder, got 'org/model'; kos downloads no models"),

@@ -44,6 +44,12 @@ def test_embedding(rng, arena):
         expected[token] += row
     got = both_ways(lambda d, add: ops.embedding_backward(d_out, tokens, d, add, arena), table.shape, rng)
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+    for first, end in ((None, 11), (0, 6), (6, 11)):
+        got = both_ways(
+            lambda d, add, first=first: ops.embedding_backward(d_out, tokens, d, add, arena, first, 5),
+            (end - (first or 0), 7), rng,
+        )  # fmt: skip
+        np.testing.assert_allclose(got, np.where(np.arange(11) == 5, 0, expected.T).T[first:end], rtol=1e-12)
 
 
 @pytest.mark.parametrize("wrong", [-1, 11])

@@ -121,18 +121,22 @@ def test_a_resumed_run_without_held_out_data_refuses_what_needs_it(text, tmp_pat
 
 def test_a_schedule_that_starts_over_is_reported(text, tmp_path, caplog):
     """More steps stretch a cosine, so that the learning rate rises; with fewer steps, it falls to near its end. The
-    advice printed at the end of a run continues with the last learning rate."""
-    _train(text, tmp_path / "a", steps=8, save_every=7, eval_every=0)
-    _train(text, tmp_path / "a", steps=9, resume="auto", schedule="constant", lr=3e-4, warmup_steps=0)
+    advice printed at the end of a run continues with the learning rate of its last step."""
+    rows = _train(text, tmp_path / "a", steps=8, save_every=7, eval_every=0)
+    words = shlex.split(report.more_steps(tmp_path / "a", 1, _config(text, tmp_path / "a", steps=8)))
+    rate = float(words[words.index("--lr") + 1])
+    assert rate == pytest.approx(rows[-1]["lr"], rel=1e-5) and rate > 3e-4, "not yet its end"
+    _train(text, tmp_path / "a", steps=9, resume="auto", schedule="constant", lr=rate, warmup_steps=0)
     assert not caplog.records
     _train(text, tmp_path / "a", steps=18, resume="auto", save_every=10)
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("the learning rate rises from 3.00e-04 to 2.") and " at step 10:" in said
-    assert said.endswith("--schedule constant --lr 0.0003 --warmup-steps 0 keeps it even")
+    assert said.startswith("the learning rate rises from 9.75e-04 to 2.") and " at step 10:" in said
+    assert said.endswith("--schedule constant --lr 0.000975 --warmup-steps 0 keeps it even")
     caplog.clear()
     _train(text, tmp_path / "b", steps=12, resume=str(tmp_path / "a/checkpoints/step-10"))
-    (said,) = (record.getMessage() for record in caplog.records)
+    said, other = (record.getMessage() for record in caplog.records)
     assert said.startswith("the learning rate falls from 2.") and " at step 11:" in said
+    assert other.startswith("resuming with another steps: "), "of a run that had not ended"
 
 
 def test_a_warm_up_that_is_not_over_goes_on():
@@ -144,7 +148,7 @@ def test_a_warm_up_that_is_not_over_goes_on():
 
 def test_a_last_rate_of_many_digits():
     """The printed command rounds the rate, here to less than ``min_lr``, which a constant schedule does not use."""
-    config = TrainConfig.from_preset("tiny", steps=2, warmup_steps=0, min_lr=1.23456123e-4)
+    config = TrainConfig.from_preset("tiny", steps=10**9, warmup_steps=0, min_lr=1.23456123e-4)
     words = shlex.split(report.more_steps(Path("run"), 1, config))
     assert words[-6:] == ["--schedule", "constant", "--lr", "0.000123456", "--warmup-steps", "0"]
     assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).learning_rate()(9) == 0.000123456

@@ -101,7 +101,7 @@ def test_an_error_of_all_waits_for_the_checkpoint_before(text, tmp_path, before_
 
 CODE = """if True:
     import os, sys
-    from kos.comm.control.identity import launched_rank
+    from kos.launcher import launched_rank
     from kos.train.__main__ import main
     if launched_rank() == 1:
         os.chdir(os.environ.get("RANK_1", "."))

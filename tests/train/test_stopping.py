@@ -165,7 +165,7 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_exit_code_is_0_at_any_moment(text, tmp_path, moment):
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
-    code += "from kos.comm.control.identity import launched_rank\ndef go():\n"
+    code += "from kos.launcher import launched_rank\ndef go():\n"
     code += "    if launched_rank() == 0 and not done: os.kill(os.getpid(), signal.SIGTERM)\n"
     code += "    done.append(1)\ndone = []\n"
     flags = ["--data", text, "--out", tmp_path / "run", "--steps=6", "--save-every=3", "--eval-every=0"]

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import publish
-from kos.comm.control.identity import OF_OTHERS, VARIABLES
 from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
 from kos.errors import RendezvousError
+from kos.launcher import OF_OTHERS, VARIABLES
 
 AGENT_PORTS = 16
 OFFER = b"offer"  # the purpose of a group whose secret rank 0 has made

@@ -24,17 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import RendezvousError
+from kos.launcher import OF_MPI, OF_OTHERS, VARIABLES, launched_place
 from kos.memory.ipc import namespace
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OF_MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
-)
-"""The variables with the rank and with the number of ranks, for each kind of launcher."""
-OF_OTHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
-_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 _PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL")
 _RUN = "TORCHELASTIC_RUN_ID"
 _JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -42,39 +34,6 @@ _HYDRA = "hydra_pmi_proxy"  # each rank's parent under MPICH's mpirun, which doe
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()  # the open groups of this rank
 _claims = dict[str, tuple[socket.socket, bool]]()  # of this process, by address; True: of a rank of MPI
-
-
-def under_mpirun() -> bool:
-    """Whether an MPI launcher started this process.  Does not import mpi4py."""
-    return any(name in os.environ for name in _LAUNCHER_VARIABLES)
-
-
-def by_variables() -> bool:
-    """Whether the environment sets the rank of this process without MPI, completely or in part.
-
-    A shell of a Slurm allocation has a rank number too.  Slurm's variables therefore count only in a step of srun with
-    several tasks.
-    """
-    return not os.environ.keys().isdisjoint(VARIABLES) or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-
-
-def launched_rank() -> int:
-    """The rank of this process, from the launcher's environment variables, before MPI starts; 0 for a group of one."""
-    return launched_place()[0]
-
-
-def launched_place() -> tuple[int, int]:
-    """The rank of this process and the number of ranks, as ``kos.init`` determines them before MPI starts.
-
-    A shell of a Slurm allocation has a rank number too, but is a group of one.
-    """
-    if not under_mpirun() and not by_variables():
-        return 0, 1
-    for names in OF_MPI if under_mpirun() else OF_OTHERS:
-        rank, size = (os.environ.get(name, "") for name in names)
-        if rank.isdecimal() and size.isdecimal() and int(size) > 1:
-            return int(rank), int(size)
-    return 0, 1
 
 
 def job() -> str:

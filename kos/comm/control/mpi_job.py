@@ -25,9 +25,9 @@ from typing import Any
 
 from kos.comm.control import mpi_start
 from kos.comm.control.grow import GRACE_SECONDS
-from kos.comm.control.identity import OF_MPI, under_mpirun
 from kos.comm.waits import CHECK_SECONDS, Backoff
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
+from kos.launcher import OF_MPI, under_mpirun
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.control.identity import job, launched_place
+from kos.comm.control.identity import job
 from kos.errors import RendezvousError, describe, ranks_in_words
+from kos.launcher import launched_place
 
 EXIT_CODE = 69
 """Of a process that MPI_Init kept beyond the timeout: EX_UNAVAILABLE of sysexits.h."""

@@ -20,7 +20,6 @@ import numpy as np
 from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.identity import under_mpirun
 from kos.comm.control.mpi_rendezvous import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
@@ -36,6 +35,7 @@ from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
 from kos.dtypes import DTYPES, DType, dtype_of, dtype_of_code
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
+from kos.launcher import under_mpirun
 
 Array = np.ndarray[Any, Any]
 log = logging.getLogger(__name__)

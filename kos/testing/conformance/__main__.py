@@ -19,9 +19,9 @@ from typing import TextIO
 
 import kos
 from kos.comm.arguments import check_timeout
-from kos.comm.control.identity import launched_place, under_mpirun
 from kos.errors import KosError
 from kos.files import printing
+from kos.launcher import launched_place, under_mpirun
 from kos.reporting import ArgumentParser
 from kos.testing import spawn
 from kos.testing.conformance import cases, log, run

@@ -393,8 +393,10 @@ def merge_extra(written: Mapping[str, Any], extra: Extra, tokenizer: Tokenizer) 
     same_ids = had_tokenizer or tokenizer.kind == NumberTokenizer.kind
     theirs.pop("quantization_config", None)  # the weights are float32 now
     special = {key: theirs[key] for key in ("bos_token_id", "eos_token_id") if theirs.get(key) is not None}
-    none = {} if CONFIG in extra else {"pad_token_id": None}  # the default of transformers may be >= vocab_size
-    files[CONFIG] = none | theirs | written[CONFIG] | (special if same_ids else {})
+    ours = dict(written[CONFIG])
+    if ours.get("pad_token_id") is None and "pad_token_id" in theirs:
+        ours["pad_token_id"] = theirs["pad_token_id"]
+    files[CONFIG] = theirs | ours | (special if same_ids else {})
     if tokenizer.kind == NumberTokenizer.kind and TOKENIZER in extra:  # else they could not be decoded
         files |= {name: extra[name] for name in (TOKENIZER, TOKENIZER_CONFIG) if name in extra}
     else:

@@ -68,7 +68,8 @@ def read(folder: Path, trains: bool = False, has_base: bool = True) -> Found:
     }  # fmt: skip
     for name, values in fixed.items():
         if (got := settings.get(name, values[0])) not in values:
-            raise CheckpointError(f"{path}: {name}: expected {values[0]}, got {got!r}")
+            expected = False if got is True else values[0]
+            raise CheckpointError(f"{path}: {name}: expected {expected}, got {got!r}")
     with huggingface.whole(folder / "manifest.json"):
         asked = run_of(folder).get("config", {})
         of_run = asked.get("lora_alpha") or 2.0 * rank if asked.get("lora") else alpha

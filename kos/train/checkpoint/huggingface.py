@@ -129,8 +129,10 @@ _REQUIRED = {
 }
 _KINDS = {"no_rope_layers": list, "layer_types": list, "no_rope_layer_interval": int, "max_window_layers": int}
 _NAMED = {list: "a list", int: "an integer"}
-_LLAMAS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+_LLAMAS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False, "pad_token_id": None}
 """What transformers takes for settings that are not there."""
+_MAY_BE_NULL = ("num_key_value_heads", "sliding_window", "pad_token_id")
+"""Settings for which null is not the same as a setting that is not there."""
 _OTHER_WEIGHTS = (".gguf", ".pth", ".safetensors")
 _ROWS = 4096  # of a matrix, read at once
 _POINTER = b"version https://git-lfs"
@@ -190,8 +192,11 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
         names = {name: _GPT2.get(name, name) for name in ModelSection.model_fields if _has(GPT2Config, name)}
         shape = {ours: theirs[name] for ours, name in names.items() if name in theirs}
     else:
-        null = {key: settings[key] for key in ("num_key_value_heads", "sliding_window") if key in settings}
-        shape = _of_family(FAMILIES[kind], {**_LLAMAS, **FAMILIES[kind].defaults, **null, **given})
+        null = {key: settings[key] for key in _MAY_BE_NULL if key in settings}
+        defaults = _LLAMAS | FAMILIES[kind].defaults
+        if defaults["pad_token_id"] not in range(given["vocab_size"]):  # transformers could not make such a model
+            del defaults["pad_token_id"]
+        shape = _of_family(FAMILIES[kind], {**defaults, **null, **given})
         shape |= _rope({**FAMILIES[kind].defaults, **given}, shape["max_position_embeddings"], source)
     types, only = given.get("layer_types", []), FULL if shape.get("sliding_window") is None else SLIDING
     if kind == "mistral" and any(each != only for each in types):  # which transformers 5 takes for a Ministral

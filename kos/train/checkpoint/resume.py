@@ -24,24 +24,25 @@ from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest
 from kos.train.checkpoint import find as find_checkpoint
 from kos.train.checkpoint.huggingface import TensorFiles, whole
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
-from kos.train.config import weighted
-from kos.train.config.options import TrainConfig
-from kos.train.data.corpus import HOLD_OUT
+from kos.train.config import Changes, changes_of, flatten, weighted
+from kos.train.config.options import KEYS, TrainConfig
+from kos.train.data import HOLD_OUT
 from kos.train.data.packing import FILE, Packing
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
+from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 from kos.train.ops.fixed_order import ORDER
-from kos.train.optim import by_axes
+from kos.train.optim import LearningRate, by_axes
 
 _log = logging.getLogger(__name__)
 
-EXACT = (
-    *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "fit", "long_documents"),
-    *("deterministic", "deterministic_parts", "device", "dtype", "fp8_head", "master_weights", "grad_dtype"),
-    "compress",
-)
-"""A resumed run gives the same bits as an uninterrupted one only if these settings do not change."""
+BEFORE = {"documents": "cross"}
+"""What runs did that have no such setting in their description, where it is not the default of today."""
+ALIKE: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda value: value or "cut", "elastic": lambda value: value is None, "groups": list,
+}  # fmt: skip
+"""Of some settings, what two values have in common that change no bits.  ``fit`` None is the default for text."""
 
 
 def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], object]) -> Checkpoint | None:
@@ -242,16 +243,21 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     ``now`` describes this run, and ``found.config`` describes the run that wrote the checkpoint.  A learning rate that
     jumps gives a warning too, since this is seldom intended.
     """
-    before = found.config
-    asked = {"grad_dtype": "float32", "compress": "none", "documents": "cross", "fit": "cut", "long_documents": "cut"}
-    asked |= {"fp8_head": False} | before.get("config", {})
-    theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
-    other_layout = _layout_in(before) != _layout_in(now)
+    before, other_layout = found.config, _layout_in(found.config) != _layout_in(now)
+    theirs, ours = _settings(before, now), _settings(now, now)
     if other_layout:  # their defaults depend on the layout
-        same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == now["config"][name])
-        ours |= {name: theirs.get(name) for name in same}
-    theirs["fit"], ours["fit"] = (each["fit"] or "cut" for each in (theirs, ours))  # None means the default for text
-    changed = [name for name in EXACT if theirs.get(name) != ours[name]]
+        asked = before.get("config", {}), now["config"]
+        same = (name for name in ("micro_batch_size", "grad_dtype") if asked[0].get(name) == asked[1][name])
+        ours |= {name: theirs[name] for name in same}
+
+    def other(what: Changes) -> list[str]:
+        """The names of the options that change this and have other values."""
+        names = [key for key, field in KEYS.items() if changes_of(field) == what and key in ours]
+        return [key.rpartition(".")[2] for key in names if theirs[key] != ours[key]]
+
+    was = config.model_copy(update={key: theirs[key] for key in KEYS if changes_of(KEYS[key]) == "rate"})
+    rates = was.learning_rate(), config.learning_rate()
+    changed = other("bits") + (other("rate") if _differ(*rates, found.step) else [])
     other_order = (theirs.get("epochs") is None) != (config.epochs is None)
     changed += ["order of sequences (--epochs)"] * (other_order and isinstance(config.data, str))
     other_hosts = not other_layout and before.get("local_replicas", 1) != now["local_replicas"]
@@ -260,12 +266,9 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
     if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
         changed.append("GPU")
-    if now["ranks"] > 1 and not other_layout and not config.deterministic:  # these may change the order of additions
-        changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
-        changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
-    of_rate = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
-    was = config.model_copy(update={name: theirs[name] for name in of_rate if name in theirs})
-    old, new = (each.learning_rate()(found.step) for each in (was, config))
+    if now["ranks"] > 1 and not other_layout and not config.deterministic:
+        changed += other("order")
+    old, new = rates[0](min(found.step, was.steps - 1)), rates[1](found.step)  # the last rate of a run that has ended
     if found.step < config.steps and max(old, new) > 1.1 * min(old, new):
         jumps = f"{'rises' if new > old else 'falls'} from {old:.2e} to {new:.2e} at step {found.step + 1}"
         even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
@@ -278,6 +281,22 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         if config.compress != "none":
             differ = "its results will differ from those of an uninterrupted run"
         _log.warning("resuming in another layout: %s", differ)
+
+
+def _settings(about: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that ``about`` describes, by the names of ``KEYS``, as far as its model may differ."""
+    given = flatten("", about.get("config", {}) | about.get("derived", {}))
+    given["backend"] = about.get("backend", now["backend"])  # the one that was chosen
+    may_differ = {f"model.{name}" for name in FAMILIES[now["config"]["model"]["model_type"]].may_differ}
+    names = [key for key in KEYS if not key.startswith("model.") or key in may_differ]
+    values = {key: given.get(key, BEFORE.get(key, KEYS[key].get_default())) for key in names}
+    return values | {key: alike(values[key]) for key, alike in ALIKE.items()}
+
+
+def _differ(old: LearningRate, new: LearningRate, step: int) -> bool:
+    """Whether two schedules differ in a step that the first has left: in one of about a thousand, or the last."""
+    left = range(step, min(old.steps, new.steps))
+    return any(old(at) != new(at) for at in (*left[:: max(1, len(left) // 1000)], *left[-1:]))
 
 
 def _layout_in(description: Mapping[str, Any]) -> list[Any]:

@@ -19,17 +19,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, raised_as
 from kos.files import replace_file, sync
 from kos.train.checkpoint.huggingface import as_saved, name_as_saved, shape_as_saved
 from kos.train.model.parameters import Shape
 from kos.train.parallel.failures import together
+
+if TYPE_CHECKING:
+    from kos.comm.communicator import Communicator
 
 SAVED_DTYPES = {"float32": ("F32", np.dtype("<f4")), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
 """Dtypes of weights in files: safetensors' name and NumPy's."""

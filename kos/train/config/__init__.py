@@ -1,6 +1,7 @@
 """The ``model`` section of a configuration: the shape of the model, with Hugging Face's key names; and the presets.
 
-Both sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
+The command line needs the names of settings alone, so families of models are imported where a model is made.  Both
+sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from kos.errors import ConfigError, SettingError
 from kos.train.config.other_names import closest, suggestion
-from kos.train.model.families import FAMILIES, rotated_layers
-from kos.train.model.llama import LlamaConfig
 from kos.train.model.rope import RopeScaling, Section
+
+if TYPE_CHECKING:
+    from kos.train.model.llama import LlamaConfig
 
 EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
 """Of the types of pydantic's errors that have no such word in their text."""
@@ -70,23 +72,38 @@ def unset_of(field: FieldInfo) -> Any:
     return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
 
 
-def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
+Changes = Literal["bits", "nothing", "rate", "order", "layout", "data", "state"]
+"""What another value of an option changes in a run that is resumed (``warn_of_changes`` of ``checkpoint.resume``):
+
+bits    the results of steps
+nothing no result of a step
+rate    the learning rates of the steps that are left
+order   the order in which ranks add, unless the run is deterministic
+layout  the number of ranks on an axis
+data    what is read, of which the data's fingerprint tells
+state   which tensors have a state, and which: the checkpoint is refused
+"""
+
+
+def option(default: Any = ..., unset: str = "", changes: Changes = "bits", **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value.
 
     The field's docstring is the help of the flag. ``unset`` says what a default of None, or an empty default, means.
     """
-    return Field(default, json_schema_extra={"unset": unset}, **constraints)
+    return Field(default, json_schema_extra={"unset": unset, "changes": changes}, **constraints)
 
 
-def _of_some(setting: str, text: str) -> str:
-    """The help of a setting that some families take."""
-    return f"{text} ({', '.join(name for name, family in FAMILIES.items() if setting in family.takes)})."
+def changes_of(field: FieldInfo) -> Changes:
+    """What another value of this field changes.  One that is no flag changes bits."""
+    declared: Any = field.json_schema_extra
+    return declared["changes"] if isinstance(declared, dict) else "bits"
 
 
 class ModelSection(Section, use_attribute_docstrings=True):
     """Shape of the model, with the key names that Hugging Face's config.json has for a LLaMA."""
 
-    model_type: str = option("llama", description=f"Family of the model: {', '.join(FAMILIES)}.")
+    model_type: str = option("llama")
+    """Family of the model: llama, gpt2, mistral, olmo2, qwen2, qwen3, smollm3."""
     vocab_size: int | None = option(None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
     """Rows of the embedding."""
     hidden_size: int = option(ge=2, lt=2**63)
@@ -101,7 +118,7 @@ class ModelSection(Section, use_attribute_docstrings=True):
     """Width of a head."""
     intermediate_size: int = option(ge=1, lt=2**63)
     """Width of the MLP."""
-    max_position_embeddings: int | None = option(None, "--seq-len", ge=1)
+    max_position_embeddings: int | None = option(None, "--seq-len", changes="nothing", ge=1)
     """Longest context in tokens."""
     rms_norm_eps: float = option(1e-5, gt=0)
     """Epsilon of the norms."""
@@ -110,14 +127,16 @@ class ModelSection(Section, use_attribute_docstrings=True):
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = option(True)
     """Use one matrix for embedding and head."""
-    initializer_range: float = option(0.02, gt=0)
+    initializer_range: float = option(0.02, changes="nothing", gt=0)
     """Standard deviation of the initial weights."""
-    attention_bias: bool = option(False, description=_of_some("attention_bias", "Add biases to attention's matrices"))
-    mlp_bias: bool = option(False, description=_of_some("mlp_bias", "Add biases to the matrices of the MLP"))
-    sliding_window: int | None = option(
-        None, "no window", ge=1,
-        description=_of_some("sliding_window", "The most keys that a token sees, its own included"),
-    )  # fmt: skip
+    attention_bias: bool = option(False)
+    """Add biases to attention's matrices (llama, olmo2, qwen3, smollm3)."""
+    mlp_bias: bool = option(False)
+    """Add biases to the matrices of the MLP (llama, smollm3)."""
+    sliding_window: int | None = option(None, "no window", ge=1)
+    """The most keys that a token sees, its own included (mistral, qwen2, qwen3, smollm3)."""
+    pad_token_id: int | None = option(None, "none", ge=-(2**63), lt=2**63)
+    """Token of padding: its row of the embedding starts as zeros, and lookups of it do not train that row."""
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] | None = None
 
@@ -128,6 +147,8 @@ class ModelSection(Section, use_attribute_docstrings=True):
 
     def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
         """The model's shape; sizes that were left open follow from the tokenizer's vocabulary and the run's context."""
+        from kos.train.model.families import FAMILIES, rotated_layers
+
         width, heads, family = self.hidden_size, self.num_attention_heads, FAMILIES[self.model_type]
         interval = family.defaults.get("no_rope_layer_interval", 0)
         if self.head_dim is None and width % heads:
@@ -142,10 +163,12 @@ class ModelSection(Section, use_attribute_docstrings=True):
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
+        from kos.train.model.families import FAMILIES
+
         if self.model_type not in FAMILIES:
             near = closest(self.model_type, FAMILIES)
             raise SettingError("model_type", f"one of {', '.join(FAMILIES)}{near}", self.model_type)
-        self.resolve(1, 1)  # refuses a shape that cannot be
+        self.resolve(2**63, 1)  # refuses a shape that cannot be
         return self
 
 

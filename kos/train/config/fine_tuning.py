@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import CheckpointError, ConfigError
-from kos.train.checkpoint import adapter
-from kos.train.checkpoint.huggingface import read_config
 from kos.train.config import ModelSection, flag_of, flatten, unset_of
 
 Layer = tuple[str, Mapping[str, Any]]
@@ -69,6 +67,9 @@ def model_of(folder: Path, layers: Sequence[Layer]) -> Layer:
     Raises ConfigError if a layer sets a shape that differs from that of the model in the folder. A layer may set the
     scale of the initial weights, and for a LLaMA the length of the context.
     """
+    from kos.train.checkpoint import adapter
+    from kos.train.checkpoint.huggingface import read_config
+
     run = folder / "checkpoints"
     if os.path.isdir(run):  # else read_config says why not
         raise ConfigError(f"--init-from: expected a folder of weights, such as {run / 'step-N'}, got the run {folder}")

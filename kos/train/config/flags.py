@@ -10,7 +10,6 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -20,7 +19,7 @@ from pydantic.fields import FieldInfo
 from kos.commands import program
 from kos.errors import ConfigError
 from kos.reporting import Parser
-from kos.train.config import PRESETS, by_source, flag_of, flatten, unique_keys, unset_of
+from kos.train.config import PRESETS, by_source, flag_of, flatten, preset_values, unique_keys, unset_of
 from kos.train.config.fine_tuning import Layer, with_model
 from kos.train.config.optimizers import not_of
 from kos.train.config.options import KEYS, TrainConfig, configure
@@ -111,12 +110,12 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    groups, defaults = dict[str, Any](), TrainConfig.from_preset()
+    groups, preset = dict[str, Any](), flatten("preset", preset_values(KEYS["preset"].default))
     for key, field in KEYS.items():
         if key in GROUPS:
             groups[key] = group = parser.add_argument_group(GROUPS[key])
         if isinstance(field.json_schema_extra, dict):
-            add_flag(group, key, attrgetter(key)(defaults))
+            add_flag(group, key, preset.get(key, field.default))
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
     groups["preset"].add_argument("--config", action=_Once, metavar="FILE", help=config)
     add_plan(groups["device"])

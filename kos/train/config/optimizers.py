@@ -1,26 +1,32 @@
 """The values of ``--optimizer``: their update rules, and the parameter groups of a run with them.
 
-``config`` is a ``TrainConfig`` (``kos.train.config.options``), which imports this module.
+``config`` is a ``TrainConfig`` (``kos.train.config.options``), which imports this module.  Its
+command line needs the names alone, so that update rules are imported when they are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from kos.train.model.llama import LlamaConfig, Local
-from kos.train.optim import Group, UpdateRule, decay_matrices
-from kos.train.optim.adamw import AdamW
-from kos.train.optim.muon import Muon
+if TYPE_CHECKING:
+    from kos.train.model.llama import LlamaConfig, Local
+    from kos.train.optim import Group, UpdateRule
+    from kos.train.optim.adamw import AdamW
 
 
 def matrices_decayed(config: Any, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
     """One rule for all weights."""
+    from kos.train.optim import decay_matrices
+
     return decay_matrices({name: at.local for name, at in config.trained(model, parts).items()}, config.weight_decay)
 
 
 def hidden_matrices_by_muon(config: Any, model: LlamaConfig, parts: Sequence[Local]) -> list[Group]:
     """Muon's are the matrices of layers."""
+    from kos.train.optim import Group
+    from kos.train.optim.muon import Muon
+
     placements = config.trained(model, parts)
     matrices = {name: at for name, at in placements.items() if len(at.shape) == 2}
     hidden = {name: at for name, at in matrices.items() if name not in (*model.tables, model.head)}
@@ -32,6 +38,8 @@ def hidden_matrices_by_muon(config: Any, model: LlamaConfig, parts: Sequence[Loc
 
 
 def adamw(config: Any) -> AdamW:
+    from kos.train.optim.adamw import AdamW
+
     return AdamW((config.beta1, config.beta2), config.eps)
 
 
@@ -45,9 +53,10 @@ class Chosen(NamedTuple):
 
 
 OptimizerName = Literal["adamw", "muon"]
+OF_ADAMW, OF_MUON = ("beta1", "beta2", "eps"), ("momentum", "muon_lr")
 OPTIMIZERS: dict[OptimizerName, Chosen] = {
-    "adamw": Chosen(adamw, matrices_decayed, AdamW.options),
-    "muon": Chosen(adamw, hidden_matrices_by_muon, AdamW.options + Muon.options),
+    "adamw": Chosen(adamw, matrices_decayed, OF_ADAMW),
+    "muon": Chosen(adamw, hidden_matrices_by_muon, OF_ADAMW + OF_MUON),
 }
 
 

@@ -3,6 +3,8 @@
 ``TrainConfig`` is the only list of the trainer's options: the command-line flags (``kos.train.config.flags``)
 and the keys of a ``--config`` file are made from its fields.  Wrong values end as ``ConfigError``, one
 line that names the flag or the file's key, what was expected and what was got.
+
+The command line needs the fields alone: what a model and an optimizer need is imported where it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -31,15 +33,13 @@ from kos.train.config import (
 )
 from kos.train.config.fine_tuning import FINE_TUNING_WARMUP, Layer, defaults, with_model
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
-from kos.train.data.corpus import HOLD_OUT
-from kos.train.data.token_files import KINDS
-from kos.train.layers import Placement
-from kos.train.layers.lora import is_adapter
-from kos.train.model.families import FAMILIES
-from kos.train.model.llama import LlamaConfig, Local
+from kos.train.data import HOLD_OUT, KINDS
 from kos.train.model.rope import Section
-from kos.train.optim import Group, LearningRate, UpdateRule, by_axes, state_of
-from kos.train.parallel.mesh import DENSE
+
+if TYPE_CHECKING:
+    from kos.train.layers import Placement
+    from kos.train.model.llama import LlamaConfig, Local
+    from kos.train.optim import Group, LearningRate, UpdateRule
 
 DETERMINISTIC_MICRO_BATCHES = 8
 """``--deterministic`` splits the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
@@ -66,39 +66,41 @@ _log = logging.getLogger(__name__)
 class TrainConfig(Section, use_attribute_docstrings=True):
     """All settings of a run.  Build one with ``parse`` or ``from_preset``. The text of a field is that of its flag."""
 
-    preset: str = option("tiny")
+    preset: str = option("tiny", changes="nothing")
     """Start from the settings of a preset: tiny, baby, 124m, gpt2-124m, 1b or 8b."""
-    init_from: str | None = option(None, "the preset's shape, random weights")
+    init_from: str | None = option(None, "the preset's shape, random weights", changes="nothing")
     """Start from the shape and weights of a Hugging Face folder."""
 
-    data: str | tuple[str, ...] = option("stdlib", description="Train on stdlib (the sources of Python's standard "
-        f"library), tinyshakespeare, or the PATH of a file or folder: {KINDS}. To mix several, repeat the flag with "
-        "PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
-    val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
+    data: str | tuple[str, ...] = option("stdlib", changes="data", description="Train on stdlib (the sources of "
+        f"Python's standard library), tinyshakespeare, or the PATH of a file or folder: {KINDS}. To mix several, "
+        "repeat the flag with PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
+    val_data: str | None = option(None, "a part that is held out of --data", changes="data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
-    hold_out: float | None = option(None, "0.1, or 0 with --eval-batches 0", ge=0, lt=1)
+    hold_out: float | None = option(None, "0.1, or 0 with --eval-batches 0", changes="data", ge=0, lt=1)
     """Fraction of --data that is held out for validation: the end of a file, or some files of a folder. It has no
     effect if the names of files say what is held out."""
-    eval_data: tuple[str, ...] = option((), "none")
+    eval_data: tuple[str, ...] = option((), "none", changes="nothing")
     """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
-    text_field: str | tuple[str, ...] | None = option(None, "text", min_length=1)
+    text_field: str | tuple[str, ...] | None = option(None, "text", changes="data", min_length=1)
     """Field or column that holds the text, or the messages of a chat; SOURCE=NAME is that of one source. Repeat the
     flag for several sources."""
-    encoding: str | tuple[str, ...] = option("utf-8", min_length=1)
+    encoding: str | tuple[str, ...] = option("utf-8", changes="data", min_length=1)
     """Encoding of text files, tables and JSON, such as utf-16 or latin-1; SOURCE=NAME is that of one source. Repeat the
     flag for several sources."""
-    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(None, "llm.c's header")
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(
+        None, "llm.c's header", changes="data"
+    )
     """Type of the numbers in .bin files without a header, such as uint16 for those of nanoGPT."""
-    loss_on: Literal["completion", "all"] = option("completion")
+    loss_on: Literal["completion", "all"] = option("completion", changes="data")
     """Tokens that the loss counts: completion (completions of prompts, turns of an assistant, and what the masks of
     token files select) or all."""
-    split_turns: bool = option(False)
+    split_turns: bool = option(False, changes="data")
     """Make a document of each answer of a chat, together with the messages before it. Use it for templates that drop
     the thinking of earlier turns."""
-    tokenizer: str = option("auto", min_length=1)
+    tokenizer: str = option("auto", changes="data", min_length=1)
     """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. auto takes the tokenizer of
     --init-from, else bytes; for token files it takes plain numbers."""
-    split_special_tokens: bool = option(True)
+    split_special_tokens: bool = option(True, changes="data")
     """Read special tokens that are spelled out in the data, such as <|endoftext|>, as text."""
     documents: Literal["pack", "cross"] = option("pack")
     """Keep attention within each document of a sequence (pack), or let it cross documents (cross)."""
@@ -113,53 +115,54 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     device: Literal["auto", "cpu", "cuda"] = option("auto")
     """Compute on cpu or cuda; auto takes cuda if every rank has its own GPU."""
-    dp: int | None = option(None, "ranks / (tp × pp × cp)", ge=1)
+    dp: int | None = option(None, "ranks / (tp × pp × cp)", changes="layout", ge=1)
     """Data-parallel ranks."""
-    tp: int = option(1, ge=1)
+    tp: int = option(1, changes="layout", ge=1)
     """Tensor-parallel ranks, which split each layer."""
-    pp: int = option(1, ge=1)
+    pp: int = option(1, changes="layout", ge=1)
     """Pipeline-parallel ranks, which split the list of layers."""
-    cp: int = option(1, ge=1)
+    cp: int = option(1, changes="layout", ge=1)
     """Context-parallel ranks, which split each sequence."""
-    zero: int = option(0, ge=0)
+    zero: int = option(0, changes="order", ge=0)
     """Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0."""
-    backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto")
+    backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto", changes="order")
     """Run collectives over mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
 
-    elastic: str | None = option(None, "a lost rank ends the run")
+    elastic: str | None = option(None, "a lost rank ends the run", changes="order")
     """Go on without ranks that are lost or leave, and with ranks that --join, as long as there are at least MIN (1) and
     at most MAX ranks (as many as at the start). Works with data parallelism only."""
-    join: str | None = option(None, "start a run", min_length=1)
+    join: str | None = option(None, "start a run", changes="nothing", min_length=1)
     """Join the elastic run at HOST:PORT, or at the address in FILE (the run writes OUT/address). Pass the flags of the
     run too."""
 
-    steps: int = option(ge=1, lt=2**63)
+    steps: int = option(changes="rate", ge=1, lt=2**63)
     """Optimizer steps of the whole run, on sequences drawn at random."""
-    epochs: int | None = option(None, "none", ge=1)
+    epochs: int | None = option(None, "none", changes="rate", ge=1)
     """Instead of --steps: train N times on each sequence of the data, every time in another random order; in a mixture,
     on each sequence of the first source. It is 3 with --init-from and without --steps."""
     out: Path | None = option(
-        None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False
-    )
+        None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used",
+        changes="nothing", strict=False,
+    )  # fmt: skip
     """Folder of metrics and checkpoints."""
-    resume: str | None = option(None, "start a new run", min_length=1)
+    resume: str | None = option(None, "start a new run", changes="nothing", min_length=1)
     """Resume from the checkpoint in DIR; auto takes the newest complete one of the run."""
 
-    optimizer: OptimizerName = option("adamw")
+    optimizer: OptimizerName = option("adamw", changes="state")
     """Update all weights by adamw; or, with muon, the matrices of layers by Muon and all other weights by AdamW."""
-    lr: float = option(gt=0)
+    lr: float = option(changes="rate", gt=0)
     """Peak learning rate; 2e-5 with --init-from."""
     muon_lr: float | None = option(None, "--lr", gt=0)
     """Peak learning rate of Muon's matrices, on the same schedule."""
     momentum: float = option(0.95, ge=0, lt=1)
     """Muon's momentum (Nesterov's)."""
-    min_lr: float | None = option(None, "--lr / 10", ge=0)
-    """Learning rate at the end."""
-    schedule: Literal["cosine", "wsd", "constant"] = option("cosine")
+    min_lr: float | None = option(None, "--lr / 10", changes="rate", ge=0)
+    """Learning rate towards which the schedule decays: the step after the last one would have it."""
+    schedule: Literal["cosine", "wsd", "constant"] = option("cosine", changes="rate")
     """Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant."""
-    warmup_steps: int | None = option(0, "3% of the steps", ge=0, lt=2**63)
+    warmup_steps: int | None = option(0, "3% of the steps", changes="rate", ge=0, lt=2**63)
     """Steps of linear warm-up; 3% of the steps with --init-from."""
-    decay_fraction: float = option(0.2, ge=0, le=1)
+    decay_fraction: float = option(0.2, changes="rate", ge=0, le=1)
     """Part of --steps over which wsd decays."""
     weight_decay: float = option(0.1, ge=0)
     """Decoupled weight decay of matrices."""
@@ -174,29 +177,29 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     skip_outliers: float = option(0.0, ge=0)
     """Skip steps whose gradient norm is above X or not finite; 0 ends the run if the norm is not finite."""
 
-    lora: int | None = option(None, "train all weights", ge=1)
+    lora: int | None = option(None, "train all weights", changes="state", ge=1)
     """Train adapters of rank N (LoRA) of the layers' matrices, and freeze the model of --init-from."""
-    lora_alpha: float | None = option(None, "2 × --lora", gt=0)
+    lora_alpha: float | None = option(None, "2 × --lora", changes="state", gt=0)
     """What an adapter adds is multiplied by X / rank."""
-    lora_targets: tuple[str, ...] = option((), "all matrices of layers")
+    lora_targets: tuple[str, ...] = option((), "all matrices of layers", changes="state")
     """Matrices that have adapters, such as q_proj,v_proj; repeat the flag, or separate names by commas."""
-    freeze: tuple[str, ...] = option((), "none")
+    freeze: tuple[str, ...] = option((), "none", changes="state")
     """Do not train tensors whose names match PATTERN, such as 'model.layers.[01].*'; repeat the flag for several."""
     groups: tuple[GroupSection, ...] = ()
 
-    eval_every: int = option(100, ge=0)
+    eval_every: int = option(100, changes="nothing", ge=0)
     """Steps between validations; 0 validates before and after training only."""
-    eval_batches: int = option(8, ge=0)
+    eval_batches: int = option(8, changes="nothing", ge=0)
     """Batches of a validation, of up to --batch-size sequences; 0 turns it off."""
-    patience: int = option(0, ge=0)
+    patience: int = option(0, changes="nothing", ge=0)
     """Stop after N validations in a row in which the metric of --keep-best (val_loss) has not fallen; 0 never does."""
-    sample_tokens: int = option(200, ge=0)
+    sample_tokens: int = option(200, changes="nothing", ge=0)
     """Tokens of text generated at the end; 0 generates none."""
-    prompt: str = option("", "none; for chats, one of them up to its first answer")
+    prompt: str = option("", "none; for chats, one of them up to its first answer", changes="nothing")
     """Text that the sample continues."""
-    temperature: float = option(0.8, ge=0)
+    temperature: float = option(0.8, changes="nothing", ge=0)
     """Temperature of the sample; 0 takes the most likely token."""
-    top_k: int = option(40, ge=0)
+    top_k: int = option(40, changes="nothing", ge=0)
     """Sample among the N most likely tokens; 0 samples among all."""
 
     dtype: Literal["auto", "float32", "bfloat16", "fp8"] = option("auto")
@@ -221,48 +224,50 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     seed: int = option(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and samples."""
 
-    save_every: int = option(200, ge=0)
+    save_every: int = option(200, changes="nothing", ge=0)
     """Steps between checkpoints; 0 saves at the end only."""
-    keep: int = option(2, ge=1)
+    keep: int = option(2, changes="nothing", ge=1)
     """How many of the newest checkpoints to keep."""
-    keep_best: str | None = option(None, "none, or val_loss with --patience", min_length=1)
+    keep_best: str | None = option(None, "none, or val_loss with --patience", changes="nothing", min_length=1)
     """Also keep the checkpoint with the lowest val_loss or val_loss/NAME, as checkpoints/best. It is saved right after
     the validation that finds it."""
-    save_async: bool = option(False)
+    save_async: bool = option(False, changes="nothing")
     """Continue training while a checkpoint is written. This takes host memory for a copy of the rank's shard."""
 
-    publish: str | None = option(None, "none", min_length=1)
+    publish: str | None = option(None, "none", changes="nothing", min_length=1)
     """Publish the weights at HOST:PORT for servers, which pull them with kos.transfer. This takes memory for two more
     copies of the rank's shard of the weights; on GPUs, the copies have the dtype in which the model computes."""
-    publish_every: int = option(1, ge=1)
+    publish_every: int = option(1, changes="nothing", ge=1)
     """Steps between published versions. The initial weights and those after --steps are published too."""
-    publish_merged: bool = option(False)
+    publish_merged: bool = option(False, changes="nothing")
     """With --lora, publish all weights, with the adapters added, under the names of the base. This takes memory for
     three more copies of the rank's shard of the adapted weights, and two of the others. Otherwise, only the adapters
     are published."""
 
-    log_every: int = option(1, ge=1)
+    log_every: int = option(1, changes="nothing", ge=1)
     """Steps between printed lines."""
-    tracker: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option((), "metrics.jsonl only")
+    tracker: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option(
+        (), "metrics.jsonl only", changes="nothing"
+    )
     """Also send metrics to tensorboard, wandb or trackio; repeat the flag, or separate names by commas."""
 
     micro_batch_size: int | None = option(None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
     """Sequences that a rank computes at once."""
-    recompute: Literal["none", "norms", "block"] = option("none")
+    recompute: Literal["none", "norms", "block"] = option("none", changes="nothing")
     """What the backward computes again to save memory: nothing (none), norms and SwiGLU (norms), or whole layers
     (block)."""
-    pp_schedule: Literal["1f1b", "zero-bubble-v"] = option("1f1b")
+    pp_schedule: Literal["1f1b", "zero-bubble-v"] = option("1f1b", changes="order")
     """Order of a pipeline's forwards and backwards: 1f1b or zero-bubble-v."""
-    graph: bool = option(True)
+    graph: bool = option(True, changes="nothing")
     """Replay each step as one CUDA graph, on GPUs."""
-    profile: int = option(0, ge=0)
+    profile: int = option(0, changes="nothing", ge=0)
     """Run 3 steps, time the next N, print a table, write a Perfetto trace to --out, and end; 0 trains."""
 
-    show_data: int = option(0, ge=0)
+    show_data: int = option(0, changes="nothing", ge=0)
     """Only print the first N sequences (of each source) as text, with «» around what the loss counts; 0 trains."""
-    debug: bool = option(False)
+    debug: bool = option(False, changes="nothing")
     """Show tracebacks of errors."""
-    timeout: float = option(300.0, gt=0)
+    timeout: float = option(300.0, changes="nothing", gt=0)
     """Seconds that a rank waits for the others before it reports them."""
 
     model: ModelSection
@@ -505,6 +510,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def learning_rate(self) -> LearningRate:
         """The schedule that gives the learning rate of each step."""
+        from kos.train.optim import LearningRate
+
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr
         warmup = math.ceil(FINE_TUNING_WARMUP * self.steps) if self.warmup_steps is None else self.warmup_steps
@@ -516,6 +523,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def is_frozen(self, name: str) -> bool:
         """Whether a tensor is not trained."""
+        from kos.train.layers.lora import is_adapter
+
         return (self.lora is not None and not is_adapter(name)) or any(matching([name], x) for x in self.freeze)
 
     def trained(self, model: LlamaConfig, parts: Sequence[Local]) -> dict[str, Placement]:
@@ -524,6 +533,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def all_groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
         """The parameter groups of a rank's parts of ``model``, or of the whole."""
+        from kos.train.optim import Group
+
         groups = OPTIMIZERS[self.optimizer].groups(self, model, parts)
         groups = [part for each in groups for part in self._split(each)] if self.groups else groups
         frozen = [name for name in model.parameter_shapes(*parts) if self.is_frozen(name)]
@@ -546,12 +557,17 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def describe_groups(self, model: LlamaConfig) -> dict[str, Any]:
         """For config.json and checkpoints, the axes of groups, if not all are dense; frozen tensors have none."""
+        from kos.train.optim import by_axes
+        from kos.train.parallel.mesh import DENSE
+
         groups = by_axes(self.all_groups(model))
         each = [{"axes": [*axes], "tensors": sorted(names)} for axes, names in groups.items()]
         return {"groups": each} if groups.keys() != {DENSE} else {}
 
     def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:
         """What the optimizer keeps of the whole ``model``, by name, and of which tensors."""
+        from kos.train.optim import state_of
+
         spans = dict.fromkeys(model.parameter_shapes(), slice(0, 0))
         kept = state_of(self.update_rule(), self.trained_groups(model), spans, [])
         return {name: each.names for name, each in kept.items()}
@@ -599,6 +615,8 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
     ConfigError: an unknown key or a refused value, steps and epochs in one layer, an option of another optimizer; names
     the layer that set it.
     """
+    from kos.train.model.families import FAMILIES
+
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, values in layers:

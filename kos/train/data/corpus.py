@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
-from kos.train.data import download
+from kos.train.data import HOLD_OUT, download
 from kos.train.data.documents import (
     OPENERS,
     TEXT,
@@ -33,9 +33,6 @@ from kos.train.data.token_files import VOCAB_SIZES, is_token_file, is_tokenized,
 from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
-
-HOLD_OUT = 0.1
-"""The fraction that is held out for validation: of a file, or of the files of a folder."""
 
 MUCH_HELD_OUT = 0.2
 """If a larger share of the tokens is held out, the log shows the share."""

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.config.other_names import WITHOUT
+from kos.train.data import KINDS
 from kos.train.data.chat import JSON, ChatTemplate, counts
-from kos.train.data.token_files import KINDS
 
 _log = logging.getLogger(__name__)
 

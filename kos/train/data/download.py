@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import urllib.request
-from http.client import HTTPException
 from pathlib import Path
 
 from kos.errors import DataError
@@ -41,6 +39,9 @@ def _fault(content: bytes) -> str | None:
 
 
 def _fetch() -> bytes:
+    import urllib.request
+    from http.client import HTTPException
+
     try:
         with urllib.request.urlopen(URL, timeout=SOCKET_SECONDS) as response:
             content = bytes(response.read(SIZE + 1))

@@ -20,9 +20,6 @@ from numpy.typing import NDArray
 from kos.errors import DataError, in_words
 from kos.files import OpenFile
 
-KINDS = "text, .jsonl, .csv, .tsv, .parquet, .json, a folder of kos tokenize, or token files"
-"""The kinds of data that kos reads, for help and errors."""
-
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, what a token is
 VOCAB_SIZES = {1: 256, 2: 50_257, 4: 128_256}  # by the bytes of a token

@@ -15,10 +15,13 @@ from kos.train.ops import Array, Loss
 
 
 class Embedding:
-    """A table (``vocabulary``, ``size``). ``tied``: it is the head's matrix too."""
+    """A table (``vocabulary``, ``size``). ``tied``: it is the head's matrix too.
 
-    def __init__(self, name: str, vocabulary: int, size: int, tied: bool) -> None:
-        self.name, self.shape, self.tied = name, (vocabulary, size), tied
+    Lookups of the token ``padding`` give its row no gradient, as in torch's ``nn.Embedding`` (``padding_idx``).
+    """
+
+    def __init__(self, name: str, vocabulary: int, size: int, tied: bool, padding: int | None = None) -> None:
+        self.name, self.shape, self.tied, self.padding = name, (vocabulary, size), tied, padding
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         return {self.name: Placement.split(self.shape, 0, shard, shards)}
@@ -44,7 +47,7 @@ class Embedding:
             return
         adds = accumulate or (name != LOOKUPS and self.tied and with_head)
         first = None if ctx.tp.size == 1 else ctx.tp.first
-        ctx.ops.embedding_backward(dx_ND, tokens_N, of[name], adds, ctx.arena, first)
+        ctx.ops.embedding_backward(dx_ND, tokens_N, of[name], adds, ctx.arena, first, self.padding)
         final(name)
 
 

@@ -32,7 +32,7 @@ class Olmo2Config(LlamaConfig):
     model_type: ClassVar[str] = "olmo2"
     architecture: ClassVar[str] = "Olmo2ForCausalLM"
     takes: ClassVar[frozenset[str]] = frozenset({"attention_bias"})
-    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "pad_token_id": 1}
     axes: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp")
 
     def layer(self, number: int, rope: Rope) -> list[Sublayer]:
@@ -87,7 +87,7 @@ class SmolLM3Config(LlamaConfig):
     )
     defaults: ClassVar[dict[str, Any]] = {
         "max_position_embeddings": 32_768, "num_key_value_heads": 4, "tie_word_embeddings": True,
-        "rope_theta": 2_000_000.0, "use_sliding_window": False, "no_rope_layer_interval": 4,
+        "rope_theta": 2_000_000.0, "use_sliding_window": False, "no_rope_layer_interval": 4, "pad_token_id": 128_004,
     }  # fmt: skip
 
 

@@ -37,14 +37,14 @@ class GPT2Config(LlamaConfig):
     may_differ: ClassVar[frozenset[str]] = frozenset({"initializer_range"})
     axes: ClassVar[tuple[str, ...]] = ("dp",)
     fixed: ClassVar[tuple[str, ...]] = (
-        "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling"
+        "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling", "pad_token_id"
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         heads = self.num_attention_heads
         for name, expected in zip(
-            self.fixed, (heads, self.hidden_size / heads, True, LlamaConfig.rope_theta, None), strict=True
+            self.fixed, (heads, self.hidden_size / heads, True, LlamaConfig.rope_theta, None, None), strict=True
         ):
             if (got := getattr(self, name)) != expected:
                 wanted = "none" if expected is None else expected if isinstance(expected, bool) else f"{expected:g}"

@@ -1,5 +1,7 @@
 """Initial weights: ``Placement.initial``, or else normal(0, initializer_range), as GPT-2; those of adapters as peft's.
 
+The row of padding in the embedding is 0, as in transformers (``pad_token_id``).
+
 A tensor's values depend on the seed, its name and its whole shape alone, so every layout begins with the same weights.
 """
 
@@ -46,6 +48,8 @@ class InitialWeights:
                     drawn, tensor, blocks = waiting.popleft()
                     for block in blocks:
                         block.result()
+                    if drawn == self._config.embedding and self._config.padding is not None:
+                        tensor[self._config.padding] = 0
                     yield drawn, tensor
                 if name is not None:
                     tensor = np.empty(self._placements[name].shape, np.float32)

@@ -110,7 +110,7 @@ class LlamaConfig:
     tables: ClassVar[tuple[str, ...]] = (embedding,)  # whose rows are read, not multiplied
     residual: ClassVar[tuple[str, ...]] = (".o_proj.weight", ".down_proj.weight")  # ends of what adds to the stream
     stacked: ClassVar[tuple[str, ...]] = ()  # ends of tensors that are q, k and v one below another
-    may_differ: ClassVar[frozenset[str]] = frozenset({"max_position_embeddings", "initializer_range"})
+    may_differ: ClassVar[frozenset[str]] = frozenset({"max_position_embeddings", "initializer_range", "pad_token_id"})
     """Fields in which a run may differ from the model whose weights it starts from."""
     axes: ClassVar[tuple[str, ...]] = ("dp", "tp", "pp", "cp")
     """The axes of a layout on which this family can have several ranks; ``layout_of`` refuses the others."""
@@ -135,6 +135,9 @@ class LlamaConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    """The token of padding: its row of the embedding starts as zeros, and lookups give it no gradient."""
+
     lora: Lora | None = None
     """The adapters of the layers; ``base`` is the model without them."""
 
@@ -154,11 +157,19 @@ class LlamaConfig:
             raise SettingError("num_attention_heads", f"a multiple of {kv_heads}", heads, "num_key_value_heads")
         if self.head_dim % 2:
             raise SettingError("head_dim", "an even number, as rotary embeddings need", self.head_dim)
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            expected = f"none, or a row of the embedding, 0 to {self.vocab_size - 1}"
+            raise SettingError("pad_token_id", expected, self.pad_token_id, "vocab_size")
 
     @property
     def head(self) -> str:
         """The matrix that makes the logits."""
         return self.embedding if self.tie_word_embeddings else "lm_head.weight"
+
+    @property
+    def padding(self) -> int | None:
+        """The row of ``pad_token_id``, which counts from the end if it is negative, as in torch's ``nn.Embedding``."""
+        return None if self.pad_token_id is None else self.pad_token_id % self.vocab_size
 
     @property
     def base(self) -> Self:
@@ -186,7 +197,8 @@ class LlamaConfig:
     # --- the model as a list of sublayers --------------------------------------------------------------
 
     def embed(self) -> Embedding:
-        return Embedding(self.embedding, self.vocab_size, self.hidden_size, self.tie_word_embeddings)
+        shape = self.vocab_size, self.hidden_size
+        return Embedding(self.embedding, *shape, self.tie_word_embeddings, self.padding)
 
     def layers(self, numbers: Iterable[int]) -> list[list[Sublayer]]:
         """The sublayers of each of these layers."""

@@ -14,14 +14,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.compression import BLOCK
 from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
-from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers import Gradients, PassContext, Weights
 from kos.train.layers.attention import Attention
@@ -36,6 +34,9 @@ from kos.train.optim import by_axes
 from kos.train.parallel.context import ContextParallel, FixedContext, Masks
 from kos.train.parallel.mesh import ALONE, DENSE, Axis, Layout, Mesh
 from kos.train.parallel.tensor import FixedTensorParallel, Half, PlainTensorParallel, TensorParallel
+
+if TYPE_CHECKING:
+    from kos.train.config.options import TrainConfig
 
 
 class Call(NamedTuple):
@@ -413,6 +414,8 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
     tied = model.tie_word_embeddings and layout.pp > 1
     if config.compress == "none" or layout.dp * layout.cp == 1 or not (tied or layout.tp > 1):
         return
+    from kos.comm.compression import BLOCK
+
     for name, shape in model.parameter_shapes(model.local(0, layout.tp)).items():
         if (size := math.prod(shape)) % BLOCK:
             axis, where = ("tp", "--tp") if layout.tp > 1 else ("pp", "--pp and a tied embedding")

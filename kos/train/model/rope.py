@@ -10,9 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A section of a configuration, with typed values; unknown keys are refused."""
+    """A section of a configuration, with typed values; unknown keys are refused.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    Its validator is built when it is first needed, which the command line's ``--help`` does not.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 KEYS = {

@@ -209,9 +209,10 @@ class Ops(Protocol):
         """
 
     def embedding_backward(
-        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
-    ) -> None:
-        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token; ``first`` as above."""
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None,
+        padding: int | None = None,
+    ) -> None:  # fmt: skip
+        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token, but not of ``padding``; ``first`` as above."""
 
     def linear(
         self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None

@@ -375,8 +375,9 @@ class FixedOrder(LinearOps):
     # --- embedding and loss ------------------------------------------------------------------------------
 
     def embedding_backward(
-        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
-    ) -> None:
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None,
+        padding: int | None = None,
+    ) -> None:  # fmt: skip
         """``Ops.embedding_backward``, of the tokens of all ranks of cp, on each that holds the rows."""
         with arena.scope():
             if self.cp.size > 1:
@@ -384,7 +385,7 @@ class FixedOrder(LinearOps):
                 tokens, d_out = (arena.take((self.cp.size * len(x), *x.shape[1:]), x.dtype) for x in mine)
                 for x, of_all in zip(mine, (tokens, d_out), strict=True):
                     self.cp.comm.all_gather(x, of_all)
-            self.inner.embedding_backward(d_out, tokens, d_table, accumulate, arena, first)
+            self.inner.embedding_backward(d_out, tokens, d_table, accumulate, arena, first, padding)
 
     def statistics_of_parts(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
         if self.parts == 1:

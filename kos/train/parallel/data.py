@@ -28,16 +28,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.compression import BLOCK
-from kos.comm.work import Work
 from kos.train.model.parameters import OnFirstRead, OwnedSlices, Parameters, Shape
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Axis, Reduction
+
+if TYPE_CHECKING:
+    from kos.comm.work import Work
 
 
 def run_of(total: int, rank: int, size: int) -> range:
@@ -323,6 +324,8 @@ class DataParallel:
         """A context for a step that only warms up.  It keeps the residual, and loads the kernel that adds it."""
         kept, self.residual = self.residual, None
         if kept is not None:
+            from kos.comm.compression import BLOCK
+
             one, other = (self.gradients.zeros(BLOCK * self.exact, self.gradients.flat.dtype) for _ in range(2))
             self.replicas.comm.all_reduce(one, compress=self.compress, residual=other)
         try:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kos.comm.communicator import Communicator
 from kos.errors import InvalidArgument, SettingError, plural
+
+if TYPE_CHECKING:
+    from kos.comm.communicator import Communicator
 
 AXES = ("pp", "dp", "cp", "tp")
 DENSE = ("dp", "cp")
@@ -187,7 +189,7 @@ class Mesh:
     @classmethod
     def dry(cls, layout: Layout, rank: int = 0, exact: int = 1) -> Mesh:
         """The mesh as ``rank`` of a job of this layout sees it, without the other ranks."""
-        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks, exact)), layout)
+        return cls(cast("Communicator", DryCommunicator(rank, layout.ranks, exact)), layout)
 
     def communicators(self) -> list[Communicator]:
         """The world, and the communicators that were split from it."""

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from kos.comm.communicator import Communicator
-from kos.comm.work import Work
 from kos.train.ops import Array
 from kos.train.parallel.mesh import Axis, DryCommunicator
 from kos.train.parallel.schedules import Action, Place, Schedule
+
+if TYPE_CHECKING:
+    from kos.comm.communicator import Communicator
+    from kos.comm.work import Work
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Pipeline:
         message ends only after the other rank has received or sent it. Two ranks that loaded kernels in the middle of
         a schedule could therefore wait for each other.
         """
-        links, dry = self._links, cast(Communicator, DryCommunicator(self.axis.rank, self.axis.size))
+        links, dry = self._links, cast("Communicator", DryCommunicator(self.axis.rank, self.axis.size))
         self._links = dict.fromkeys(links, dry)
         try:
             yield

@@ -19,13 +19,15 @@ A step of generation has as few tokens as sequences, so ``PlainTensorParallel`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from kos.comm.work import Work
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.ops.fixed_order import equal_parts, scatter_sum, start_scatter_sum
 from kos.train.parallel.mesh import ALONE, Axis
+
+if TYPE_CHECKING:
+    from kos.comm.work import Work
 
 
 class Half(NamedTuple):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
-from kos.comm.control.identity import under_mpirun
+from kos.launcher import under_mpirun
 
 SILENCE = 10.0  # seconds without a line, after which progress is printed
 LEAST_BAR = 6  # columns; a narrower bar shows nothing

@@ -205,8 +205,9 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
             )  # fmt: skip
 
     def embedding_backward(
-        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
-    ) -> None:
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None,
+        padding: int | None = None,
+    ) -> None:  # fmt: skip
         """Sorts the positions by token on the device; see embedding.cu."""
         if not accumulate:
             self.zero(d_table)
@@ -230,9 +231,10 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
             buffers = arena.take((2, 2, n), INT32)
             edges = arena.take((runs, 2, columns), FLOAT32)
             keys, positions, begin, largest = tokens, 0, 0, vocabulary - 1
-            if first is not None:  # tokens of other parts keep their places, so that runs are cut as on one rank
+            if first is not None or padding is not None:  # other tokens keep their places: runs are cut as on one rank
                 keys, begin, largest = arena.take((n,), INT32), 1, vocabulary + 1
-                launch("count_from", -(-n // BLOCK), BLOCK, tokens, n, first, vocabulary, keys)
+                none = -1 if padding is None else padding
+                launch("count_from", -(-n // BLOCK), BLOCK, tokens, n, first or 0, vocabulary, none, keys)
             for turn, shift in enumerate(range(0, max(1, largest.bit_length()), DIGIT_BITS)):
                 keys_out, positions_out = buffers[turn % 2][0], buffers[turn % 2][1]
                 launch("digit_counts", tiles, TILE, keys, n, shift, counts)

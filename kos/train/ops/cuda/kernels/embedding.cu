@@ -27,11 +27,13 @@ extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, 
     store(out + item * W, x);
 }
 
-// out (n,) = keys of tokens for a table that begins at token `first`: 0 before it, vocabulary + 1 beyond it, and those
-// of its rows from 1 on.
-extern "C" __global__ void count_from(const int* tokens, int n, int first, unsigned vocabulary, int* out) {
+// out (n,) = keys of tokens for a table that begins at token `first`: 0 before it and for the token `padding`,
+// vocabulary + 1 beyond it, and those of its rows from 1 on.
+extern "C" __global__ void count_from(const int* tokens, int n, int first, unsigned vocabulary, int padding, int* out) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = tokens[i] < first ? 0 : min(unsigned(tokens[i] - first), vocabulary) + 1;
+    if (i >= n) return;
+    const int token = tokens[i];
+    out[i] = token < first || token == padding ? 0 : min(unsigned(token - first), vocabulary) + 1;
 }
 
 __device__ __forceinline__ int digit_of(int key, int shift) { return key >> shift & (DIGITS - 1); }
