@@ -77,8 +77,7 @@ class Communicator(Groups):
         self._collectives, self._messages, self._splits = itertools.count(), itertools.count(), itertools.count()
         self.rank, self.size, self._suffix = rendezvous.rank, rendezvous.size, rendezvous.failures.group_suffix
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
-        self._active: Work[Any] | None = None  # the collective that a thread is in
-        self._two_threads: CollectiveError | None = None  # a second thread called it meanwhile
+        self._active: Any = None  # a thread, and the collective that it is in; of the core, the collective
         self._batch: Batch | None = None
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # split from this one
         self._closed, self._why_closed = False, " is closed"

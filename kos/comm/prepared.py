@@ -15,17 +15,17 @@ from dataclasses import replace
 from hashlib import blake2b
 from os.path import dirname, sep
 from sys import _getframe
+from threading import get_ident
 from time import time_ns
 from typing import Any, NamedTuple
 
 from kos.comm import interrupts
-from kos.comm.one_thread import check_one_thread, raise_if_two_threads
+from kos.comm.one_thread import check_one_thread
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
 from kos.cuda.streams import is_captured
-from kos.errors import CollectiveMismatch
 from kos.memory import Buffer, windows
 
 MOST_STORED = 2048
@@ -120,7 +120,7 @@ class Prepared:
     def _launch(self, comm: Any, work: Work[Any], begun: bool) -> Any:
         collective, backend = self.collective, self.backend
         if collective:
-            comm._active = work
+            comm._active = get_ident(), work
         try:
             try:
                 if begun:
@@ -142,9 +142,6 @@ class Prepared:
                 comm._fail_if_interrupted(error, work)
                 raise
             return self._result(work) if self.waits else work
-        except CollectiveMismatch:
-            raise_if_two_threads(comm)
-            raise
         finally:
             if collective:
                 comm._active = None
