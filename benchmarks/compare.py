@@ -1,9 +1,9 @@
 """The cost of a call in two source trees: python -m benchmarks.compare OLD NEW [--ranks N] [--backend B] [--graph]
 
 OLD and NEW are folders that each hold a package `kos`.  Each round starts, for each backend and tree, a job of that
-many ranks (mpirun; `tcp` by environment).  It times an all_reduce of 1 KB, in loops of 100 calls: eager, persistent
-and, on GPUs, eager in the memory of ``Communicator.allocate``.  On GPUs that is the time until the call returns, on
-hosts until its result is there.  A loop's figure is the mean of its calls, a job's the lower quartile of its loops,
+many ranks (mpirun; `tcp` by environment).  It times an all_reduce of 1 KB, in loops of 100 calls: eager and, on GPUs,
+eager in the memory of ``Communicator.allocate``.  On GPUs that is the time until the call returns, on hosts until its
+result is there.  A loop's figure is the mean of its calls, a job's the lower quartile of its loops,
 averaged over the ranks, a tree's the median of its jobs.  ``--graph`` adds all_reduces captured in a graph, by each
 tree's own `kos bench`.  Nanoseconds.
 """
@@ -51,16 +51,12 @@ def measure(backend: str) -> None:
         count, kinds = BYTES // 4, dict[str, Callable[[], object]]()
         if comm.device is None:
             x: Any = np.zeros(count, np.float32)
-            persistent = comm.all_reduce_init(x)
-            kinds["persistent"] = lambda: persistent.start().wait()
         else:
             from kos.cuda import set_device
             from kos.memory.array import Array
 
             set_device(comm.device)
             x, window = Array.zeros(count, np.float32, comm.device), comm.allocate(count, np.float32)
-            persistent = comm.all_reduce_init(x)
-            kinds["persistent"] = persistent.start
             kinds["eager in a window"] = lambda: comm.all_reduce(window)
         figures = {}
         for kind, call in {"eager": lambda: comm.all_reduce(x), **kinds}.items():

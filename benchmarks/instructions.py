@@ -42,7 +42,7 @@ SIZES = {"intel": (8, 4096, 65536), "other": (65536,)}
 """Bytes, by the value of KOS_CPU_VENDOR: beside the stamp, in a slot, and where an all_reduce is still reduced by each
 rank.  The vendor matters for large calls only."""
 HOST_OPERATIONS = (
-    "all_reduce", "all_reduce, persistent", "all_reduce, async_op", "reduce", "broadcast", "all_gather", "gather",
+    "all_reduce", "all_reduce, async_op", "reduce", "broadcast", "all_gather", "gather",
     "scatter", "all_to_all", "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv", "barrier",
     "all_gather_v", "gather_v", "scatter_v", "all_to_all_v", "reduce_scatter_v",
 )  # fmt: skip
@@ -52,7 +52,7 @@ void zero(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
 void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
 """
 _COUNTED = ("call", "state_wait")
-"""Functions of the core in which instructions count: the operations and the starts of Persistents, and Work.wait."""
+"""Functions of the core in which instructions count: the operations, and Work.wait."""
 
 
 def unavailable() -> str | None:
@@ -121,9 +121,6 @@ def calls(name: str, nbytes: int, comms: list[Any]) -> tuple[Callable[[], Any], 
     one, other = comms
     method = getattr(type(other), {"send": "recv", "recv": "send"}.get(op, op))  # through Python, which is not counted
     peer = lambda: method(other, *theirs, async_op=True)  # noqa: E731
-    if form == "persistent":
-        persistent = getattr(one, f"{op}_init")(*mine)
-        return lambda: persistent.start().wait(), peer
     call = getattr(one, op)
     return (lambda: call(*mine, async_op=True).wait()) if form else (lambda: call(*mine)), peer
 

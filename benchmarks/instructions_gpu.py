@@ -41,7 +41,6 @@ void set_read(void *function) { read_tensor = (int (*)(void *, tensor *))functio
 FORMS: dict[str, Callable[[Any, Any, Any], Callable[[], Any]]] = {
     "all_reduce": lambda comm, x, y: lambda: comm.all_reduce(x),
     "all_gather": lambda comm, x, y: lambda: comm.all_gather(x, y),
-    "all_reduce, persistent": lambda comm, x, y: comm.all_reduce_init(x).start,
 }
 BACKENDS = ("nccl", "peer", "nccl+peer")
 OPERATIONS = (

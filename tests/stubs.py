@@ -40,8 +40,7 @@ def generate(source: str) -> str:
     """The text of the stub for the text of collectives.py."""
     tree = ast.parse(source)
     operations = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Operations")
-    methods = {node.name: node for node in operations.body if isinstance(node, ast.FunctionDef)}
-    members = "\n".join(line for node in operations.body for line in _member(node, methods))
+    members = "\n".join(line for node in operations.body for line in _member(node))
     stub = f"class Operations:\n{textwrap.indent(members, '    ')}\n"
     used = _names(ast.parse(stub))
     nodes = [*ast.parse(IMPORTS).body, *tree.body]
@@ -61,7 +60,7 @@ def _names(*nodes: ast.AST) -> set[str]:
     return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def _member(node: ast.stmt, methods: dict[str, ast.FunctionDef]) -> Iterator[str]:
+def _member(node: ast.stmt) -> Iterator[str]:
     """The text of a member of the class: three overloads of an operation, one signature of any other method."""
     match node:
         case ast.AnnAssign():
@@ -75,13 +74,9 @@ def _member(node: ast.stmt, methods: dict[str, ast.FunctionDef]) -> Iterator[str
         case ast.FunctionDef(name="probe"):
             for wait, result in (("Literal[True] = ...", "Envelope"), ("bool", "Envelope | None")):
                 yield f"@overload\n{_signature('probe', {**_parameters(node), 'wait': wait}, result)}"
-        case ast.FunctionDef(name=name, returns=ast.expr() as returns):
+        case ast.FunctionDef(name=name, returns=ast.expr() as returns) if name != "__getattr__":  # it only raises
             yield from (f"@{ast.unparse(decorator)}" for decorator in node.decorator_list)
             yield _signature(name, _parameters(node), ast.unparse(returns))
-        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[ast.Name(id=of)])):  # the persistent form
-            for src, plain in _results(of):
-                overload = "@overload\n" if of in FROM_ANY else ""
-                yield overload + _operation(name, methods[of], None, f"Persistent[{plain}]", src)
 
 
 def _results(name: str) -> list[tuple[str, str]]:
@@ -91,8 +86,8 @@ def _results(name: str) -> list[tuple[str, str]]:
     return [("int", RESULTS[name]), ("None = ...", FROM_ANY[name])]
 
 
-def _operation(name: str, node: ast.FunctionDef, async_op: str | None, result: str, src: str = "") -> str:
-    """The signature of an operation with these types of ``async_op``, None: without it, and ``src``."""
+def _operation(name: str, node: ast.FunctionDef, async_op: str, result: str, src: str = "") -> str:
+    """The signature of an operation with these types of ``async_op`` and ``src``."""
     parameters = _parameters(node)
     if src:
         parameters["src"] = src
@@ -101,10 +96,7 @@ def _operation(name: str, node: ast.FunctionDef, async_op: str | None, result: s
         parameters[holder] = "T | None" if name == "broadcast" else "T"
         if holder == "x" and "out" in parameters:
             parameters["out"] = "T | None = ..."
-    if async_op is None:
-        del parameters["async_op"]
-    else:
-        parameters["async_op"] = async_op
+    parameters["async_op"] = async_op
     return _signature(name, parameters, result)
 
 

@@ -54,7 +54,7 @@ def test_on_threads(program, tmp_path):
     assert done.code == 0 and done.result["command"].startswith("python -m kos.bench --sizes 4K")
     check_document(done.result, 3)
     assert found(rows, "op", "in_place") == set(PLACES) and found(rows, "backend") == {("mock",)}
-    assert found(rows, "call") == {("function",), ("persistent",)}
+    assert found(rows, "call") == {("function",)}
     assert done.out.count("# all_reduce on 3 ranks") == 1 and "0 wrong elements in" in done.out
     assert done.out.count("# summary: ") == len(OPERATIONS) and done.out.endswith("# no picture (--no-plot)\n")
     assert not (tmp_path / "result.png").exists()
@@ -114,7 +114,7 @@ def test_beside_open_mpi(ranks, words, tmp_path):
         assert len([row for row in rows if row["op"] == "barrier" and row["backend"] == "mpi-native"]) == 1
     elif "--arrays" in words:
         ops, more = (EVERY, set()) if ALL_OF_MPI in words else (SOME, {(1, "single_shot"), (3, "eager")})
-        calls = {*product(["mpi"], ["persistent", "async"]), *product(measured, ["function"])}
+        calls = {("mpi", "async"), *product(measured, ["function"])}
         eager = [row for row in rows if row["mode"] == "eager"]
         assert found(eager, "op", "backend", "call") == {(op, *call) for op in ops for call in calls}
         assert found(rows, "op", "arrays", "mode") == {(op, *each) for op in ops for each in {(1, "eager"), *more}}

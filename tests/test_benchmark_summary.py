@@ -26,7 +26,7 @@ def row(backend: str, nbytes: int, time_us: float, **other: Any) -> dict[str, An
 def test_worst_rows_are_first():
     names, title, heading, *rows, end = summary([
         row("mpi", 8, 10.0), row("mpi-native", 8, 4.0), row("gloo", 8, 100.0),
-        row("mpi", 1024, 20.0), row("mpi", 1024, 16.0, call="persistent"), row("mpi-native", 1024, 32.0),
+        row("mpi", 1024, 20.0), row("mpi", 1024, 16.0, call="async"), row("mpi-native", 1024, 32.0),
         row("mpi", 64, 10.0), row("mpi-native", 64, 2.0), row("mpi-native", 64, 1.0, in_place=False),
         row("mpi", 64, 1.0, ranks=1), row("mpi", 8, 1.0, mode="single_shot"),
     ])  # fmt: skip
@@ -36,7 +36,7 @@ def test_worst_rows_are_first():
     assert [" ".join(line.split()) for line in rows] == [
         "64 in mpi-native 2.00 0.50 mpi 10.00 0.20 n/a",
         "8 in mpi-native 4.00 0.50 mpi 10.00 0.40 10.00",
-        "1024 in mpi persistent 16.00 0.50 mpi persistent 16.00 2.00 n/a",
+        "1024 in mpi async 16.00 0.50 mpi async 16.00 2.00 n/a",
         "64 out mpi-native 1.00 0.50 none n/a n/a",  # kos was not measured there
     ]
     assert end == "# kos is the fastest in 1 of 3 rows"
@@ -57,7 +57,7 @@ def test_ratios_of_rows():
     rows = [ours, peer, ours | {"call": "async", "time_us": 4.5}, ours | {"arrays": 100, "time_us": 4.0},
             peer | {"arrays": 100, "time_us": 8.0}, peer | {"backend": "mpi-again", "time_us": 2.2},
             ours | single, peer | single | {"p99_us": 12.0}]  # fmt: skip
-    assert ratios(rows) == [("scan", 8, [1.5, 0.5, None, 1.5, 1.5, 0.5, 1.1, None])]
+    assert ratios(rows) == [("scan", 8, [1.5, 0.5, 1.5, 1.5, 0.5, 1.1, None])]
     assert ratios([ours | {"arrays": 0}]) == [] and lines([]) == []
     assert lines(rows)[-1].endswith("same array: 1.50")
 
@@ -162,5 +162,5 @@ def test_no_call_takes_more_instructions():
 def test_every_operation_is_counted():
     """With the settings of the core for each vendor of CPUs."""
     counted = {(each["op"], each["cpu"]) for each in load("instructions")["rows"]}
-    assert {op for op, _ in counted} == set(instructions.OPERATIONS)
+    assert {op for op, _ in counted} >= set(instructions.OPERATIONS)
     assert {("broadcast", "intel"), ("broadcast", "other")} <= counted

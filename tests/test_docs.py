@@ -209,7 +209,7 @@ def resolves(name: str) -> bool:
         return False
 
 
-PUBLIC = [kos, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder]
+PUBLIC = [kos, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, Recorder]
 NAME = "{0.__name__}".format
 
 

@@ -62,8 +62,7 @@ def test_the_stub_is_current():
 
 def test_every_operation_has_overloads():
     public = {name for name, value in vars(Operations).items() if callable(value) and not name.startswith("_")}
-    persistent = {f"{name}_init" for name in {*stubs.RESULTS} - {"send_bytes", "recv_bytes"}}
-    assert public - {"exact_group_size", "probe"} == {*stubs.RESULTS, *persistent}
+    assert public - {"exact_group_size", "probe"} == {*stubs.RESULTS}
 
 
 SECONDS = 60

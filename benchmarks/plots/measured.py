@@ -19,7 +19,6 @@ IN_PLACE_ONLY = ("torch two-shot", "torch.distributed")
 
 HOST_LINES = {
     "kos": {"backend": "mpi", "call": "function"},
-    "kos, persistent": {"backend": "mpi", "call": "persistent"},
     "Open MPI": {"backend": "mpi-native"},
     "Open MPI from C": {"backend": "mpi-c"},
 }

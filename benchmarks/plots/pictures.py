@@ -36,7 +36,7 @@ def faster(axes: Any, ours: dict[int, float], theirs: dict[int, float], name: st
 def latency() -> Any:
     """For README: an all_reduce of 2 ranks on a host, and on GPUs in a graph, beside peers."""
     figure, [panels] = new(3.4, columns=2)
-    host = {name: measured.on_host(2, name) for name in measured.HOST_LINES if name != "kos, persistent"}
+    host = {name: measured.on_host(2, name) for name in measured.HOST_LINES}
     draw(panels[0], host, f"2 ranks on {measured.cores(2)}, float32")
     lines = {name: measured.on_gpus(2, name) for name in (*GPU_NAMES, "torch one-shot")}
     draw(panels[1], lines, f"{measured.on(2)}, bfloat16, in a CUDA graph")

@@ -19,7 +19,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "kos": {"color": KOS, "marker": "o"},
     "kos, symmetric buffers": {"color": KOS, "marker": "o"},
     "kos, any buffers": {"color": KOS_LIGHT, "marker": "s"},
-    "kos, persistent": {"color": KOS_LIGHT, "marker": "s"},
     "NCCL": {"color": PEER, "marker": "^"},
     "Open MPI": {"color": PEER, "marker": "^"},
     "NCCL, symmetric windows": {"color": PEER_LIGHT, "marker": "v"},

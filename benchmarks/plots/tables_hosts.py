@@ -9,7 +9,7 @@ from benchmarks.plots.results import load, ratio, select, table
 from kos.bench.ratios import COLUMNS, ratios
 from kos.bench.report import size
 
-COUNTED = ("all_reduce", "all_reduce, persistent", "all_reduce, async_op", "broadcast", "all_gather", "send", "barrier")
+COUNTED = ("all_reduce", "all_reduce, async_op", "broadcast", "all_gather", "send", "barrier")
 """Operations in the table of instructions; the file has all."""
 Ratios = list[tuple[str, int, dict[str, float | None]]]
 """Operation, bytes, and by column of ``kos.bench.ratios`` the time of kos / Open MPI."""
@@ -53,15 +53,7 @@ def instructions() -> str:
     rows = select("instructions")
     columns = sorted({(row["bytes"], row["cpu"]) for row in rows if row["cpu"] != "any"})
     lines = []
-    for op in (
-        "all_reduce",
-        "all_reduce, persistent",
-        "all_reduce, async_op",
-        "broadcast",
-        "all_gather",
-        "send",
-        "barrier",
-    ):
+    for op in COUNTED:
         found = {(row["bytes"], row["cpu"]): row for row in rows if row["op"] == op}
         lines.append([op, *(f"{found[each]['core']:,}" if each in found else "" for each in columns)])
     large = columns[-1][0]

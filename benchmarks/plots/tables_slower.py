@@ -50,7 +50,7 @@ def gpus() -> str:
 
 
 REASONS = {
-    "counts": "kos compares the counts; persistent calls are faster",
+    "counts": "kos compares the counts",
     "waits": "kos compares and records each call; in Open MPI a rank that only sends does not wait. "
     "Limit: a flag's way to another rank and back, {round_trip:.2f} µs",
     "slots": "reductions copy through slots; Open MPI's messages are in one copy, and its exscan of 2 ranks is one "

@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: indented examples are Python, and persistent forms are functions."""
+"""Docstrings as the site shows them: indented examples are Python."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from textwrap import dedent
 from typing import Any
 
-from griffe import Attribute, Class, Docstring, Extension, Function, Object, Parameters
+from griffe import Extension, Object
 
 EXAMPLE = re.compile(r"(?<=\n\n)(?P<code>(?: {4}[^\n]+\n?|\n(?= {4}))+)")
-PERSISTENT = re.compile(r"_persistent\((\w+)\)")
 
 
 class Docstrings(Extension):
@@ -18,18 +17,6 @@ class Docstrings(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)
-
-    def on_class_members(self, *, cls: Class, **_: Any) -> None:
-        """Show ``name_init = _persistent(name)`` with the parameters of ``name`` except ``async_op``."""
-        for name, member in list(cls.members.items()):
-            match = PERSISTENT.fullmatch(str(member.value)) if isinstance(member, Attribute) else None
-            source = cls.members.get(match[1]) if match else None
-            if isinstance(source, Function):
-                given = [parameter for parameter in source.parameters if parameter.name != "async_op"]
-                form = Function(name, lineno=member.lineno, parameters=Parameters(*given), returns="Persistent")
-                text = f"A persistent ``{source.name}``."
-                form.docstring = Docstring(text, parent=form)
-                cls.set_member(name, form)
 
 
 def fenced(text: str) -> str:

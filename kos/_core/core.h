@@ -312,7 +312,7 @@ typedef struct {
 } kos_config;
 
 enum kos_source { KOS_SEND_ADDRESS, KOS_RECV_ADDRESS, KOS_STREAM, KOS_SOURCES };
-enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 80 };  // PLAN_AT: bytes of objects before the numbers of a queued_call
+enum { KOS_MOST_WORDS = 128, KOS_PLAN_AT = 72 };  // PLAN_AT: bytes of objects before the numbers of a queued_call
 
 // The words are the parameters of a kernel, or the arguments of a function.  Patches follow them.  They say which words
 // differ between two starts: such a word is a source plus an offset.

@@ -188,8 +188,7 @@ PyMODINIT_FUNC PyInit_native(void) {
     state_type = (PyTypeObject *)PyType_FromSpec(&state_spec);
     operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
     int error = !m || !group || !work_type || PyModule_AddObjectRef(m, "Group", group)
-        || PyModule_AddObjectRef(m, "State", (PyObject *)state_type)
-        || PyModule_AddObjectRef(m, "Operation", (PyObject *)operation_type) || eager_init()
+        || !operation_type || PyModule_AddObjectRef(m, "State", (PyObject *)state_type) || eager_init()
         || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);

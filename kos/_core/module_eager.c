@@ -14,7 +14,6 @@
 #include "objects.h"
 
 enum { ARGUMENTS = 8, KNOWN = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };
-#define PLACES(o) ((o)->name ? KNOWN : 2)  // a Persistent has one call
 
 // The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
 typedef struct {
@@ -41,21 +40,20 @@ enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + 
 typedef struct {
     PyObject *core_call;  // the CoreCall; it holds references to all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
-    PyObject *work, *fixed[3];                // the class of its Works; arguments of a Persistent
+    PyObject *work;                           // the class of its Works
     const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU, and if `call` is None
     int waits, send, recv, result;            // whether it returns no Work; arguments, or -1
     size_t words;                             // of its key
     uint64_t word[];
 } cached_call;
 
-// What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
+// What stands for one method of a communicator.
 typedef struct {
     PyObject_HEAD
     Group *group;
-    PyObject *method, *name, *text;  // NULL of a Persistent
-    State *last;                     // the last start of a Persistent
+    PyObject *method, *name, *text;
     PyMethodDef definition;          // whose strings are those of name and text
-    cached_call **calls, **found;    // hash table of PLACES, at most half full; NULL until first used
+    cached_call **calls, **found;    // hash table of KNOWN, at most half full; NULL until first used
     int used;
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
@@ -63,7 +61,7 @@ typedef struct {
 static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_start, *s_start_cached, *s_start_uncached;
+static PyObject *s_start, *s_start_cached;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -71,7 +69,7 @@ static void forget(Operation *o) {
     cached_call **calls = o->calls;
     o->calls = o->found = NULL;  // before their ends, which may run Python, which may call this
     o->used = 0;
-    for (int i = 0; calls && i < PLACES(o); i++) {
+    for (int i = 0; calls && i < KNOWN; i++) {
         Py_XDECREF(calls[i] ? calls[i]->core_call : NULL);
         PyMem_Free(calls[i]);
     }
@@ -184,33 +182,31 @@ static cached_call **find(Operation *o, const call_key *key) {
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
         hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
-    unsigned at = (unsigned)(hash >> 40) % PLACES(o);
+    unsigned at = (unsigned)(hash >> 40) % KNOWN;
     while (o->calls[at] && !is_same(o->calls[at], key))
-        at = (at + 1) % PLACES(o);
+        at = (at + 1) % KNOWN;
     return o->found = &o->calls[at];
 }
 
-// Caches a call.  The objects of a Persistent are its arrays, or on a GPU their addresses.
+// Caches a call.
 static void store(Operation *o, const call_key *key, PyObject *core_call, unsigned generation) {
-    while (o->used == PLACES(o) / 2 && !*find(o, key))
+    while (o->used == KNOWN / 2 && !*find(o, key))
         forget(o);
-    if (o->generation != generation || (!o->calls && !(o->calls = PyMem_Calloc(PLACES(o), sizeof *o->calls)))
+    if (o->generation != generation || (!o->calls && !(o->calls = PyMem_Calloc(KNOWN, sizeof *o->calls)))
         || *find(o, key))
         return;  // the cache was cleared meanwhile, there is no memory, or a call within this one is stored already
-    PyObject *objects, *unused;
+    PyObject *unused;
     unsigned long long number;
     int input;
     cached_call **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
     if (!k || !PyArg_ParseTuple(core_call, "OOOOOpiiiiKKKOO", &k->call, &k->prepared, &k->description, &k->work,
                                 &unused, &k->waits, &k->send, &k->recv, &input, &k->result, &number, &number, &number,
-                                &objects, &unused)) {
+                                &unused, &unused)) {
         PyMem_Free(k);
         return;
     }
     if (PyByteArray_Check(k->call) && !find_slots(core_call))
         k->call = Py_None;
-    for (int i = 0; !o->name && i < 3; i++)
-        k->fixed[i] = k->call == Py_None ? Py_None : PyTuple_GetItem(objects, i);
     k->words = key->words;
     memcpy(k->word, key->word, key->words * sizeof *k->word);
     k->core = k->call == Py_None || PyByteArray_Check(k->call) ? NULL : prepared_of(k->call);
@@ -233,7 +229,7 @@ static int apart(const cached_call *k, char *const *data) {
 // may be a signal's handler that raises.
 static PyObject *in_flight(Operation *o, const cached_call *k, PyObject *send, PyObject *recv, PyObject *result,
                            PyObject *sequence, PyObject *slot, PyObject *left) {
-    State *s = new_state(o->last, k->work, k->prepared, send, recv, result, sequence, slot);
+    State *s = new_state(k->work, k->prepared, send, recv, result, sequence, slot);
     if (s && left != Py_None) {
         PyList_SetItem(slot, COMPLETED, PyLong_FromLong(0));  // in progress
         s->fields[LEFT] = Py_NewRef(left);
@@ -241,16 +237,6 @@ static PyObject *in_flight(Operation *o, const cached_call *k, PyObject *send, P
             Py_CLEAR(s);
     }
     return (PyObject *)s;
-}
-
-// Returns the result of a start; of a Persistent it is the last one.
-static PyObject *keep(Operation *o, PyObject *value) {
-    if (!o->name && value) {
-        State *old = o->last;
-        o->last = (State *)Py_NewRef(value);
-        Py_XDECREF((PyObject *)old);
-    }
-    return value;
 }
 
 // The call that made this Work raises: a receive that is in flight takes no message.  Other results are left as they are.
@@ -267,10 +253,10 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *con
     PyObject *const *objects = g->objects;
     if (!k->core)
         return k->call == Py_None ? NULL
-            : keep(o, queue_call(g, k->core_call, frame, k->result < 0 ? Py_None : args[k->result],
-                                 k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]));
+            : queue_call(g, k->core_call, frame, k->result < 0 ? Py_None : args[k->result],
+                         k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]);
     const int message = k->core->algorithm == KOS_MAIL, waits = k->waits;  // Python code may free k
-    if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
+    if (g->off || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
         || *g->active != Py_None || *g->last != Py_None || *g->first != Py_None
         || !has_spare(g))
@@ -288,11 +274,11 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *con
     PyObject *left = go_on(g, k->call, r, send, recv, waits);
     PyList_SetItem(slot, COMPLETED, left == Py_None ? nanoseconds() : Py_NewRef(Py_None));
     PyObject *value = left == Py_None && waits ? Py_NewRef(result)
-        : keep(o, in_flight(o, k, send, recv, result, sequence, slot, left));
+        : in_flight(o, k, send, recv, result, sequence, slot, left);
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
         value = PyObject_CallMethodObjArgs(PyTuple_GetItem(core_call, CALL_PREPARED), s_start, objects[COMM], work,
-                                           waits ? Py_True : Py_False, Py_True, NULL);
+                                           Py_True, NULL);
         if (!value && message)  // such as Ctrl-C before the method holds it back
             withdraw(work);
         Py_DECREF(work);
@@ -335,9 +321,8 @@ static PyObject *start_uncached(Operation *o, Group *g, const call_key *key, PyO
     for (Py_ssize_t a = 0; a < count; a++)
         identities[a] = identity_of(args[a]);
     PyObject *given, *options, *result = NULL, *core_call = NULL, *both = NULL;
-    PyObject *start = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start_uncached);
-    if (!unpack(args, positional, names, &given, &options) && start)
-        both = PyObject_CallFunctionObjArgs(start, given, options, key->words ? Py_True : Py_False, NULL);
+    if (!unpack(args, positional, names, &given, &options))
+        both = PyObject_CallFunctionObjArgs(o->method, given, options, key->words ? Py_True : Py_False, NULL);
     if (both && PyArg_ParseTuple(both, "OO", &result, &core_call)) {
         Py_INCREF(result);
         for (Py_ssize_t a = 0; a < count; a++)
@@ -347,8 +332,8 @@ static PyObject *start_uncached(Operation *o, Group *g, const call_key *key, PyO
             store(o, key, core_call, generation);
         PyErr_Clear();  // the call itself has succeeded
     }
-    PyObject *used[] = {both, start, given, options};
-    for (int i = 0; i < 4; i++)
+    PyObject *used[] = {both, given, options};
+    for (int i = 0; i < 3; i++)
         Py_XDECREF(used[i]);
     return result;
 }
@@ -366,17 +351,10 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
         o->generation = g->generation;
         forget(o);
     }
-    // A Persistent has one call.
-    const cached_call *k = !o->name && !positional && !names && o->found ? *o->found : NULL;
-    if (!k) {
-        make_key(&key, data, args, positional, names);
-        k = key.words && o->calls && o->generation == g->generation ? *find(o, &key) : NULL;
-    }
-    for (int i = 0; k && !o->name && i < 2; i++)
-        data[i] = k->fixed[i] == Py_None ? NULL
-            : k->core ? ((ndarray *)k->fixed[i])->data : PyLong_AsVoidPtr(k->fixed[i]);
-    PyObject *result = k && frame ? run(o, g, k, o->name ? args : k->fixed, data, frame) : NULL;
-    if (k && !result && o->name && !PyErr_Occurred())
+    make_key(&key, data, args, positional, names);
+    const cached_call *k = key.words && o->calls && o->generation == g->generation ? *find(o, &key) : NULL;
+    PyObject *result = k && frame ? run(o, g, k, args, data, frame) : NULL;
+    if (k && !result && !PyErr_Occurred())
         result = start_cached(o, g, &key, args, data);
     if (k)
         key.words = 0;  // nothing to store
@@ -442,9 +420,8 @@ static int operation_traverse(PyObject *self, visitproc visit, void *arg) {
     Operation *o = (Operation *)self;
     Py_VISIT((PyObject *)Py_TYPE(self));
     Py_VISIT((PyObject *)o->group);
-    Py_VISIT((PyObject *)o->last);
     Py_VISIT(o->method);
-    for (int i = 0; o->calls && i < PLACES(o); i++)
+    for (int i = 0; o->calls && i < KNOWN; i++)
         if (o->calls[i])
             Py_VISIT(o->calls[i]->core_call);
     return 0;
@@ -454,7 +431,6 @@ static int operation_clear(PyObject *self) {
     Operation *o = (Operation *)self;
     forget(o);
     Py_CLEAR(o->group);
-    Py_CLEAR(o->last);
     Py_CLEAR(o->method);
     return 0;
 }
@@ -470,25 +446,18 @@ static void operation_dealloc(PyObject *self) {
     Py_DECREF((PyObject *)type);
 }
 
-static PyMethodDef operation_methods[] = {
-    {"start", (PyCFunction)(void *)call, METH_FASTCALL | METH_KEYWORDS, NULL},
-    {0},
-};
-static PyMemberDef operation_members[] = {
-    {"_group", T_OBJECT, offsetof(Operation, group), 0, NULL}, {"_last", T_OBJECT, offsetof(Operation, last), 0, NULL},
-    {0},
-};
 static PyType_Slot operation_slots[] = {
-    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
-    {Py_tp_clear, operation_clear}, {Py_tp_methods, operation_methods}, {Py_tp_members, operation_members}, {0},
+    {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse}, {Py_tp_clear, operation_clear}, {0},
 };
-PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,
-                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, operation_slots};
+PyType_Spec operation_spec = {
+    "kos._core.native.Operation", sizeof(Operation), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, operation_slots,
+};
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
         {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"},
-        {&s_start_uncached, "_start_uncached"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
         {&s_cuda_stream, "__cuda_stream__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -7,7 +7,7 @@
 
 // A cached call; its launches follow.  EagerCalls leaves KOS_PLAN_AT bytes for the objects, which find_slots fills in.
 typedef struct {
-    PyObject *description, *works[2], **last_of_backend, **last;  // works[1]: of a Persistent; slots of the last Work
+    PyObject *description, *work, **last_of_backend, **last;  // slots of the last Work
     PyObject **current, **party;  // slots: the owner of the stream of the last call, and the route of that call
     PyObject *owner, *route;      // what these must be
     PyObject *handle;             // of the stream, while its owner has not closed it; None if the owner cannot close it
@@ -58,10 +58,9 @@ static int may_queue(Group *g, const queued_call *q, const char *send, const cha
 
 int find_slots(PyObject *core_call) {
     queued_call *q = (queued_call *)PyByteArray_AsString(PyTuple_GetItem(core_call, CALL));
-    PyObject *guards = PyTuple_GetItem(core_call, GUARDS), *work = PyTuple_GetItem(core_call, EXAMPLE);
+    PyObject *guards = PyTuple_GetItem(core_call, GUARDS);
     q->description = PyTuple_GetItem(core_call, DESCRIPTION);
-    for (int i = 0; i < 2; i++)
-        q->works[i] = PyTuple_Check(work) ? PyTuple_GetItem(work, i) : i ? NULL : work;
+    q->work = PyTuple_GetItem(core_call, EXAMPLE);
     q->last_of_backend = slot_of(PyTuple_GetItem(guards, BACKEND), "_last");
     q->last = slot_of(PyTuple_GetItem(guards, SHARED), "last");
     q->current = slot_of(PyTuple_GetItem(guards, STREAMS), "current");
@@ -74,16 +73,11 @@ int find_slots(PyObject *core_call) {
 
 PyObject *queue_call(Group *g, PyObject *core_call, PyObject *frame, PyObject *result, char *send, char *recv) {
     const queued_call *q = (const queued_call *)PyByteArray_AsString(PyTuple_GetItem(core_call, CALL));
-    PyObject *work = q->works[0], *sequence = NULL, *old[4] = {NULL};
+    PyObject *work = q->work, *sequence = NULL, *old[4] = {NULL};
     const unsigned generation = g->generation;
     Py_INCREF(core_call);  // another thread may clear the cache while a stream is asked, and while the GIL is released
-    if (may_queue(g, q, send, recv) && g->generation == generation) {
-        // A Persistent returns the one of its two Works that the program does not hold.
-        if (q->works[1])
-            result = work = q->works[Py_REFCNT(work) > 1];
-        if (!q->works[1] || Py_REFCNT(work) == 1)
-            sequence = PyIter_Next(g->objects[q->fingerprint ? COLLECTIVES : MESSAGES]);
-    }
+    if (may_queue(g, q, send, recv) && g->generation == generation)
+        sequence = PyIter_Next(g->objects[q->fingerprint ? COLLECTIVES : MESSAGES]);
     if (!sequence) {
         Py_DECREF(core_call);
         return NULL;

@@ -39,22 +39,15 @@ static int has(const State *s, int field) { return s->fields[field] && s->fields
 
 void put(PyObject **at, PyObject *value) { Py_XDECREF(swap(at, value)); }
 
-State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
+State *new_state(PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record) {
-    State *s = (State *)Py_XNewRef((PyObject *)old);
-    const int reuses = s && Py_REFCNT((PyObject *)s) == 2 && !s->fields[STEPS] && !s->fields[ERROR];
-    if (!reuses) {
-        Py_XDECREF((PyObject *)s);  // not the last reference
-        const int collects = PyGC_Disable();  // a collection here, as Python 3.11 makes them, would run Python
-        s = (State *)((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
-        if (collects)
-            PyGC_Enable();
-    }
+    const int collects = PyGC_Disable();  // a collection here, as Python 3.11 makes them, would run Python
+    State *s = (State *)((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
+    if (collects)
+        PyGC_Enable();
     PyObject *values[] = {prepared, send, recv, array, sequence, record};
-    for (int field = reuses ? SEQUENCE : 0; s && field < LEFT; field++)
-        put(&s->fields[field], values[field]);
-    if (s)
-        s->reported = 0;
+    for (int field = 0; s && field < LEFT; field++)
+        s->fields[field] = Py_NewRef(values[field]);
     return s;
 }
 

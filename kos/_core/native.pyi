@@ -48,9 +48,6 @@ class Work:
 class State:
     """The fields of ``kos.comm.work.Work``, and a ``wait`` that needs no Python if the core completes the call."""
 
-class Operation:
-    """What stands for a method of a communicator; the base of Persistents that the core starts."""
-
 def readable(x: Any, /) -> bool:
     """Whether calls take ``x`` without conversion: a contiguous tensor of the type given to ``tensors``.
 

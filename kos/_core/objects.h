@@ -126,12 +126,11 @@ int read_tensor(PyObject *x, array_words *words, tensor *t);
 uint64_t key_of(const char *data);  // the property of an address on which a call depends: kos.memory.windows.place
 // Of module_launch.c.
 int find_slots(PyObject *core_call);  // completes a CoreCall for queue_call; 0 if queue_call cannot make such calls
-// Queues the call that a CoreCall describes, and returns `result`, or a Work for a Persistent.  Returns NULL without an
-// exception if Python must make the call.
+// Queues the call that a CoreCall describes, and returns `result`.  Returns NULL without an exception if Python must
+// make the call.
 PyObject *queue_call(Group *g, PyObject *core_call, PyObject *frame, PyObject *result, char *send, char *recv);
-// A new Work.  Reuses `old`, an earlier start of the same Prepared on the same arrays, if it is complete and nobody
-// else has a reference to it.
-State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
+// A new Work.
+State *new_state(PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
 // Of codec.c.

@@ -105,10 +105,8 @@ class Benchmark:
             yield Ours(comm, name, algorithm)
             if self.stream is not None and algorithm != "deterministic":
                 yield OursInWindows(comm, name, self.stream, algorithm)
-        if "auto" in self.options.algorithm:
-            yield Ours(comm, name, call="persistent")
-            if self.options.arrays:
-                yield Ours(comm, name, call="async")
+        if "auto" in self.options.algorithm and self.options.arrays:
+            yield Ours(comm, name, call="async")
 
     def _host_peers(self, control: Communicator) -> Iterator[Implementation]:
         from kos.bench.peers import OpenMPI, Torch, torch_world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,12 @@ def choices(op: str) -> tuple[str, ...]:
     return ("auto", *algorithms(op), *(("deterministic",) if op != "all_gather" else ()))
 
 
+class _Checked(Exception):
+    """The arguments of a call are right."""
+
+
 class Implementation:
-    """A library that runs collectives, and one way to call it ("function", "persistent" or "async")."""
+    """A library that runs collectives, and one way to call it ("function" or "async")."""
 
     backend = ""
     algorithm = "auto"
@@ -115,8 +120,7 @@ class Ours(Implementation):
         named = {"auto": {}, "deterministic": {"deterministic": True}}
         chosen: Any = named.get(self.asked, {"algorithm": self.asked})
         at_root, left, right = comm.rank == ROOT, (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        persistent = self.call == "persistent"
-        if self.asked not in choices(op) or (persistent and self._on_gpu and op != "all_reduce"):
+        if self.asked not in choices(op):
             return None
         if op == "send_recv" and comm.size == 1:
             return None
@@ -142,13 +146,13 @@ class Ours(Implementation):
         if op == "barrier" and self._on_gpu:
             chosen |= {"stream": send.stream}
         arguments = given.get(op, (send, recv))
-        if persistent or self.asked != "auto":
+        if self.asked != "auto":
             try:  # refused on all ranks, before anything is sent
-                operation = getattr(comm, f"{op}_init")(*arguments, **chosen)
+                with suppress(_Checked), comm.batch():
+                    getattr(comm, op)(*arguments, **chosen)
+                    raise _Checked  # a batch that raises starts nothing
             except InvalidArgument:
                 return None
-            if persistent:
-                return operation.start, (), {}
         if self.call == "async":
             chosen |= {"async_op": True}
         return getattr(comm, op), arguments, chosen

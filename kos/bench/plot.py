@@ -1,7 +1,7 @@
 """Latency and bus bandwidth over size: ``python -m kos.bench.plot RESULT.json PICTURE.png``.
 
-One row of panels for each operation, without persistent calls: single calls on the left (in a CUDA graph where there
-are such rows), bus bandwidth back to back on the right; one line per implementation, the physical limit dashed.
+One row of panels for each operation: single calls on the left (in a CUDA graph where there are such rows), bus
+bandwidth back to back on the right; one line per implementation, the physical limit dashed.
 """
 
 from __future__ import annotations

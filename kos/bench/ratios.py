@@ -11,7 +11,7 @@ from kos.bench.report import size
 Row = dict[str, Any]
 
 COLUMNS = (
-    "same array", "arrays in rotation", "persistent", "async + wait / call", "single shot", "p99", "noise", "C loop",
+    "same array", "arrays in rotation", "async + wait / call", "single shot", "p99", "noise", "C loop",
 )  # fmt: skip
 """Ratios of times to Open MPI's on the same arrays, through mpi4py, but two: ``async + wait`` is to the call of kos,
 and ``noise`` is that of Open MPI to itself.  ``C loop``: Open MPI called from C."""
@@ -34,7 +34,7 @@ def ratios(rows: Iterable[Row]) -> list[tuple[str, int, list[float | None]]]:
     return [
         (*cell, [
             ratio(cell, kos, mpi), ratio(cell, kos, mpi, many) if many > few else None,
-            ratio(cell, ("mpi", "persistent"), mpi), ratio(cell, ("mpi", "async"), kos),
+            ratio(cell, ("mpi", "async"), kos),
             ratio(cell, kos, mpi, mode="single_shot"), ratio(cell, kos, mpi, mode="single_shot", value="p99_us"),
             ratio(cell, ("mpi-again", "function"), mpi), ratio(cell, ("mpi-c", "function"), mpi),
         ])

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy import may_share_memory, ndarray  # faster than np.ndarray, as numpy has a __getattr__
@@ -46,8 +46,7 @@ from kos.comm.arguments import (
 )
 from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
-from kos.comm.operation import ANY, AUTO, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
-from kos.comm.persistent import Persistent, persistent
+from kos.comm.operation import ANY, AUTO, CORE_OPERATIONS, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
 from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
@@ -80,11 +79,10 @@ _ERRORS = """Raises InvalidArgument for wrong arguments, before anything is sent
 different calls; CollectiveTimeout; RankLost; CollectiveError if the communicator failed before or is closed."""
 
 
-def _document(call: Callable[..., Any]) -> str:
-    """Add the shared keywords and the errors to the docstring of an operation, and return it."""
+def _document(call: Callable[..., Any]) -> None:
+    """Add the shared keywords and the errors to the docstring of an operation."""
     keywords = [f"``{name}``: {_KEYWORDS[name]}" for name in inspect.signature(call).parameters if name in _KEYWORDS]
     call.__doc__ = "\n".join([inspect.getdoc(call) or "", "", *keywords, "", _ERRORS])
-    return call.__doc__
 
 
 def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,32 +117,12 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
             comm._store.add_call(key, new)
         return work.prepared.start(comm, work)
 
+    _document(operation)
     return operation
 
 
-def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
-    """The persistent form of an operation: checked once, launched by each ``start``.  Completes both docstrings."""
-
-    @functools.wraps(call)
-    def init(comm: Any, *args: Any, **options: Any) -> Persistent[Any]:
-        comm._check_open()
-        builder = _Builder(comm)
-        call.__wrapped__(builder, *args, **options)  # type: ignore[attr-defined]
-        return persistent(comm, *builder.prepared)
-
-    name = call.__name__
-    init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
-    summary = f"A persistent ``{name}``: checked now, launched by each ``start()`` of the returned Persistent."
-    arguments = f"Its arguments are those of ``{name}`` without ``async_op``:"
-    init.__doc__ = "\n\n".join((summary, arguments, _document(call)))
-    signature = inspect.signature(call)
-    kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
-    init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
-    return init
-
-
 class Operations:
-    """Every operation, and its persistent form."""
+    """Every operation."""
 
     rank: int
     size: int
@@ -161,6 +139,13 @@ class Operations:
     _defaults: Options
     """The options of a call without keywords."""
     _closed = False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if (operation := name.removesuffix("_init")) in CORE_OPERATIONS:
+            text = f"{name}: expected a call, as kos has no persistent operations: {operation}() on arrays like those "
+            text += "of an earlier call is as fast as the start of one (docs/differences.md)"
+        raise AttributeError(text, name=name, obj=self)
 
     def _check_open(self) -> None:
         """Raise CollectiveError if this communicator is closed."""
@@ -315,7 +300,7 @@ class Operations:
         seconds = self._defaults.timeout if timeout is None else check_timeout(timeout)
         ordered, overlap = check_bool("deterministic", deterministic), check_bool("async_op", async_op)
         if overlap and self._batch is not None:
-            raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
+            raise InvalidArgument("async_op: expected False in a batch, got True")
         form = check_compress(compress)
         if form and algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected {AUTO!r} with compress, got {algorithm!r}")
@@ -525,7 +510,7 @@ class Operations:
         With ``counts=None`` on all ranks, the ranks first exchange the sizes through host memory, and the host waits
         for them, also with ``async_op=True``.  In host memory, the exchange is an operation with a number of its own.
         If a size is wrong, or arrays overlap in another way, every rank raises InvalidArgument, which names that rank.
-        In a batch, for a persistent operation and in a CUDA graph, ``counts`` must be given.
+        In a batch and in a CUDA graph, ``counts`` must be given.
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
@@ -719,7 +704,7 @@ class Operations:
     ) -> list[tuple[int, ...]]:
         """The numbers of every rank, for a call without ``what``.  The host waits for them."""
         if self._batch is not None:
-            raise InvalidArgument(f"{what}: expected numbers in a batch and for a persistent operation, got None")
+            raise InvalidArgument(f"{what}: expected numbers in a batch, got None")
         if buffer.device is not None and streams.capture_of(buffer.stream):
             raise InvalidArgument(f"{what}: expected numbers while a CUDA graph is captured, got None")
         rows = self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout)
@@ -882,42 +867,6 @@ class Operations:
     for _call in (send_bytes, recv_bytes, probe):
         _document(_call)
     del _call
-
-    # Persistent forms, named as MPI 4 names them.
-
-    all_reduce_init = _persistent(all_reduce)
-    reduce_init = _persistent(reduce)
-    reduce_scatter_init = _persistent(reduce_scatter)
-    reduce_scatter_v_init = _persistent(reduce_scatter_v)
-    scan_init = _persistent(scan)
-    exscan_init = _persistent(exscan)
-    broadcast_init = _persistent(broadcast)
-    all_gather_init = _persistent(all_gather)
-    all_gather_v_init = _persistent(all_gather_v)
-    all_to_all_init = _persistent(all_to_all)
-    all_to_all_v_init = _persistent(all_to_all_v)
-    gather_init = _persistent(gather)
-    gather_v_init = _persistent(gather_v)
-    scatter_init = _persistent(scatter)
-    scatter_v_init = _persistent(scatter_v)
-    barrier_init = _persistent(barrier)
-    send_init = _persistent(send)
-    recv_init = _persistent(recv)
-    send_recv_init = _persistent(send_recv)
-
-
-class _Builder(Operations):
-    """Checks and prepares a call without starting it, for the persistent form."""
-
-    def __init__(self, comm: Operations) -> None:
-        self.rank, self.size, self.device, self.backend = comm.rank, comm.size, comm.device, comm.backend
-        self._group, self._store, self._batch = comm._group, comm._store, self
-        self._defaults = comm._defaults
-        self.prepared: tuple[Operation, Any, Any, Work[Any]]
-
-    def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
-        self.prepared = o, op, stream, super()._prepare(o, op, stream)
-        return self.prepared[-1]
 
 
 def _signature(o: Operation, op: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kos.comm import interrupts, watchdog
 from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
+from kos.comm.batch import Batch
 from kos.comm.collectives import Operations
 from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
@@ -21,7 +22,6 @@ from kos.comm.group_backend import GroupBackend
 from kos.comm.groups import Groups
 from kos.comm.one_thread import one_thread
 from kos.comm.operation import CORE_OPERATIONS, Operation, Options
-from kos.comm.persistent import Batch, Persistent
 from kos.comm.prepared import record_start
 from kos.comm.recorder import Group, Recorder
 from kos.comm.tracing import tracing
@@ -76,10 +76,8 @@ class Communicator(Groups):
         self._collectives, self._messages, self._splits = itertools.count(), itertools.count(), itertools.count()
         self.rank, self.size, self._suffix = rendezvous.rank, rendezvous.size, rendezvous.failures.group_suffix
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
-        self._active: Work[Any] | None = None  # the collective that a thread is in
-        self._two_threads: CollectiveError | None = None  # a second thread called it meanwhile
+        self._active: Any = None  # a thread, and the collective that it is in; of the core, the collective
         self._batch: Batch | None = None
-        self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # split from this one
         self._closed, self._why_closed = False, " is closed"
         self._progress: ProgressThread | None = None
@@ -204,8 +202,6 @@ class Communicator(Groups):
         for work in self.backend.engine.works_of(self.backend):
             work.wait(timeout)
         self.backend.synchronize(limit, handle)
-        for persistent in self._persistents:
-            persistent._synchronized()
 
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.

@@ -15,17 +15,17 @@ from dataclasses import replace
 from hashlib import blake2b
 from os.path import dirname, sep
 from sys import _getframe
+from threading import get_ident
 from time import time_ns
 from typing import Any, NamedTuple
 
 from kos.comm import interrupts
-from kos.comm.one_thread import check_one_thread, raise_if_two_threads
+from kos.comm.one_thread import check_one_thread
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
 from kos.cuda.streams import is_captured
-from kos.errors import CollectiveMismatch
 from kos.memory import Buffer, windows
 
 MOST_STORED = 2048
@@ -93,11 +93,11 @@ class Prepared:
         self.description: tuple[Any, ...] = (None,)
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
 
-    def start(self, comm: Any, work: Work[Any], waits: bool = True, begun: bool = False) -> Any:
+    def start(self, comm: Any, work: Work[Any], begun: bool = False) -> Any:
         """Number ``work``, record its call site, and launch it.
 
         If the core has ``begun`` the call, it has its number and record already, and the engine has the Work; this
-        method completes it.  Returns the result, or the Work itself with ``async_op`` or without ``waits``.
+        method completes it.  Returns the result, or the Work itself with ``async_op``.
         """
         held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
         try:
@@ -109,7 +109,7 @@ class Prepared:
                         comm._check_open()
                     if self.collective and comm._active is not None:
                         check_one_thread(comm, work)
-                return self._launch(comm, work, waits, begun)
+                return self._launch(comm, work, begun)
             finally:
                 if held:
                     interrupts.release()
@@ -117,10 +117,10 @@ class Prepared:
             work.withdraw()
             raise
 
-    def _launch(self, comm: Any, work: Work[Any], waits: bool, begun: bool) -> Any:
+    def _launch(self, comm: Any, work: Work[Any], begun: bool) -> Any:
         collective, backend = self.collective, self.backend
         if collective:
-            comm._active = work
+            comm._active = get_ident(), work
         try:
             try:
                 if begun:
@@ -141,10 +141,7 @@ class Prepared:
             except BaseException as error:
                 comm._fail_if_interrupted(error, work)
                 raise
-            return self._result(work) if waits and self.waits else work
-        except CollectiveMismatch:
-            raise_if_two_threads(comm)
-            raise
+            return self._result(work) if self.waits else work
         finally:
             if collective:
                 comm._active = None
@@ -335,8 +332,7 @@ An index is -1 if this rank has no such array, or if the output is a new array.
 class CoreCall(NamedTuple):
     """How the compiled core repeats a cached call.  ``store`` in ``module_eager.c`` reads the fields in this order.
 
-    An index is that of an argument of the call, and for a Persistent that of one of the ``objects``.  It is -1 if there
-    is no such array.
+    An index is that of an argument of the call.  It is -1 if there is no such array.
     """
 
     call: Any
@@ -345,10 +341,9 @@ class CoreCall(NamedTuple):
     description: Any
     """The description of ``prepared``, which the recorder stores."""
     example: Any
-    """A Work of such a call.  On the host, the core uses only its class.  On a GPU, the core starts this Work itself.
-    A Persistent on a GPU has two Works, which its starts return in turn."""
+    """A Work of such a call.  In host memory, the core uses only its class.  On a GPU, it starts this Work itself."""
     stream: Any
-    """The object that keeps the stream of the arrays alive; None for a Persistent and for host memory."""
+    """The object that keeps the stream of the arrays alive; None for host memory."""
     waits: bool
     """True if such calls wait and return their result; False if they return a Work."""
     reads: int
@@ -364,8 +359,7 @@ class CoreCall(NamedTuple):
     input_bytes: int
     output_bytes: int
     objects: tuple[Any, ...]
-    """Objects that must stay alive, because the core compares them by identity.  For a Persistent: its input and output
-    (on a GPU, their addresses), and its result."""
+    """Objects that must stay alive, because the core compares them by identity."""
     guards: Guards | None
     """On a GPU, the conditions under which the launches are valid."""
 
@@ -390,8 +384,6 @@ class Guards(NamedTuple):
 class Store(dict[Any, Prepared]):
     """The Prepared of a communicator, by signature."""
 
-    generation = 0
-    """How often all were dropped, because timeouts, windows or tables changed."""
     core: Any = None
     """The ``kos._core.native.Group`` whose cached calls use these Prepareds, or None."""
 
@@ -419,6 +411,5 @@ class Store(dict[Any, Prepared]):
         """Drop all."""
         super().clear()
         self.calls.clear()
-        self.generation += 1
         if self.core is not None:
             self.core.forget()

@@ -67,9 +67,8 @@ def spawn(
       most ``buffer_bytes``: the sender of a larger one still waits, and raises Deadlock, or RankLost if the receiver
       has returned.  A plan with another fault than ``delay`` switches it off.
     - ``strict``: CollectiveError if a rank never waited for a Work, with the line that launched it.  A rank waits by
-      ``wait``, a ``done`` that returns True, ``synchronize``, or ``close`` of its communicator.  CollectiveError also
-      if two threads of a rank call one communicator at once, with both lines.  Threads may call it one after another,
-      ordered by a lock, a queue or ``join``.  A plan with another fault than ``delay`` switches off the check of Works.
+      ``wait``, a ``done`` that returns True, ``synchronize``, or ``close`` of its communicator.  A plan with another
+      fault than ``delay`` switches this check off.
 
     Raises InvalidArgument without ranks, for ``hosts`` that do not add up, and if a fault never happened.
 
@@ -115,8 +114,6 @@ def spawn(
 
     threads = [rank_thread(run, rank) for rank in range(world_size)]
     late = _run(threads, watch, timeout, group, comms)
-    if watch.two_threads is not None:
-        raise watch.two_threads
     if late is not None and not errors:
         raise late
     if errors:

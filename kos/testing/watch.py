@@ -20,7 +20,6 @@ from kos.errors import CollectiveError, CollectiveTimeout
 from kos.testing.faults import FaultPlan
 
 _POLL_SECONDS = 0.05  # seconds between two checks for threads that may still help waiting ranks
-_DELAYED, _DELAY_SECONDS = 64, 0.005  # the first collectives, which are delayed
 _SHOWN = 16  # ranks in a message
 
 
@@ -45,16 +44,11 @@ class Watch:
     ) -> None:
         self.plan, self.buffer_bytes = plan, buffer_bytes
         self._deadlock, self._arrays, self.strict = deadlock, arrays, strict
-        self.two_threads: CollectiveError | None = None
-        """The first error that two threads call a communicator: nobody may join the thread that raises it."""
-        self._delays_left = _DELAYED
         self.launched: list[list[tuple[Work[Any], Any, int]]] = [[] for _ in range(size)]
         """The Works of each rank for which it must still wait; the code and the instruction of each call."""
         self.threads: list[threading.Thread] = []  # of the ranks
         self.deadline = float("inf")
         self._others = set(threading.enumerate())
-        self.own_threads = len(self._others) + size
-        """As many threads run before the program starts others."""
         self._waiting: dict[threading.Thread, tuple[int, int, float, Callable[[], Waits]]] = {}
         self._backends: list[tuple[ThreadGroup, Any]] = []
         self._size = size
@@ -127,16 +121,6 @@ class Watch:
         if work.operation.recv is not None and recv.flags.writeable:  # unlike a root's array
             np.copyto(recv, carried.recv)
         work.array = carried.array  # of a message from any rank, with that rank
-
-    def delay_collective(self) -> None:
-        """Delay a collective while the program runs other threads, so that their unordered collectives overlap with it.
-
-        Only the first collectives are delayed, since such a thread may never call one.
-        """
-        others = (each for each in threading.enumerate() if each not in self._others and each not in self.threads)
-        if self.strict and self._delays_left and any(not each.name.startswith("kos-") for each in others):
-            self._delays_left -= 1
-            time.sleep(_DELAY_SECONDS)
 
     def record_synchronize(self, backend: HostBackend, rank: int) -> None:
         """Record that the rank has waited for all operations of ``backend``."""

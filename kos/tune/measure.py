@@ -150,8 +150,7 @@ class Tuner:
             "scatter": {"x": x[: n * size] if root else None, "out": y[:n]},
             "send_recv": {"x": x[:n], "out": y[:n], "dst": (rank + 1) % size, "src": (rank - 1) % size},
         }
-        start: Callable[[], Any] = getattr(comm, f"{operation}_init")(**arguments[operation], stream=self.stream).start
-        return start
+        return partial(getattr(comm, operation), **arguments[operation], stream=self.stream)
 
     def time(self, start: Callable[[], Any], nbytes: int, graph: bool) -> float:
         """Microseconds per call, of several in a row: the median, on the slowest rank."""

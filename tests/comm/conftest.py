@@ -20,17 +20,14 @@ _SEED = int(np.random.SeedSequence().generate_state(1)[0])
 
 @pytest.fixture
 def grace():
-    """How long these modules wait beyond a test's own timeout, in seconds; by parameters a test changes some.
-
-    Ranks that are threads would look for a second thread of a rank after each call that differs, and find none.
-    """
+    """How long these modules wait beyond a test's own timeout, in seconds; by parameters a test changes some."""
     return {}
 
 
 @pytest.fixture(autouse=True)
 def _slow_machine(monkeypatch, grace):
     """Any thread may be held up for seconds: what waits for one waits for long."""
-    for module, seconds in ({"one_thread": 0.0, "control.group": 30.0, "control.grow": 30.0} | grace).items():
+    for module, seconds in ({"control.group": 30.0, "control.grow": 30.0} | grace).items():
         monkeypatch.setattr(f"kos.comm.{module}.GRACE_SECONDS", seconds)
     monkeypatch.setattr("kos.comm.control.wire.HANDSHAKE_SECONDS", 30.0)
 

@@ -34,6 +34,13 @@ class Prepared(list[str]):
         return bool(self)
 
 
+def prepared_of(comm: kos.Communicator, call: Callable[[], Any]) -> Any:
+    """The Prepared of a ``call``, which is made in a batch."""
+    with comm.batch() as batch:
+        call()
+    return batch.works[0].prepared
+
+
 @contextmanager
 def noting_who_adds(comm: kos.Communicator) -> Iterator[None]:
     """SUMS_IN_16_BITS tells of the last addition that ``comm`` started whether it is NCCL's own."""

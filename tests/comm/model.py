@@ -23,7 +23,7 @@ NAMES = (*REDUCING, *MOVING[:-1], "barrier", "send_recv")
 @dataclass(frozen=True, kw_only=True)
 class Step(model.Step):
     group: int = 0
-    mode: str = "call"  # call, async, batch or persistent
+    mode: str = "call"  # call, async or batch
     values: str = "whole"
 
 

@@ -148,14 +148,13 @@ def test_a_rank_that_has_closed_ends_no_receive_from_others(comm, /):
 
 
 @on_each_rank("run")
-def test_groups_in_batches_and_persistent(comm, /):
+def test_groups_and_batches(comm, /):
     """In a group whose ranks are in reverse order, while messages of the world have the same tag."""
     group, last, x = comm.split(0, -comm.rank), comm.size - 1, np.zeros(2)
     assert group is not None
     if comm.rank == last:  # rank 0 of the group
-        receive = group.recv_init(x)
         for _ in range(last):
-            got, source = receive.start().wait()
+            got, source = group.recv(x)
             assert got is x and (x == last - source).all()
         group.send(np.zeros(1), last, 1)
         with group.batch() as batch:

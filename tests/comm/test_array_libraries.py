@@ -122,7 +122,6 @@ def test_results_for_a_tensor_are_tensors(torch):
     made = list[int]()
     torch.cuda.stream = lambda handle: (made.append(handle), torch._inside(handle))[1]
     assert type(comm.all_gather(x, stream=8)) is Tensor and made == [8], "of its allocator's memory for that stream"
-    assert type(comm.all_gather_init(x).start().wait()) is Tensor
     comm.close()
 
 
@@ -194,10 +193,7 @@ def test_results_for_a_jax_array_are_jax_arrays(fake, torch, monkeypatch):
             out = comm.all_gather(x)
         return "jax", out  # the batch returned it before it started, not yet as JAX's
 
-    def persistent(x):
-        return comm.all_gather_init(x).start().wait()
-
-    left = [call(make) for make in (comm.all_gather, persistent, batched) * 2]
+    left = [call(make) for make in (comm.all_gather, batched) * 2]
     gc.collect()
     assert all(each() is not None for each in left)
     over[0] = 0

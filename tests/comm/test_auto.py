@@ -315,44 +315,37 @@ def test_host_arrays_go_through_the_core(comm, log, /):
     backend.confirm = lambda work: (confirmed.append(work.sequence), confirm(work))[1]
     x = np.full(3, comm.rank + 1.0)
     assert (comm.all_reduce(x) == 3).all() and (comm.all_reduce(x, async_op=True).wait() == 6).all()
-    assert (comm.all_reduce_init(x).start().wait() == 12).all()
     comm.barrier()
     with comm.batch():
         comm.all_reduce(x)
-    assert (x == 24).all() and list(dict.fromkeys(confirmed)) == [0, 1, 2, 3, 4]
+    assert (x == 12).all() and list(dict.fromkeys(confirmed)) == [0, 1, 2, 3]
     backend.failures.first = CollectiveError("all_reduce #9: rank 1 did not arrive")
     with pytest.raises(CollectiveError, match="rank 1 did not arrive"):
         comm.all_reduce(x)
 
 
 @on_each_rank(run)
-def test_a_persistent_call_has_the_route_of_other_calls_in_a_graph(comm, log, /):
-    persistent = comm.reduce_init(zeros(8, stream=5))
+def test_a_batch_has_the_route_of_other_calls_in_a_graph(comm, log, /):
+    x = zeros(8, stream=5)
     for graph in (nullcontext, captures, nullcontext):
-        part = "peer" if graph is captures else "nccl"
         with graph():
-            assert persistent.start().prepared.route.name == part
+            comm.reduce(x)
             with comm.batch() as batch:
-                persistent.start()
-            assert batch.works[0].prepared.route.name == part
+                comm.reduce(x)
+            assert batch.works[0].prepared.route.name == ("peer" if graph is captures else "nccl")
     assert log == ["nccl", "peer", "nccl"]  # batches are not logged
-    comm.close()
-    comm.backend.prepare = None
-    with pytest.raises(CollectiveError, match="is closed"):
-        persistent.start()
 
 
 @needs_core
 @on_each_rank(run, host=SharedOnly)
-def test_a_start_in_a_graph_does_not_change_the_eager_route(comm, log, /):
-    """Ranks may pass different arrays to the eager call in between."""
+def test_a_call_in_a_graph_does_not_change_the_eager_route(comm, log, /):
+    """Ranks may pass different arrays to the eager calls before it."""
     x, y = zeros(8, stream=5), zeros(8, stream=5)
-    persistent = comm.reduce_init(x)
     comm.reduce(y)
     comm.reduce(x if comm.rank else y)
     with captures():
-        persistent.start()
-    persistent.start()
+        comm.reduce(x)
+    comm.reduce(x)
     comm.synchronize()
     assert [part for part in log if part != "shared-only"] == ["nccl", "nccl", "peer", "nccl"]
 
@@ -369,7 +362,10 @@ def test_splits_use_both_backends(comm, log, /):
 
 @on_each_rank(run)
 def test_calls_with_different_routes_are_a_mismatch(comm, log, /):
-    operations = [comm.all_reduce_init(zeros(count))._checked[0] for count in (5000, 8)]
+    with comm.batch() as batch:
+        for count in (5000, 8):
+            comm.all_reduce(zeros(count))
+    operations = [work.operation for work in batch.works]
     assert [comm.backend.prepare(o).values["backend"] for o in operations] == ["nccl", "peer"]
 
 

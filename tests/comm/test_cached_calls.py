@@ -19,7 +19,6 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm import Persistent
 from kos.comm.operation import CORE_OPERATIONS, Operation
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
@@ -158,8 +157,8 @@ class Arrays:
     def read(self, array: Any) -> np.ndarray:
         return array.numpy() if self.on_gpu else np.array(array)
 
-    def make(self, form: str = "") -> Any:
-        """Make the call, or its persistent form."""
+    def make(self) -> Any:
+        """Make the call."""
         call = self.call
         step = replace(call.step, in_place=self.target is None)
         given, options = model.arguments(self.comm, step, self.source, None if step.made else self.target)
@@ -167,14 +166,12 @@ class Arrays:
         options |= dict(call.options)
         if step.name == "send_recv":
             given[2:] = self.peers
-        if form:
-            options.pop("async_op", None)
         if call.keywords or call.flaw == "root":
             names = list(inspect.signature(getattr(kos.Communicator, step.name)).parameters)[1:]
             given, options = [], dict(zip(names, given, strict=False)) | options
         if call.flaw == "root":
             options["root"] = self.comm.size
-        return getattr(self.comm, step.name + form)(*given, **options)
+        return getattr(self.comm, step.name)(*given, **options)
 
     def outcome(self, make: Callable[[], Any]) -> tuple[Any, ...]:
         """Which array a call returned, and what all hold after it; or the error that it raised."""
@@ -234,7 +231,7 @@ class Program:
         )  # fmt: skip
 
     def run(self) -> None:
-        events = [self.call] * 6 + [self.wrong_call, self.set_timeout, self.batch, self.persistent]
+        events = [self.call] * 6 + [self.wrong_call, self.set_timeout, self.batch]
         if "send_recv" in self.names and not self.on_gpu:
             events.append(self.beside_a_receive)
         for _ in range(EVENTS):
@@ -372,19 +369,6 @@ class Program:
             if not self.on_gpu:
                 self.note(pair[0])
         assert hits(self.comm) == before
-        self.stream = None
-
-    def persistent(self, call: Call) -> None:
-        """Each start of it reads the arrays anew."""
-        pair, before = self.pair(call.with_counts()), hits(self.comm)
-        one, other = (each.make("_init") for each in pair)
-        for _ in range(TIMES):
-            expected = self.fill(pair)
-            mine, twins = pair[0].outcome(one.start), pair[1].outcome(lambda: Persistent.start(other))
-            self.check(pair, expected, mine, twins)
-        sure = self.may_hit(pair[0]) and self.cached(call.step)
-        least = 0 if not sure else 1 if self.on_gpu else TIMES - 1
-        assert least <= hits(self.comm) - before < TIMES, call
         self.stream = None
 
     def beside_a_receive(self, call: Call) -> None:

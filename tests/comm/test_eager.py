@@ -1,6 +1,6 @@
 """Calls that the compiled core makes by itself equal those through Python, and detect whatever has changed.
 
-Works, persistent starts and tensors of torch need no Python either, once the core has cached such calls. Python code
+Works and tensors of torch need no Python either, once the core has cached such calls. Python code
 that runs within a call may itself make calls, set timeouts, or clear the cache of the core. Finalizers are an example:
 they run in a garbage collection, or when an object is freed.
 """
@@ -78,7 +78,6 @@ def test_a_call_is_never_kept_as_another(comm, /):
             assert comm.recv(y, 0).tolist() == [value] * 4
     for _ in range(3):
         z = comm.all_reduce(x.copy(), algorithm="ring")
-        comm.all_reduce_init(x.copy()).start().wait()
         before = hits(comm)
         z = comm.all_reduce(z, algorithm="ring")
         assert hits(comm) == before, "a call by a schedule ran in the core"
@@ -202,7 +201,7 @@ def test_a_failure_ends_a_work_in_flight(comm, /):
 
 
 @on_each_rank("run")
-def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm, /):
+def test_a_receive_that_fails_at_once_raises_in_wait(comm, /):
     x, other = np.ones(3), np.ones(4)
     for _ in range(2):
         if comm.rank == 0:
@@ -210,13 +209,10 @@ def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm, /):
                 comm.send(message, 1)
         comm.barrier()
     if comm.rank == 1:
-        persistent = comm.recv_init(x, 0)
         for _ in range(2):
             for _ in range(3):
-                persistent.start().wait()
-            work = persistent.start()  # its message has arrived
-            with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
-                persistent.start()
+                comm.recv(x, 0, async_op=True).wait()
+            work = comm.recv(x, 0, async_op=True)  # its message has arrived
             with pytest.raises(CollectiveMismatch, match="expected 3 elements .* got 4"):
                 work.wait()
     comm.barrier()
@@ -225,13 +221,12 @@ def test_a_persistent_start_that_fails_at_once_raises_in_wait(comm, /):
 @on_each_rank(TCPRanks(2).run)
 def test_calls_of_a_closed_communicator_are_refused(comm, /):
     closed, aborted = comm.duplicate(), comm.duplicate()
-    starts = [each.barrier_init().start for each in (closed, aborted)]
-    for call in (closed.barrier, aborted.barrier, *(lambda start=start: start().wait() for start in starts)):
+    for call in (closed.barrier, aborted.barrier):
         for _ in range(3):
             call()
     closed.close()
     aborted.abort()
-    for call in (closed.barrier, aborted.barrier, *starts):
+    for call in (closed.barrier, aborted.barrier):
         with pytest.raises(CollectiveError, match="closed"):
             call()
     comm.barrier()
@@ -435,16 +430,15 @@ def test_a_call_within_the_record_of_another_is_the_next_one(pair):
     assert within.tolist() == theirs[1].tolist() == [4.0] * 5
 
 
-def test_a_start_with_wrong_arguments_hides_nothing(pair):
+def test_a_call_with_wrong_arguments_hides_nothing(pair):
     one, other = pair
     x = np.zeros(3)
-    persistent = one.all_reduce_init(x)
     for count in range(6):
         if count == 4:
             with pytest.raises(TypeError):
-                persistent.start(1)
+                one.all_reduce(x, 1, 2)
         finish, before = begin(other, np.ones(3)), hits(one)
-        persistent.start().wait()
+        one.all_reduce(x)
         finish()
         assert hits(one) == before + (count > 0)
     assert x.tolist() == [6.0] * 3

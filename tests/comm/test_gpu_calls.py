@@ -1,4 +1,4 @@
-"""Calls on GPUs: persistent forms, and mismatched calls, which are named on all ranks.
+"""Calls on GPUs: calls by the core, and mismatched calls, which are named on all ranks.
 
 mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_calls.py
 """
@@ -17,8 +17,6 @@ from kos import ReduceOp, cuda
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError
 from kos.memory.array import Array
 from tests.comm.test_nccl import on_gpu
-from tests.comm.test_operations import check_persistent_forms
-from tests.comm.test_operations import on_gpu as arrays_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -61,12 +59,6 @@ def comm(world, mpi_world):
     comm.close()
     mpi_world.barrier()
     assert (world.all_reduce(ones(world)).numpy() == world.size).all(), "the GPU is not fit any more"
-
-
-@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms(world, seed, together):
-    assert world.device is not None
-    check_persistent_forms(world, seed, together, *arrays_on(world.device))
 
 
 @pytest.mark.parametrize("library", ["kos", "torch"])

@@ -84,30 +84,6 @@ def test_a_captured_call_is_not_cached_for_eager_calls(gpu, /, fake):
         comm.all_reduce(x, stream=stream)
 
 
-@on_each_rank("gpu_run")
-def test_works_of_persistent_starts(comm, /):
-    """A start reuses a Work to which the program holds no reference.  If there is none, Python creates another one."""
-    x = on_gpu(np.ones(4, np.float32))
-    start = comm.all_reduce_init(x).start
-    for _ in range(3):
-        work = start()
-    with by(comm, 6):
-        for _ in range(6):
-            work = start()  # the last one is still there
-    kept = [start() for _ in range(5)]
-    assert len({id(each) for each in [work, *kept]}) == 6
-    assert [each.sequence for each in kept] == list(range(work.sequence + 1, work.sequence + 6))
-    del work, kept
-    with by(comm, 0), comm.batch():
-        start()
-    comm.timeout = 19.0
-    with by(comm, 0):
-        start()
-    with by(comm, 1):
-        start()
-    assert x.numpy().tolist() == [2.0**17] * 4
-
-
 # A communicator of one rank, whose calls are copies.
 
 

@@ -108,7 +108,6 @@ WAYS = [
     (ALONE, tuple(range(7)), nccl),
     *((way, APART, nccl) for way in (in_a_capture, in_a_batch, once_it_is_known)),
     (lambda comm, x: comm.all_reduce(x, async_op=True), APART, nccl),
-    (lambda comm, x: comm.all_reduce_init(x).start(), APART, nccl),
 ]
 """Ways to make a call, the hosts of the ranks, and their backend."""
 

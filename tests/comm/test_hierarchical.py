@@ -162,7 +162,7 @@ def in_turn(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorato
 
 
 @in_turn("name", [
-    ("split_of_a_split",), ("close",), ("several_in_flight",), ("persistent",),
+    ("split_of_a_split",), ("close",), ("several_in_flight",), ("repeated",),
     *((f"all_reduce {dtype} {op} with NaN and zeros",) for dtype in ("float32", "bfloat16") for op in ("MIN", "MAX")),
 ])  # fmt: skip
 def test_promises(ranks, seed, name):

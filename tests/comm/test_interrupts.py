@@ -117,19 +117,13 @@ def _poll(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
     return x, call
 
 
-def _persistent(comm: kos.Communicator) -> tuple[Any, Callable[[], Any]]:
-    x = np.ones(5)
-    started = comm.all_reduce_init(x)
-    return x, lambda: started.start().wait()
-
-
 CALLS: dict[str, Callable[[kos.Communicator], tuple[Any, Callable[[], Any]]]] = {
     "all_reduce": _all_reduce,
     "recv": partial(_receive, of=lambda comm, x: comm.recv(x, src=1)),
     "recv from any": partial(_receive, of=lambda comm, x: comm.recv(x)),
     "recv_async": partial(_receive, of=lambda comm, x: comm.recv(x, src=1, async_op=True).wait()),
     "probe": partial(_receive, of=lambda comm, x: comm.probe(src=1)),  # the message is received after the call
-    "send": _send, "wait": _wait, "poll": _poll, "persistent": _persistent,
+    "send": _send, "wait": _wait, "poll": _poll,
 }  # fmt: skip
 
 

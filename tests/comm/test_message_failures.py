@@ -109,13 +109,12 @@ class Interrupted:
         return number
 
 
-CALLS: dict[str, Callable[[kos.Communicator, Any, Any], Any]] = {
-    "all_reduce": lambda comm, x, _: comm.all_reduce(np.ones(5)),
-    "cached": lambda comm, x, _: comm.all_reduce(x),
-    "persistent": lambda comm, x, persistent: persistent.start().wait(),
-    "batch": lambda comm, x, _: batch(comm, x),
-    "split": lambda comm, x, _: comm.split(0),
-    "recv": lambda comm, x, _: comm.recv(x, 1) if comm.rank != 1 else comm.send(x, 0),
+CALLS: dict[str, Callable[[kos.Communicator, Any], Any]] = {
+    "all_reduce": lambda comm, x: comm.all_reduce(np.ones(5)),
+    "cached": lambda comm, x: comm.all_reduce(x),
+    "batch": lambda comm, x: batch(comm, x),
+    "split": lambda comm, x: comm.split(0),
+    "recv": lambda comm, x: comm.recv(x, 1) if comm.rank != 1 else comm.send(x, 0),
 }
 
 
@@ -131,7 +130,6 @@ def test_a_call_that_is_interrupted_before_it_starts(comm, /, name):
     """All ranks raise at once if Ctrl-C interrupts the start of a call on rank 1."""
     call, x = CALLS[name], np.ones(4)
     vars(comm).pop("all_reduce", None)  # Python handles no signal where the core starts a call
-    persistent = comm.all_reduce_init(np.ones(4))
     for _ in range(3):
         comm.all_reduce(x)
     comm.rendezvous.barrier()
@@ -139,7 +137,7 @@ def test_a_call_that_is_interrupted_before_it_starts(comm, /, name):
         kind = "_messages" if name == "recv" else "_collectives"
         setattr(comm, kind, Interrupted(getattr(comm, kind)))
     with pytest.raises(KeyboardInterrupt if comm.rank == 1 else CollectiveError) as caught:
-        call(comm, x, persistent)
+        call(comm, x)
     if comm.rank == 1:
         with pytest.raises(CollectiveError, match="interrupted by KeyboardInterrupt"):
             comm.barrier()

@@ -169,16 +169,15 @@ def test_uneven_shards_in_place_in_a_graph(gpu, /, seed, windows, scale):
 
 
 @on_each_rank("ranks.run")
-def test_graph_of_batches_and_persistent_operations(gpu, /, seed):
+def test_graph_of_batches(gpu, /, seed):
     comm, n, me = gpu.comm, gpu.size, gpu.rank
     stream, count = cuda.create_stream(comm.device), 10_007
     arrays = [Array.empty(count, np.float32, comm.device, stream=stream) for _ in range(5)]
     x, out, y, ordered, beside = arrays
     both = Array.empty((n, count), np.float32, comm.device, stream=stream)
-    persistent = comm.all_reduce_init(x, out=out)
     with cuda.capture(stream, keep=[*arrays, both]) as graph:
         for _ in range(3):
-            persistent.start()
+            comm.all_reduce(x, out=out)
         with comm.batch():
             comm.all_reduce(y)
             comm.all_gather(x, both)

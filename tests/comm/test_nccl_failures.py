@@ -159,7 +159,9 @@ def test_work_that_does_not_end_is_aborted(gpu, /, fake):
     fake.comm_abort = lambda comm: (abort(comm), graphs_are_gone.wait(60))
     fake.cu.cuStreamQuery = lambda stream: (600,)
     gpu.comm.on_failure(lambda error: notified.set())
-    work = gpu.comm.all_reduce_init(Array.zeros(5, np.float32, 0)).start()
+    with gpu.comm.batch() as batch:
+        gpu.comm.all_reduce(Array.zeros(5, np.float32, 0))
+    work = batch.works[0]
     assert not work.done()
     began = time.monotonic()
     with pytest.raises(CollectiveTimeout, match=r"all_reduce #0 .* not complete after 0.1 s"):

@@ -1,29 +1,27 @@
-"""What every operation has in common: wrong keywords, its persistent form, its place in a batch, its timeout."""
+"""What every operation has in common: wrong keywords, its place in a batch, its timeout."""
 
 import copy
 import mmap
 import pickle
+import re
 import threading
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
-from kos import ReduceOp
-from kos.comm.work import Work
+from kos.comm.operation import CORE_OPERATIONS
 from kos.dtypes import DTYPES
 from kos.errors import CollectiveTimeout, InvalidArgument, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, export_capsule
 from kos.testing import spawn
-from tests.comm import model, shared_ranks
+from tests.comm import shared_ranks
 from tests.comm.fake_nccl import FakeRanks
-from tests.comm.model import NAMES, Step
-from tests.comm.ranks import assert_bits, on_each_rank, poison, time_is_up, until
+from tests.comm.ranks import on_each_rank, time_is_up
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -44,13 +42,22 @@ def test_keywords_that_are_none():
             comm.broadcast(np.ones(2), deterministic=True)
         with pytest.raises(InvalidArgument, match="expected 'auto' or one of pairwise for all_to_all"):
             comm.all_to_all(np.ones(2), algorithm="ring")
-        with pytest.raises(InvalidArgument, match="async_op: expected False in a batch and for a persistent operation"):
-            comm.all_reduce_init(np.ones(2), async_op=True)
         with pytest.raises(InvalidArgument, match="async_op: expected False in a batch"), comm.batch():  # noqa: PT012
             comm.all_reduce(np.ones(2))
             comm.all_reduce(np.ones(2), async_op=True)
         assert comm.recorder.entries() == []
-        assert comm.all_reduce_init(np.ones(2)).start().wait()[0] == 1, "the batch of one was left open"
+        assert comm.all_reduce(np.ones(2))[0] == 1, "the batch was left open"
+
+
+def test_persistent_operations_are_refused_with_the_reason():
+    with kos.init("mock") as comm:
+        for name in CORE_OPERATIONS:
+            text = f"{name}_init: expected a call, as kos has no persistent operations: {name}"
+            with pytest.raises(AttributeError, match=re.escape(text)):
+                getattr(comm, f"{name}_init")
+        for name in ("x_init", "all_reduced"):
+            with pytest.raises(AttributeError, match=f"^'Communicator' object has no attribute '{name}'$"):
+                getattr(comm, name)
 
 
 @shared_ranks.needs_core
@@ -60,70 +67,16 @@ def test_a_flag_of_numpy_is_a_flag(comm, /):
     assert (comm.all_reduce(np.ones(3), deterministic=flag) == 2).all()
 
 
-def check_persistent_forms(
-    comm: kos.Communicator,
-    seed: int,
-    together: bool,
-    new: Callable[[int], Any],
-    fill: Callable[[Any, np.ndarray], Any],
-    read: Callable[[Any], np.ndarray],
-) -> None:
-    """On a GPU they do what the calls do, started again and again, alone or in a batch.
-
-    ``fill`` and ``read`` their arrays.  Those in host memory have a row of the conformance suite.
-    """
-    n, me = comm.size, comm.rank
-    everyone, forms = list(range(n)), []
-    for name in NAMES if n > 1 else NAMES[:-1]:  # send_recv takes another rank
-        deterministic = name == "reduce_scatter"
-        step = Step(name, dtype=np.float64, op=ReduceOp.MAX, root=n - 1, deterministic=deterministic)
-        xs = model.inputs(seed, 0, step, everyone)
-        expected = model.result(step, xs, me)
-        x, out = new(xs[me].size), None if expected is None else new(expected.size)
-        given, options = model.arguments(comm, step, x, out)
-        forms.append((step, getattr(comm, f"{name}_init")(*given, **options), x, out))
-    for turn in range(3):
-        inputs = [model.inputs(seed, turn, step, everyone) for step, *_ in forms]
-        for xs, (_, _, x, out) in zip(inputs, forms, strict=True):
-            fill(x, xs[me])
-            if out is not None:
-                fill(out, np.full(out.size, np.nan))
-        if together:
-            with comm.batch() as batch:
-                given = [operation.start() for _, operation, _, _ in forms]
-            assert len(batch.works) == len(forms)
-            assert all(g is out or out is None for g, (*_, out) in zip(given, forms, strict=True))
-        else:
-            for _, operation, _, _ in forms:
-                operation.start().wait()
-        for xs, (step, _, _, out) in zip(inputs, forms, strict=True):
-            if out is not None:
-                assert_bits(read(out).reshape(-1), model.result(step, xs, me), step.name)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms_on_stand_ins_for_gpus(seed, together, size, fake):
-    FakeRanks(size).run(lambda gpu: check_persistent_forms(gpu.comm, seed, together, *on_gpu(0)))
-
-
 @on_each_rank(FakeRanks(1).run)
-def test_a_start_after_a_batch_is_in_the_order_of_its_stream(gpu, /, fake):
+def test_a_call_after_a_batch_is_in_the_order_of_its_stream(gpu, /, fake):
     """It runs beside the stream of its arrays only within an asynchronous batch."""
-    operation = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
-    with gpu.comm.batch(async_op=True) as batch:
-        operation.start()
-    assert batch.works[0].event is not None
-    assert operation.start().event is None
-
-
-def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
-    """``new``, ``fill`` and ``read`` for arrays on a GPU."""
-    return (
-        lambda count, dtype=np.float64: Array.from_numpy(poison(count, dtype), device),
-        lambda array, values: array.copy_from(values),
-        lambda array: array.numpy(),
-    )
+    x = Array.zeros(3, np.float32, 0)
+    works = []
+    for async_op in (True, False):
+        with gpu.comm.batch(async_op=async_op) as batch:
+            gpu.comm.all_reduce(x)
+        works += batch.works
+    assert [work.event is None for work in works] == [False, True]
 
 
 def test_a_group_of_one_reduces_in_place():
@@ -149,67 +102,26 @@ def test_the_root_of_a_broadcast_may_pass_an_array_that_is_read_only(comm, /):
         assert (result.wait() if async_op else result) is x and x.tolist() == [0, 0, 0]
 
 
-@on_each_rank("ranks.run")
-def test_a_start_is_refused_until_the_one_before_was_waited_for(comm, /):
-    """It is refused on all ranks, although the last rank may find the earlier start complete at once."""
-    x = np.ones(3)
-    summing = comm.all_reduce_init(x)
-
-    for turn, wait in enumerate([Work.wait, lambda work: until(work.done), lambda _: comm.synchronize()], 1):
-        if comm.rank == comm.size - 1:
-            comm.rendezvous.barrier()
-        work = summing.start()
-        with pytest.raises(InvalidArgument, match="start: expected the previous start to be waited for"):
-            summing.start()
-        if comm.rank != comm.size - 1:
-            comm.rendezvous.barrier()
-        wait(work)
-        assert (x == comm.size**turn).all()
-    assert summing.start() is not work, "the Work of an earlier start, which the program holds"
-    comm.synchronize()
-
-
 @on_each_rank(spawn, 2, timeout=60)
-def test_a_start_in_a_batch_is_launched_with_it(comm, /):
+def test_a_call_in_a_batch_is_launched_with_it(comm, /):
     x, y = np.ones(3), np.ones(3)
-    one, other = comm.all_reduce_init(x), comm.all_reduce_init(y)
     with comm.batch() as batch:
-        assert one.start() is x
+        assert comm.all_reduce(x) is x
         comm.rendezvous.barrier()
         assert batch.works == [] and (x == 1).all(), "launched before the batch ends"
-        with pytest.raises(InvalidArgument, match="start: expected one start in a batch"):
-            one.start()
-        third = comm.all_reduce_init(np.ones(1))  # made in a batch, but no part of it
-        other.start()
+        comm.all_reduce(y)
     assert (x == 2).all() and (y == 2).all() and len(batch.works) == 2
-    third.start().wait()
 
     class Stop(Exception):
         pass
 
     with pytest.raises(Stop), comm.batch():  # noqa: PT012
-        one.start()
+        comm.all_reduce(x)
         raise Stop
     assert (x == 2).all()
-    comm.rendezvous.barrier()
-    # What a batch has in flight is not started again, whoever asks.
-    with comm.batch(async_op=True) as batch:
-        one.start()
-        if comm.rank == 0:
-            other.start()
-    if comm.rank == 0:
-        with pytest.raises(InvalidArgument, match="start: expected the previous start to be waited for"):
-            other.start()
-    comm.rendezvous.barrier()
-    if comm.rank == 1:
-        other.start().wait()
-    batch.wait()
-    assert (x == 4).all() and (y == 4).all()
     with batch:  # opened again
-        one.start()
-    batch.wait()
-    assert (x == 8).all() and len(batch.works) == 1
-    other.start().wait()
+        comm.all_reduce(x)
+    assert (x == 4).all() and len(batch.works) == 1
 
 
 @on_each_rank(spawn, 2, timeout=60)
@@ -218,7 +130,6 @@ def test_memory_that_two_operations_of_a_batch_use(comm, /):
     x, out, rows = np.ones(8), np.zeros(8), np.zeros((2, 8))
     peer = 1 - comm.rank
     rank_0 = comm.rank == 0
-    summing = comm.all_reduce_init(x[2:4])
     clashes = {
         "written twice": [lambda: comm.all_reduce(x), lambda: comm.all_reduce(x)],
         "one element": [lambda: comm.recv(x[:3], peer, 0), lambda: comm.recv(x[2:], peer, 1)],
@@ -226,7 +137,6 @@ def test_memory_that_two_operations_of_a_batch_use(comm, /):
         "written, then read": [lambda: comm.all_reduce(out), lambda: comm.send(out[7:], peer)],
         "inside another": [lambda: comm.all_gather(x, rows), lambda: comm.all_reduce(rows[1, 3:4])],
         "bytes": [lambda: comm.all_reduce(x), lambda: comm.all_reduce(x.view(np.uint8)[63:])],
-        "persistent": [lambda: summing.start(), lambda: comm.all_reduce(x)],
         "own part": [lambda: comm.all_gather(rows[comm.rank], rows), lambda: comm.send(rows[comm.rank], peer)],
     }
     for name, calls in clashes.items():

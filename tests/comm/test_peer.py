@@ -4,6 +4,7 @@ mpirun -n 4 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_peer.py
 """
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kos.errors import BackendUnavailable
 from kos.memory.array import Array
 from kos.testing.conformance.model import check
 from kos.testing.conformance.values import LARGE, SIZES
-from tests.comm.gpu_ranks import GPURanks
+from tests.comm.gpu_ranks import GPURanks, prepared_of
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
@@ -144,7 +145,7 @@ def test_parts_of_any_size_go_by_one_kernel(gpu, /, seed, dtype, op, algorithm):
             x, around = on_gpu(comm, np.concatenate([xs[me][:start], xs[me]])), on_gpu(comm, poison(100 + LARGE, dtype))
             x, out = x[start:], around[guard + start : guard + start + counts[me]]
             before = around.numpy()
-            launch = comm.reduce_scatter_v_init(x, counts, out, op)._work.prepared.run
+            launch = prepared_of(comm, partial(comm.reduce_scatter_v, x, counts, out, op)).run
             assert n == 1 or not isinstance(launch.args[0], OrderedReduction)
             for counted in (True, False) if len(set(counts)) == 1 else (True,):
                 comm.reduce_scatter_v(x, counts, out, op) if counted else comm.reduce_scatter(x, out, op)
@@ -327,7 +328,7 @@ def test_large_moves_by_copy_engines(gpu, /, name, seed, monkeypatch):
             graph.replay(stream)
             expected = data[:, :part] if name == "all_gather" else data[:, me * part : (me + 1) * part]
             assert_bits(target.numpy(stream), expected.reshape(-1), f"turn {turn}")
-        assert "copies" in str(getattr(comm, f"{name}_init")(source, target)._work.prepared.kernel)
+        assert "copies" in str(prepared_of(comm, partial(getattr(comm, name), source, target)).kernel)
 
 
 @on_each_rank("ranks.run")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -26,6 +27,7 @@ from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT
 from tests.comm.fake_peer import HostMemory, ThreadRanks, no_gpus, of_peer
+from tests.comm.gpu_ranks import prepared_of
 from tests.comm.host_kernel import HostKernel
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
@@ -322,8 +324,8 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
                 assert backend.route_of("all_reduce", nbytes, True) == f"peer {way}"
-                assert f"'{way}'" in comm.all_reduce_init(x)._work.prepared.kernel
-                scaled = comm.all_reduce_init(x, PremulSum(2.0))._work.prepared.kernel
+                assert f"'{way}'" in prepared_of(comm, partial(comm.all_reduce, x)).kernel
+                scaled = prepared_of(comm, partial(comm.all_reduce, x, PremulSum(2.0))).kernel
                 assert "'two_shot'" in scaled and scaled.endswith("at []")
         finally:
             backend.routes[0]._engine.staging = staging

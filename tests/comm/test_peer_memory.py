@@ -19,7 +19,7 @@ from kos.memory.array import Array
 from tests.comm.fake_gpu import Memory
 from tests.comm.fake_nccl import launching_alone
 from tests.comm.fake_peer import ThreadRanks
-from tests.comm.gpu_ranks import Prepared
+from tests.comm.gpu_ranks import Prepared, prepared_of
 from tests.comm.host_kernel import HostKernel
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
@@ -32,39 +32,26 @@ from tests.fake_cuda import Contexts, Stream
 __all__ = ["no_gpu", "pytestmark", "ranks"]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @on_each_rank("ranks.run")
-def test_calls_on_memory_that_is_no_longer_registered(gpu, /, persistent):
+def test_calls_on_memory_that_is_no_longer_registered(gpu, /):
     memory = Memory(4 * 400_000 + 8192)
     start = memory.pointer + -memory.pointer % 4096
     comm, x = gpu.comm, Array(start, (400_000,), np.float32, 0, owner=memory)
-    window, prepared = comm.register(x), Prepared(comm)
-    call = comm.all_reduce_init(x).start if persistent else partial(comm.all_reduce, x)
+    window, made = comm.register(x), Prepared(comm)
 
     def reduce():
         x.copy_from(np.full(x.shape, comm.rank, np.float32))
-        call()
+        comm.all_reduce(x)
         assert (x.numpy() == sum(range(SIZE))).all()
 
     for _ in range(3):
         reduce()
-    assert not prepared.by(reduce)
+    assert not made.by(reduce)
     del window
     gc.collect()
     comm.barrier()
     comm.allocate(4, np.float32)  # frees windows without arrays on any rank
-    assert prepared.by(reduce)
-
-
-@on_each_rank("ranks.run")
-def test_a_persistent_operation_finds_memory_that_is_registered_later(gpu, /):
-    memory = Memory(4 * 400_000 + 8192)
-    comm, x = gpu.comm, Array(memory.pointer + -memory.pointer % 4096, (400_000,), np.float32, 0, owner=memory)
-    operation = comm.all_reduce_init(x)
-    operation.start()
-    window, prepared = comm.register(x), Prepared(comm)
-    operation.start()
-    assert not prepared.by(lambda: comm.all_reduce(window)), "the start has prepared calls on that memory"
+    assert made.by(reduce)
 
 
 def test_views_put_and_get(ranks):
@@ -158,26 +145,27 @@ def test_buffers_that_only_the_root_has_do_not_choose_the_route(gpu, /):
     comm, root = gpu.comm, gpu.comm.rank == 0
     symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
     part = symmetric[:100]
-    for each in (
-        comm.gather_init(part, 0, ordinary if root else None),
-        comm.reduce_init(symmetric, out=ordinary if root else None),
-        comm.broadcast_init(ordinary if root else symmetric, out=symmetric if root else None),
-        comm.scatter_init(ordinary if root else None, part),
+    for call in (
+        lambda: comm.gather(part, 0, ordinary if root else None),
+        lambda: comm.reduce(symmetric, out=ordinary if root else None),
+        lambda: comm.broadcast(ordinary if root else symmetric, out=symmetric if root else None),
+        lambda: comm.scatter(ordinary if root else None, part),
     ):
-        assert comm.backend.routes[0].is_symmetric(each._work.operation), each
-    assert not comm.backend.routes[0].is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._work.operation)
+        assert comm.backend.routes[0].is_symmetric(prepared_of(comm, call).operation)
+    call = partial(comm.all_reduce, symmetric, out=ordinary)
+    assert not comm.backend.routes[0].is_symmetric(prepared_of(comm, call).operation)
 
 
 @on_each_rank("ranks.run")
 def test_windows_keep_their_numbers_when_others_are_freed(gpu, /):
-    """One rank may prepare a persistent operation earlier than another."""
+    """One rank may prepare a call again, which another rank has cached."""
     comm = gpu.comm
     freed, x = (comm.allocate(1 << 17, np.float32) for _ in range(2))
-    early = comm.all_reduce_init(x)
+    early = prepared_of(comm, lambda: comm.all_reduce(x))
     del freed
     comm.allocate(1, np.float32)
     assert len(comm.backend.routes[0]._windows.memories) == 2
-    assert comm.all_reduce_init(x)._work.prepared.kernel == early._work.prepared.kernel
+    assert prepared_of(comm, lambda: comm.all_reduce(x)).kernel == early.kernel
 
 
 @pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])

@@ -39,7 +39,7 @@ KINDS += [("mpi", hosts) for hosts in OF_MPI or [()]]
 ALIKE = re.compile(
     r".* (float16|bfloat16|int32|bool)\b.*|.*, (a rank is late|rank 0 gives up|messages differ)|"
     "sends_need_no_further_call|one_poll_advances_all_messages|shapes_and_scalars|barrier_waits_for_all_ranks|close|"
-    "persistent|waiting_for_one_advances_the_other_across_groups|messages_from_any_rank|receives_keep_their_order|"
+    "repeated|waiting_for_one_advances_the_other_across_groups|messages_from_any_rank|receives_keep_their_order|"
     "views_put_and_get|refused|refused_sizes|messages|cancelled"
 )
 """The names of the promises for which it does not matter on which hosts the ranks are."""

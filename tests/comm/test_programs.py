@@ -1,4 +1,4 @@
-"""Random programs against a serial model: operations on random groups, alone, in flight, in batches, persistent."""
+"""Random programs against a serial model: operations on random groups, alone, in flight, in batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ steps = st.builds(
     algorithm=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5, 6, 7]),
     deterministic=st.booleans(),
     in_place=st.booleans(),
-    mode=st.sampled_from(["call", "async", "async", "batch", "batch", "persistent"]),
+    mode=st.sampled_from(["call", "async", "async", "batch", "batch"]),
 )
 
 
@@ -132,7 +132,7 @@ def execute(comm: kos.Communicator, program: Program) -> None:
         if part is None or (step.name in ("send_recv", *FROM_ANY) and part.size == 1):
             continue
         assert (part.size, part.rank) == (len(members), members.index(comm.rank))
-        if step.mode not in ("batch", "persistent"):
+        if step.mode != "batch":
             launch(group)  # operations of a group keep their order
         if step.name in FROM_ANY:
             begun, check = messages(part, step, number + 1, program.seed)  # send_recv takes tag 0
@@ -147,10 +147,8 @@ def execute(comm: kos.Communicator, program: Program) -> None:
             trial.start()
         elif step.mode == "async":
             works.append(trial.start(async_op=True))
-        elif step.mode == "batch":
-            batches.setdefault(group, []).append(trial.start)
         else:
-            batches.setdefault(group, []).append(trial.start("_init").start)
+            batches.setdefault(group, []).append(trial.start)
     for group in sorted(batches):
         launch(group)
     finish()
@@ -183,7 +181,7 @@ def test_on_mpi(ranks_of_mpi, seed, request, native):
             Step(
                 name, one_of([0, 1, 5, 64, 9001, 300_000]), one_of(DTYPES), one_of(list(OPS)),
                 int(rng.integers(5)), one_of([0, 0, 0, 1, 2, 3, 4, 5]), bool(rng.integers(2)), bool(rng.integers(2)),
-                group=int(rng.integers(3)), mode=one_of(["call", "async", "batch", "persistent"]),
+                group=int(rng.integers(3)), mode=one_of(["call", "async", "batch"]),
             )
             for name in rng.permutation([*NAMES, *FROM_ANY]).tolist()
         ]  # fmt: skip

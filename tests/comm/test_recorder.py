@@ -66,8 +66,6 @@ def test_what_an_entry_says():
 
 def test_call_sites_are_the_users_for_every_kind_of_call():
     def body(comm):
-        persistent = comm.all_reduce_init(ONES.copy())
-        persistent.start().wait()  # persistent
         with comm.batch():  # batch
             comm.barrier()
             comm.all_gather(ONES)
@@ -77,7 +75,7 @@ def test_call_sites_are_the_users_for_every_kind_of_call():
         comm.allocate(3, np.float32)  # memory
         return [entry["frames"][0]["line"] for entry in comm.recorder.entries()]
 
-    sites = ["persistent", "batch", "batch", "twice inside", "twice inside", "async", *["groups"] * 4, "memory"]
+    sites = ["batch", "batch", "twice inside", "twice inside", "async", *["groups"] * 4, "memory"]
     for lines in spawn(body, 2):
         assert lines == [line_of(site) for site in sites]
 

@@ -221,15 +221,13 @@ def test_pytest_shows_the_frames_of_the_program(tmp_path, debug):
     assert ("communicator.py" in done.stdout or "collectives.py" in done.stdout) == (debug == "1"), done.stdout
 
 
-@pytest.mark.parametrize("how", ["alone", "batch", "persistent", "message", "group"])
+@pytest.mark.parametrize("how", ["alone", "batch", "message", "group"])
 def test_a_work_that_is_never_waited_for(how):
     def body(comm):
         x = np.ones(2)
         if how == "batch":
             with comm.batch(async_op=True):
                 comm.all_reduce(x)
-        elif how == "persistent":
-            comm.all_reduce_init(x).start()
         elif how == "message":
             comm.send(x, 1, async_op=True) if comm.rank == 0 else comm.recv(x, 0)
         else:

@@ -294,10 +294,9 @@ def test_a_batch_on_several_streams_beside_many_others(comm, device, call, /):
 
 
 @on_each_rank("run")
-def test_a_persistent_call_completes_after_its_stream(comm, device, call, /):
+def test_a_call_completes_after_its_stream(comm, device, call, /):
     stream = Stream(device, 1000)
-    persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
-    work = persistent.start()
+    work = comm.all_reduce(Array.zeros(40, np.float16, 0), stream=stream.handle, async_op=True)
     del stream
     assert work.done()
     comm.synchronize()

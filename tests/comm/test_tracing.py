@@ -44,7 +44,7 @@ def test_a_range_for_each_launch(ranges):
     def body(comm):
         x = np.ones(3, np.float32)
         comm.all_reduce(x)
-        comm.broadcast_init(x).start().wait()
+        comm.broadcast(x, async_op=True).wait()
         with comm.batch():
             comm.all_reduce(x)
             comm.all_gather(np.ones(1))

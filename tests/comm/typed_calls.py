@@ -8,7 +8,7 @@ from typing import Any, assert_type
 import numpy as np
 
 import kos
-from kos.comm import Batch, Persistent
+from kos.comm import Batch
 from kos.comm.operation import Operation
 from kos.errors import KosError, RankLost
 from kos.interop import jax, ray
@@ -39,14 +39,11 @@ def calls(comm: kos.Communicator, x: Host, g: Array, operation: Operation) -> No
     assert_type(comm.send(x, 1), None)
     assert_type(comm.recv(x, 1, async_op=True), kos.Work[Host])
     assert_type(comm.send_recv(x, g, dst=1, src=1), Array)
-    assert_type(comm.all_reduce_init(x), Persistent[Host])
-    assert_type(comm.all_reduce_init(x).start().wait(), Host)
-    assert_type(comm.gather_init(x, root=1), Persistent[Host | None])
     assert_type(comm.all_gather_bytes(b"text"), list[bytes])
     operation.name = "broadcast"  # type: ignore[misc]  # it is frozen
     comm.all_reduce(x, deterministc=True)  # type: ignore[call-overload]
     comm.broadcast(x, deterministic=True)  # type: ignore[call-overload]
-    comm.all_reduce_init(x, async_op=True)  # type: ignore[call-arg]
+    comm.all_reduce_init(x)  # type: ignore[attr-defined]
 
 
 def overlaps(comm: kos.Communicator, x: Host, later: bool) -> None:

@@ -50,7 +50,6 @@ class Program:
     def __init__(self, pair: list[Any], alone: Any, seed: int) -> None:
         self.one, self.other, self.alone, self.random = *pair, alone, random.Random(seed)
         self.depth, self.acts, self.is_alone = 0, 0, False
-        self.persistent = alone.all_reduce_init(np.ones(3))
         self.kept: list[Any] = []
         self.theirs: list[Any] = []  # Works of rank 1
         self.failed: list[Any] = []  # exceptions in finalizers
@@ -64,7 +63,7 @@ class Program:
         sys.setprofile(None)
         try:
             more = more or (self.call,) * self.is_alone
-            actions = (self.forget, self.call_alone, self.split, gc.collect, self.start, *more * 3)
+            actions = (self.forget, self.call_alone, self.split, gc.collect, *more * 3)
             self.random.choice(actions)()
             self.acts += 1
         finally:
@@ -95,10 +94,6 @@ class Program:
         for _ in range(3):
             part.all_reduce(np.ones(3))
         self.random.choice((part.close, part.abort))()
-
-    def start(self) -> None:
-        with contextlib.suppress(KosError):  # the last start is not waited for, if this is within one
-            self.persistent.start().wait()
 
     def call(self) -> None:
         """Both ranks make one call of ``pair_call``'s signature."""
@@ -186,7 +181,6 @@ class Program:
     def close_in_thread(self) -> None:
         """Another thread closes a communicator in which this one makes calls."""
         part, x = self.alone.duplicate(), np.ones(self.random.choice((3, 3000)))
-        persistent = part.all_reduce_init(x)
         thread = threading.Thread(target=self.random.choice((part.close, part.abort)))
         for count in range(10**6):
             if count == 20:
@@ -194,7 +188,6 @@ class Program:
             try:
                 part.all_reduce(x)
                 part.all_reduce(x, async_op=True).wait()
-                persistent.start().wait()
             except KosError:
                 break
         thread.join(30)

@@ -60,7 +60,7 @@ class EagerCalls:
         prepared = work.prepared
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
-        self._limit_streams([core_call.stream, *streams])  # None for a Persistent, which holds its own stream
+        self._limit_streams([core_call.stream, *streams])
         ends = (core_call.reads, work.send), (core_call.writes, work.recv)
         if prepared.backend is not self._backend or not prepared.waits or any(at >= 0 and not end for at, end in ends):
             return core_call

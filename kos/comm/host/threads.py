@@ -11,7 +11,6 @@ timeout.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -185,8 +184,6 @@ class ThreadTransport(Backend):
         if watch.plan.faults and prepared.name not in ("split", "duplicate"):
             tag = self.tag(work.sequence) if prepared.collective else prepared.operation.message.tag
             self._discard(tag, watch.plan.inject(self.group.world, self._me, work))
-        if prepared.collective and threading.active_count() > watch.own_threads:
-            watch.delay_collective()
         works = watch.launched[self._me]
         works[:] = [each for each in works if not each[0].reported]
         works.append((work, *work.record[2:4]))  # type: ignore[index]

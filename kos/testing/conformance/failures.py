@@ -85,7 +85,6 @@ PROGRAMS: dict[str, Step | Callable[[Any, int], Any]] = {
     "all_reduce in rank order": Step("all_reduce", deterministic=True),
     "all_reduce in 8 bits": Step("all_reduce", 4096, compress="int8"),
     "all_reduce, polled": lambda comm, culprit: _poll(comm.all_reduce(np.ones(5), async_op=True).done),
-    "all_reduce_init": lambda comm, culprit: comm.all_reduce_init(np.ones(5)).start().wait(),
     "several all_reduce": lambda comm, culprit: _several(comm),
     "batch": lambda comm, culprit: _batch(comm),
     **{name: Step(name) for name in ("broadcast", "scatter", "reduce_scatter", "all_gather")},
@@ -441,7 +440,7 @@ _TABLE: list[tuple[str, Any, str, int, Sequence[str], Sequence[str]]] = [
         "broadcast", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "recv",
         "send_recv")),
     ("a rank is late", LATE, LATE_NAMED, 2, NO_GPU, (
-        "all_reduce by a ring", "all_reduce, polled", "all_reduce_init", "several all_reduce", "batch", "scatter",
+        "all_reduce by a ring", "all_reduce, polled", "several all_reduce", "batch", "scatter",
         "all_gather_v without counts", "all_gather_bytes", "split")),
     ("a rank is late", LATE, LATE_NAMED, 2, NO_GPU, ENVELOPES[:-1]),  # a poll has no timeout
     ("rank 0 gives up", LATE, NAMED, 2, NO_GPU, ENVELOPES[:-1]),

@@ -64,8 +64,8 @@ def refused_sizes(comm: Communicator) -> None:
             call()
     with raises(InvalidArgument, "counts: expected numbers in a batch"), comm.batch():
         comm.all_gather_v(x)
-    with raises(InvalidArgument, "recv_counts: expected numbers in a batch and for a persistent operation, got None"):
-        comm.all_to_all_v_init(np.ones(n), [1] * n)
+    with raises(InvalidArgument, "recv_counts: expected numbers in a batch, got None"), comm.batch():
+        comm.all_to_all_v(np.ones(n), [1] * n)
     assert (comm.all_gather_v(x) == np.ones(total)).all()
 
 

@@ -289,10 +289,10 @@ def arguments(comm: Any, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[
     }[step.name], options  # fmt: skip
 
 
-def call(comm: Any, step: Step, x: Any, out: Any, form: str = "", **more: Any) -> Any:
-    """Make the call, or that of ``form``, such as "_init"; returns its result."""
+def call(comm: Any, step: Step, x: Any, out: Any, **more: Any) -> Any:
+    """Make the call; returns its result."""
     given, options = arguments(comm, step, x, out)
-    return getattr(comm, f"{step.name}{form}")(*given, **options, **more)
+    return getattr(comm, step.name)(*given, **options, **more)
 
 
 class Trial:
@@ -318,9 +318,9 @@ class Trial:
         if hasattr(self, "x"):
             self.x[...], self.out[...] = self._arrays()
 
-    def start(self, form: str = "", **more: Any) -> Any:
+    def start(self, **more: Any) -> Any:
         """Make the call; see ``call``."""
-        return call(self.comm, self.step, self.x, None if self.step.made else self.out, form, **more)
+        return call(self.comm, self.step, self.x, None if self.step.made else self.out, **more)
 
     def check(self, got: Any = ...) -> Any:
         """Check what the call returned, if given, and that it wrote its result and nothing else; returns the result."""

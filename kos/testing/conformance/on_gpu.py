@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator
-from kos.comm.persistent import Batch
+from kos.comm.batch import Batch
 from kos.comm.work import Work
 from kos.memory.array import Array
 from kos.testing.conformance.model import MOVING, REDUCING

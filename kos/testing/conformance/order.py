@@ -1,4 +1,4 @@
-"""Concurrent and repeated operations: groups, batches, persistent operations, messages, progress."""
+"""Concurrent and repeated operations: groups, batches, messages, progress."""
 
 from __future__ import annotations
 
@@ -245,21 +245,18 @@ def several_in_flight(comm: Communicator, seed: int) -> None:
         trial.check(got)
 
 
-def persistent(comm: Communicator, seed: int) -> None:
-    """Every operation as a persistent one, on changing data, alone and in a batch."""
+def repeated(comm: Communicator, seed: int) -> None:
+    """Every operation again and again on the same arrays, with changing data, in flight together and in a batch."""
     trials = _trials(comm, seed)
-    started = [trial.start("_init") for trial in trials]
-    for number in range(4):
+    for number in range(6):
         for trial in trials:
             trial.fill(seed + number)
         if number % 2:
             with comm.batch() as batch:
-                for operation in started:
-                    operation.start()
+                for trial in trials:
+                    trial.start()
             works = batch.works
         else:
-            works = [operation.start() for operation in started]
-            with raises(InvalidArgument, "start: expected the previous start to be waited for"):
-                started[-1].start()
+            works = [trial.start(async_op=True) for trial in trials]
         for trial, work in zip(trials, works, strict=True):
             trial.check(work.wait())

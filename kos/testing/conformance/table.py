@@ -141,7 +141,7 @@ def _of_order(full: bool, seed: int) -> Iterator[Case]:
     """Concurrent and repeated operations, and messages, all in host memory."""
     for check in (order.barrier_waits_for_all_ranks, order.split_of_a_split, order.close):
         yield _row(check, host=True)
-    for seeded in (order.several_in_flight, order.persistent):
+    for seeded in (order.several_in_flight, order.repeated):
         yield _row(seeded, seed=seed, host=True)
     yield _row(order.waiting_for_one_advances_the_other_across_groups, ranks=2, host=True)
     for dtype in _dtypes(full):
