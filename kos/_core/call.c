@@ -90,6 +90,32 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
     return result;
 }
 
+static const kos_arrival *first_of(kos_group *g, const kos_prepared *p, int *rank) {
+    for (int i = 1; i <= g->size; i++) {
+        *rank = p->src == KOS_ANY_RANK ? (g->last_source + i) % g->size : p->src;
+        const kos_arrival *first = *rank == g->rank ? NULL : kos_mail_first(g, *rank, p->recv_tag);
+        if (first || p->src != KOS_ANY_RANK)
+            return first;
+    }
+    return NULL;
+}
+
+const kos_arrival *kos_await(kos_group *g, const kos_prepared *p, int64_t most, int *rank) {
+    const kos_arrival *first = first_of(g, p, rank);
+    for (int64_t start = first || !most ? 0 : kos_clock(); !first && most && kos_clock() - start < most;) {
+        if (kos_failure(g, KOS_WORD_SEQUENCE).status == KOS_FAILED)
+            return NULL;
+        for (int polls = 0; polls < POLLS && !(first = first_of(g, p, rank)); polls++) {
+            if (g->yields) {
+                sched_yield();
+                break;
+            }
+            pause_core();
+        }
+    }
+    return first;
+}
+
 int kos_alone(const kos_group *g) { return !g->head && !g->messages; }
 
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {

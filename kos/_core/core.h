@@ -56,8 +56,8 @@ typedef struct {
 #define KOS_WORD_SEQUENCE ((UINT64_C(1) << 44) - 1)  // of a message, which every failure ends
 
 // --- The segment ---------------------------------------------------------------------------------------------------
-// header | a line of flags per rank | a ring of fingerprints per rank | descriptions of calls per rank (Python's) |
-// slots | areas | a mailbox per pair of ranks.  Python makes the memory and maps it; offsets are in kos_layout.
+// header | a line of flags per rank | a ring of fingerprints per rank | a ring of resized calls per rank | descriptions
+// of calls per rank (Python's) | slots | areas | a mailbox per pair of ranks.  Python makes the memory and maps it; offsets are in kos_layout.
 
 enum {
     KOS_MAX_RANKS = 256,
@@ -89,6 +89,15 @@ typedef struct {
     _Atomic uint64_t stages_read;     // stages whose slots this rank has read
     _Atomic uint64_t closed, pid, started;
 } kos_line;
+
+// A call of another size than the one that Python has prepared and described.  It is that of the ring of fingerprints if
+// the stamps are equal.  Other calls do not write here.
+typedef struct {
+    _Atomic uint64_t stamp;
+    _Atomic uint64_t described;  // the fingerprint of the call that is described
+    _Atomic uint64_t count;      // of this call, as in kos_request
+    uint64_t unused;
+} kos_resized;
 
 // One rank's data of one stage: here, or in an area.  stamp = mark + sequence + (stage of the call << 56); the mark
 // stands for this call and all before it.  So one load shows that the rank has arrived, that its calls are the same,
@@ -134,7 +143,7 @@ typedef struct {
 } kos_mailbox;
 
 typedef struct {
-    size_t lines, rings, texts, slots, areas, area_bytes, area_pitch, mailboxes, room_at, room, mailbox_pitch, total;
+    size_t lines, rings, resized, texts, slots, areas, area_bytes, area_pitch, mailboxes, room_at, room, mailbox_pitch, total;
     uint32_t answers;  // words of a mailbox
 } kos_layout;  // bytes; the places from the start, that of the room in its mailbox
 
@@ -189,11 +198,12 @@ typedef struct {
 // What a call is, as Python knows it.
 typedef struct {
     uint64_t fingerprint;  // equal on two ranks exactly if their calls match; 56 bits
+    uint64_t sizeless;     // the fingerprint of the call without its count, from which kos_sized makes others; 0: unknown
     int operation, dtype, op, root;
     uint64_t count;  // elements: of the part of one rank in all_gather, reduce_scatter and the like
-    int varies;      // a v-form
+    int varies;      // a v-form, or a receive of any length
     const uint64_t *send_counts, *recv_counts;  // of a v-form, in elements by rank; NULL where this rank has none
-    int dst, src;    // of messages
+    int dst, src;    // of messages; KOS_ANY_RANK: a receive from any rank
     uint64_t tag, recv_tag;
 } kos_request;
 
@@ -209,10 +219,13 @@ typedef struct {
     uint8_t small;                   // the payload shares the cache line of the stamp
     uint8_t meets;                   // all ranks wait for all
     uint8_t sees_all;                // this rank waits for all in its first stage
+    uint8_t any_length;              // a receive of bytes
     int root, dst, src;
     uint64_t tag, recv_tag;          // of messages, with the dtype
     kos_part parts[];                // send parts by rank, then those received
 } kos_prepared;
+
+enum { KOS_ANY_RANK = -1 };
 
 enum kos_phase { KOS_NOT_PUT, KOS_PUT, KOS_DRAIN, KOS_ENDED, KOS_BROKEN };
 
@@ -294,6 +307,7 @@ typedef struct {
     kos_work *over;            // Works of which `ended` is not called yet
     void (*ended)(kos_work *);  // called once for each Work when it is no longer outstanding; may call the core
     kos_box *boxes;            // by rank
+    int last_source;           // the last rank from which a receive from any rank has got a message
     uint8_t *scratch;          // KOS_AREA_BYTES
     // The slots of all ranks for stages 0, 1, ..., 2 * KOS_SLOT_DEPTH - 1, and their areas, alike.  The place of rank r
     // is that of rank r - 1 KOS_SLOT_DEPTH stages later: a CPU core writes cache lines that it has read faster than
@@ -404,6 +418,8 @@ kos_layout kos_layout_of(int size);
 int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size);  // 0, -1: unfit memory, -2: no memory
 void kos_free(kos_group *g);  // what kos_open has allocated
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint);  // that this rank begins that call
+// Publishes, before kos_publish, that the call is as the one with the fingerprint `described`, but of that count.
+void kos_publish_resized(kos_group *g, uint64_t sequence, uint64_t fingerprint, uint64_t described, uint64_t count);
 // FAILED if a rank has begun another call with this number or an earlier one; else PENDING.
 kos_result kos_compare(kos_group *g, uint64_t sequence, uint64_t fingerprint);
 void kos_fail(const kos_group *g, uint64_t sequence);  // sets the failure word, unless that of an earlier call is
@@ -417,6 +433,8 @@ int kos_reduction_of(int dtype, int op, kos_reduction *r);  // 0, or -1: the dty
 void kos_reduce(const kos_reduction *r, void *out, const void *const *in, int inputs, size_t count, int ranks);
 
 // prepare.c
+// The fingerprint of a call with this count (kos.comm.prepared.sized does the same).
+uint64_t kos_sized(uint64_t sizeless, uint64_t count);
 size_t kos_prepared_bytes(int size);
 // 0, or -1: not supported.
 int kos_prepare(const kos_group *g, const kos_request *request, kos_prepared *p);
@@ -439,6 +457,7 @@ int kos_mail_step(kos_group *g, kos_work *w);  // as kos_step
 void kos_mail_cancel(kos_group *g, kos_work *w);
 void kos_mail_advance(kos_group *g);            // takes what has arrived
 // The first message with that tag from that rank that has arrived and has no receive; NULL: none, or a closed group.
+int kos_is_kept(const kos_arrival *a);  // whether its data is here, so that a receive is complete at once
 const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag);
 
 // call.c
@@ -447,6 +466,9 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
 // For a Work that is the only one: advances it once, and then for at most so many nanoseconds.
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most);
 void kos_spin_queued(kos_group *g, kos_work *w);  // the same for one that is in the queue
+// Waits at most so many nanoseconds for the message that a receive from any rank, or of any length, takes.  Returns NULL
+// if none has arrived, or if the group has failed.  If several ranks have sent one, they take turns.
+const kos_arrival *kos_await(kos_group *g, const kos_prepared *p, int64_t most, int *rank);
 int kos_alone(const kos_group *g);              // whether no Work is outstanding, so that a wait may spin
 void kos_enqueue(kos_group *g, kos_work *w);
 void kos_advance(kos_group *g);                 // advances every outstanding Work; never waits

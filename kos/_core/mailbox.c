@@ -391,6 +391,8 @@ static int is_cancelled(const kos_box *box, const kos_arrival *a) {
         && atomic_load_explicit(&box->in->answers[a->answer], memory_order_acquire) == CANCELLED;
 }
 
+int kos_is_kept(const kos_arrival *a) { return a->what >> KOS_KIND_AT <= ROOM; }
+
 const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag) {
     kos_box *box = &g->boxes[rank];
     if (kos_is_over(g))

@@ -127,7 +127,7 @@ static PyObject *layout(PyObject *self, PyObject *argument) {
     if (size < 1 || size > KOS_MAX_RANKS)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "expected 1 to 256 ranks, got %ld", size);
     kos_layout at = kos_layout_of(size);
-    return Py_BuildValue("nnnnn", at.lines, at.rings, at.texts, at.mailboxes, at.total);
+    return Py_BuildValue("nnnnnn", at.lines, at.rings, at.resized, at.texts, at.mailboxes, at.total);
 }
 
 static PyMethodDef group_methods[] = {
@@ -151,6 +151,7 @@ static PyMemberDef group_members[] = {
     {"yields", T_INT, offsetof(Group, core.yields), 0, NULL},
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
     {"off", T_BOOL, offsetof(Group, off), 0, NULL},
+    {"last_source", T_INT, offsetof(Group, core.last_source), 0, NULL},
     {"hits", T_ULONGLONG, offsetof(Group, hits), READONLY, NULL},
     {"compare_at", T_ULONGLONG, offsetof(Group, compare_at), 0, NULL},
     {0},

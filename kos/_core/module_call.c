@@ -103,7 +103,17 @@ static void work_dealloc(PyObject *self) {
 
 static const char NAME[] = "kos_prepared";
 
-const kos_prepared *prepared_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, NAME); }
+// What a capsule of group_prepare has.
+typedef struct {
+    kos_request request;  // whose counts are gone: only whether they are NULL is valid
+    kos_prepared prepared;
+} plan;
+
+static plan *plan_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, NAME); }
+
+const kos_prepared *prepared_of(PyObject *capsule) { return &plan_of(capsule)->prepared; }
+
+const kos_request *request_of(PyObject *capsule) { return &plan_of(capsule)->request; }
 
 static void free_prepared(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, NAME)); }
 
@@ -194,22 +204,48 @@ static int read_counts(const Group *g, PyObject *packed, const uint64_t **counts
     return got == bytes ? 0 : -1;
 }
 
+// A capsule of the plan for a request; NULL without an exception if there is none.
+static PyObject *prepare(const Group *g, const kos_request *q) {
+    plan *made = PyMem_Malloc(offsetof(plan, prepared) + kos_prepared_bytes(g->core.size));
+    PyObject *capsule = NULL;
+    if (!made)
+        PyErr_NoMemory();
+    else if (!kos_prepare(&g->core, q, &made->prepared)) {
+        made->request = *q;
+        capsule = PyCapsule_New(made, NAME, free_prepared);
+    }
+    if (!capsule)
+        PyMem_Free(made);
+    return capsule;
+}
+
+PyObject *resized(const Group *g, PyObject *capsule, const call_sizes *sizes, uint64_t *published) {
+    kos_request q = *request_of(capsule);
+    const uint64_t *compared = q.operation == KOS_ALL_TO_ALL ? NULL  // ranks have different counts
+        : q.send_counts ? sizes->send_counts : q.recv_counts ? sizes->recv_counts : NULL;
+    q.send_counts = sizes->send_counts;
+    q.recv_counts = sizes->recv_counts;
+    q.count = sizes->count;
+    *published = q.varies ? sizes->first : q.operation == KOS_ALL_TO_ALL ? q.count * (uint64_t)g->core.size : q.count;
+    q.fingerprint = q.operation < KOS_SEND ? kos_sized(q.sizeless, q.varies ? 0 : *published) : 0;
+    for (int r = 0; q.varies && compared && r < g->core.size; r++)
+        q.fingerprint = kos_sized(q.fingerprint, compared[r]);
+    PyObject *made = prepare(g, &q);
+    PyErr_Clear();
+    return made;
+}
+
 PyObject *group_prepare(PyObject *self, PyObject *args) {
     Group *g = (Group *)self;
     kos_request q = {0};
     PyObject *sent, *received;
-    if (!PyArg_ParseTuple(args, "iiiiKpOOiiKKK:prepare", &q.operation, &q.dtype, &q.op, &q.root, &q.count, &q.varies,
-                          &sent, &received, &q.dst, &q.src, &q.tag, &q.recv_tag, &q.fingerprint)
+    if (!PyArg_ParseTuple(args, "iiiiKpOOiiKKK|K:prepare", &q.operation, &q.dtype, &q.op, &q.root, &q.count, &q.varies,
+                          &sent, &received, &q.dst, &q.src, &q.tag, &q.recv_tag, &q.fingerprint,
+                          &q.sizeless)
         || read_counts(g, sent, &q.send_counts) || read_counts(g, received, &q.recv_counts))
         return NULL;
-    kos_prepared *p = PyMem_Malloc(kos_prepared_bytes(g->core.size));
-    if (!p)
-        return PyErr_NoMemory();
-    const int refused = kos_prepare(&g->core, &q, p);
-    PyObject *capsule = refused ? Py_NewRef(Py_None) : PyCapsule_New(p, NAME, free_prepared);
-    if (refused || !capsule)
-        PyMem_Free(p);
-    return capsule;
+    PyObject *capsule = prepare(g, &q);
+    return capsule || PyErr_Occurred() ? capsule : Py_NewRef(Py_None);
 }
 
 static PyMethodDef work_methods[] = {

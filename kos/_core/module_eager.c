@@ -13,208 +13,19 @@
 // call has begun and is recorded.  Between these two points nothing here runs Python code.
 #include "objects.h"
 
-enum { ARGUMENTS = 8, KNOWN = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };
-
-// The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
-typedef struct {
-    PyObject_HEAD
-    char *data;
-    int nd;
-    Py_ssize_t *dimensions, *strides;
-    PyObject *base, *descr;
-    int flags;
-} ndarray;
-
-enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
-
-// The cache key of a call, in words.  It begins with the number of arguments.  Each argument has its keyword, if any,
-// then a value and the kind of the value: an object, an integer, or the length of a list and then its integers.  An
-// array has its dtype, its flags and number of dimensions, the index of the first argument that is the same array, and
-// its shape.  Objects are compared by identity.
-typedef struct {
-    size_t words;  // 0: the call cannot be cached
-    uint64_t word[MOST_WORDS];
-} call_key;
-enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
-
-typedef struct {
-    PyObject *core_call;  // the CoreCall; it holds references to all objects of this call and of its key
-    PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
-    PyObject *work;                           // the class of its Works
-    const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU, and if `call` is None
-    int waits, send, recv, result;            // whether it returns no Work; arguments, or -1
-    size_t words;                             // of its key
-    uint64_t word[];
-} cached_call;
-
 // What stands for one method of a communicator.
 typedef struct {
     PyObject_HEAD
     Group *group;
     PyObject *method, *name, *text;
     PyMethodDef definition;          // whose strings are those of name and text
-    cached_call **calls, **found;    // hash table of KNOWN, at most half full; NULL until first used
-    int used;
+    call_cache cache;
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
 
-static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_start, *s_start_cached;
-
-// --- What is known ---------------------------------------------------------------------------------------------------
-
-static void forget(Operation *o) {
-    cached_call **calls = o->calls;
-    o->calls = o->found = NULL;  // before their ends, which may run Python, which may call this
-    o->used = 0;
-    for (int i = 0; calls && i < KNOWN; i++) {
-        Py_XDECREF(calls[i] ? calls[i]->core_call : NULL);
-        PyMem_Free(calls[i]);
-    }
-    PyMem_Free(calls);
-}
-
-static int is_integer(PyObject *x, uint64_t *value) {
-    int overflow = 1;
-    if (Py_TYPE(x) == &PyLong_Type)
-        *value = (uint64_t)PyLong_AsLongLongAndOverflow(x, &overflow);
-    return !overflow;
-}
-
-// The words of an argument that is no array.  Counts are compared by value: the program may change the list.  NULL: of a
-// list that cannot be compared.
-static uint64_t *add_plain(uint64_t *word, PyObject *x) {
-    const int is_list = Py_TYPE(x) == &PyList_Type, is_tuple = Py_TYPE(x) == &PyTuple_Type;
-    const Py_ssize_t length = is_list ? PyList_Size(x) : is_tuple ? PyTuple_Size(x) : 0;
-    word[0] = (uintptr_t)x;
-    word[1] = is_integer(x, word) ? INTEGER : OBJECT;
-    if (!is_list && !is_tuple)
-        return word + 2;
-    if (length > KOS_MAX_RANKS)
-        return NULL;
-    for (Py_ssize_t i = 0; i < length; i++)
-        if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
-            return NULL;
-    word[0] = (uint64_t)length;
-    word[1] = COUNTS;
-    return word + 2 + length;
-}
-
-// The key of a call, and where its arrays are.
-static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
-    const Py_ssize_t count = positional + (names ? PyTuple_Size(names) : 0);
-    uint64_t *word = key->word;
-    int asked = 0;
-    key->words = 0;
-    if (count > ARGUMENTS)
-        return;
-    *word++ = (uint64_t)(positional << 8 | count);
-    for (Py_ssize_t a = 0, first; a < count; a++) {
-        tensor t;
-        array_words array;
-        int64_t shape[DIMENSIONS];
-        if (key->word + MOST_WORDS - word < 3 + KOS_MAX_RANKS)
-            return;
-        if (a >= positional)
-            *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
-        if (Py_TYPE(args[a]) == ndarray_type) {
-            const ndarray *x = (ndarray *)args[a];
-            t.data = x->data;
-            t.device = CPU;
-            t.nd = x->nd;
-            t.shape = (const int64_t *)x->dimensions;
-            array = (array_words){.what = (uintptr_t)x->descr, .kind = x->flags & FLAGS};
-        } else if (Py_TYPE(args[a]) != tensor_type && Py_TYPE(args[a]) != array_type) {
-            if (!(word = add_plain(word, args[a])))
-                return;
-            continue;
-        } else {
-            const int read = Py_TYPE(args[a]) == array_type ? read_array(args[a], &array, &t, shape)
-                : asked ? read_tensor(args[a], &array, &t) : ASK;
-            if (!read)
-                return;
-            if (read == ASK && !asked) {  // which may run Python: what was read before may be another then
-                for (asked = 1; a < count; a++)
-                    if (!is_plain(args[a]))
-                        return;
-                word = key->word + 1;
-                a = -1;
-                continue;
-            }
-        }
-        if (t.nd > DIMENSIONS)
-            return;
-        for (first = 0; args[first] != args[a];)
-            first++;
-        *word++ = array.what;
-        *word++ = array.kind | (uint64_t)(t.nd + 1) << 16 | (uint64_t)first << 56;
-        if (t.device == CUDA) {
-            *word++ = array.stream;
-            *word++ = key_of(t.data);
-        }
-        for (int d = 0; d < t.nd; d++)
-            *word++ = (uint64_t)t.shape[d];
-        data[a] = t.data;
-    }
-    key->words = (size_t)(word - key->word);
-}
-
-// The objects that the key has of an array.
-static uint64_t identity_of(PyObject *x) {
-    array_words words = {0};
-    tensor t;
-    int64_t shape[DIMENSIONS];
-    if (Py_TYPE(x) == array_type)
-        read_array(x, &words, &t, shape);
-    return Py_TYPE(x) == ndarray_type ? (uintptr_t)((ndarray *)x)->descr : words.what ^ words.stream;
-}
-
-static int is_same(const cached_call *k, const call_key *key) {
-    return k->words == key->words && !memcmp(k->word, key->word, key->words * sizeof *key->word);
-}
-
-// The place of the call with this key in the hash table; it is empty if the call is not known.
-static cached_call **find(Operation *o, const call_key *key) {
-    if (o->found && *o->found && is_same(*o->found, key))
-        return o->found;
-    uint64_t hash = 0;
-    for (size_t w = 0; w < key->words; w++)
-        hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
-    unsigned at = (unsigned)(hash >> 40) % KNOWN;
-    while (o->calls[at] && !is_same(o->calls[at], key))
-        at = (at + 1) % KNOWN;
-    return o->found = &o->calls[at];
-}
-
-// Caches a call.
-static void store(Operation *o, const call_key *key, PyObject *core_call, unsigned generation) {
-    while (o->used == KNOWN / 2 && !*find(o, key))
-        forget(o);
-    if (o->generation != generation || (!o->calls && !(o->calls = PyMem_Calloc(KNOWN, sizeof *o->calls)))
-        || *find(o, key))
-        return;  // the cache was cleared meanwhile, there is no memory, or a call within this one is stored already
-    PyObject *unused;
-    unsigned long long number;
-    int input;
-    cached_call **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k + key->words * sizeof *k->word);
-    if (!k || !PyArg_ParseTuple(core_call, "OOOOOpiiiiKKKOO", &k->call, &k->prepared, &k->description, &k->work,
-                                &unused, &k->waits, &k->send, &k->recv, &input, &k->result, &number, &number, &number,
-                                &unused, &unused)) {
-        PyMem_Free(k);
-        return;
-    }
-    if (PyByteArray_Check(k->call) && !find_slots(core_call))
-        k->call = Py_None;
-    k->words = key->words;
-    memcpy(k->word, key->word, key->words * sizeof *k->word);
-    k->core = k->call == Py_None || PyByteArray_Check(k->call) ? NULL : prepared_of(k->call);
-    k->work = (PyObject *)Py_TYPE(k->work);
-    k->core_call = Py_NewRef(core_call);
-    *place = k;
-    o->used++;
-}
+static PyObject *s_start, *s_start_cached, *s_resize;
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
@@ -227,13 +38,13 @@ static int apart(const cached_call *k, char *const *data) {
 
 // The Work of a call.  If it is not complete, it joins those that the engine advances before any Python code runs, which
 // may be a signal's handler that raises.
-static PyObject *in_flight(Operation *o, const cached_call *k, PyObject *send, PyObject *recv, PyObject *result,
+static PyObject *in_flight(Group *g, const cached_call *k, PyObject *send, PyObject *recv, PyObject *result,
                            PyObject *sequence, PyObject *slot, PyObject *left) {
     State *s = new_state(k->work, k->prepared, send, recv, result, sequence, slot);
     if (s && left != Py_None) {
         PyList_SetItem(slot, COMPLETED, PyLong_FromLong(0));  // in progress
         s->fields[LEFT] = Py_NewRef(left);
-        if (PyList_Append(o->group->objects[ACTIVE], (PyObject *)s))
+        if (PyList_Append(g->objects[ACTIVE], (PyObject *)s))
             Py_CLEAR(s);
     }
     return (PyObject *)s;
@@ -247,20 +58,68 @@ static void withdraw(PyObject *work) {
     PyErr_Restore(type, value, traceback);
 }
 
+// Has Python prepare a call of another size, whose Work the program gets.  Returns 0, or -1 with an exception.
+static int prepare_work(Operation *o, Group *g, const call_key *key, PyObject *work) {
+    PyObject *description = PyObject_CallMethodObjArgs(g->objects[COMM], s_resize, work, NULL);
+    if (description && o->generation == g->generation)
+        cache_adopt(&o->cache, key, ((State *)work)->fields[PREPARED], description);
+    Py_XDECREF(description);
+    return description ? 0 : -1;
+}
+
+// Whether the core may start a call: nothing is in flight or has failed, and no batch is open.
+static int is_free(Group *g) {
+    return !g->off && kos_alone(&g->core) && !PyList_Size(g->objects[ACTIVE])
+        && kos_failure(&g->core, KOS_WORD_SEQUENCE).status != KOS_FAILED && *g->active == Py_None && *g->last == Py_None
+        && *g->first == Py_None && has_spare(g);
+}
+
+// A receive from any rank or of any length, if its message arrives soon and is complete then; NULL without an exception
+// if Python must start it.  Returns what the receive returns: the array or bytes, and the source if that may be any rank.
+static PyObject *receive(Group *g, const cached_call *k, PyObject *const *args, char *const *data, PyObject *frame) {
+    const int any_rank = k->core->src == KOS_ANY_RANK, collects = PyGC_Disable();  // a collection would run Python
+    int rank;
+    const kos_arrival *first = kos_await(&g->core, k->core, g->core.spin_ns, &rank);
+    kos_prepared message = *k->core;
+    PyObject *result = NULL, *value = NULL, *sequence = NULL, *old[2];
+    if (first && kos_is_kept(first) && (first->what >> KOS_DTYPE_AT & 0xff) == message.recv_tag >> KOS_DTYPE_AT
+        && (message.any_length || first->bytes == message.recv_bytes)) {
+        message.src = rank;
+        message.recv_bytes = first->bytes;
+        value = message.any_length ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)first->bytes)
+            : Py_NewRef(args[k->result]);
+        result = any_rank && value ? Py_BuildValue("Oi", value, rank) : Py_XNewRef(value);
+        sequence = result ? PyIter_Next(g->objects[MESSAGES]) : NULL;
+    }
+    if (collects)
+        PyGC_Enable();
+    if (sequence) {
+        g->hits++;
+        g->core.last_source = rank;
+        begin(g, &message, KOS_WORD_SEQUENCE, NULL, message.any_length ? PyBytes_AsString(value) : data[k->recv]);
+        PyObject *slot = note(g, k->description, sequence, frame, old);
+        PyList_SetItem(slot, COMPLETED, nanoseconds());
+        Py_DECREF(old[0]);
+        Py_DECREF(old[1]);
+        Py_DECREF(sequence);
+    }
+    Py_XDECREF(value);
+    return result;
+}
+
 // Starts a known call.  Returns NULL without an exception if Python must start it.
-static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *const *args, char *const *data,
-                     PyObject *frame) {
+static PyObject *run(Operation *o, Group *g, const cached_call *k, const call_key *key, PyObject *const *args,
+                     char *const *data, PyObject *frame) {
     PyObject *const *objects = g->objects;
     if (!k->core)
         return k->call == Py_None ? NULL
             : queue_call(g, k->core_call, frame, k->result < 0 ? Py_None : args[k->result],
                          k->send < 0 ? NULL : data[k->send], k->recv < 0 ? NULL : data[k->recv]);
     const int message = k->core->algorithm == KOS_MAIL, waits = k->waits;  // Python code may free k
-    if (g->off || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
-        || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
-        || *g->active != Py_None || *g->last != Py_None || *g->first != Py_None
-        || !has_spare(g))
+    if (!apart(k, data) || !is_free(g))
         return NULL;
+    if (k->core->any_length || k->core->src == KOS_ANY_RANK)
+        return waits ? receive(g, k, args, data, frame) : NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
     if (!sequence)
         return NULL;
@@ -269,15 +128,24 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *con
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
+    const int is_resized = k->own_call && !k->own_prepared;
+    if (is_resized && !message)
+        kos_publish_resized(&g->core, number, k->core->fingerprint, k->described, k->published);
     const kos_result r = begin(g, k->core, number, from, to);
     PyObject *slot = note(g, k->description, sequence, frame, old);  // while the data is on its way
     PyObject *left = go_on(g, k->call, r, send, recv, waits);
     PyList_SetItem(slot, COMPLETED, left == Py_None ? nanoseconds() : Py_NewRef(Py_None));
     PyObject *value = left == Py_None && waits ? Py_NewRef(result)
-        : in_flight(o, k, send, recv, result, sequence, slot, left);
+        : in_flight(g, k, send, recv, result, sequence, slot, left);
+    PyObject *resized = value && is_resized && !waits ? value : NULL;
+    if (resized && prepare_work(o, g, key, resized)) {
+        value = NULL;
+        withdraw(resized);
+        Py_DECREF(resized);
+    }
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
-        value = PyObject_CallMethodObjArgs(PyTuple_GetItem(core_call, CALL_PREPARED), s_start, objects[COMM], work,
+        value = PyObject_CallMethodObjArgs(((State *)work)->fields[PREPARED], s_start, objects[COMM], work,
                                            Py_True, NULL);
         if (!value && message)  // such as Ctrl-C before the method holds it back
             withdraw(work);
@@ -292,8 +160,8 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *con
 // Has Python start a known call that the core cannot start.  Returns NULL without an exception if the call must be
 // checked, for example because its arrays overlap in another way than those of the first such call.
 static PyObject *start_cached(Operation *o, Group *g, const call_key *key, PyObject *const *args, char *const *data) {
-    const cached_call *k = o->calls && o->generation == g->generation ? *find(o, key) : NULL;  // run() may clear it
-    if (!k)
+    const cached_call *k = o->generation == g->generation ? cache_find(&o->cache, key) : NULL;  // run() may clear it
+    if (!k || k->own_call)
         return NULL;
     PyObject *core_call = Py_NewRef(k->core_call);
     const long x = PyLong_AsLong(PyTuple_GetItem(core_call, INPUT));
@@ -328,8 +196,8 @@ static PyObject *start_uncached(Operation *o, Group *g, const call_key *key, PyO
         for (Py_ssize_t a = 0; a < count; a++)
             if (identity_of(args[a]) != identities[a])
                 core_call = Py_None;  // the argument has changed, and `core_call` holds the new objects
-        if (core_call != Py_None)
-            store(o, key, core_call, generation);
+        if (core_call != Py_None && o->generation == generation)  // else the cache was cleared meanwhile
+            cache_store(&o->cache, key, core_call);
         PyErr_Clear();  // the call itself has succeeded
     }
     PyObject *used[] = {both, given, options};
@@ -349,17 +217,22 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
     PyObject *frame = (PyObject *)PyEval_GetFrame();
     while (o->generation != g->generation) {
         o->generation = g->generation;
-        forget(o);
+        cache_forget(&o->cache);
     }
     make_key(&key, data, args, positional, names);
-    const cached_call *k = key.words && o->calls && o->generation == g->generation ? *find(o, &key) : NULL;
-    PyObject *result = k && frame ? run(o, g, k, args, data, frame) : NULL;
+    const cached_call *k = key.words && o->generation == g->generation ? cache_find(&o->cache, &key) : NULL;
+    if (!k && key.words && o->generation == g->generation)
+        k = cache_resize(&o->cache, g, &key);
+    const int is_stored = k && !k->own_call;
+    PyObject *result = k && frame ? run(o, g, k, &key, args, data, frame) : NULL;
     if (k && !result && !PyErr_Occurred())
         result = start_cached(o, g, &key, args, data);
-    if (k)
-        key.words = 0;  // nothing to store
+    if (is_stored)
+        key.words = 0;
     if (!result && !PyErr_Occurred())
         result = start_uncached(o, g, &key, args, positional, names);
+    if (o->cache.dropped)
+        cache_tidy(&o->cache);
     Py_DECREF((PyObject *)g);
     return result;
 }
@@ -389,8 +262,7 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     g->recorded = counter.buf;
     g->slots = (size_t)PyList_Size(args[SLOTS + 1]);
     PyBuffer_Release(&counter);
-    if (ndarray_type != Py_TYPE(args[0]))
-        ndarray_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(args[0]));
+    take_ndarrays(Py_TYPE(args[0]));
     for (int i = COMM; i < OBJECTS; i++)
         objects[i] = Py_NewRef(args[i + 1]);
     Py_RETURN_TRUE;
@@ -421,15 +293,12 @@ static int operation_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT((PyObject *)Py_TYPE(self));
     Py_VISIT((PyObject *)o->group);
     Py_VISIT(o->method);
-    for (int i = 0; o->calls && i < KNOWN; i++)
-        if (o->calls[i])
-            Py_VISIT(o->calls[i]->core_call);
-    return 0;
+    return cache_traverse(&o->cache, visit, arg);
 }
 
 static int operation_clear(PyObject *self) {
     Operation *o = (Operation *)self;
-    forget(o);
+    cache_forget(&o->cache);
     Py_CLEAR(o->group);
     Py_CLEAR(o->method);
     return 0;
@@ -456,7 +325,7 @@ PyType_Spec operation_spec = {
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"},
+        {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"}, {&s_resize, "_resize"},
         {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
         {&s_cuda_stream, "__cuda_stream__"},
     };

@@ -22,8 +22,8 @@ AWAITS_MESSAGE: int
 MOST_WORDS: int
 PLAN_AT: int
 
-def layout(size: int, /) -> tuple[int, int, int, int, int]:
-    """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""
+def layout(size: int, /) -> tuple[int, int, int, int, int, int]:
+    """Bytes from the start of a segment to its lines, rings, resized calls, texts and mailboxes, and of the whole."""
 
 def encode(bits: int, top: int, dtype: int, x: Any, out: Any, /) -> None:
     """``Format.encode``: ``dtype`` as in ``compression.CARRIED``, the arrays as bytes.  ValueError: they do not fit."""
@@ -71,6 +71,7 @@ class Group:
     """Waits without the GIL so far."""
     off: bool
     """Whether operations go to the methods of the communicator."""
+    last_source: int
     hits: int
     """Calls that needed no method so far."""
     compare_at: int
@@ -79,7 +80,7 @@ class Group:
     def prepare(
         self, operation: int, dtype: int, op: int, root: int, count: int, varies: bool,
         send_counts: bytes | None, recv_counts: bytes | None, dst: int, src: int, tag: int, recv_tag: int,
-        fingerprint: int, /,
+        fingerprint: int, sizeless: int = 0, /,
     ) -> Any:  # fmt: skip
         """A call for any arrays, for ``start``; None if it is not supported.  The counts are of uint64, by rank."""
     def start(self, prepared: Any, sequence: int, waits: bool, send: Any, recv: Any, /) -> Work | None:

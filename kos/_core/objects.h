@@ -100,6 +100,16 @@ void work_ended(kos_work *w);
 PyObject *raise_failure(Group *g, kos_result r);
 PyObject *group_prepare(PyObject *g, PyObject *args);
 const kos_prepared *prepared_of(PyObject *capsule);  // of group_prepare
+// The sizes of a call: `count` and the counts as in kos_request, and the elements of the first of its input and output,
+// which the ranks of a v-form publish.
+typedef struct {
+    uint64_t count, first;
+    const uint64_t *send_counts, *recv_counts;
+} call_sizes;
+// The same call of other sizes.  Returns a new capsule; NULL, without an exception, if the core cannot make such calls
+// or has no memory.  `published` gets what kos_publish_resized needs.
+PyObject *resized(const Group *g, PyObject *capsule, const call_sizes *sizes, uint64_t *published);
+const kos_request *request_of(PyObject *capsule);  // of its counts, only whether they are NULL is valid
 PyObject *group_start(PyObject *g, PyObject *const *args, Py_ssize_t count);
 // A call has three parts. has_spare allocates everything first, so that a started call cannot fail half-way for lack of
 // memory. begin starts the call on the memory `from` and `to`. go_on advances it, and spins if it `waits`. go_on
@@ -111,6 +121,67 @@ int is_pending(PyObject *work);
 int spin_only(Work *work);  // spins for some microseconds if this is the only Work; returns whether it is complete
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
+// Of module_cache.c.
+enum { ARGUMENTS = 8, KNOWN_CALLS = 2048, MOST_WORDS = 3 * KOS_MAX_RANKS };
+
+// The start of NumPy's PyArrayObject, which is the same in all versions; group_bind checks it.
+typedef struct {
+    PyObject_HEAD
+    char *data;
+    int nd;
+    Py_ssize_t *dimensions, *strides;
+    PyObject *base, *descr;
+    int flags;
+} ndarray;
+enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
+
+// The cache key of a call, in words.  It begins with the number of arguments.  Each argument has its keyword, if any,
+// then a value and the kind of the value: an object, an integer, or the length of a list and then its integers.  An
+// array has its dtype, its flags and number of dimensions, the index of the first argument that is the same array, and
+// its shape.  Objects are compared by identity.
+typedef struct {
+    size_t words;  // 0: the call cannot be cached
+    int on_gpu;    // whether it has an array on a GPU
+    uint64_t word[MOST_WORDS];
+} call_key;
+enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
+
+typedef struct {
+    PyObject *core_call;  // the CoreCall; it holds references to all objects of this call and of its key
+    PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
+    PyObject *work;                           // the class of its Works
+    const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU, and if `call` is None
+    int waits, send, recv;                    // whether it returns no Work; arguments, or -1
+    int input, result;                        // the same for the operation's input and output
+    // Of a call that was made from one of another size: what is published of it, and what it owns.  `described` is
+    // the fingerprint of the call that it was made from.  `prepared` is that of this call until cache_adopt.
+    PyObject *own_call, *own_prepared, *own_description;  // NULL of other calls
+    uint64_t published, described;
+    size_t words;  // of its key
+    uint64_t word[];
+} cached_call;
+
+typedef struct {
+    cached_call **calls, **older;  // hash tables, at most half full; NULL until first used
+    cached_call **dropped;         // a table that cache_tidy frees
+    cached_call *found;            // the last one
+    int used, templates;           // calls in the table; whether a key without sizes was stored
+} call_cache;
+
+void take_ndarrays(PyTypeObject *type);  // the type of NumPy's arrays
+// The key of a call, and where its arrays are.
+void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, PyObject *names);
+uint64_t identity_of(PyObject *x);  // the objects that the key has of an array
+// The call with this key, or NULL.  This and the next one run no Python.
+cached_call *cache_find(call_cache *c, const call_key *key);
+// Adds a call that differs in its sizes only from one that is known; NULL if there is none.
+cached_call *cache_resize(call_cache *c, const Group *g, const call_key *key);
+// Python has prepared this call of another size.
+void cache_adopt(call_cache *c, const call_key *key, PyObject *prepared, PyObject *description);
+void cache_store(call_cache *c, const call_key *key, PyObject *core_call);
+void cache_tidy(call_cache *c);    // frees what was dropped, which may run Python
+void cache_forget(call_cache *c);  // drops all
+int cache_traverse(const call_cache *c, visitproc visit, void *arg);
 // Of module_arrays.c.
 PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_tensors(PyObject *self, PyObject *type);

@@ -103,6 +103,15 @@ static int has_counts(const kos_request *q, int size) {
     return sum < limit;
 }
 
+uint64_t kos_sized(uint64_t sizeless, uint64_t count) {
+    uint64_t h = sizeless ^ count * UINT64_C(0x9E3779B97F4A7C15);
+    for (int i = 0; i < 2; i++) {
+        h ^= h >> 32;
+        h *= UINT64_C(0xD6E8FEB86659FD93);
+    }
+    return (h >> 8) + 1;
+}
+
 int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
     const int messages = q->operation >= KOS_SEND;
     const unsigned item = kos_bytes_of(q->dtype);
@@ -125,12 +134,14 @@ int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
                                    && kos_is_in(p->patterns[0]->takers, g->rank, p->root));
         return 0;
     }
-    if (q->dst < 0 || q->dst >= g->size || q->src < 0 || q->src >= g->size || (q->tag | q->recv_tag) >> KOS_DTYPE_AT)
+    const int any = q->operation == KOS_RECV && q->src == KOS_ANY_RANK;
+    if (q->dst < 0 || q->dst >= g->size || (q->src < 0 && !any) || q->src >= g->size || (q->tag | q->recv_tag) >> KOS_DTYPE_AT)
         return -1;
     p->algorithm = KOS_MAIL;
     p->alignment = 1;
     p->dst = q->dst;
     p->src = q->src;
+    p->any_length = q->operation == KOS_RECV && q->varies;
     p->tag = q->tag | (uint64_t)q->dtype << KOS_DTYPE_AT;
     p->recv_tag = q->recv_tag | (uint64_t)q->dtype << KOS_DTYPE_AT;
     p->send_bytes = q->operation == KOS_RECV ? 0 : q->count * item;

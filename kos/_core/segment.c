@@ -12,7 +12,8 @@ kos_layout kos_layout_of(int size) {
     kos_layout at;
     at.lines = KOS_LINE;
     at.rings = at.lines + (size_t)size * KOS_LINE;
-    at.texts = at.rings + (size_t)size * KOS_RING * sizeof(uint64_t);
+    at.resized = kos_up(at.rings + (size_t)size * KOS_RING * sizeof(uint64_t), KOS_LINE);
+    at.texts = at.resized + (size_t)size * KOS_RING * sizeof(kos_resized);
     at.slots = kos_up(at.texts + (size_t)size * KOS_TEXTS * KOS_TEXT_BYTES, KOS_LINE);
     at.areas = kos_up(at.slots + (size_t)size * KOS_SLOT_DEPTH * KOS_LINE, page) + KOS_APART;
     at.area_bytes = kos_min(KOS_AREA_BYTES, KOS_AREAS_BYTES / KOS_AREA_DEPTH / (size_t)size);
@@ -57,7 +58,7 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size) {
         return -2;
     g->memory = memory;
     g->failure = (_Atomic uint64_t *)memory;
-    g->rank = rank;
+    g->rank = g->last_source = rank;
     g->size = size;
     g->line = kos_line_of(g, rank);
     g->generation = kos_forks;
@@ -99,6 +100,13 @@ void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint) {
     atomic_store_explicit(&ring_of(g, g->rank)[sequence % KOS_RING], fingerprint + sequence, memory_order_release);
     atomic_store_explicit(&g->line->arrived, sequence + 1, memory_order_release);
     KOS_POINT(KOS_AT_PUBLISHED);
+}
+
+void kos_publish_resized(kos_group *g, uint64_t sequence, uint64_t fingerprint, uint64_t described, uint64_t count) {
+    kos_resized *r = (kos_resized *)(g->memory + g->layout.resized) + (size_t)g->rank * KOS_RING + sequence % KOS_RING;
+    atomic_store_explicit(&r->described, described, memory_order_relaxed);
+    atomic_store_explicit(&r->count, count, memory_order_relaxed);
+    atomic_store_explicit(&r->stamp, fingerprint + sequence, memory_order_relaxed);  // kos_publish releases it
 }
 
 // The entry of a call in the ring of a rank that has begun it; `expected` if a later call has overwritten it.

@@ -47,7 +47,7 @@ from kos.comm.arguments import (
 from kos.comm.compression import check_compress, shards
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, CORE_OPERATIONS, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
-from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store
+from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store, resized
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
@@ -196,6 +196,16 @@ class Operations:
         except (MemoryError, OverflowError) as error:
             raise self._lacks_memory(prepared.name, error) from error
         return NotImplemented if work is None else work.prepared.start(self, work)
+
+    def _resize(self, work: Work[Any]) -> tuple[Any, ...]:
+        """Prepare the call of ``work``, which the core has begun by the Prepared of a call of another size.
+
+        Returns the description of the call for the recorder.
+        """
+        group, operation, *shapes = work.record[0]  # type: ignore[index]
+        work.prepared = prepared = self.backend.prepare(resized(operation, *shapes))
+        prepared.description = work.record[0] = group, prepared.operation  # type: ignore[index]
+        return prepared.description
 
     def _start_uncached(
         self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
@@ -788,6 +798,7 @@ class Operations:
         message = Message(dst, src, check_tag(tag), tag)
         return self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
 
+    @_operation
     def send_bytes(self, data: bytes | bytearray | memoryview, dst: int, tag: int = 0, *, async_op: bool = False,
                    timeout: float | None = None) -> Any:
         """Send ``data``, bytes of any length, to rank ``dst``, another rank, which calls ``recv_bytes``.
@@ -801,9 +812,14 @@ class Operations:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, a bytearray or a memoryview, got {type(data).__name__}")
         contiguous = data if not isinstance(data, memoryview) or data.c_contiguous else bytes(data)
-        x = np.frombuffer(contiguous, np.uint8)
-        return Operations.send(self, x, dst, tag, async_op=async_op, timeout=timeout)
+        x = as_buffer(np.frombuffer(contiguous, np.uint8), "data", writable=False)
+        options = self._options("send", async_op, timeout)
+        message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
+        work = self._prepare(Operation("send", self.rank, options, x, message=message))
+        work.held = data
+        return work
 
+    @_operation
     def recv_bytes(self, src: int | None = None, tag: int = 0, *, async_op: bool = False,
                    timeout: float | None = None) -> Any:
         """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
@@ -816,7 +832,7 @@ class Operations:
         """
         options = self._options("recv_bytes", async_op, timeout)
         self._refuse_batch("recv_bytes")
-        return self._start(self._awaited("recv_bytes", options, src, tag))
+        return self._prepare(self._awaited("recv_bytes", options, src, tag))
 
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
               timeout: float | None = None) -> Envelope | None:
@@ -864,9 +880,7 @@ class Operations:
         if self._batch is not None:
             raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
 
-    for _call in (send_bytes, recv_bytes, probe):
-        _document(_call)
-    del _call
+    _document(probe)
 
 
 def _signature(o: Operation, op: Any) -> tuple[Any, ...]:
@@ -963,12 +977,16 @@ def _distance_on_gpu(x: Array, y: Array) -> int | None:
 
 
 def _flat(x: Any) -> np.ndarray[Any, Any]:
-    """An array in host memory as a 1-D array.  It must be contiguous."""
+    """An array in host memory as a 1-D array.  It must be contiguous, or bytes."""
+    if type(x) is bytes:
+        return np.frombuffer(x, np.uint8)
     return x.reshape(-1) if type(x) is np.ndarray else as_buffer(x, "x", writable=False).flat
 
 
 def _pointer(x: Any) -> int:
-    """The address of an array that the core can read."""
+    """The address of an array that the core can read, or of bytes."""
+    if type(x) is bytes:
+        x = np.frombuffer(x, np.uint8)
     if type(x) is np.ndarray:
         return int(x.__array_interface__["data"][0])
     return x.pointer if type(x) is Array else int(x.data_ptr())
@@ -1021,7 +1039,7 @@ def _are_fixed(arguments: Sequence[Any], options: dict[str, Any]) -> bool:
     if stream is not None and library_of(stream):  # torch makes a new object for a stream each time
         return False
     return all(
-        x is stream or x is None or type(x) in _COMPARED or (_is_readable(x) and len(x.shape) <= 4)
+        x is stream or x is None or type(x) in _COMPARED or type(x) is bytes or (_is_readable(x) and len(x.shape) <= 4)
         or (type(x) in (list, tuple) and _INTEGERS.issuperset(map(type, x)))
         for x in arguments
     )  # fmt: skip
@@ -1038,7 +1056,7 @@ def _is_readable(x: Any) -> bool:
 
 def _identity(x: Any) -> Any:
     """The object that the core compares by identity for an argument, if any.  It compares counts by value."""
-    if type(x) in (list, tuple):
+    if type(x) in (list, tuple, bytes):
         return None
     if type(x) is Array:
         return x.dtype, x.stream

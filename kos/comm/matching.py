@@ -51,7 +51,10 @@ class Matching:
     def __init__(self, rank: int, size: int, messages: Any, failures: FailureLog) -> None:
         """``messages`` has the methods of a Backend for host memory."""
         self.messages, self.failures = messages, failures
-        self._others = [(rank + step) % size for step in range(1, size)]
+        self._rank, self._size = rank, size
+        self.turns = getattr(messages, "turns", self)
+        """Where ``last_source`` is, the last rank from which a receive from any rank has got a message."""
+        self.turns.last_source = rank
         self.waiting: dict[int, list[Receive]] = {}
         self._polled: dict[int, Expected] = {}  # by source, until a message or an end is found
 
@@ -78,13 +81,16 @@ class Matching:
 
     def sources(self, src: int) -> Sequence[int]:
         """The ranks that ``src`` stands for.  For ANY, the rank after the last sender comes first."""
-        return self._others if src == ANY else (src,)
+        if src != ANY:
+            return (src,)
+        last = self.turns.last_source
+        return [rank for step in range(1, self._size + 1) if (rank := (last + step) % self._size) != self._rank]
 
     def match(self, tag: int) -> set[int]:
         """Match waiting receives with arrived messages.  Returns the ranks whose next message a receive waits for."""
         taken: set[int] = set()
         for receive in list(self.waiting.get(tag, ())):
-            if len(taken) == len(self._others):
+            if len(taken) == self._size - 1:
                 break
             ranks = [rank for rank in self.sources(receive.src) if rank not in taken]
             if ranks and receive.begin(ranks):
@@ -92,11 +98,6 @@ class Matching:
             else:
                 taken.update(self.sources(receive.src))
         return taken
-
-    def found(self, src: int) -> None:
-        """Put ``src`` last in the order of ranks, so that a rank that sends a lot does not starve the others."""
-        at = self._others.index(src) + 1
-        self._others = self._others[at:] + self._others[:at]
 
     def awaits(self, rank: int, tag: int) -> bool:
         """Whether a waiting receive may take the next message of that rank."""
@@ -192,8 +193,8 @@ class Receive(Expected):
             if self.envelope is None:
                 return False
             src = self.envelope.src
-            if self.src == ANY:
-                self.matching.found(src)
+            if self.src == ANY:  # it comes last from now on: a rank that sends a lot does not starve the others
+                self.matching.turns.last_source = src
         try:
             if self.array is None:
                 assert self.envelope is not None

@@ -11,13 +11,13 @@ from kos.memory import Buffer
 
 T = TypeVar("T")
 
-POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "recv_bytes", "probe"})
+POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "send_bytes", "recv_bytes", "probe"})
 RECEIVES = frozenset({"recv", "recv_bytes", "probe"})
 """Those that only wait for a message."""
 CORE_OPERATIONS = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
-    "all_to_all_v",
+    "all_to_all_v", "send_bytes", "recv_bytes",
 )  # fmt: skip
 """Operations that the compiled core may start by itself (``kos/_core/module_eager.c``).  Python starts all others."""
 ANY = -1

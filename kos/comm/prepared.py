@@ -10,9 +10,11 @@ windows belong to the signature, because kernels reach these windows on other ra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
+from math import prod
 from os.path import dirname, sep
 from sys import _getframe
 from threading import get_ident
@@ -58,6 +60,7 @@ class Prepared:
         "operation",
         "route",
         "run",
+        "sizeless",
         "text",
         "values",
         "waits",
@@ -88,6 +91,8 @@ class Prepared:
         """`` of float32[4] by SUM``: what follows the number of a call in texts."""
         self.fingerprint = 0
         """A number that stands for ``values``; 0 if nobody compares the calls."""
+        self.sizeless = 0
+        """The same for ``values`` without the count.  The core makes the fingerprints of other sizes from it."""
         self.text = b""
         """The description of such a call.  Other ranks show it if their call differs."""
         self.description: tuple[Any, ...] = (None,)
@@ -125,6 +130,8 @@ class Prepared:
             try:
                 if begun:
                     steps = backend.resume(work)
+                    if steps is not None and work.record[0] is not self.description:
+                        comm._resize(work)
                 else:
                     if backend.on_gpu:
                         backend.check_start((work,))
@@ -163,6 +170,17 @@ def without_memory(o: Operation) -> Operation:
 
 
 _NO_VIEW: Any = None
+
+
+def resized(
+    o: Operation, sent: tuple[int, ...] | None, received: tuple[int, ...] | None, *counts: tuple[int, ...]
+) -> Operation:
+    """The same request of arrays of other shapes (None where this rank has no such array), and with other counts."""
+    given = iter(counts)
+    send_counts, recv_counts = (next(given) if known and counts else known for known in (o.send_counts, o.recv_counts))
+    send = o.send and replace(o.send, shape=sent or (), count=prod(sent or ()))
+    recv = send if o.recv is o.send else o.recv and replace(o.recv, shape=received or (), count=prod(received or ()))
+    return replace(o, send=send, recv=recv, send_counts=send_counts, recv_counts=recv_counts)
 
 
 def _alike(x: Buffer, number: int) -> Buffer:
@@ -256,8 +274,12 @@ class Fingerprints:
         if not prepared.collective:
             return prepared
         values, texts = prepared.values, self.texts
-        exact = json.dumps(values, sort_keys=True).encode()
-        prepared.fingerprint = fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
+        exact = json.dumps(values | {"count": None, "counts": None}, sort_keys=True).encode()
+        prepared.sizeless = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
+        fingerprint = sized(prepared.sizeless, values["count"] or 0)
+        for count in values.get("counts", ()):
+            fingerprint = sized(fingerprint, count)
+        prepared.fingerprint = fingerprint
         if fingerprint not in texts:
             place = len(texts)
             if place == TEXTS:
@@ -270,6 +292,15 @@ class Fingerprints:
             texts[fingerprint], self._places[fingerprint] = text, place
         prepared.text = texts[fingerprint]
         return prepared
+
+
+def sized(sizeless: int, count: int) -> int:
+    """The fingerprint of a call with this count, from 1 to 2^56 (``kos_sized`` in ``prepare.c`` does the same)."""
+    h = sizeless ^ count * 0x9E3779B97F4A7C15 % (1 << 64)
+    for _ in range(2):
+        h ^= h >> 32
+        h = h * 0xD6E8FEB86659FD93 % (1 << 64)
+    return (h >> 8) + 1
 
 
 def _description(prepared: Prepared, fingerprint: int) -> bytes:
@@ -303,6 +334,20 @@ def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tup
     if fingerprint not in (None, known):
         raise KeyError(fingerprint)
     return f"{call['operation']} #{sequence}{arguments}", call
+
+
+def described_resized(text: bytes, sequence: int, count: int, own: int) -> tuple[str, dict[str, Any]]:
+    """As ``described``, of a call of another ``count`` than the one described; of a v-form: of so many elements.
+
+    ``own`` is the fingerprint of the call itself.
+    """
+    call, values = described(text, sequence)
+    before, shape, after = re.split(r"\[([\d, ]*)\]", call, maxsplit=1)
+    if (known := values["count"]) is not None:
+        values["count"], count = count, prod(int(each) for each in shape.split(",") if each) * count // known
+    elif "counts" in values:
+        values["counts"] = f"of digest {own:x}"
+    return f"{before}[{count}]{after}", values
 
 
 def _brief(value: Any, length: int) -> Any:

@@ -37,7 +37,9 @@ CODE, INSTRUCTION, SEQUENCE, COMPLETED, ERROR = 2, 3, 4, -2, -1  # indices of an
 class _Entry(NamedTuple):
     """The fields of a slot, in order; the last two change when the operation ends."""
 
-    description: tuple[Group, Operation]  # the same for all starts of a Prepared
+    # The same for all starts of a Prepared: a Group and an Operation, and if the core has made the call from one of another
+    # size, the shapes of its input and output.
+    description: tuple[Any, ...]
     created: int  # nanoseconds since 1970
     code: CodeType  # with ``instruction``: the call site
     instruction: int
@@ -139,7 +141,7 @@ class Recorder:
         if not self.count:
             return ""
         entry = _Entry(*self.slots[self.count - 1 & LAST_SLOT])
-        group, o = entry.description
+        group, o = entry.description[:2]
         return f"{group.name}: {o.name} #{entry.sequence} at {call_site(entry.code, entry.instruction)}"
 
     def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
@@ -183,7 +185,9 @@ def call_site(code: CodeType, instruction: int) -> str:
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
-    (group, o), is_p2p = e.description, not e.description[1].collective
+    group, o, *shapes = e.description
+    is_p2p = not o.collective
+    sent, received = shapes or (o.send and o.send.shape, o.recv and o.recv.shape)
     entry: dict[str, Any] = {
         "record_id": number,
         "pg_id": group.number,
@@ -193,8 +197,8 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         "op_id": number,
         "profiling_name": f"{group.backend}:{o.name}",
         "time_created_ns": e.created,
-        **_sizes("input", o.send),
-        **_sizes("output", o.recv),
+        **_sizes("input", o.send, sent),
+        **_sizes("output", o.recv, received),
         "state": "failed" if e.error else {None: "scheduled", 0: "started"}.get(e.completed, "completed"),
         "time_discovered_started_ns": None if e.completed is None else e.created,
         "time_discovered_completed_ns": e.completed or None,
@@ -218,10 +222,10 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         yield entry | _sizes("input", None) | {"profiling_name": received, "tag": recv_tag}
 
 
-def _sizes(which: str, buffer: Buffer | None) -> dict[str, Any]:
-    if buffer is None:
+def _sizes(which: str, buffer: Buffer | None, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
+    if buffer is None or shape is None:
         return {f"{which}_sizes": [], f"{which}_dtypes": []}
-    return {f"{which}_sizes": [list(buffer.shape)], f"{which}_dtypes": [buffer.dtype.name]}
+    return {f"{which}_sizes": [list(shape)], f"{which}_dtypes": [buffer.dtype.name]}
 
 
 def _frame(code: CodeType, instruction: int) -> dict[str, Any]:

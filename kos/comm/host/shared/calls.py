@@ -31,7 +31,7 @@ from kos.comm.host.shared.segment import (
     started,
 )
 from kos.comm.host.shared.status import SharedStatus, fitting
-from kos.comm.prepared import TEXT_BYTES, TEXTS, Fingerprints, described
+from kos.comm.prepared import TEXT_BYTES, TEXTS, Fingerprints, described, described_resized
 from kos.comm.work import Work, forked_from
 from kos.errors import CollectiveError, KosError, from_record, to_record
 
@@ -294,13 +294,24 @@ class CallRing(Fingerprints):
 
     def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
         """Collective ``sequence`` of a rank, as text and as fingerprint values."""
-        fingerprint = self.words[self.segment.ring(local) + sequence % RING] - sequence
+        words, at = self.words, self.segment.resized(local, sequence)
+        stamp, of_resized, like, count = words[self.segment.ring(local) + sequence % RING], *words[at : at + 3]
+        own = stamp - sequence
+        if (found := self._described(local, own)) is not None:
+            return described(found, sequence)
+        if stamp == of_resized and (found := self._described(local, like)) is not None:
+            return described_resized(found, sequence, count, own)
+        return f"collective #{sequence}", {}
+
+    def _described(self, local: int, fingerprint: int) -> bytes | None:
+        """The description that a rank has published with a fingerprint."""
         for index in range(TEXTS):
             at = self.segment.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
             with contextlib.suppress(KeyError, ValueError):  # its rank may be writing it
-                return described(text, sequence, fingerprint)
-        return f"collective #{sequence}", {}
+                described(text, 0, fingerprint)
+                return text
+        return None
 
     def raise_mismatch(self, group: str, sequence: int, local: int) -> NoReturn:
         """Make all ranks raise the difference between this rank's call and that of ``local``."""

@@ -78,6 +78,7 @@ class Node:
     def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous, transport: Backend) -> None:
         self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
         self._transport, self.ranks = transport, calls.segment.ranks
+        self.turns = calls.core  # for ``Matching``
         self._local = {rank: local for local, rank in enumerate(self.ranks)}
         self.batch = False  # whether other calls begin at once, which this one may need
         self.failures, self.size = calls.failures, calls.segment.size
@@ -124,7 +125,9 @@ class Node:
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
         name = o.name.removesuffix("_v")
-        if name not in _OPERATIONS or o.message.src == ANY:  # ``kos.comm.matching`` runs it
+        if o.name == "recv_bytes" or o.message.src == ANY:
+            self._bind_receive(prepared)
+        if name not in _OPERATIONS or o.message.src == ANY:
             return
         dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
         prepared.launch = self.start
@@ -138,7 +141,7 @@ class Node:
         call = self._core.prepare(
             _OPERATIONS[name], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
             o.name.endswith("_v"), *map(_packed, counts), message.dst or 0, message.src or 0, message.tag,
-            message.recv_tag, prepared.fingerprint,
+            message.recv_tag, prepared.fingerprint, prepared.sizeless,
         )  # fmt: skip
         if call is None:  # more bytes than it counts
             prepared.launch = prepared.backend.launch
@@ -147,6 +150,16 @@ class Node:
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
         prepared.run = call, puts, gets
+
+    def _bind_receive(self, prepared: Prepared) -> None:
+        """Have the core look for the message of a receive first, before ``kos.comm.matching`` runs it."""
+        o, message = prepared.operation, prepared.operation.message
+        dtype, count = (np.dtype(np.uint8), 0) if o.recv is None else (o.recv.dtype.numpy, o.recv.count)
+        if o.name in ("recv", "recv_bytes"):
+            prepared.run = self._core.prepare(
+                _OPERATIONS["recv"], DTYPE_CODES[dtype], 0, 0, count, o.recv is None, None, None, 0, message.src,
+                0, message.recv_tag, 0,
+            ), False, o.recv is not None  # fmt: skip
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
         """Begin a call, or continue ``left``, which the core has begun.  Returns its steps; None if it is complete."""
@@ -183,7 +196,9 @@ class Node:
         schedule, or because their result is a new array.
         """
         prepared = work.prepared
-        if prepared.launch != self.start or (not core_call.waits and self._engine.thread is not None):
+        if prepared.run is None or prepared.launch == self._start_scaled:
+            return core_call
+        if not core_call.waits and self._engine.thread is not None:
             return core_call
         if any(end is not None and not end.size for end in (work.send, work.recv)):
             return core_call
@@ -250,7 +265,8 @@ class Node:
                 return wrong_message(self.failures, receiver, expected, found.rank, sent)
         except KosError as error:
             return error
-        return self.refusal(found, work.recv if found.code == native.MESSAGE else work.send)
+        array = work.recv if found.code == native.MESSAGE else work.send
+        return self.refusal(found, np.frombuffer(array, np.uint8) if type(array) is bytes else array)
 
     def refusal(self, found: Difference, array: Array) -> KosError:
         """The error of a message of this rank, or to it, whose other end has other bytes or another dtype."""

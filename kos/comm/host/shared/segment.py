@@ -53,7 +53,7 @@ class Segment:
         finally:
             if file >= 0:
                 os.close(file)
-        self._lines, self._rings, self.texts, _, self.core = native.layout(self.size)
+        self._lines, self._rings, self._resized, self.texts, _, self.core = native.layout(self.size)
         self.words = self.bytes[: self.texts].cast("Q")
 
     def line(self, rank: int) -> int:
@@ -61,6 +61,10 @@ class Segment:
 
     def ring(self, rank: int) -> int:
         return int(self._rings) // 8 + RING * rank
+
+    def resized(self, rank: int, sequence: int) -> int:
+        """The entry of a call in the ring of resized calls: its stamp, the fingerprint that is described, the count."""
+        return int(self._resized) // 8 + 4 * (RING * rank + sequence % RING)
 
     def text(self, rank: int, index: int) -> int:
         return int(self.texts) + TEXT_BYTES * (TEXTS * rank + index)
