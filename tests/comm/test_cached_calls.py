@@ -20,7 +20,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm.operation import CORE_OPERATIONS, Operation
-from kos.errors import InvalidArgument
+from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
 from kos.testing.conformance import model
@@ -231,7 +231,7 @@ class Program:
         )  # fmt: skip
 
     def run(self) -> None:
-        events = [self.call] * 6 + [self.wrong_call, self.set_timeout, self.batch]
+        events = [self.call] * 6 + [self.resized] * 2 + [self.wrong_call, self.set_timeout, self.batch]
         if "send_recv" in self.names and not self.on_gpu:
             events.append(self.beside_a_receive)
         for _ in range(EVENTS):
@@ -315,13 +315,17 @@ class Program:
         if not self.cached(call.step) or (self.on_gpu and arrays.is_empty):
             return 0, TIMES
         if not self.on_gpu:
-            return (TIMES - (known is None),) * 2
+            return TIMES - (known is None), TIMES  # the first one too, if a call of another size is known
         if known is None:
             return 1, TIMES - 1
         if known != arrays.has_shard:  # the core keeps one of the two, which differ in where their arrays lie
             return 0, TIMES
         moved = self.stream != call.stream  # Python makes a stream follow another one; and every 64th call
         return TIMES - 1 - moved, TIMES - (moved and self.stream is not None)
+
+    def resized(self, call: Call) -> None:
+        """A call that differs from one of the pool in its sizes only."""
+        self.call(replace(call, step=replace(call.step, count=int(self.random.integers(1, 700)))))
 
     def check_record(self) -> None:
         """The recorder has of the last call what it has of the twin's."""
@@ -403,6 +407,91 @@ def names_of(size: int) -> list[str]:
 @SIZES
 def test_on_threads(size, seed):
     spawn(lambda comm: Program(comm, seed, names_of(size)).run(), size)
+
+
+NEW_SIZES = 40
+
+
+def last_entry(comm: kos.Communicator) -> dict[str, Any]:
+    return [entry for entry in comm.recorder.entries() if entry["process_group"][0] == comm.name][-1]
+
+
+@shared_ranks.needs_core
+@pytest.mark.parametrize(("size", "dtype"), [(2, np.float32), (3, np.int16)])
+def test_calls_of_new_sizes_are_made_by_the_core(size, dtype):
+    TCPRanks(size).run(lambda comm: make_calls_of_new_sizes(comm, dtype))
+
+
+def make_calls_of_new_sizes(comm: kos.Communicator, dtype: Any) -> None:
+    """Of each operation, only the first call is made in Python: later ones have other sizes, shapes and counts."""
+    random, me = np.random.default_rng(5), comm.rank
+    for name in names_of(comm.size):
+        for number in range(NEW_SIZES if name not in ("barrier", "all_to_all_v") else 0):
+            n = int(random.integers(1, 200))
+            counts = random.integers(1, 9, comm.size).tolist() if name.endswith("_v") else None
+            step = Step(name, n, dtype, values="whole", counts=counts)
+            call = Call(step, False, name in IN_PLACE and n % 2 == 0, False, list, (), 0)
+            arrays, before, xs = Arrays(comm, call), hits(comm), model.contributions(number, step, comm.size)
+            arrays.fill(xs[me])
+            arrays.make()
+            assert hits(comm) - before == (number > 0), (number, step)
+            expected = xs[arrays.peers[1]] if name == "send_recv" else model.result(step, xs, me)
+            if expected is not None:
+                assert_bits(np.array(arrays.out).reshape(-1), expected, str(call))
+            if name != "send_recv":  # of which the last entry is the receive
+                sent = [] if name.startswith("scatter") and me else [list(arrays.source.shape)]
+                assert last_entry(comm)["input_sizes"] == sent, step
+    for number in range(NEW_SIZES):
+        counts = random.integers(1, 9, (comm.size, comm.size))
+        pieces = [
+            [np.full(count, 10 * row + column, dtype) for column, count in enumerate(of)]
+            for row, of in enumerate(counts)
+        ]
+        out, before = np.zeros(counts[:, me].sum(), dtype), hits(comm)
+        comm.all_to_all_v(np.concatenate(pieces[me]), counts[me].tolist(), counts[:, me].tolist(), out)
+        assert hits(comm) - before == (number > 0)
+        assert_bits(out, np.concatenate([row[me] for row in pieces]), str(counts))
+
+
+@shared_ranks.needs_core
+@pytest.mark.parametrize("counts", [False, True])
+@on_each_rank(TCPRanks(3).run)
+def test_calls_of_new_sizes_that_differ_between_ranks(comm, /, counts):
+    """The error has the shapes and the counts of two ranks."""
+
+    def call(group: kos.Communicator, rows: int, each: list[int]) -> None:
+        x = np.zeros(each[comm.rank] if counts else (rows, 2))
+        if counts:
+            group.all_gather_v(x, each, np.zeros(sum(each)))
+        else:
+            group.all_reduce(x)
+
+    for known in (0, 1, 5):
+        group = comm.duplicate()
+        for rows in range(1, 1 + known):
+            call(group, rows, [rows, 1, 2])
+        odd = comm.rank == 1
+        with pytest.raises(CollectiveMismatch) as caught:
+            call(group, 7 + odd, [4, 4 + odd, 4])
+        one = r"(\[4, [45], 4\]|of digest \w+)"
+        what = f"counts {one} against {one}" if counts else "count 1[46] against 1[46]"
+        assert re.search(what, str(caught.value)), caught.value
+        assert sorted(caught.value.ranks)[0] in (0, 1) and 1 in caught.value.ranks
+        group.abort()
+
+
+@shared_ranks.needs_core
+@on_each_rank(TCPRanks(2).run)
+def test_a_full_cache_keeps_what_is_used(comm, /):
+    """A call that is made again and again stays, however many others there are."""
+    x = np.zeros(3)
+    comm.all_reduce(x)
+    for n in range(5000):
+        comm.all_reduce(np.zeros(4 + n, np.uint8))
+        if n % 500 == 0:
+            before = hits(comm)
+            comm.all_reduce(x)
+            assert hits(comm) == before + 1
 
 
 @shared_ranks.needs_core

@@ -187,7 +187,7 @@ def call_site(code: CodeType, instruction: int) -> str:
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
     group, o, *shapes = e.description
     is_p2p = not o.collective
-    sent, received = shapes or (o.send and o.send.shape, o.recv and o.recv.shape)
+    sent, received = shapes[:2] or (o.send and o.send.shape, o.recv and o.recv.shape)
     entry: dict[str, Any] = {
         "record_id": number,
         "pg_id": group.number,
