@@ -75,7 +75,8 @@ def _member(node: ast.stmt) -> Iterator[str]:
             for wait, result in (("Literal[True] = ...", "Envelope"), ("bool", "Envelope | None")):
                 yield f"@overload\n{_signature('probe', {**_parameters(node), 'wait': wait}, result)}"
         case ast.FunctionDef(name=name, returns=ast.expr() as returns) if name != "__getattr__":  # it only raises
-            yield from (f"@{ast.unparse(decorator)}" for decorator in node.decorator_list)
+            decorators = map(ast.unparse, node.decorator_list)
+            yield from (f"@{decorator}" for decorator in decorators if decorator != "_operation")
             yield _signature(name, _parameters(node), ast.unparse(returns))
 
 

@@ -857,6 +857,15 @@ class Operations:
         arrived: Envelope | None = self.backend.poll_message(operation.message.src, operation.message.recv_tag)
         return arrived
 
+    @_operation
+    def _all_gather_frames(self, frame: bytes, out: Any, purpose: str, timeout: float | None = None) -> Any:
+        """Gather the ``frame`` of each rank, which are equally long, in ``out``, for the call ``purpose``."""
+        options = self._options("all_gather", False, timeout)._replace(purpose=purpose)
+        send, recv = as_buffer(np.frombuffer(frame, np.uint8), "data", False), as_buffer(out, "data", True)
+        work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
+        work.held = frame
+        return work
+
     def _awaited(self, name: str, options: Options, src: Any, tag: Any) -> Operation:
         """A call that waits for the envelope of a message."""
         self._check_envelopes(name)
@@ -1007,7 +1016,7 @@ def _cached_call(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any
     prepared = work.prepared
     o = prepared.operation
     sized = sum(type(x) in (list, tuple) for x in arguments) == 1 + (o.name == "all_to_all_v")
-    if not prepared.lasting or o.options.purpose or work.convert is not None or (o.name.endswith("_v") and not sized):
+    if not prepared.lasting or work.convert is not None or (o.name.endswith("_v") and not sized):
         return None
     x, out = (-1 if end is None else _place(end, arguments) for end in (send, recv))
     if out is None and type(send) is type(recv) is ndarray:

@@ -10,6 +10,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from sys import intern
 from typing import Any, Literal, Self, overload
 
 import numpy as np
@@ -27,6 +28,9 @@ from kos.comm.recorder import Group, Recorder
 from kos.comm.versions import versions
 from kos.errors import CollectiveError, InvalidArgument, KosError, OutOfMemory, RankLost, RendezvousError
 from kos.memory import as_buffer
+
+FRAME_BYTES, _LENGTH_BYTES = 128, 8
+"""Of the first exchange of ``all_gather_bytes`` and the like: the bytes of a rank, and of the length among them."""
 
 
 class Groups(Operations):
@@ -360,25 +364,31 @@ class Groups(Operations):
     def _exchange_bytes(
         self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
     ) -> list[bytes] | None:
-        """As ``_bytes``.  Lengths travel first, -1 of data that is refused."""
+        """As ``_bytes``.  Lengths and the first bytes of all ranks travel first, then all bytes if one has more."""
         self._refuse_batch(name)
         sends = operation != "broadcast" or self.rank == root
         if sends and not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, a bytearray or a memoryview, got {type(data).__name__}")
         refused, data = not sends and data is not None, bytes(data) if sends else b""
-        purpose, parts = name if root is None else f"{name} with root {root}{self._suffix}", list[bytes]()
+        purpose = name if root is None else intern(f"{name} with root {root}{self._suffix}")
+        gets = operation != "gather_v" or self.rank == root
         if self.backend.carries_host:
-            rows = self._all_gather_numbers([-1 if refused else len(data)], purpose, timeout)
-            counts = [row[0] for row in rows]
+            everyone = np.empty(self.size * FRAME_BYTES, np.uint8)
+            length = (-1 if refused else len(data)).to_bytes(_LENGTH_BYTES, "little", signed=True)
+            frame = (length + data[: FRAME_BYTES - _LENGTH_BYTES]).ljust(FRAME_BYTES, b"\0")
+            raw = self._all_gather_frames(frame, everyone, purpose, timeout).tobytes()
+            starts = range(_LENGTH_BYTES, len(raw), FRAME_BYTES)
+            counts = [int.from_bytes(raw[at - _LENGTH_BYTES : at], "little", signed=True) for at in starts]
+            if -1 not in counts and max(counts) <= FRAME_BYTES - _LENGTH_BYTES:
+                return [raw[at : at + count] for at, count in zip(starts, counts, strict=True)] if gets else None
         else:
             with self._exchange(purpose, timeout):
                 parts = self.rendezvous.allgather(b"" if refused else b"+" + data)
             counts = [len(part) - 1 for part in parts]
         if -1 in counts:
             raise InvalidArgument(f"data: expected None on rank {counts.index(-1)}, which is not root {root}, got data")
-        if parts:
-            return None if operation == "gather_v" and self.rank != root else [part[1:] for part in parts]
-        gets = operation != "gather_v" or self.rank == root
+        if not self.backend.carries_host:
+            return [part[1:] for part in parts] if gets else None
         out = np.empty(sum(counts) if gets else 0, np.uint8)
         send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
         if operation == "broadcast":

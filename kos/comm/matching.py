@@ -52,7 +52,7 @@ class Matching:
         """``messages`` has the methods of a Backend for host memory."""
         self.messages, self.failures = messages, failures
         self._rank, self._size = rank, size
-        self.turns = getattr(messages, "turns", self)
+        self.turns: Any = getattr(messages, "turns", self)
         """Where ``last_source`` is, the last rank from which a receive from any rank has got a message."""
         self.turns.last_source = rank
         self.waiting: dict[int, list[Receive]] = {}

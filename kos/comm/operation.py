@@ -18,6 +18,7 @@ CORE_OPERATIONS = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
     "all_to_all_v", "send_bytes", "recv_bytes",
+    "_all_gather_frames",
 )  # fmt: skip
 """Operations that the compiled core may start by itself (``kos/_core/module_eager.c``).  Python starts all others."""
 ANY = -1

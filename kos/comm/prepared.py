@@ -130,7 +130,7 @@ class Prepared:
             try:
                 if begun:
                     steps = backend.resume(work)
-                    if steps is not None and work.record[0] is not self.description:
+                    if steps is not None and work.record[0] is not self.description:  # type: ignore[index]
                         comm._resize(work)
                 else:
                     if backend.on_gpu:

@@ -69,7 +69,7 @@ def test_call_sites_are_the_users_for_every_kind_of_call():
         with comm.batch():  # batch
             comm.barrier()
             comm.all_gather(ONES)
-        comm.all_gather_bytes(b"x" * comm.rank)  # twice inside
+        comm.all_gather_bytes(b"x" * 200 * comm.rank)  # twice inside
         comm.barrier(async_op=True).wait()  # async
         comm.split(0), comm.group([0, 1]), comm.grid((2,)), comm.duplicate()  # groups
         comm.allocate(3, np.float32)  # memory

@@ -19,7 +19,7 @@ from time import time_ns
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from kos.comm.operation import ANY, Operation
+from kos.comm.operation import ANY
 from kos.errors import InvalidArgument
 from kos.files import replace_file
 from kos.memory import Buffer
@@ -37,8 +37,8 @@ CODE, INSTRUCTION, SEQUENCE, COMPLETED, ERROR = 2, 3, 4, -2, -1  # indices of an
 class _Entry(NamedTuple):
     """The fields of a slot, in order; the last two change when the operation ends."""
 
-    # The same for all starts of a Prepared: a Group and an Operation, and if the core has made the call from one of another
-    # size, the shapes of its input and output.
+    # The same for all starts of a Prepared: a Group and an Operation.  If the core has made the call from one of
+    # another size, the shapes of its input and output follow, and the counts of a v-form.
     description: tuple[Any, ...]
     created: int  # nanoseconds since 1970
     code: CodeType  # with ``instruction``: the call site
