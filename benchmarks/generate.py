@@ -29,9 +29,9 @@ import numpy as np
 
 import kos
 from kos.bench import report
-from kos.comm.control.identity import launched_place
 from kos.commands import program
 from kos.errors import ConfigError
+from kos.launcher import launched_place
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
 from kos.train.generate import Decoder, Uncached

@@ -33,11 +33,11 @@ import numpy as np
 
 from benchmarks import idle
 from kos.bench import report
-from kos.comm.control.identity import launched_rank
 from kos.commands import program
 from kos.cuda import device_info, unavailable
 from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
+from kos.launcher import launched_rank
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, Tokens

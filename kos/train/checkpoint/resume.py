@@ -268,7 +268,8 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         changed.append("GPU")
     if now["ranks"] > 1 and not other_layout and not config.deterministic:
         changed += other("order")
-    old, new = rates[0](min(found.step, was.steps - 1)), rates[1](found.step)  # the last rate of a run that has ended
+    new, end = rates[1](found.step), min(found.step, was.steps - 1)
+    old = min((rates[0](step) for step in (found.step, end)), key=lambda rate: abs(rate - new))  # or that of its end
     if found.step < config.steps and max(old, new) > 1.1 * min(old, new):
         jumps = f"{'rises' if new > old else 'falls'} from {old:.2e} to {new:.2e} at step {found.step + 1}"
         even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
