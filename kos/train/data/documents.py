@@ -273,19 +273,20 @@ def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[
     """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
     kinds = "text" if _kind(path) in READERS else KINDS
 
-    def wrong(got: str, likely: str) -> DataError:
+    def wrong(expected: str, got: str, likely: str) -> DataError:
         other = f", such as {likely}" * (codecs.lookup(likely).name != codecs.lookup(encoding).name)
-        expected = f"{encoding.upper()} {kinds}, got {got}; --encoding reads text in another one{other}"
-        return DataError(f"--data {path}{where}: expected {expected}").about("data", "encoding")
+        how = f"--encoding reads text in another encoding{other}"
+        return DataError(f"--data {path}{where}: expected {expected}, got {got}; {how}").about("data", "encoding")
 
     where = ""
     codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
         file, at = io.TextIOWrapper(raw, codec, newline=newline or ""), 0
         try:
-            for part in file if newline is not None else iter(lambda: file.read(READ), ""):
+            for number, part in enumerate(file if newline is not None else iter(lambda: file.read(READ), ""), 1):
                 if (nul := part.find("\0")) >= 0:
-                    raise wrong(f"a NUL at character {at + nul}", "utf-16")
+                    where = f", line {number}" * (newline is not None)
+                    raise wrong(kinds, f"a NUL at character {at + nul}", "utf-16")
                 at += len(part)
                 yield part
         except UnicodeDecodeError as error:
@@ -295,7 +296,7 @@ def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[
             lines = 1 + sum(raw.read(min(READ, place - at)).count(b"\n") for at in range(0, place, READ))
             where = f", line {lines}" * (newline is not None)
             likely = "utf-16" if not place and byte in (0xFE, 0xFF) else "latin-1"
-            raise wrong(f"byte 0x{byte:02x} at {place}", likely) from None
+            raise wrong(f"{encoding.upper()} {kinds}", f"byte 0x{byte:02x} at {place}", likely) from None
 
 
 def _text(path: Path, lines: Lines) -> Iterator[tuple[str, str]]:
