@@ -123,9 +123,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Records:
-    """The documents ``start`` to ``stop`` of those in a file's records that are not empty.  Iterating reads them.
+    """The documents in the records ``start`` to ``stop`` of a file, without empty ones.  Iterating reads them.
 
-    Raises DataError if records are broken or lack the fields of a document, or if there is no document.  Warnings
+    A record without documents does not count, and a slice has the documents of whole records.  Raises DataError if records are broken or lack the fields of a document, or if there is no document.  Warnings
     before it show up to SHOWN kinds of wrong records.
     """
 
@@ -135,9 +135,10 @@ class Records:
     stop: int | None = None
 
     def __iter__(self) -> Iterator[str | Document]:
-        return itertools.islice(self._all(), self.start, self.stop)
+        return itertools.chain.from_iterable(itertools.islice(self._all(), self.start, self.stop))
 
-    def _all(self) -> Iterator[str | Document]:
+    def _all(self) -> Iterator[list[str | Document]]:
+        """The documents of each record."""
         where, none, wrong, bad = f"--data {self.path}", True, dict[str, tuple[str, int]](), 0
         for place, value in _read(self.path, self.lines, _reader(self.path)):
             try:
@@ -150,17 +151,16 @@ class Records:
                 if count or len(wrong) < SHOWN:
                     wrong[text] = first, count + 1
                 continue
-            for document in documents if not bad else ():
-                if document:
-                    none = False
-                    yield document
+            if not bad and (found := [document for document in documents if document]):
+                none = False
+                yield found
         if bad:
             raise _wrong(where, wrong, bad)
         if none:
             raise DataError(f"{where}: expected lines with text, got none")
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(1 for _ in itertools.islice(self._all(), self.start, self.stop))
 
     def __getitem__(self, at: slice) -> Records:
         return replace(self, start=at.start or 0, stop=at.stop)

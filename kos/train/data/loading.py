@@ -160,7 +160,8 @@ def tokenizing(
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
+    split_turns = config.split_turns and "split by record"  # earlier versions split the documents of a chat
+    how += [config.split_special_tokens, config.loss_on, split_turns, *corpus.split_by]
     how += [[(each.text_field, each.encoding) for each in corpus.lines]]
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
