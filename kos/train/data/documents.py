@@ -125,8 +125,9 @@ class Text:
 class Records:
     """The documents in the records ``start`` to ``stop`` of a file, without empty ones.  Iterating reads them.
 
-    A record without documents does not count, and a slice has the documents of whole records.  Raises DataError if records are broken or lack the fields of a document, or if there is no document.  Warnings
-    before it show up to SHOWN kinds of wrong records.
+    A record without documents does not count, and a slice has the documents of whole records.  Raises DataError if
+    records are broken or lack the fields of a document, or if there is no document.  Warnings before it show up to
+    SHOWN kinds of wrong records.
     """
 
     path: Path

@@ -29,6 +29,9 @@ from kos.train.data.tokenizers import (
 )
 from kos.train.data.tokens import Separator, Shards, Tokens, unmasked
 
+TOKENS_VERSION = 2
+"""Increases if the same text and settings give other tokens, other pieces or another split than before."""
+
 _BEGINS = ("train.npy", "val.npy")
 """The files in what is kept of token files that hold where documents begin."""
 
@@ -160,8 +163,7 @@ def tokenizing(
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    split_turns = config.split_turns and "split by record"  # earlier versions split the documents of a chat
-    how += [config.split_special_tokens, config.loss_on, split_turns, *corpus.split_by]
+    how += [TOKENS_VERSION, config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
     how += [[(each.text_field, each.encoding) for each in corpus.lines]]
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
