@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.config.other_names import WITHOUT
-from kos.train.data.chat import JSON, ChatTemplate, counts
+from kos.train.data.chat import ChatTemplate
+from kos.train.data.messages import JSON, counts
 from kos.train.data.token_files import KINDS
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ class Document:
     """Whether it is the last document of its record, which has several with ``split_turns``."""
     text_field: str | None = None
     """The ``--text-field`` that has the chat; None: another field."""
+    lost: int = 0
+    """The number of messages of which the chat template does not write all text."""
+    lacking: Sequence[str] = ()
+    """The end of the generation prompt, for each answer that counts and lacks it."""
 
     def __len__(self) -> int:
         return sum(len(text) for text, _ in self.parts)
@@ -68,7 +73,7 @@ class Document:
 
 class Lines(NamedTuple):
     """How files become documents: the field of a text or a chat, what gives the template of chats, whether each answer
-    of a chat is a document of its own, the encoding of text, and the dtype of token files without a header.
+    is a document, the encoding of text, the dtype of token files, and whether a template may leave out content.
 
     Without ``text_field``, a record has one of ``FORMS``.  ``of_source`` has the field and the encoding of sources that
     differ from these.
@@ -79,6 +84,7 @@ class Lines(NamedTuple):
     split_turns: bool = False
     encoding: str = "utf-8"
     token_dtype: str | None = None
+    allow_lost_content: bool = False
     of_source: Mapping[str, tuple[str | None, str | None]] = MappingProxyType({})
 
     def of(self, source: str) -> Lines:
@@ -443,10 +449,11 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "put a file chat_template.jinja into its folder, or put each chat into one field, as text"
             raise DataError(f"{where}: expected {expected}, got none; {how}").about("tokenizer")
-        chats = template.documents(fields, messages, where, lines.split_turns)
-        rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]
+        chats = template.documents(fields, messages, where, lines.split_turns, lines.allow_lost_content)
+        for text, _ in itertools.chain.from_iterable(chats):
+            _encodable(text, "messages", where)
         named = lines.text_field if field == lines.text_field else None
-        return [Document(tuple(parts), True, parts is rows[-1], named) for parts in rows]
+        return [Document(tuple(each), True, each is chats[-1], named, each.lost, each.lacking) for each in chats]
     if field is not None:
         return [_text_of(fields, field, where)]
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)
