@@ -186,7 +186,7 @@ class ChatTemplate:
             done = stop
         parts.append((whole[done:], False))
         parts.lacking = [*filter(None, lacking)]
-        parts.lost = len(unwritten | self._cut(whole, messages, counted, turns, where, allow_lost))
+        parts.lost = len(unwritten | self._incomplete(whole, messages, counted, turns, where, allow_lost))
         return parts
 
     def _counted_spans(
@@ -202,7 +202,7 @@ class ChatTemplate:
             raise DataError(f"{where}: expected {expected}, got {len(spans)} of {ends}")
         return [span for at, span in enumerate(spans) if answers[bisect_right(ends, at)] in counted]
 
-    def _cut(
+    def _incomplete(
         self, whole: str, messages: Sequence[Any], counted: Collection[int], turns: Sequence[Span], where: str,
         allowed: bool,
     ) -> set[int]:  # fmt: skip
