@@ -53,7 +53,7 @@ def where_to_cut(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
         return None
     levels = [number for number, step in enumerate(steps) if step["type"] == "ByteLevel"]
     if "words" in (kinds[: levels[0] + 1] if levels else kinds):  # after ByteLevel, no character ends a line
-        return _WORDS
+        return None if added and adds_to_start(tokenizer) else _WORDS  # a space may come before "\n" after a token
     return _LINES if _is_of_lines(tokenizer["model"], bool(levels)) else None
 
 

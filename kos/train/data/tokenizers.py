@@ -286,6 +286,8 @@ class HuggingFaceTokenizer(Tokenizer):
         source = json.loads(self._tokenizer.to_str())
         self.arguments = {"name": name, "bos": bos, "eos": eos, "tokenizer": source}
         self.cuts, self._adds_to_start = where_to_cut(source), adds_to_start(source)
+        self._post = library.Tokenizer(library.models.BPE())  # a post-processor may take spaces out of offsets
+        self._post.post_processor, self._tokenizer.post_processor = self._tokenizer.post_processor, None
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """The ids that the post-processor adds before and after a text, found with an id that no vocabulary has."""
@@ -336,15 +338,16 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
         found = []
         for lead, (parts, *_), encoding in zip(map(len, before), pieces, encodings, strict=True):
-            places = [*itertools.accumulate((len(text) for text, _ in parts[:-1]), initial=lead)]
-            needed = encoding.offsets if places[-1] else ()
+            own = next((n for n, (at, _) in enumerate(encoding.offsets) if at >= lead), len(encoding)) if lead else 0
+            places = itertools.accumulate((len(text) for text, _ in parts[:-1]), initial=lead)
+            needed = self._post.post_process(encoding, None, False).offsets[own:] if len(parts) > 1 else ()
             begins, ends = zip(*needed, strict=True) if needed else ((), ())
             cuts = [
                 np.searchsorted(begins, at) if first and not second else np.searchsorted(ends, at, side="right")
-                for at, (_, first), (_, second) in zip(places[1:], parts, parts[1:], strict=False)
+                for at, (_, first), (_, second) in zip([*places][1:], parts, parts[1:], strict=False)
             ]
-            skipped = int(np.searchsorted(ends, lead, side="right")) if lead else 0
-            found.append(np.split(np.array(encoding.ids, self.dtype), [skipped, *cuts])[1:])
+            bounds = [*itertools.accumulate(cuts, max)]  # a token without characters may be on both sides of a place
+            found.append(np.split(np.array(encoding.ids[own:], self.dtype), bounds))
         return found
 
     def token_bytes(self) -> NDArray[np.int64]:
