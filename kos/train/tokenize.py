@@ -28,6 +28,7 @@ from kos.train import missing
 
 SETTINGS = (
     "tokenizer", "val_data", "hold_out", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens",
+    "allow_lost_content",
 )  # fmt: skip
 """The settings of ``kos train`` that this command also has."""
 

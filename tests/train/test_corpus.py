@@ -2,9 +2,11 @@
 
 import gzip
 import itertools
+import json
 import logging
 import os
 import re
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
+from kos.train.data.chat import ChatTemplate
 from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import Lines
 from kos.train.data.token_files import FileArray
@@ -70,6 +73,29 @@ def test_a_part_of_each_source_is_held_out(tmp_path):
     val = str(numbered(tmp_path / "val.jsonl", 3))
     splits = read_corpus([a, val]).splits
     assert [*chain(*splits.val)] == ["val 0", "val 1", "val 2"] and len([*chain(*splits.train)]) == 20
+
+
+@pytest.mark.parametrize("hold_out", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("answers", [[3], [1, 4], [5, 1, 1], [1] * 9 + [6, 2], [2, 0, 3] * 5], ids=str)
+def test_a_chat_whose_turns_are_split_is_held_out_as_a_whole(tmp_path, answers, hold_out):
+    """The chats that are held out are the same as without --split-turns, if each of them has an answer."""
+    pytest.importorskip("jinja2", reason="needs the extra 'chat'")
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source + "{% if add_generation_prompt %}<assistant>{% endif %}", {}, tmp_path)
+    chats = [[{"role": "user", "content": f"chat {number};"}] for number in range(len(answers))]
+    for chat, count in zip(chats, answers, strict=True):
+        chat += [{"role": role, "content": "x"} for _ in range(count) for role in ("assistant", "user")]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    parts = {}
+    for split_turns in (False, True):
+        lines = Lines(chat_template=lambda: template, split_turns=split_turns)
+        splits = read_corpus(str(path), lines=lines, hold_out=hold_out).splits
+        parts[split_turns] = [re.findall(r"chat (\d+);", "".join(map(str, chain(*part)))) for part in splits[:2]]
+    train, val = parts[True]
+    assert not {*train} & {*val} and Counter(train + val) == {str(n): count for n, count in enumerate(answers) if count}
+    if all(answers):
+        assert [[*dict.fromkeys(part)] for part in parts[True]] == parts[False]
 
 
 def test_nothing_is_held_out_of_a_run_without_validation(tmp_path):

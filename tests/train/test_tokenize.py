@@ -16,6 +16,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data import pieces, tokenized
 from kos.train.data.batches import Dataset, load_data
+from kos.train.data.loading import TOKENS_VERSION
 from kos.train.data.tokenizers import make_tokenizer
 from kos.train.run import Trainer
 from kos.train.tokenize import tokenize
@@ -132,14 +133,15 @@ def test_it_goes_on_where_it_was_stopped(folder, tmp_path, interrupt):
     same(load(out), load(folder))
 
 
-def test_a_folder_of_an_earlier_version_is_gone_on_with(folder, tmp_path):
-    """Settings that it did not have are in the key only if they are not the defaults."""
+def test_new_settings_are_in_the_key_only_if_they_are_not_the_defaults(folder, tmp_path):
+    """So folders of earlier versions are completed, unless text is encoded in another way."""
 
     def key_of(name, sources, **settings):
         return str(tokenize(tmp_path / name, sources, **settings)["key"]).partition(" ")[0]
 
     source = str(folder / "a_train.txt")
-    earlier = [{**make_tokenizer("bytes").to_json(), "name": ""}, True, "completion", False, False, [[None, "utf-8"]]]
+    tokenizer = {**make_tokenizer("bytes").to_json(), "name": ""}
+    earlier = [tokenizer, TOKENS_VERSION, True, "completion", False, False, [[None, "utf-8"]]]
     expected = hashlib.sha256(json.dumps([[*earlier, None], [source], None]).encode()).hexdigest()
     assert key_of("same", [source]) == expected != key_of("other", [source], hold_out=0.2)
     several = [source, str(folder / "b_train.jsonl")]  # which are split each on its own now

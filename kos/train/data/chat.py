@@ -13,29 +13,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from kos.errors import ConfigError, DataError, install
-from kos.train.config import unique_keys
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
-"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``.
-
-A message from ``function_call`` has the tool calls of an assistant as JSON: one, or a list.
-"""
-
-KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
-"""Keys that a message may have even if the template does not use them."""
-
-COUNTING = {"weight": "a weight of 0 or 1", "train": "train true or false"}
-"""Keys of a message or of a record, and their values.  If a value is 0 or false, the loss does not count the text."""
-
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Synonyms of one key.  A template may use any of them."""
+from kos.train.data.lost import Span, lost
+from kos.train.data.messages import COUNTING, JSON, REASONING, check_arguments, checked, counts
 
 MARK = "\ud800"
 """Half of a surrogate pair, which no valid text contains.
@@ -49,8 +34,18 @@ PLACE = "\ud801"
 LAYOUTS = 1024
 """Layouts of chats that a template keeps."""
 
-Parts = list[tuple[str, bool]]
-_Rendered = tuple[str, list[tuple[int, int]]]
+
+class Parts(list[tuple[str, bool]]):
+    """The parts of a document that a template has rendered: (text, whether the loss counts it)."""
+
+    lost = 0
+    """The number of messages of which the document lacks a part."""
+
+    lacking: Sequence[str] = ()
+    """For each answer that does not begin with the whole generation prompt: the rest of this prompt."""
+
+
+_Rendered = tuple[str, list[Span]]
 """A rendered text, and the (start, stop) of each ``{% generation %}`` block in it."""
 
 _Render = partial[_Rendered]
@@ -62,11 +57,13 @@ class _Layout(NamedTuple):
     ``lost`` are the numbers of the messages whose content the template does not write. ``texts`` are the texts before,
     between and after the contents. ``turns`` maps the number of an answer to the start and stop of its turn: each is a
     number of a text and a place in it.  ``turns`` is None if one rendering of such a chat does not show its turns.
+    ``prompted`` tells whether each answer begins with the whole generation prompt, whatever the contents are.
     """
 
     lost: list[int]
     texts: list[str]
     turns: dict[int, tuple[tuple[int, int], tuple[int, int]]] | None
+    prompted: bool
 
     def turns_in(self, whole: str, contents: Sequence[str]) -> dict[int, tuple[int, int]] | None:
         """The (start, stop) of the turns in ``whole``, the text of a chat with these contents.
@@ -100,8 +97,10 @@ class ChatTemplate:
         self._spans: list[tuple[int, int]] = []
         self._layouts: dict[str, _Layout] = {}
 
-    def documents(self, line: Mapping[str, Any], messages: Any, where: str, split_turns: bool = False) -> list[Parts]:
-        """Render a chat.  Returns a list of documents, each a list of parts: (text, whether the loss counts it).
+    def documents(
+        self, line: Mapping[str, Any], messages: Any, where: str, split_turns: bool = False, allow_lost: bool = False
+    ) -> list[Parts]:
+        """Render a chat.  Returns a list of documents.
 
         There is one document, or with ``split_turns`` one for each answer that counts.  Such a document ends with its
         answer, and only this answer counts in it.
@@ -109,25 +108,26 @@ class ChatTemplate:
         If the template has ``{% generation %}`` blocks, the text in these blocks counts.  Otherwise the turns of the
         assistant count.  To find a turn, the template renders the messages before it with the generation prompt, and
         then the messages up to and including it.  What the second text adds to the first is the turn, whichever fields
-        of the message it comes from.  An answer does not count if its message or ``line`` has ``weight`` 0 or ``train``
-        false.  The template also receives the fields ``tools`` and ``chat_template_kwargs`` of ``line``.
+        of the message it comes from.  If the second text does not begin with the first, the turn begins where the first
+        differs from the texts of all answers.  An answer does not count if its message or ``line`` has ``weight`` 0 or
+        ``train`` false.  The template also receives the fields ``tools`` and ``chat_template_kwargs`` of ``line``.
 
         Raises DataError, whose text begins with ``where``, if
 
         - ``messages`` is not a list of messages, each with a role and either text or tool calls,
         - the template cannot render them, or does not use one of their keys or the tools,
-        - the template writes nothing of a message, as that of a role which it does not know, or
+        - the template writes nothing of a message, as that of a role which it does not know, or not the whole content
+          of one without tool calls, unless ``allow_lost`` is set, or
         - the template has no blocks and renders a turn differently once later messages follow.
         """
         render = self._renderer(line, where)
         if not isinstance(messages, list) or not messages:
             raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
-        checked = [self._checked(number, each, where) for number, each in enumerate(messages, 1)]
-        chat = _with_tables(render, checked, where)
+        chat = _with_tables(render, self._checked(messages, where), where)
         counted = [number for number in _answers(chat) if all(counts(each, where) for each in (line, chat[number - 1]))]
         if split_turns:
-            return [self._parts(render, chat[:number], [number], where) for number in counted]
-        return [self._parts(render, chat, counted, where)]
+            return [self._parts(render, chat[:number], [number], where, allow_lost) for number in counted]
+        return [self._parts(render, chat, counted, where, allow_lost)]
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Any] | None = None
@@ -137,8 +137,8 @@ class ChatTemplate:
         Raises DataError as ``documents`` does.
         """
         render = self._renderer({"tools": tools}, where)
-        chat = _with_tables(render, [self._checked(*each, where) for each in enumerate(messages, 1)], where)
-        self._layout(render, chat, where, add_generation_prompt=True)
+        chat = _with_tables(render, self._checked(messages, where), where)
+        self._unwritten(render, chat, where, add_generation_prompt=True)
         prompt, _ = render(chat, add_generation_prompt=True)
         answered, _ = render([*chat, {"role": "assistant", "content": MARK}])
         return prompt, answered.rpartition(MARK)[2]
@@ -153,41 +153,20 @@ class ChatTemplate:
     def uses(self, key: str) -> bool:
         return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in (key, *REASONING * (key in REASONING)))
 
-    def _checked(self, number: int, given: Any, where: str) -> dict[str, Any]:
-        """Check one message, and return it with kos's names of keys and roles, without the keys that are None."""
-        if isinstance(given, dict) and "from" in given and "role" not in given:
-            given = {{"from": "role", "value": "content"}.get(key, key): value for key, value in given.items()}
-            if given["role"] == "function_call":
-                given = _calling(given, where)
-            given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
-        message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
-        role, content = message.get("role"), message.get("content")
-        if role is None:
-            raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
-        if role not in ROLES:
-            how = "; write the role 'tool'" * (role == "function")
-            raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}{how}")
-        if isinstance(content, list) and [isinstance(each, dict) and each.get("type") for each in content] == ["text"]:
-            message["content"] = content[0].get("text")
-            if message["content"] is None:
-                del message["content"]
-        if wrong := _wrong_content(message, number):
-            raise DataError(f"{where}: expected {wrong}")
-        if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
-            raise DataError(f"{where}: expected train only in messages of assistants, got True with the role {role}")
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [*map(_with_arguments, calls)]
-        for key, value in message.items():
-            if value and key not in KNOWN and not self.uses(key):
-                expected = f"keys of a message that {self.path} uses, or {', '.join(KNOWN)}"
-                raise DataError(f"{where}: expected {expected}, got {key!r} in message {number}")
-        reasoning = next((message[key] for key in REASONING if key in message), None)
-        return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    def _checked(self, messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
+        return [checked(number, each, where, self.uses, self.path) for number, each in enumerate(messages, 1)]
 
-    def _parts(self, render: _Render, messages: Sequence[Any], counted: Collection[int], where: str) -> Parts:
+    def _parts(
+        self, render: _Render, messages: Sequence[Any], counted: Collection[int], where: str, allow_lost: bool
+    ) -> Parts:
         """The text of ``messages`` in parts.  The answers in the messages with the numbers ``counted`` count."""
-        layout, (whole, turns), answers = self._layout(render, messages, where), render(messages), _answers(messages)
-        if not self._has_spans:
+        unwritten = self._unwritten(render, messages, where, allow_lost)
+        layout, (whole, turns), lacking = self._layout(render, messages), render(messages), list[str]()
+        if self._has_spans:
+            turns = self._counted_spans(render, messages, counted, turns, where)
+            unsure = counted if not layout.prompted else ()
+            lacking = [self._start(render, whole, messages, number)[1] for number in unsure]
+        else:
             known = layout.turns_in(whole, [each.get("content", "") for each in messages]) or {}
             unsure = counted if known and not self._asks_alike else ()
             asked = ((number, render(messages[: number - 1], add_generation_prompt=True)[0]) for number in unsure)
@@ -196,45 +175,90 @@ class ChatTemplate:
             turns = []
             for number in counted:
                 done = turns[-1][1] if turns else 0
-                turns.append(known[number] if known else self._turn(render, whole, messages, number, done, where))
-        elif len(counted) < len(answers):  # blocks are in the order of messages
-            ends = [len(render(messages[:number])[1]) for number in answers]
-            if sorted(ends) != ends or ends[-1] != len(turns):
-                expected = f"{{% generation %}} blocks that no later message changes ({self.path})"
-                raise DataError(f"{where}: expected {expected}, got {len(turns)} of {ends}")
-            turns = [turn for at, turn in enumerate(turns) if answers[bisect_right(ends, at)] in counted]
-        parts, done = [], 0
+                turn, rest = (
+                    (known[number], "") if known else self._turn(render, whole, messages, number, done, where)
+                )
+                turns.append(turn)
+                lacking.append(rest)
+        parts, done = Parts(), 0
         for start, stop in turns:
             parts += [(whole[done:start], False), (whole[start:stop], True)]
             done = stop
-        return [*parts, (whole[done:], False)]
+        parts.append((whole[done:], False))
+        parts.lacking = [*filter(None, lacking)]
+        parts.lost = len(unwritten | self._incomplete(whole, messages, counted, turns, where, allow_lost))
+        return parts
+
+    def _counted_spans(
+        self, render: _Render, messages: Sequence[Any], counted: Collection[int], spans: list[Span], where: str
+    ) -> list[Span]:
+        """Those of all ``{% generation %}`` blocks that belong to the answers ``counted``."""
+        answers = _answers(messages)
+        if len(counted) == len(answers):
+            return spans
+        ends = [len(render(messages[:number])[1]) for number in answers]  # blocks are in the order of messages
+        if sorted(ends) != ends or ends[-1] != len(spans):
+            expected = f"{{% generation %}} blocks that no later message changes ({self.path})"
+            raise DataError(f"{where}: expected {expected}, got {len(spans)} of {ends}")
+        return [span for at, span in enumerate(spans) if answers[bisect_right(ends, at)] in counted]
+
+    def _incomplete(
+        self, whole: str, messages: Sequence[Any], counted: Collection[int], turns: Sequence[Span], where: str,
+        allowed: bool,
+    ) -> set[int]:  # fmt: skip
+        """The numbers of the messages of which ``whole`` lacks text.
+
+        DataError unless this is ``allowed``, for content of a message without tool calls.
+        """
+        stops = [stop for _, stop in turns] if len(turns) == len(counted) else []
+        places = [*pairwise([0, *stops])] if stops else [(0, len(whole)) for _ in counted]
+        found = lost(whole, messages, dict(zip(counted, places, strict=True)))
+        for number, key in found.items():
+            if key == "content" and not messages[number - 1].get("tool_calls") and not allowed:
+                expected = f"a chat template that writes the whole content of a message ({self.path})"
+                got = f"message {number} without a part of {reprlib.repr(messages[number - 1]['content'])}"
+                raise DataError(f"{where}: expected {expected}, got {got}; --allow-lost-content accepts this")
+        return {*found}
 
     def _turn(
         self, render: _Render, whole: str, messages: Sequence[Any], number: int, done: int, where: str
-    ) -> tuple[int, int]:
-        """The (start, stop) of an assistant's turn in ``whole``, the text of all messages.
+    ) -> tuple[Span, str]:
+        """The (start, stop) of an assistant's turn in ``whole``, the text of all messages, and what it lacks.
 
         ``number`` is that of the message, and ``done`` is where the turn before it ends.
         """
-        earlier, first = messages[: number - 1], [{"role": "assistant", "content": MARK}, *messages[1:]]
-        asked, _ = render(earlier, add_generation_prompt=True) if earlier else render(first)
-        start = len(commonprefix([whole, asked]))  # noqa: RUF071
+        start, lacking = self._start(render, whole, messages, number)
         upto = render(messages[:number])[0] if number < len(messages) else whole
-        if start < len(asked):
-            done = max(done, len(render(earlier)[0]) if earlier else 0)  # a template may not render an empty chat
+        if lacking or number == 1:
+            done = max(done, len(render(messages[: number - 1])[0]) if number > 1 else 0)
         if whole.startswith(upto) and done <= start <= len(upto):
-            return start, len(upto)
+            return (start, len(upto)), lacking
         expected = f"a chat template that does not change a turn for those after it ({self.path})"
         how = "add {% generation %} blocks to the template"
         if len(messages) > number:
             how = f"--split-turns makes a text for each answer, or {how}"
         raise DataError(f"{where}: expected {expected}, got another text up to message {number}; {how}")
 
-    def _layout(self, render: _Render, messages: Sequence[Any], where: str, **how: bool) -> _Layout:
-        """The layout of a chat; ``how`` is how it is rendered.  DataError for a message that the template leaves out.
+    def _start(self, render: _Render, whole: str, messages: Sequence[Any], number: int) -> tuple[int, str]:
+        """Where an answer begins in ``whole``, and the end of the generation prompt that ``whole`` lacks before it.
 
-        A message with tool calls may be written without its content, as in LLaMA 3.1's template.
+        Other answers to the same messages, with MARK as their texts, show which part of the prompt belongs to all of
+        them: the first characters of an answer may happen to be those of the rest.
         """
+        earlier, message = messages[: number - 1], messages[number - 1]
+        asked = render(earlier, add_generation_prompt=True)[0] if earlier else whole
+        if earlier and whole.startswith(asked):
+            return len(asked), ""
+        marked = {key: MARK if value and key in ("content", *REASONING) else value for key, value in message.items()}
+        texts = [whole, asked]
+        for answer in ({"role": "assistant", "content": MARK}, marked):
+            with suppress(DataError):  # of a template that looks into contents
+                texts.append(render([*earlier, answer, *([] if earlier else messages[1:])])[0])
+        start = len(commonprefix(texts))  # noqa: RUF071
+        return start, asked[start:] if earlier else ""
+
+    def _layout(self, render: _Render, messages: Sequence[Any], **how: bool) -> _Layout:
+        """The layout of a chat; ``how`` is how it is rendered."""
         left_out = {"content", *COUNTING}
         others = [{name: each[name] for name in each if name not in left_out} for each in messages]
         key = json.dumps([render.args[0], how, others, ["content" in each for each in messages]], default=repr)
@@ -242,18 +266,29 @@ class ChatTemplate:
             if len(self._layouts) == LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = self._make_layout(render, messages, how)
-        layout = self._layouts[key]
-        for number in layout.lost:
+        return self._layouts[key]
+
+    def _unwritten(
+        self, render: _Render, messages: Sequence[Any], where: str, allowed: bool = False, **how: bool
+    ) -> set[int]:
+        """The numbers of the messages that the template leaves out.  DataError unless this is ``allowed``.
+
+        A message with tool calls may be written without its content, as in LLaMA 3.1's template.
+        """
+        found = set[int]()
+        for number in self._layout(render, messages, **how).lost:
             message = messages[number - 1]
             role, content = message["role"], message.get("content", "")
             if not content.strip() or message.get("tool_calls"):
                 continue
             other = [*messages[: number - 1], {**message, "content": content + PLACE}, *messages[number:]]
             if render(other, **how) == render(messages, **how):
+                found.add(number)
                 system = "; write the role 'system' instead" * (role == "developer")
                 got = f"the role {role!r} in message {number}, whose content would be lost{system}"
-                raise DataError(f"{where}: expected roles that {self.path} writes, got {got}")
-        return layout
+                if not allowed:
+                    raise DataError(f"{where}: expected roles that {self.path} writes, got {got}")
+        return found
 
     def _make_layout(self, render: _Render, messages: Sequence[Any], how: Mapping[str, bool]) -> _Layout:
         places = [f"{PLACE}{number}{PLACE}" for number in range(1, len(messages) + 1)]
@@ -268,15 +303,19 @@ class ChatTemplate:
             texts = re.split(f"{PLACE}[0-9]+{PLACE}", whole)
             known = not (self._has_spans or how) and re.findall(f"{PLACE}[0-9]+{PLACE}", whole) == places
             starts = [*accumulate(map(len, chain.from_iterable(zip(texts, places, strict=False))), initial=0)][::2]
-            for number in _answers(messages) if known else ():
-                asked, _ = render(marked[: number - 1], add_generation_prompt=True)
+            answers = _answers(messages) if not how else []
+            for number in answers if known else answers[-1:] * self._has_spans:
+                asked = render(marked[: number - 1], add_generation_prompt=True)[0] if number > 1 else ""
                 upto, _ = render(marked[:number])
-                if number == 1 or len(asked) < done or not (upto.startswith(asked) and whole.startswith(upto)):
-                    return _Layout(lost, texts, None)
-                done, at = len(upto), [bisect_right(starts, len(each)) - 1 for each in (asked, upto)]
-                turns[number] = (at[0], len(asked) - starts[at[0]]), (at[1], done - starts[at[1]])
-            return _Layout(lost, texts, turns if known else None)
-        return _Layout(lost, texts, None)
+                if not upto.startswith(asked):
+                    return _Layout(lost, texts, None, False)
+                if known and (number == 1 or len(asked) < done or not whole.startswith(upto)):
+                    known = False
+                if known:
+                    done, at = len(upto), [bisect_right(starts, len(each)) - 1 for each in (asked, upto)]
+                    turns[number] = (at[0], len(asked) - starts[at[0]]), (at[1], done - starts[at[1]])
+            return _Layout(lost, texts, turns if known else None, True)
+        return _Layout(lost, texts, None, False)
 
     def _render(
         self, options: Mapping[str, Any], where: str, messages: Sequence[Any], add_generation_prompt: bool = False
@@ -353,71 +392,6 @@ class ChatTemplate:
             raise DataError(f"{self.path}: expected a chat template, got {error}").about("tokenizer") from None
 
 
-JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
-"""Reads JSON; ValueError also for a duplicate key."""
-
-
-def counts(given: Mapping[str, Any], where: str) -> bool:
-    """Whether the loss counts a message or a record.  DataError for values of COUNTING other than 0 and 1."""
-    for key, values in COUNTING.items():
-        if (got := given.get(key)) not in (None, 0, 1):
-            raise DataError(f"{where}: expected {values}, got {reprlib.repr(got)}")
-    return all(given.get(key) in (None, 1) for key in COUNTING)
-
-
-def _wrong_content(message: Mapping[str, Any], number: int) -> str:
-    """The error about the content or the tool calls of a message (expected, got, remedy), or "" if they are right."""
-    content, calls, assistant = message.get("content"), message.get("tool_calls"), message["role"] == "assistant"
-    if "function_call" in message:
-        how = 'write "tool_calls": [{"type": "function", "function": …}]'
-        return f"tool_calls in message {number}, got their earlier form 'function_call'; {how}"
-    if message.get("refusal"):
-        how = "put its text into content to train on it, or remove the line"
-        return f"content in message {number}, got a refusal, which templates do not write; {how}"
-    if not (isinstance(calls or [], list) and all(isinstance(call, dict) for call in calls or ())):
-        return f"a list of tables as the tool_calls of message {number}, got {reprlib.repr(calls)}"
-    if isinstance(content, str) or (content is None and assistant and calls):
-        return ""
-    if content is None:
-        return f"content{' or tool_calls' * assistant} in message {number}, got {'neither' if assistant else 'none'}"
-    if isinstance(content, list):
-        return f"one text as the content of message {number}, got a list of parts: {reprlib.repr(content)}"
-    return f"text as the content of message {number}, got {reprlib.repr(content)}; write it as a string of JSON"
-
-
-def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool call, in which arguments that are null or a blank string become "{}": a call without arguments."""
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_arguments(call["function"])}
-    given = call.get("arguments", {})
-    empty = given is None or (isinstance(given, str) and not given.strip())
-    return {**call, "arguments": "{}"} if empty else {**call}
-
-
-def _check_arguments(given: Any, where: str) -> None:
-    """DataError unless the arguments of a tool call are an object, or a string of JSON with one."""
-    try:
-        table = JSON.decode(given) if isinstance(given, str) else given
-        json.dumps(table, allow_nan=False, default=repr)  # JSON has no NaN
-    except (ValueError, RecursionError) as error:
-        got = f"{reprlib.repr(given)} ({error})"
-        raise DataError(f"{where}: expected JSON as the arguments of a tool call, got {got}") from None
-    if not isinstance(table, dict):
-        got = reprlib.repr(given)
-        raise DataError(f"{where}: expected a JSON object as the arguments of a tool call, got {got}")
-
-
-def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """ShareGPT's message with tool calls, in OpenAI's form."""
-    try:
-        calls = JSON.decode(given["content"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        got = f"{reprlib.repr(given.get('content'))} ({error})"
-        raise DataError(f"{where}: expected JSON as the value from function_call, got {got}") from None
-    functions = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
-    return {**given, "role": "assistant", "content": None, "tool_calls": functions}
-
-
 def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The numbers of the assistant's messages, counted from 1."""
     return [number for number, each in enumerate(messages, 1) if each["role"] == "assistant"]
@@ -433,7 +407,7 @@ def _with_tables(render: _Render, chat: list[dict[str, Any]], where: str) -> lis
     texts = [call["arguments"] for call in calls if isinstance(call, dict) and isinstance(call.get("arguments"), str)]
     for call in calls:
         if isinstance(call, dict) and "arguments" in call:
-            _check_arguments(call["arguments"], where)
+            check_arguments(call["arguments"], where)
     with suppress(DataError):  # a template may expect a table
         whole = render(chat)[0] if texts else ""
         if not any(json.dumps(text, ensure_ascii=False) in whole for text in texts):

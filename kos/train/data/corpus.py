@@ -346,15 +346,15 @@ def _validation_files(files: Sequence[File]) -> list[File]:
 
 
 def _cut(content: Any, part: Fraction) -> tuple[Any, Any]:
-    """The beginning and the last ``part``, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens.
+    """The beginning and the last ``part``, as in nanoGPT's prepare.py: of records, of a single text, or of tokens.
 
-    Of a document in parts nothing is held out.
+    Of a single record whose documents are in parts, nothing is held out.
     """
     if (size := len(content)) == 1 and isinstance(content, Records):
-        (content,) = content
-        if isinstance(content, Document):
+        (text, *_) = content
+        if isinstance(text, Document):
             return content, None
-        size = len(content)
+        content, size = text, len(text)
     at = int(size * (1 - part))
     return content[:at], content[at:]
 

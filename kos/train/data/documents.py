@@ -32,7 +32,8 @@ from kos.commands import python_code
 from kos.errors import ConfigError, DataError, KosError, install
 from kos.train.config.other_names import WITHOUT
 from kos.train.data import KINDS
-from kos.train.data.chat import JSON, ChatTemplate, counts
+from kos.train.data.chat import ChatTemplate
+from kos.train.data.messages import JSON, counts
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,10 @@ class Document:
     """Whether it is the last document of its record, which has several with ``split_turns``."""
     text_field: str | None = None
     """The ``--text-field`` that has the chat; None: another field."""
+    lost: int = 0
+    """The number of messages of which the chat template does not write all text."""
+    lacking: Sequence[str] = ()
+    """The end of the generation prompt, for each answer that counts and lacks it."""
 
     def __len__(self) -> int:
         return sum(len(text) for text, _ in self.parts)
@@ -68,7 +73,7 @@ class Document:
 
 class Lines(NamedTuple):
     """How files become documents: the field of a text or a chat, what gives the template of chats, whether each answer
-    of a chat is a document of its own, the encoding of text, and the dtype of token files without a header.
+    is a document, the encoding of text, the dtype of token files, and whether a template may leave out content.
 
     Without ``text_field``, a record has one of ``FORMS``.  ``of_source`` has the field and the encoding of sources that
     differ from these.
@@ -79,6 +84,7 @@ class Lines(NamedTuple):
     split_turns: bool = False
     encoding: str = "utf-8"
     token_dtype: str | None = None
+    allow_lost_content: bool = False
     of_source: Mapping[str, tuple[str | None, str | None]] = MappingProxyType({})
 
     def of(self, source: str) -> Lines:
@@ -123,10 +129,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Records:
-    """The documents ``start`` to ``stop`` of those in a file's records that are not empty.  Iterating reads them.
+    """The documents in the records ``start`` to ``stop`` of a file, without empty ones.  Iterating reads them.
 
-    Raises DataError if records are broken or lack the fields of a document, or if there is no document.  Warnings
-    before it show up to SHOWN kinds of wrong records.
+    A record without documents does not count, and a slice has the documents of whole records.  Raises DataError if
+    records are broken or lack the fields of a document, or if there is no document.  Warnings before it show up to
+    SHOWN kinds of wrong records.
     """
 
     path: Path
@@ -135,9 +142,10 @@ class Records:
     stop: int | None = None
 
     def __iter__(self) -> Iterator[str | Document]:
-        return itertools.islice(self._all(), self.start, self.stop)
+        return itertools.chain.from_iterable(itertools.islice(self._all(), self.start, self.stop))
 
-    def _all(self) -> Iterator[str | Document]:
+    def _all(self) -> Iterator[list[str | Document]]:
+        """The documents of each record."""
         where, none, wrong, bad = f"--data {self.path}", True, dict[str, tuple[str, int]](), 0
         for place, value in _read(self.path, self.lines, _reader(self.path)):
             try:
@@ -150,17 +158,16 @@ class Records:
                 if count or len(wrong) < SHOWN:
                     wrong[text] = first, count + 1
                 continue
-            for document in documents if not bad else ():
-                if document:
-                    none = False
-                    yield document
+            if not bad and (found := [document for document in documents if document]):
+                none = False
+                yield found
         if bad:
             raise _wrong(where, wrong, bad)
         if none:
             raise DataError(f"{where}: expected lines with text, got none")
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(1 for _ in itertools.islice(self._all(), self.start, self.stop))
 
     def __getitem__(self, at: slice) -> Records:
         return replace(self, start=at.start or 0, stop=at.stop)
@@ -273,19 +280,20 @@ def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[
     """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
     kinds = "text" if _kind(path) in READERS else KINDS
 
-    def wrong(got: str, likely: str) -> DataError:
+    def wrong(expected: str, got: str, likely: str) -> DataError:
         other = f", such as {likely}" * (codecs.lookup(likely).name != codecs.lookup(encoding).name)
-        expected = f"{encoding.upper()} {kinds}, got {got}; --encoding reads text in another one{other}"
-        return DataError(f"--data {path}{where}: expected {expected}").about("data", "encoding")
+        how = f"--encoding reads text in another encoding{other}"
+        return DataError(f"--data {path}{where}: expected {expected}, got {got}; {how}").about("data", "encoding")
 
     where = ""
     codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
         file, at = io.TextIOWrapper(raw, codec, newline=newline or ""), 0
         try:
-            for part in file if newline is not None else iter(lambda: file.read(READ), ""):
+            for number, part in enumerate(file if newline is not None else iter(lambda: file.read(READ), ""), 1):
                 if (nul := part.find("\0")) >= 0:
-                    raise wrong(f"a NUL at character {at + nul}", "utf-16")
+                    where = f", line {number}" * (newline is not None)
+                    raise wrong(kinds, f"a NUL at character {at + nul}", "utf-16")
                 at += len(part)
                 yield part
         except UnicodeDecodeError as error:
@@ -295,7 +303,7 @@ def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[
             lines = 1 + sum(raw.read(min(READ, place - at)).count(b"\n") for at in range(0, place, READ))
             where = f", line {lines}" * (newline is not None)
             likely = "utf-16" if not place and byte in (0xFE, 0xFF) else "latin-1"
-            raise wrong(f"byte 0x{byte:02x} at {place}", likely) from None
+            raise wrong(f"{encoding.upper()} {kinds}", f"byte 0x{byte:02x} at {place}", likely) from None
 
 
 def _text(path: Path, lines: Lines) -> Iterator[tuple[str, str]]:
@@ -441,10 +449,11 @@ def _documents_of(value: Any, lines: Lines, where: str) -> Sequence[str | Docume
             expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
             how = "put a file chat_template.jinja into its folder, or put each chat into one field, as text"
             raise DataError(f"{where}: expected {expected}, got none; {how}").about("tokenizer")
-        chats = template.documents(fields, messages, where, lines.split_turns)
-        rows = [[(_encodable(text, "messages", where), counted) for text, counted in parts] for parts in chats]
+        chats = template.documents(fields, messages, where, lines.split_turns, lines.allow_lost_content)
+        for text, _ in itertools.chain.from_iterable(chats):
+            _encodable(text, "messages", where)
         named = lines.text_field if field == lines.text_field else None
-        return [Document(tuple(parts), True, parts is rows[-1], named) for parts in rows]
+        return [Document(tuple(each), True, each is chats[-1], named, each.lost, each.lacking) for each in chats]
     if field is not None:
         return [_text_of(fields, field, where)]
     got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)

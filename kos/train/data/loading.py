@@ -29,6 +29,9 @@ from kos.train.data.tokenizers import (
 )
 from kos.train.data.tokens import Separator, Shards, Tokens, unmasked
 
+TOKENS_VERSION = 2
+"""Increases if the same text and settings give other tokens, other pieces or another split than before."""
+
 _BEGINS = ("train.npy", "val.npy")
 """The files in what is kept of token files that hold where documents begin."""
 
@@ -38,7 +41,10 @@ def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
     fields, encodings = by_source(config.text_field), {"": "utf-8", **by_source(config.encoding)}
     of_source = {name: (fields.get(name), encodings.get(name)) for name in {*fields, *encodings}}
-    return Lines(fields.get(""), template, config.split_turns, encodings[""], config.token_dtype, of_source)
+    return Lines(
+        fields.get(""), template, config.split_turns, encodings[""], config.token_dtype, config.allow_lost_content,
+        of_source,
+    )  # fmt: skip
 
 
 def load_tokens(
@@ -160,8 +166,9 @@ def tokenizing(
     tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
+    how += [TOKENS_VERSION, config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
     how += [[(each.text_field, each.encoding) for each in corpus.lines]]
+    how += ["lost content"] * config.allow_lost_content
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files

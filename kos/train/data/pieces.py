@@ -14,47 +14,62 @@ Documents = Iterable[str | Document | Text]
 Parts = list[tuple[str, bool]]  # of a text, and whether the loss counts each
 
 PIECE = 1 << 20
-"""Characters that a Hugging Face tokenizer is given at once: longer text is split, at a line's end."""
+"""Characters that a Hugging Face tokenizer is given at once: longer text is cut where that changes no token."""
 
 PORTION = PIECE * len(os.sched_getaffinity(0))
 """Characters that it encodes at once, on all cores: each needs some 50 bytes."""
 
 
 class Piece(NamedTuple):
-    """A piece of a document: its share of the document's parts, and whether it is its first and its last."""
+    """A piece of a document: its share of the document's parts, and whether it is the last one."""
 
     parts: Parts
-    first: bool
+    before: str
+    """The character before the piece; empty if it is the first one."""
     last: bool
     rendered: bool
 
 
+def cut(texts: Iterable[str], where: re.Pattern[str]) -> Iterator[str]:
+    """One text, which comes in parts of any length, in pieces, each of which ends where ``where`` matches.
 
-def cut(texts: Iterable[str]) -> Iterator[str]:
-    """One text, which comes in parts of any length, in pieces of up to PIECE characters.
-
-    They end with lines, if possible where no space is on either side: pre-tokenizers combine several spaces.
+    A piece ends at the last such place within PIECE characters, or at the first one after them.
     """
-    up_to = rf".{{0,{PIECE - 1}}}"
-    piece = re.compile(rf"(?s){up_to}(?:(?<=\S)\n(?=\S)|\Z)|{up_to}\n|.{{{PIECE}}}")
-    rest = ""
+    rest, at, searched = "", 0, 0
     for text in texts:
-        rest, at = rest + text, 0
-        while len(rest) - at > PIECE and (match := piece.match(rest, at)):  # what follows does not change it
-            yield match[0]
-            at = match.end()
-        rest = rest[at:]
-    yield from (match[0] for match in piece.finditer(rest) if match[0])
+        rest, at, searched = rest[at:] + text, 0, max(0, searched - at - 1)
+        while len(rest) - at > PIECE:
+            stop = _last(where, rest, at + 1, at + PIECE) if searched < at + PIECE else None
+            if stop is None:
+                found = where.search(rest, max(at + PIECE, searched))
+                searched = len(rest)
+                if found is None:
+                    break
+                stop = found.end()
+            yield rest[at:stop]
+            at = searched = stop
+    if at < len(rest):
+        yield rest[at:]
 
 
+def _last(where: re.Pattern[str], text: str, start: int, stop: int) -> int | None:
+    """The end of the last match in ``text[start:stop]``."""
+    first = stop
+    while first > start:
+        first = max(start, stop - 8 * (stop - first + 50))
+        if found := [match.end() for match in where.finditer(text, first, stop)]:
+            return found[-1]
+    return None
 
-def pieces_of(documents: Documents) -> Iterator[Piece]:
-    """The pieces of documents, of each at least one."""
+
+def pieces_of(documents: Documents, where: re.Pattern[str] | None) -> Iterator[Piece]:
+    """The pieces of documents, of each at least one: cut ``where`` it matches, or whole documents."""
     for document in documents:
         parts = document.parts if isinstance(document, Document) else ()
         bounds = [0, *itertools.accumulate(len(text) for text, _ in parts)]
-        texts = cut(document if isinstance(document, Text) else [str(document)])
-        start, text = 0, cast(str | None, next(texts, ""))
+        given = document if isinstance(document, Text) else [str(document)]
+        texts = iter(["".join(given)]) if where is None else cut(given, where)
+        start, text, before = 0, cast(str | None, next(texts, "")), ""
         while text is not None:
             following, stop = next(texts, None), start + len(text)
             within = [
@@ -63,15 +78,14 @@ def pieces_of(documents: Documents) -> Iterator[Piece]:
                 if begin <= stop and start <= end
             ]
             rendered = isinstance(document, Document) and document.rendered
-            yield Piece(within or [(text, True)], start == 0, following is None, rendered)
-            text, start = following, stop
+            yield Piece(within or [(text, True)], before, following is None, rendered)
+            before, text, start = text[-1:], following, stop
 
 
-
-def portions(documents: Documents, skip: int) -> Iterator[list[Piece]]:
+def portions(documents: Documents, where: re.Pattern[str] | None, skip: int) -> Iterator[list[Piece]]:
     """Pieces that are encoded at once: either all of chats, or none."""
     portion, size = list[Piece](), 0
-    for piece in itertools.islice(pieces_of(documents), skip, None):
+    for piece in itertools.islice(pieces_of(documents, where), skip, None):
         if portion and (size >= PORTION or piece.rendered != portion[0].rendered):
             yield portion
             portion, size = [], 0

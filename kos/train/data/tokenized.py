@@ -42,7 +42,8 @@ class CorpusDocuments:
 
     ``kinds`` has the kinds of those for training and for validation: text, parts, or parts that a template rendered.
     ``rendered`` has the numbers of documents and of characters that a template rendered.  ``once`` has the same numbers
-    for the last document of each chat alone.  ``fields`` has each ``--text-field`` that a record has.
+    for the last document of each chat alone.  ``fields`` has each ``--text-field`` that a record has.  ``lost`` and
+    ``lacking`` are the sums of those of the documents.
     """
 
     def __init__(self, corpus: Corpus) -> None:
@@ -50,6 +51,7 @@ class CorpusDocuments:
         self.train, self.kinds = 0, (set[str](), set[str]())
         self.fields = set[str | None]()
         self.rendered, self.once = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        self.lost, self.lacking = 0, Counter[str]()
 
     def __iter__(self) -> Iterator[str | Document | Text]:
         for of_val, contents in enumerate(self.splits[:2]):
@@ -65,6 +67,8 @@ class CorpusDocuments:
                         if isinstance(document, Document) and document.rendered:
                             self.rendered += (1, len(document))
                             self.once += (document.last, len(document) * document.last)
+                            self.lost += document.lost
+                            self.lacking.update(document.lacking)
                         yield document
 
 
@@ -169,6 +173,10 @@ def _about(
     if answers > chats:
         cost = f"{plural(answers, 'document')}, with {every / max(1, once):.1f} times the text"
         between += f"; --split-turns makes {plural(chats, 'chat')} into {cost}"
+    if documents.lost:
+        between += f"; the chat template leaves out text of {plural(documents.lost, 'message')}"
+    for prompt, count in documents.lacking.most_common():
+        between += f"; {plural(count, 'answer')} without {prompt!r}, with which the generation prompt ends"
     identity = json.dumps(tokenizer.to_json(), sort_keys=True).encode()
     return {
         "tokenizer": tokenizer.to_json(), "tokenizer_sha256": hashlib.sha256(identity).hexdigest(),

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
+from kos.train.data.cuts import ANYWHERE, adds_to_start, where_to_cut
 from kos.train.data.documents import Text
-from kos.train.data.pieces import Documents, Parts, Piece, cut, portions
+from kos.train.data.pieces import Documents, Piece, pieces_of, portions
 from kos.train.data.tokenizer_classes import by_class
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
@@ -54,6 +55,7 @@ class Tokenizer(ABC):
     start = 0  # what generation starts from when there is no prompt
     prefix: Sequence[int] = ()  # the special tokens that ``encode`` adds before a text,
     suffix: Sequence[int] = ()  # and after it
+    cuts: re.Pattern[str] | None = ANYWHERE  # where a text may be cut before it is encoded; None: nowhere
     rules = ""  # the class by whose rules it encodes, if these are not those of its tokenizer.json
 
     @property
@@ -97,26 +99,26 @@ class Tokenizer(ABC):
         def encode(portion: list[Piece]) -> tuple[list[list[NDArray[Any]]], Counter[str]]:
             splits = split_special_tokens and not portion[0].rendered
             texts = ("".join(text for text, _ in piece.parts) for piece in portion)
-            return self._encode([piece.parts for piece in portion], splits), self.spelled_out(texts if splits else ())
+            return self._encode(portion, splits), self.spelled_out(texts if splits else ())
 
-        for portion, (encodings, spelled_out) in _ahead(encode, portions(documents, skip)):
+        for portion, (encodings, spelled_out) in _ahead(encode, portions(documents, self.cuts, skip)):
             affixes = ([], []) if portion[0].rendered else self.document_affixes
             (before, after), pieces = (np.array(ids, dtype) for ids in affixes), list[NDArray[Any]]()
             for encoded, piece in zip(encodings, portion, strict=True):
                 ids = [part.astype(dtype, copy=False) for part in encoded]
-                ids[0] = np.concatenate([*[before] * piece.first, ids[0]])
+                ids[0] = np.concatenate([*[before] * (not piece.before), ids[0]])
                 ids[-1] = np.concatenate([ids[-1], *[after] * piece.last])
                 if masked:
                     ids = [part if counted else ~part for part, (_, counted) in zip(ids, piece.parts, strict=True)]
                 pieces.append(np.concatenate(ids))
             places = zip(np.cumsum([0, *map(len, pieces)]), portion, strict=False)
-            begins = np.array([at for at, piece in places if piece.first], np.int64)
+            begins = np.array([at for at, piece in places if not piece.before], np.int64)
             size = sum(len(text) for piece in portion for text, _ in piece.parts)
             yield Encoded(np.concatenate(pieces), begins, size, len(portion), spelled_out)
 
-    def _encode(self, texts: Sequence[Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
-        """The tokens of each of ``texts``, in the parts of which it consists, without those that ``encode`` adds."""
-        return [[self.encode(part) for part, _ in parts] for parts in texts]
+    def _encode(self, pieces: Sequence[Piece], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+        """The tokens of each part of each piece, without those that ``encode`` adds."""
+        return [[self.encode(part) for part, _ in piece.parts] for piece in pieces]
 
     def spelled_out(self, texts: Iterable[str]) -> Counter[str]:
         """How often each special token is spelled out in texts."""
@@ -283,6 +285,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.prefix, self.suffix = self._added_tokens()
         source = json.loads(self._tokenizer.to_str())
         self.arguments = {"name": name, "bos": bos, "eos": eos, "tokenizer": source}
+        self.cuts, self._adds_to_start = where_to_cut(source), adds_to_start(source)
+        self._post = library.Tokenizer(library.models.BPE())  # a post-processor may take spaces out of offsets
+        self._post.post_processor, self._tokenizer.post_processor = self._tokenizer.post_processor, None
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """The ids that the post-processor adds before and after a text, found with an id that no vocabulary has."""
@@ -315,30 +320,34 @@ class HuggingFaceTokenizer(Tokenizer):
         return Counter(match[0] for text in texts for match in self._special.finditer(text))
 
     def encode(self, text: str) -> NDArray[Any]:
-        pieces = self._encode([[(piece, True)] for piece in cut([text])], split_special_tokens=False)
+        pieces = self._encode([*pieces_of([text], self.cuts)], split_special_tokens=False)
         prefix, suffix = (np.array(ids, self.dtype) for ids in (self.prefix, self.suffix))
         return np.concatenate([prefix, *itertools.chain(*pieces), suffix])
 
-    def _encode(self, texts: Sequence[Parts], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
-        """Each text as a whole: some tokenizers add a space to whatever they are given. A token of two parts is in the
+    def _encode(self, pieces: Sequence[Piece], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+        """Each piece as a whole: some tokenizers add a space to whatever they are given. A token of two parts is in the
         one that counts, as in transformers; if both do, or none, in the second."""
         self._tokenizer.encode_special_tokens = split_special_tokens
+        before = [piece.before * self._adds_to_start for piece in pieces]
+        wholes = [each + "".join(text for text, _ in piece.parts) for each, piece in zip(before, pieces, strict=True)]
+        offsets = any(before) or any(len(piece.parts) > 1 for piece in pieces)  # else they are not computed
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
         try:
-            wholes = ["".join(text for text, _ in parts) for parts in texts]
-            in_parts = any(len(parts) > 1 for parts in texts)  # else offsets are not needed, and not computed
-            encode = self._tokenizer.encode_batch if in_parts else self._tokenizer.encode_batch_fast
             encodings = encode(wholes, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
         found = []
-        for parts, encoding in zip(texts, encodings, strict=True):
-            begins, ends = zip(*encoding.offsets, strict=True) if len(parts) > 1 and encoding.offsets else ((), ())
-            places = itertools.accumulate(len(text) for text, _ in parts[:-1])
+        for lead, (parts, *_), encoding in zip(map(len, before), pieces, encodings, strict=True):
+            own = next((n for n, (at, _) in enumerate(encoding.offsets) if at >= lead), len(encoding)) if lead else 0
+            places = itertools.accumulate((len(text) for text, _ in parts[:-1]), initial=lead)
+            needed = self._post.post_process(encoding, None, False).offsets[own:] if len(parts) > 1 else ()
+            begins, ends = zip(*needed, strict=True) if needed else ((), ())
             cuts = [
                 np.searchsorted(begins, at) if first and not second else np.searchsorted(ends, at, side="right")
-                for at, (_, first), (_, second) in zip(places, parts, parts[1:], strict=False)
+                for at, (_, first), (_, second) in zip([*places][1:], parts, parts[1:], strict=False)
             ]
-            found.append(np.split(np.array(encoding.ids, self.dtype), cuts))
+            bounds = [*itertools.accumulate(cuts, max)]  # a token without characters may be on both sides of a place
+            found.append(np.split(np.array(encoding.ids[own:], self.dtype), bounds))
         return found
 
     def token_bytes(self) -> NDArray[np.int64]:

@@ -1,0 +1,127 @@
+"""Checks the messages of a chat, and gives them kos's names of keys and roles."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kos.errors import DataError
+from kos.train.config import unique_keys
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
+"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``.
+
+A message from ``function_call`` has the tool calls of an assistant as JSON: one, or a list.
+"""
+
+KNOWN = ("role", "content", "weight", "train", "name", "tool_call_id")
+"""Keys that a message may have even if the template does not use them."""
+
+COUNTING = {"weight": "a weight of 0 or 1", "train": "train true or false"}
+"""Keys of a message or of a record, and their values.  If a value is 0 or false, the loss does not count the text."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Synonyms of one key.  A template may use any of them."""
+
+JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
+"""Reads JSON; ValueError also for a duplicate key."""
+
+
+def counts(given: Mapping[str, Any], where: str) -> bool:
+    """Whether the loss counts a message or a record.  DataError for values of COUNTING other than 0 and 1."""
+    for key, values in COUNTING.items():
+        if (got := given.get(key)) not in (None, 0, 1):
+            raise DataError(f"{where}: expected {values}, got {reprlib.repr(got)}")
+    return all(given.get(key) in (None, 1) for key in COUNTING)
+
+
+def checked(number: int, given: Any, where: str, uses: Callable[[str], bool], path: Path) -> dict[str, Any]:
+    """Check one message, and return it with kos's names of keys and roles, without the keys that are None.
+
+    ``uses`` tells whether the chat template, which is in ``path``, uses a key.
+    """
+    if isinstance(given, dict) and "from" in given and "role" not in given:
+        given = {{"from": "role", "value": "content"}.get(key, key): value for key, value in given.items()}
+        if given["role"] == "function_call":
+            given = _calling(given, where)
+        given["role"] = SHAREGPT.get(str(given["role"]), given["role"])
+    message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    role, content = message.get("role"), message.get("content")
+    if role is None:
+        raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(given)}")
+    if role not in ROLES:
+        how = "; write the role 'tool'" * (role == "function")
+        raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}{how}")
+    if isinstance(content, list) and [isinstance(each, dict) and each.get("type") for each in content] == ["text"]:
+        message["content"] = content[0].get("text")
+        if message["content"] is None:
+            del message["content"]
+    if wrong := _wrong_content(message, number):
+        raise DataError(f"{where}: expected {wrong}")
+    if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
+        raise DataError(f"{where}: expected train only in messages of assistants, got True with the role {role}")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [*map(_with_arguments, calls)]
+    for key, value in message.items():
+        if value and key not in KNOWN and not uses(key):
+            expected = f"keys of a message that {path} uses, or {', '.join(KNOWN)}"
+            raise DataError(f"{where}: expected {expected}, got {key!r} in message {number}")
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _wrong_content(message: Mapping[str, Any], number: int) -> str:
+    """The error about the content or the tool calls of a message (expected, got, remedy), or "" if they are right."""
+    content, calls, assistant = message.get("content"), message.get("tool_calls"), message["role"] == "assistant"
+    if "function_call" in message:
+        how = 'write "tool_calls": [{"type": "function", "function": …}]'
+        return f"tool_calls in message {number}, got their earlier form 'function_call'; {how}"
+    if message.get("refusal"):
+        how = "put its text into content to train on it, or remove the line"
+        return f"content in message {number}, got a refusal, which templates do not write; {how}"
+    if not (isinstance(calls or [], list) and all(isinstance(call, dict) for call in calls or ())):
+        return f"a list of tables as the tool_calls of message {number}, got {reprlib.repr(calls)}"
+    if isinstance(content, str) or (content is None and assistant and calls):
+        return ""
+    if content is None:
+        return f"content{' or tool_calls' * assistant} in message {number}, got {'neither' if assistant else 'none'}"
+    if isinstance(content, list):
+        return f"one text as the content of message {number}, got a list of parts: {reprlib.repr(content)}"
+    return f"text as the content of message {number}, got {reprlib.repr(content)}; write it as a string of JSON"
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool call, in which arguments that are null or a blank string become "{}": a call without arguments."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"])}
+    given = call.get("arguments", {})
+    empty = given is None or (isinstance(given, str) and not given.strip())
+    return {**call, "arguments": "{}"} if empty else {**call}
+
+
+def check_arguments(given: Any, where: str) -> None:
+    """DataError unless the arguments of a tool call are an object, or a string of JSON with one."""
+    try:
+        table = JSON.decode(given) if isinstance(given, str) else given
+        json.dumps(table, allow_nan=False, default=repr)  # JSON has no NaN
+    except (ValueError, RecursionError) as error:
+        got = f"{reprlib.repr(given)} ({error})"
+        raise DataError(f"{where}: expected JSON as the arguments of a tool call, got {got}") from None
+    if not isinstance(table, dict):
+        got = reprlib.repr(given)
+        raise DataError(f"{where}: expected a JSON object as the arguments of a tool call, got {got}")
+
+
+def _calling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """ShareGPT's message with tool calls, in OpenAI's form."""
+    try:
+        calls = JSON.decode(given["content"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        got = f"{reprlib.repr(given.get('content'))} ({error})"
+        raise DataError(f"{where}: expected JSON as the value from function_call, got {got}") from None
+    functions = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return {**given, "role": "assistant", "content": None, "tool_calls": functions}
