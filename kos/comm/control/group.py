@@ -55,6 +55,7 @@ from kos.comm.control.wire import (
     drive,
     is_loopback,
     lacks_files,
+    without_file,
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
@@ -323,7 +324,7 @@ class TCPRendezvous(Rendezvous):
 
     def _unable(self, error: BaseException) -> KosError:
         me = self.failures.world[self.rank]
-        return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}", ranks=[me])
+        return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {without_file(error)}", ranks=[me])
 
     def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
         """Join only to report ``error``, such as Ctrl-C, to the other ranks, which would wait for this rank.
