@@ -133,7 +133,15 @@ with kos.init() as comm:
 with kos.init() as comm:
     if comm.rank == 0: sys.exit(7)
     {WAIT}
-""", 7, "rank 0 of 3 ends the job: it aborted its communicator by an exception and the others did not"),
+""", 7, "rank 0 of 3 ends the job: it aborted its communicator by an exception and ranks 1-2 did not end"),
+    "one ends, one does not": ("""
+try:
+    with kos.init() as comm:
+        if comm.rank == 0: sys.exit(7)
+        comm.barrier(timeout=300)
+except kos.errors.RankLost:
+    time.sleep(300 * (comm.rank == 2))
+""", 7, "rank 0 of 3 ends the job: it aborted its communicator by an exception and rank 2 did not end"),
     "caught, then exit": (f"""
 try:
     with kos.init() as comm:
@@ -162,7 +170,7 @@ try:
     kos.init(timeout=0.5)
 except kos.errors.RendezvousError:
     pass
-""", 1, "rank 0 of 3 ends the job: it exits and the others did not"),
+""", 1, "rank 0 of 3 ends the job: it exits and ranks 1-2 did not end"),
 }
 
 
