@@ -142,7 +142,8 @@ def plain_array(x: Any) -> Array | None:
             if dtype is not None and x.is_contiguous() and not x.is_neg():
                 return Array(x.data_ptr(), tuple(x.shape), dtype, device, owner=x, stream=torch_stream(device))
     elif library == "cupy" and type(x) is sys.modules["cupy"].ndarray and x.flags.c_contiguous:
-        if (dtype := BY_NUMPY.get(x.dtype)) is not None:
+        dtype = BY_NUMPY.get(x.dtype)
+        if dtype is not None:
             return Array(x.data.ptr, x.shape, dtype, x.device.id, owner=x, stream=_cupy_stream(x.device.id))
     return None
 
