@@ -76,7 +76,7 @@ def test_named_tests_run():
     """In an environment without their packages, they would be skipped, and say nothing."""
     there, lacking = installed(), dict[str, set[str]]()
     for page, name in named():
-        if name in FILES and not name.endswith(("_gpu", "_cuda")):
+        if name in FILES and not re.search(r"_(gpu|cuda)$", name):
             needed = {BROUGHT.get(each, each) for each in packages(FILES[name])} - {"kos", "numpy"}
             if absent := {each for each in needed if canonicalize_name(each) not in there}:
                 lacking[f"{name}, which {page} names"] = absent
