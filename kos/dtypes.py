@@ -7,6 +7,7 @@ have these conversions).  A new ``kind`` needs ``kos/comm/reduction.py`` (the re
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +82,19 @@ BY_NUMPY: dict[np.dtype[Any], DType] = {entry.numpy: entry for entry in DTYPES.v
 _BY_CODE = list(BY_NUMPY)
 
 
-def dtype_of(numpy_dtype: np.dtype[Any]) -> DType:
-    """The table's entry for a NumPy dtype.
+def dtype_of(numpy_dtype: np.dtype[Any], what: str = "dtype") -> DType:
+    """The table's entry for the NumPy dtype of the argument ``what``.
 
     Raises InvalidArgument for types that no backend moves: objects, strings, dates, records and
     non-native byte order.
     """
     entry = BY_NUMPY.get(numpy_dtype)
     if entry is None:
-        raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}; got {numpy_dtype!r}")
+        native = numpy_dtype.newbyteorder("=")
+        if native in BY_NUMPY:
+            order = f"{native} in the byte order of this machine, which is {sys.byteorder}-endian"
+            raise InvalidArgument(f"{what}: expected {order}, got {numpy_dtype!r}: use astype({str(native)!r})")
+        raise InvalidArgument(f"{what}: expected one of the dtypes {', '.join(DTYPES)}; got {numpy_dtype!r}")
     return entry
 
 

@@ -7,12 +7,15 @@ of ``KosError``.  An error that corresponds to a builtin one also inherits from 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import groupby
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from kos.commands import near, pip_install
@@ -20,6 +23,7 @@ from kos.commands import near, pip_install
 P = ParamSpec("P")
 T = TypeVar("T")
 _PACKAGE, _PYTHON = Path(__file__).resolve().parent, Path(os.__file__).parent
+_reporting = False  # whether ``report_without_own_frames`` has set its hooks
 
 
 class KosError(RuntimeError):
@@ -242,7 +246,7 @@ def describe(error: BaseException) -> tuple[str, str]:
 def without_own_frames(call: Callable[P, T]) -> Callable[P, T]:
     """``call``, whose errors have no frames of the calls within it, nor have their causes.
 
-    Where no hook of kos is set, Python prints all frames of an uncaught error.  KOS_DEBUG=1 leaves them in.
+    For calls before a hook of kos is set.  KOS_DEBUG=1 leaves the frames in.
     """
 
     @wraps(call)
@@ -250,14 +254,58 @@ def without_own_frames(call: Callable[P, T]) -> Callable[P, T]:
         try:
             return call(*args, **options)
         except KosError as error:
-            each: BaseException | None = None if debugging() else error
-            while each is not None and (trace := each.__traceback__) is not None:
-                if not Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
-                    break  # an error of the program, which called kos while it handled it
-                each.__traceback__, each = None, each.__cause__ or each.__context__
+            _remove_own_frames(error)
             raise error
 
     return short
+
+
+def report_without_own_frames() -> None:
+    """Have uncaught errors of kos, in any thread, reported without the frames within kos.  Idempotent.
+
+    The hooks that were set before report them.  KOS_DEBUG=1 leaves the frames in.
+    """
+    global _reporting
+    if _reporting:
+        return
+    _reporting, previous, previous_thread = True, sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _remove_own_frames(error)
+        previous(kind, error, error.__traceback__)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            _remove_own_frames(args.exc_value)
+            args = threading.ExceptHookArgs((*args[:2], args.exc_value.__traceback__, args[3]))
+        previous_thread(args)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+
+
+def _remove_own_frames(error: BaseException) -> None:
+    """Remove the frames within kos from an error that kos raised on purpose, and from its causes.
+
+    An error of the program, which called kos while it handled that one, keeps its frames.
+    """
+    each: BaseException | None = error if isinstance(error, KosError) and not debugging() else None
+    while each is not None and (trace := each.__traceback__) is not None:
+        if each is not error and not Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            break
+        each.__traceback__, each = _without_own_frames(trace), each.__cause__ or each.__context__
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames within kos, nor those of Python's own modules that kos called."""
+    kept, within = list[TracebackType](), False
+    while trace is not None:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        within = file.is_relative_to(_PACKAGE) or (within and file.is_relative_to(_PYTHON))
+        kept += [] if within else [trace]
+        trace = trace.tb_next
+    for each in reversed(kept):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace
 
 
 def debugging() -> bool:

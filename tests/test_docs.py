@@ -20,6 +20,7 @@ import inspect
 import io
 import os
 import pkgutil
+import pydoc
 import re
 import shlex
 import subprocess
@@ -229,6 +230,14 @@ def test_help_names_every_argument_and_the_errors(thing):
             if argument not in ("self", "comm") and not any(re.search(rf"\b{argument}\b", text) for text in texts):
                 lacking.append(f"{name}: {argument}")
     assert not lacking, f"{thing.__name__}: {lacking}"
+
+
+@pytest.mark.parametrize("thing", [kos.Communicator, kos.Work, kos.comm.Persistent], ids=NAME)
+def test_help_lists_what_the_reference_lists(thing):
+    reference = (ROOT / "docs" / "reference" / "api.md").read_text()
+    _, _, shown = pydoc.render_doc(thing, renderer=pydoc.plaintext).partition("Methods defined here")
+    listed = set(re.findall(r"^ \|  (?:\w+ = )?([a-z]\w*)(?:\(|$| = )", shown, re.M))
+    assert listed <= set(re.findall(rf"`kos\.(?:comm\.)?{thing.__name__}\.(\w+)`", reference)) and listed
 
 
 def test_help_of_a_method_or_function_is_complete():

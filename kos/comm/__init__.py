@@ -66,7 +66,7 @@ def init(
 
     ``process_hooks=False`` is for a framework that ends and reports its jobs itself.  kos then sets no exception hooks,
     no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable or setting of Open MPI
-    and mpi4py.
+    and mpi4py.  Without MPI, it sets exception hooks only, which leave the frames within kos out of their reports.
 
     ``progress_thread=True`` advances operations with ``async_op=True`` on host memory while the program computes.
     Without it they advance only inside calls of kos (``Work.wait``, ``done``, another call).  Only computation that

@@ -456,8 +456,12 @@ class Operations:
         if not options.compress:
             raise InvalidArgument(f"residual: expected None without compress, got {type(residual).__name__}")
         kept = as_buffer(residual, "residual", True, stream)
-        if kept.dtype is not x.dtype or kept.device != x.device or any(map(kept.overlaps, {x, o.recv or x})):
-            raise InvalidArgument(f"residual: expected memory of its own, of {x.dtype} of {x.place}, got {kept}")
+        if kept.dtype is not x.dtype:
+            raise InvalidArgument(f"residual: expected dtype {x.dtype}, as x has, got {kept.dtype}")
+        if kept.device != x.device:
+            raise InvalidArgument(f"residual: expected memory of {x.place}, as x has, got memory of {kept.place}")
+        if any(map(kept.overlaps, {x, o.recv or x})):
+            raise InvalidArgument("residual: expected memory of its own, got an array that overlaps x or out")
         if kept.stream != x.stream:
             raise InvalidArgument("residual: expected an array of the stream of x, got one of another: pass stream=")
         exact = 1 if options.deterministic else self.exact_group_size(x.device)

@@ -98,7 +98,7 @@ class Groups(Operations):
         """
         members = check_ranks("ranks", ranks, self.size)
         color, key = (0, members.index(self.rank)) if self.rank in members else (None, 0)
-        return self._split(color, key, "group", f"group {members}", nccl)
+        return self._split(color, key, "group", f"ranks {members}", nccl, call="group")
 
     def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> tuple[Self, ...]:
         """A communicator for each axis of a grid of all ranks, whose last axis varies fastest.
@@ -115,7 +115,7 @@ class Groups(Operations):
         place, axes = np.unravel_index(self.rank, sizes), []
         for axis in range(len(sizes)):
             first = np.ravel_multi_index([0 if a == axis else at for a, at in enumerate(place)], sizes)
-            group = self._split(int(first), self.rank, f"axis{axis}-{first}", f"grid {sizes}", nccl)
+            group = self._split(int(first), self.rank, f"axis{axis}-{first}", f"shape {sizes}", nccl, call="grid")
             assert group is not None
             axes.append(group)
         return tuple(axes)

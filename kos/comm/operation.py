@@ -21,6 +21,8 @@ CORE_OPERATIONS = (
     "_all_gather_frames",
 )  # fmt: skip
 """Operations that the compiled core may start by itself (``kos/_core/module_eager.c``).  Python starts all others."""
+GROUP_CALLS = ("split", "group", "grid", "duplicate")
+"""Calls that make groups.  As operations, with which the ranks compare these calls, they are barriers."""
 ANY = -1
 """The source of a message that any rank may send."""
 AUTO = "auto"

@@ -43,10 +43,15 @@ class ReduceOp(enum.Enum):
 class PremulSum:
     """PREMUL_SUM with its factor: every rank multiplies its input by its own factor before the sum.
 
-    The factor is a real number, also for complex arrays.  A finite factor must be finite in the arrays' dtype.
+    The factor is a real number, or an array of NumPy without dimensions, also for complex arrays.  A finite factor
+    must be finite in the arrays' dtype.
     """
 
     factor: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.factor, np.ndarray) and self.factor.ndim == 0:  # NumPy's form of a single number
+            object.__setattr__(self, "factor", self.factor[()])
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not PremulSum or self.factor != other.factor:

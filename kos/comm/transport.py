@@ -224,7 +224,7 @@ class ScheduledCalls:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None
         yield from self._disseminate(self.tag(work)) if native is None else native
 
-    _split = _duplicate = _barrier  # the rendezvous makes the groups, but does not compare these calls
+    _split = _group = _grid = _duplicate = _barrier  # the rendezvous makes the groups, but does not compare these calls
 
     def _disseminate(self, tag: int) -> Steps:
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""

@@ -178,31 +178,31 @@ _Base: Any = type("State", (), {}) if native is None else native.State
 """The base of Work.  With the core, it is a C struct, so that calls that run no Python code can make Works."""
 
 
-class Work(_Base, Generic[T]):
+class _Documented(type):
+    """Has ``help`` and ``dir`` list the public names of a class alone; those of the core have no underscore."""
+
+    def __dir__(cls) -> list[str]:
+        return ["done", "result", "synchronize", "wait"]
+
+
+class Work(_Base, Generic[T], metaclass=_Documented):
     """An operation in flight, which a call with ``async_op=True`` returns.
 
     Its methods raise what the operation raises: InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost, or
     CollectiveError for other errors of the backend.
-
-    ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU.  ``array`` holds the result, and ``convert`` turns it
-    into the object that the call returns.  ``sequence`` is the number of the call.  The number of a collective is equal
-    on all ranks; messages have numbers of their own.  ``record`` is the call's entry in the flight recorder, and
-    ``core_work`` is the part that the compiled core has begun.  ``reported`` says whether ``wait`` or ``done`` has
-    returned or raised the outcome.  ``steps`` is None if the operation is complete, queued or not started, or if only
-    the core has advanced it.
     """
 
     if TYPE_CHECKING or native is None:  # else fields of the base
-        sequence = -1
-        record: list[Any] | None = None
-        convert: Callable[[Any], Any] | None = None
-        reported = False
-        core_work: Any = None
-        steps: Steps | None = None
+        sequence = -1  # the number of the call: of a collective, equal on all ranks; messages have their own
+        record: list[Any] | None = None  # the call's entry in the flight recorder
+        convert: Callable[[Any], Any] | None = None  # turns ``array``, which holds the result, into what a call returns
+        reported = False  # whether ``wait`` or ``done`` has returned or raised the outcome
+        core_work: Any = None  # the part that the compiled core has begun
+        steps: Steps | None = None  # None: complete, queued or not started, or only the core has advanced it
         _error: KosError | None = None
 
         def __init__(self, prepared: Any, send: Any = None, recv: Any = None, array: Any = None) -> None:
-            self.prepared, self.send, self.recv, self.array = prepared, send, recv, array
+            self.prepared, self.array, self.send, self.recv = prepared, array, send, recv  # 1-D, or addresses on a GPU
 
     stream: int = 0  # on a GPU, the handle of the stream of the arrays
     queue: Any = None  # the object that keeps that stream alive

@@ -31,9 +31,10 @@ def as_dtype(dtype: Any) -> DType:
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     try:
-        return dtype_of(np.dtype("None" if dtype is None else dtype))  # NumPy's None is float64
+        of_numpy = np.dtype("None" if dtype is None else dtype)  # NumPy's None is float64
     except (TypeError, ValueError):
-        raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}") from None
+        raise InvalidArgument(f"dtype: expected one of the dtypes {', '.join(DTYPES)}; got {dtype!r}") from None
+    return dtype_of(of_numpy)
 
 
 def _whole(what: str, value: Any) -> int:
@@ -130,7 +131,7 @@ class Array:
         interface = getattr(source, "__cuda_array_interface__", None)
         if interface is None:
             raise InvalidArgument(f"from_dlpack: expected an array on a GPU, got {type(source).__name__}")
-        shape, dtype = tuple(interface["shape"]), dtype_of(np.dtype(interface["typestr"]))
+        shape, dtype = tuple(interface["shape"]), dtype_of(np.dtype(interface["typestr"]), "from_dlpack")
         pointer, readonly = interface["data"]
         if (strides := interface.get("strides")) is not None:
             check_contiguous(shape, tuple(strides), dtype.itemsize)
@@ -214,7 +215,7 @@ class Array:
         if isinstance(other, Array):
             dtype, pointer = other.dtype, other.pointer
         elif isinstance(other, np.ndarray) and other.flags.c_contiguous:
-            dtype, pointer = dtype_of(other.dtype), other.ctypes.data
+            dtype, pointer = dtype_of(other.dtype, what), other.ctypes.data
         else:
             got = type(other).__name__ + (f" with strides {other.strides}" if isinstance(other, np.ndarray) else "")
             raise InvalidArgument(f"{what}: expected an Array or a C-contiguous ndarray, got {got}")

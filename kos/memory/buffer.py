@@ -101,7 +101,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
         raise InvalidArgument(f"{what}: expected a writable array, got a read-only one{_instead(x)}")
     if not flags.aligned and array.size:
         raise InvalidArgument(f"{what}: expected memory aligned for {array.dtype}, got address {array.ctypes.data:#x}")
-    dtype = BY_NUMPY.get(array.dtype) or dtype_of(array.dtype)  # which raises
+    dtype = BY_NUMPY.get(array.dtype) or dtype_of(array.dtype, what)  # which raises
     return Buffer(x, array.reshape(-1), dtype, array.size, array.shape)
 
 

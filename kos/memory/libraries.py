@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kos.cuda import driver, streams
-from kos.dtypes import DTYPES, DType, dtype_of
+from kos.dtypes import BY_NUMPY, DTYPES, DType
 from kos.memory.array import Array
 
 _LIBRARIES = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow"}
@@ -142,7 +142,9 @@ def plain_array(x: Any) -> Array | None:
             if dtype is not None and x.is_contiguous() and not x.is_neg():
                 return Array(x.data_ptr(), tuple(x.shape), dtype, device, owner=x, stream=torch_stream(device))
     elif library == "cupy" and type(x) is sys.modules["cupy"].ndarray and x.flags.c_contiguous:
-        return Array(x.data.ptr, x.shape, dtype_of(x.dtype), x.device.id, owner=x, stream=_cupy_stream(x.device.id))
+        dtype = BY_NUMPY.get(x.dtype)
+        if dtype is not None:
+            return Array(x.data.ptr, x.shape, dtype, x.device.id, owner=x, stream=_cupy_stream(x.device.id))
     return None
 
 

@@ -29,9 +29,8 @@ from kos.errors import RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import WAIT, FakeNCCL, no_gpu
 from tests.comm.gpu_ranks import OnGPU
+from tests.comm.ranks import HANG
 from tests.fake_cuda import GPU
-
-HANG = 240.0  # seconds, less than pytest gives a test; each wait of a rank, and of a kernel, has a limit of its own
 
 
 class HostMemory:

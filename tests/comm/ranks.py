@@ -31,6 +31,7 @@ from kos.testing.conformance.values import ALL_DTYPES, SIZES, assert_bits, asser
 __all__ = ["ALL_DTYPES", "SIZES", "assert_bits", "assert_same_on_all_ranks", "inputs", "poison"]
 
 TIMEOUT = 30.0  # seconds
+HANG = 240.0  # seconds, less than pytest gives a test; each wait of a rank, and of a kernel, has a limit of its own
 
 
 def until(found: Callable[[], Any], seconds: float = TIMEOUT) -> Any:
@@ -136,7 +137,10 @@ class MPIRanks:
 def on_threads(
     size: int, fn: Callable[[ThreadRendezvous], Any], timeout: float = 60.0, when_one_fails: Callable[[], Any] = list
 ) -> list[Any]:
-    """What ``fn(rendezvous)`` returned on each rank, a thread; a failure of one ends the waits of the others."""
+    """What ``fn(rendezvous)`` returned on each rank, a thread; a failure of one ends the waits of the others.
+
+    Each wait of a rank lasts ``timeout`` seconds at most.  A rank may take longer: it may compile kernels for the host.
+    """
     group, results, failures = ThreadGroup(size), [None] * size, list[str]()
 
     def rank(index: int) -> None:
@@ -151,7 +155,7 @@ def on_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * timeout)
+        thread.join(HANG)
         assert not thread.is_alive() or failures, "a rank hangs"
     assert not failures, failures[0]
     return results

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ def comm():
 F = np.zeros(4, np.float32)
 READ_ONLY = np.zeros(4, np.float32)
 READ_ONLY.flags.writeable = False
+SWAPPED = np.zeros(4, F.dtype.newbyteorder())
 
 
 class Nowhere:
@@ -123,8 +125,13 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "no backend for it": (
         lambda c: c.all_reduce(described()),
         "x: expected memory of the host .backend mock., got Array in memory of cuda:0; nccl, peer and auto"),
-    "object": (lambda c: c.all_reduce(np.array([None])), r"dtype: expected one of .* got dtype\('O'\)"),
-    "big-endian": (lambda c: c.all_reduce(np.zeros(2, ">f4")), "dtype: expected one of .* got dtype"),
+    "object": (lambda c: c.all_reduce(np.array([None])), r"x: expected one of the dtypes .* got dtype\('O'\)"),
+    "object out": (lambda c: c.all_reduce(F, out=np.array([None] * 4)), "out: expected one of the dtypes .*; got"),
+    "byte order": (lambda c: c.all_reduce(SWAPPED), f"x: expected float32 in the byte order .* {sys.byteorder}-endian"),
+    "byte order out": (lambda c: c.all_reduce(F, out=SWAPPED), "out: expected float32 .* got .*use astype..float32"),
+    "byte order residual": (
+        lambda c: c.all_reduce(F, compress="int8", residual=SWAPPED), "residual: expected float32 in the byte order"),
+    "byte order allocate": (lambda c: c.allocate(3, SWAPPED.dtype.str), "dtype: expected float32 in the byte order"),
     "out dtype": (lambda c: c.all_reduce(F, out=np.zeros(4)), "out: expected dtype float32, got float64"),
     "out shape": (lambda c: c.all_reduce(F, out=np.zeros(5, np.float32)), r"out: expected shape \(4,\), got \(5,\)"),
     "gather out": (
@@ -314,6 +321,17 @@ def test_tensors(name):
         as_buffer(torch.ones(2, 3).to(getattr(torch, name)).t(), "x", writable=True)
 
 
+def test_a_factor_may_be_an_array_without_dimensions():
+    """PremulSum keeps its number, so a later change of the array changes nothing."""
+    factor = np.array(2.0)
+    op = PremulSum(factor)
+    factor[...] = 3
+    assert op == PremulSum(2.0) and hash(op) == hash(PremulSum(2.0))
+    with kos.init("mock") as comm:
+        for _ in range(3):
+            assert comm.all_reduce(np.ones(2), op).tolist() == [2, 2]
+
+
 # Every parameter of every function, given what it is not.
 
 NAN = float("nan")
@@ -328,7 +346,8 @@ WRONG: dict[str, list[Any]] = {
     "src": [*NO_NUMBER, -1, 0, 2],
     "tag": [*NO_NUMBER, -1, 1 << 20],
     "counts": [4, "ab", [4], [4, 4, 4], [4, -4], [4, "4"], [4.0, 4.0], [True, 4], np.zeros((2, 2), int)],
-    "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2"), PremulSum(SECONDS)],
+    "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2"), PremulSum(SECONDS),
+           PremulSum(np.ones(1)), PremulSum(np.array("2"))],
     "stream": [0, 5, "x", object()],
     "until": [0, "x", lambda: True],
     "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1), np.complex64(1), SECONDS],

@@ -168,6 +168,7 @@ def test_bad_variables(changes, message):
     ("environ", "missing", "given"),
     [
         ({"RANK": "1"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "RANK"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "4", "RANK": "1"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "RANK"),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK, MASTER_ADDR, MASTER_PORT", "WORLD_SIZE"),
         ({"WORLD_SIZE": "1"}, "RANK", "WORLD_SIZE"),
         (TORCH, "MASTER_ADDR, MASTER_PORT", "RANK, WORLD_SIZE"),
@@ -183,7 +184,10 @@ def test_a_part_of_the_variables(no_launcher, environ, missing, given):
         no_launcher.setenv(name, value)
     with pytest.raises(RendezvousError) as caught:
         kos.init(timeout=5)
-    assert str(caught.value).startswith(f"{missing}: expected values beside those of {given}, got none (")
+    text = str(caught.value)
+    assert text.startswith(f"{missing}: expected values beside those of {given}, got none (")
+    assert ("(under srun, set" in text) == ("SLURM_STEP_NUM_TASKS" in environ), text
+    assert ("is a group of one" in text) == ("SLURM_STEP_NUM_TASKS" not in environ), text
 
 
 def test_a_rank_on_the_host_says_nothing(no_launcher):

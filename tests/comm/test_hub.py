@@ -414,7 +414,8 @@ def fail_once(owner: Any, name: str, error: BaseException, *, after: bool) -> No
     setattr(owner, name, call)
 
 
-CTRL_C, NO_FILES = KeyboardInterrupt(), OSError("too many open files")
+CTRL_C, NO_FILES = KeyboardInterrupt(), OSError(errno.EMFILE, "Too many open files", "/one/of/many")
+LACKS = r"rank {} cannot open its connections: \[Errno 24\] Too many open files(;|$)"  # without the file
 INTERRUPTED = "interrupted on rank {} .*by KeyboardInterrupt"
 STEPS: dict[str, tuple[str, bool, BaseException, str]] = {
     "within an exchange": ("_exchange", True, CTRL_C, INTERRUPTED),
@@ -422,7 +423,7 @@ STEPS: dict[str, tuple[str, bool, BaseException, str]] = {
     "before it joins": ("join_hub", False, CTRL_C, INTERRUPTED),
     "once the hub has admitted it": ("_call_hub", True, CTRL_C, "rank {}"),  # which may take no second call
     "once it has joined": ("_own_location", False, CTRL_C, INTERRUPTED),
-    "no file is left": ("_own_location", False, NO_FILES, "rank {} cannot open its connections: too many"),
+    "no file is left": ("_own_location", False, NO_FILES, LACKS),
 }
 """The method that raises; whether it does so at its end; what it raises, and what the others hear."""
 

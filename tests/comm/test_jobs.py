@@ -110,6 +110,26 @@ comm.barrier()
     assert output(tmp_path, text, 2) == "rendezvous: start: rank 0 waited 0.5 s for rank 1\n" * 2
 
 
+UNCAUGHT = """
+comm = kos.init(timeout=60, process_hooks={hooks})
+def call():
+    comm.all_reduce(np.ones(2), op="no operation")
+{run}
+"""
+
+
+@pytest.mark.parametrize("run", ["call()", "thread = threading.Thread(target=call); thread.start(); thread.join()"])
+@pytest.mark.parametrize(("hooks", "debug"), [(True, "0"), (True, "1"), (False, "0")])
+def test_an_uncaught_error_without_mpi_is_reported_without_frames_of_kos(tmp_path, run, hooks, debug):
+    path, env = program(tmp_path, UNCAUGHT.format(run=run, hooks=hooks)), environment() | {"KOS_DEBUG": debug}
+    done = run_program(*python(), path, env=env | {"RANK": "0", "WORLD_SIZE": "1"}, cwd="/")
+    text = done.stderr
+    assert text.rstrip().endswith("kos.errors.InvalidArgument: op: expected a ReduceOp or PremulSum(factor), got 'no op"
+                                  "eration'")  # fmt: skip
+    assert text.count(f'File "{path}"') == (2 if run == "call()" else 1), text
+    assert (f'File "{ROOT / "kos"}/' in text) == (debug == "1" or not hooks), text
+
+
 WAIT = "comm.barrier(timeout=300)"
 
 ENDS = {
@@ -133,7 +153,15 @@ with kos.init() as comm:
 with kos.init() as comm:
     if comm.rank == 0: sys.exit(7)
     {WAIT}
-""", 7, "rank 0 of 3 ends the job: it aborted its communicator by an exception and the others did not"),
+""", 7, "rank 0 of 3 ends the job: it aborted its communicator by an exception and ranks 1-2 did not end"),
+    "one ends, one does not": ("""
+try:
+    with kos.init() as comm:
+        if comm.rank == 0: sys.exit(7)
+        comm.barrier(timeout=300)
+except kos.errors.RankLost:
+    time.sleep(300 * (comm.rank == 2))
+""", 7, "rank 0 of 3 ends the job: it aborted its communicator by an exception and rank 2 did not end"),
     "caught, then exit": (f"""
 try:
     with kos.init() as comm:
@@ -162,7 +190,7 @@ try:
     kos.init(timeout=0.5)
 except kos.errors.RendezvousError:
     pass
-""", 1, "rank 0 of 3 ends the job: it exits and the others did not"),
+""", 1, "rank 0 of 3 ends the job: it exits and ranks 1-2 did not end"),
 }
 
 

@@ -217,6 +217,7 @@ def test_a_product_of_what_is_not_finite(ops, arena):
     assert np.isnan(got[:128]).all() and (got[128:] == 144).all()
 
 
+@pytest.mark.gpu
 def test_data_types_are_those_of_cuda():
     nvmath = pytest.importorskip("nvmath")
     names = {"float32": "R_32F", "bfloat16": "R_16BF", "float8_e4m3fn": "R_8F_E4M3", "float8_e5m2": "R_8F_E5M2"}

@@ -23,7 +23,7 @@ from kos.comm.control.mpi_rendezvous import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
 from kos.comm.control.store import METHODS, of_process_group, store_rendezvous
 from kos.comm.control.thread_rendezvous import RANK_THREAD, THREADS, join_threads, single_rendezvous
-from kos.errors import InvalidArgument
+from kos.errors import InvalidArgument, report_without_own_frames
 from kos.launcher import by_variables, launched_place, under_mpirun
 
 
@@ -40,7 +40,10 @@ def default_rendezvous(
         raise InvalidArgument(
             "init: expected the function to use the comm that kos.testing.spawn passes, got kos.init() in its thread"
         )
-    if not (by_launcher := under_mpirun()) and by_variables():
+    by_launcher = under_mpirun()
+    if process_hooks and not by_launcher and not by_mpi:
+        report_without_own_frames()
+    if not by_launcher and by_variables():
         if launched_place()[1] == 1:
             return env_rendezvous(timeout)
         with claimed(False, timeout):

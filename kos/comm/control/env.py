@@ -89,10 +89,12 @@ class Place:
         if missing := [name for name in needed if not environ.get(name)]:
             found = dict.fromkeys(name for name in (*needed, *VARIABLES) if environ.get(name))
             beside = f" beside those of {', '.join(found)}" if found else ""
-            raise RendezvousError(
-                f"{', '.join(missing)}: expected values{beside}, got none "
-                f"(a process without any of {', '.join(VARIABLES)} is a group of one)"
-            )
+            hint = f"a process without any of {', '.join(VARIABLES)} is a group of one"
+            if by_slurm:
+                hint = f"under srun, set them in the job script: the host of {of_rank}=0, and a free port there"
+            elif environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # a task, which is no group of one
+                hint = "under srun, set all of them; without RANK and WORLD_SIZE, kos reads the variables of Slurm"
+            raise RendezvousError(f"{', '.join(missing)}: expected values{beside}, got none ({hint})")
         size = _number(environ, of_size, 1, 1 << 20)
         rank = _number(environ, of_rank, 0, size - 1)
         local_rank = _number(environ, of_local_rank, 0, size - 1) if of_local_rank in environ else None

@@ -40,6 +40,7 @@ _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their 
 _keeping = threading.Lock()
 # Communicators to be freed, and the request of a barrier of their ranks; each is of the thread that takes it.
 _closing = deque[tuple[Any, Any]]()
+_at_exit: list[Any] = []  # the socket that shows other ranks that this one has come to its exit handler
 abort_code: int | None = None  # exit code of a rank that aborted its communicator because of an exception
 starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
 _loss = False  # whether a rank was lost, and the job continues without it
@@ -260,12 +261,14 @@ def _exit_job() -> None:
         return
     if _loss and abort_code is None:
         return
-    goes_on = fault_tolerant()
+    goes_on, world = fault_tolerant(), MPI.COMM_WORLD
+    with contextlib.suppress(OSError):  # no file descriptor is left; others then take it for missing
+        _at_exit.append(mpi_start.arrived(world.rank, "exit"))
     grace = _EXIT_GRACE if goes_on or starting or abort_code is not None else None
     together, began = False, time.monotonic()
     with contextlib.suppress(MPI.Exception):  # a late rank may make other calls, and one may be lost
         if starting is None or wait_request(starting[1], grace):  # MPI matches calls in order
-            together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
+            together = wait_request(world.Ibarrier(), grace)
     if together:
         return
     if goes_on and abort_code is None:
@@ -273,7 +276,7 @@ def _exit_job() -> None:
     else:
         time.sleep(max(began + (grace or 0.0) - time.monotonic(), 0.0))  # others still report what they have met
         why = "exits" if abort_code is None else "aborted its communicator by an exception"
-        world = MPI.COMM_WORLD
+        late = mpi_start.missing(world.rank, world.size, "exit") or "other ranks"
         time.sleep(min(world.rank, 8) * mpi_start.TURN_SECONDS)  # mpirun of Open MPI 5 may hang if two abort at once
-        log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)
+        log.critical("rank %d of %d ends the job: it %s and %s did not end", world.rank, world.size, why, late)
         _end_job(abort_code or 1)

@@ -2,7 +2,8 @@
 
 Called through ctypes, MPI_Init does not hold Python's lock, so a thread can watch it.  Nothing makes MPI_Init return.
 At the timeout that thread reports the missing ranks and ends the process with ``EXIT_CODE``.  Ranks that have come are
-known to the others of their host by an abstract Unix socket, which ends with the process.
+known to the others of their host by an abstract Unix socket, which ends with the process.  Their exit handlers use
+another one (``arrived``).
 """
 
 from __future__ import annotations
@@ -50,10 +51,7 @@ def start(rc: Any, timeout: float | None) -> None:
         return
     rank, size = launched_place()
     returned, deciding = threading.Event(), threading.Lock()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as here:
-        if sys.platform == "linux":
-            with suppress(OSError):
-                here.bind(_name(rank))
+    with arrived(rank, "start"):
         if timeout is not None:
             given = returned, deciding, timeout, rank, size, sys._getframe()
             threading.Thread(target=_watch, args=given, name="kos-mpi-start", daemon=True).start()
@@ -62,8 +60,17 @@ def start(rc: Any, timeout: float | None) -> None:
             returned.set()
 
 
-def _name(rank: int) -> str:
-    return f"\0kos-mpi-{hashlib.sha256(job().encode()).hexdigest()[:32]}-{rank}"
+def arrived(rank: int, where: str) -> socket.socket:
+    """A socket by which the other ranks of this host know, while it is open, that this rank has come to ``where``."""
+    here = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if sys.platform == "linux":
+        with suppress(OSError):
+            here.bind(_name(rank, where))
+    return here
+
+
+def _name(rank: int, where: str) -> str:
+    return f"\0kos-mpi-{hashlib.sha256(job().encode()).hexdigest()[:32]}-{where}-{rank}"
 
 
 def _watch(
@@ -78,7 +85,7 @@ def _watch(
 
 def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
     """Report the missing ranks, and end this process."""
-    text, trace = timeouts.unstarted(timeout, _missing(rank, size)), None
+    text, trace = timeouts.unstarted(timeout, missing(rank, size, "start")), None
     error = RendezvousError(f"rendezvous: start: {text}")
     while frame is not None:
         trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
@@ -89,17 +96,17 @@ def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
     os._exit(EXIT_CODE)
 
 
-def _missing(rank: int, size: int) -> str:
-    """The names of the ranks that have not come; "" where some may be on other hosts."""
-    missing = [other for other in range(size) if other != rank and not _has_come(other)]
+def missing(rank: int, size: int, where: str) -> str:
+    """The names of the ranks that have not come to ``where``; "" where some may be on other hosts."""
+    ranks = [other for other in range(size) if other != rank and not _has_come(other, where)]
     local = next((os.environ[name] for name in _LOCAL_SIZE if name in os.environ), "")
-    known = missing and local == str(size) and job() and sys.platform == "linux"
-    return ranks_in_words(missing) if known else ""
+    known = ranks and local == str(size) and job() and sys.platform == "linux"
+    return ranks_in_words(ranks) if known else ""
 
 
-def _has_come(rank: int) -> bool:
-    """Whether the rank, of this host, waits in ``start``."""
+def _has_come(rank: int, where: str) -> bool:
+    """Whether the rank, of this host, has come to ``where``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, suppress(OSError):
-        sock.connect(_name(rank))
+        sock.connect(_name(rank, where))
         return True
     return False

@@ -23,7 +23,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
 _COMPUTED = (
     "all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "all_gather", "gather", "scatter",
-    "all_to_all", "barrier", "split", "duplicate",
+    "all_to_all", "barrier", *GROUP_CALLS,
 )  # fmt: skip
 """The collectives that ``compute`` supports: the pieces of all ranks have the same length.
 
@@ -181,7 +181,7 @@ class ThreadTransport(Backend):
             run = self._compute
         if watch is None:
             return run(work)
-        if watch.plan.faults and prepared.name not in ("split", "duplicate"):
+        if watch.plan.faults and prepared.name not in GROUP_CALLS:
             tag = self.tag(work.sequence) if prepared.collective else prepared.operation.message.tag
             self._discard(tag, watch.plan.inject(self.group.world, self._me, work))
         works = watch.launched[self._me]
@@ -325,7 +325,7 @@ class ThreadMessage:
 def compute(works: Sequence[Work[Any]]) -> None:
     """Compute a collective for all ranks.  ``works[r]`` is the call of rank r, whose memory this thread can access."""
     o = works[0].prepared.operation
-    if o.name in ("barrier", "split", "duplicate"):
+    if o.name in ("barrier", *GROUP_CALLS):
         return
     if o.reduction is not None:
         results = _reduced(o.name, works)

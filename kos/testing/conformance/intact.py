@@ -21,7 +21,7 @@ def refused(comm: Communicator) -> None:
     x, n = np.ones((4 * comm.size, 4)), comm.size
     wrong: dict[str, Callable[[], Any]] = {
         "x: expected a C-contiguous array": lambda: comm.all_reduce(x[:, ::2]),
-        "dtype: expected one of": lambda: comm.all_reduce(np.array(["text"])),
+        "x: expected one of the dtypes": lambda: comm.all_reduce(np.array(["text"])),
         "root: expected a rank from 0": lambda: comm.broadcast(x, root=n),
         "out: expected dtype float64, got float32": lambda: comm.all_reduce(x, out=x.astype(np.float32)),
         "out: expected": lambda: comm.all_gather(x, np.empty(3)),

@@ -22,7 +22,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Difference, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
-from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, Message, Operation
+from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Message, Operation
 from kos.comm.prepared import CoreCall, Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
@@ -59,7 +59,7 @@ _OPERATIONS = {
     ))
 }  # fmt: skip
 """In the order of ``core.h``, as the next two.  Operations that are not here run by messages (``transport.py``)."""
-_OPERATIONS |= {"split": 0, "duplicate": 0}  # to the core barriers
+_OPERATIONS |= dict.fromkeys(GROUP_CALLS, 0)  # to the core barriers
 _REDUCTIONS = {
     op: code for code, op in enumerate((
         ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.BAND, ReduceOp.BOR,
