@@ -23,7 +23,6 @@ COMMANDS = {
     "export": ("kos.train.export", "write a checkpoint as a Hugging Face folder, in bfloat16 or float32"),
     "plot": ("kos.train.tools.plot", "draw loss, learning rate, gradient norm and tokens/s of runs: kos plot RUN…"),
     "doctor": ("kos.doctor", "report what this machine and job can use"),
-    "tune": ("kos.tune", "measure the tuning table of this machine's GPUs"),
     "schedules": ("kos.comm.schedules", "list, verify, draw and predict algorithms"),
     "recorder": ("kos.comm.recorder", "read the dumps of the flight recorder"),
     "bench": ("kos.bench", "measure collectives, beside MPI, NCCL and PyTorch: mpirun -n N kos bench"),
@@ -44,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"kos {kos.__version__}")
         return 0
     if name not in COMMANDS:
-        report(ConfigError(f"expected one of {', '.join(COMMANDS)}, got {name!r}"), launched_rank())
+        expected = "kos bench --write-table" if name == "tune" else f"one of {', '.join(COMMANDS)}"
+        report(ConfigError(f"expected {expected}, got {name!r}"), launched_rank())
         return 2
     commands.typed = f"kos {name}"
     sys.argv = [commands.typed, *rest]

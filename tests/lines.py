@@ -16,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
-    "comm", "cuda", "memory", "doctor", "testing", "tune", "transfer", "interop", "train", "bench", "_core", "kos",
+    "comm", "cuda", "memory", "doctor", "testing", "transfer", "interop", "train", "bench", "_core", "kos",
     "tests",
 )  # fmt: skip
 """The folders in ``kos``; ``kos`` are the files right in it, ``tests`` the tests."""
 LANGUAGES = {".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"}
-LIBRARY = ("comm", "cuda", "memory", "doctor", "testing", "tune")
+LIBRARY = ("comm", "cuda", "memory", "doctor", "testing")
 MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
 TESTS, KOS = 42_000, 42_561
 """Lines of Python that the tests were given when kos had ``KOS`` lines of code, in all languages (1d323cb8)."""

@@ -261,7 +261,7 @@ def test_what_is_refused(module, words, code, said, program, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "typed",
     [
-        "bench --collective foo", "bench --json /nowhere/x", "bench --device gpu", "foo", "tune --foo",
+        "bench --collective foo", "bench --json /nowhere/x", "bench --device gpu", "foo", "bench --with foo", "tune",
     ],
 )  # fmt: skip
 def test_rank_0_alone_refuses(typed):

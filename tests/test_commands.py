@@ -131,7 +131,10 @@ def test_the_options_that_started_this_job_are_kept(tmp_path, script):
 
 
 MISSING = {
-    "kos.bench": ["--json no/x.json", "--plot no/x.png", "--ranks 0"],
+    "kos.bench": [
+        "--json no/x.json", "--plot no/x.png", "--ranks 0", "--write-table --json no/x.json", "--write-table -e 8G",
+        "--write-table --dtype int8", "--with no",
+    ],
     "kos.bench.join": ["no.json --json x.json", "result.json --json no/x.json", "other.json --json x.json"],
     "kos.bench.plot": ["no.json x.png", "result.json no/x.png", "other.json x.png", "broken.json x.png"],
     "kos.comm.recorder": ["no", "empty", "no.json", "broken.json", "other.json"],
@@ -140,7 +143,6 @@ MISSING = {
     "kos.testing.conformance": ["--backend no", "--ranks 0"],
     "kos.train.parallel.schedules": ["no"],
     "kos.train.tools.plot": ["no", "empty", "empty -o no/x.png"],
-    "kos.tune": ["--out no/x.json", "--largest no"],
 }
 """Arguments by command, each with one thing that does not exist or is something else."""
 TRAINING = {f"kos.train{name}" for name in ("", ".sample", ".chat", ".evaluate", ".export", ".tokenize")}  # tests/train

@@ -31,7 +31,6 @@ FLOORS = {
     "comm": 2,
     "": 2,  # kos/__init__.py, the face of comm
     "testing": 3,
-    "tune": 3,
     "doctor": 3,
     "transfer": 3,
     "interop": 3,

@@ -128,12 +128,17 @@ def test_commands_work_without_docstrings(words):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_command_with_another_name_now_is_refused_with_it(program):
+    done = program("kos", "tune --largest 1G")
+    assert (done.code, done.err) == (2, "kos: error: expected kos bench --write-table, got 'tune'\n")
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "train"])
 def test_wrong_arguments_are_refused_by_the_name_that_was_typed(name, program):
     """With the usage, except by commands of several ranks: those refuse once for all ranks, on one line."""
     done = program("kos", f"{name} --no-such-flag")
     said = done.err
-    if name in ("bench", "doctor", "eval", "tune"):
+    if name in ("bench", "doctor", "eval"):
         wrong = "the following arguments are required: CHECKPOINT" if name == "eval" else ""
         assert said == f"kos: error: {wrong or 'unrecognized arguments: --no-such-flag'}\n"
     else:

@@ -39,6 +39,10 @@ rows: calls with ``async_op`` and ``wait``; Open MPI measured a second time (``m
 Open MPI called from C, as the OSU micro-benchmarks do (``mpi-c``, if mpicc is found).  A table has the times of kos
 divided by those of Open MPI.
 
+``mpirun -n N kos bench --write-table`` measures the table by which ``auto`` chooses between ``peer`` and ``nccl``, with
+a rank for each GPU: every operation and size, in graphs and as eager calls, and every kernel of peer's all-reduce.
+Ranks on several hosts measure phases (``hierarchical``) and ``nccl`` instead, for this number of hosts.
+
 ``barrier`` is measured only if it is named, and without a size: its rows show one element, which no call moves.
 
 ``limit_us`` is the physical limit of the row.  On hosts, every rank must read its input and write its output.  So the

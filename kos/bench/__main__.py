@@ -22,6 +22,7 @@ from kos.bench.options import parse
 from kos.bench.plot import plot
 from kos.bench.ratios import lines as ratios
 from kos.bench.summary import busy, summary
+from kos.bench.tables import check_place, write_table
 from kos.comm import Communicator
 from kos.comm.control.bootstrap import default_rendezvous
 from kos.cuda import unavailable
@@ -29,6 +30,7 @@ from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
 from kos.files import check_picture, check_writable
 from kos.launcher import launched_rank
+from kos.reporting import exit_status
 from kos.reporting import report as report_error
 from kos.testing import spawn
 
@@ -333,6 +335,16 @@ def check(options: argparse.Namespace, started: bool) -> None:
         check_writable(options.json)
 
 
+def tune(options: argparse.Namespace, rank: int) -> int:
+    """Measure and write the tuning table; returns the exit status."""
+    try:
+        return write_table(options.json, options.max_bytes or 1 << 30, options.others)
+    except KosError as error:
+        if rank == 0 or not isinstance(error, BackendUnavailable):  # all ranks raise BackendUnavailable
+            print(f"kos: error: {error}", file=sys.stderr)
+        return exit_status(error)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     rank, started = launched_rank(), any(name in os.environ for name in STARTED_BY)
@@ -341,10 +353,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:  # by each rank for itself: none is connected yet
         options = parse(arguments)
-        check(options, started)
+        if options.write_table:
+            check_place(options.json)
+        else:
+            check(options, started)
     except KosError as error:
         report_error(ConfigError(str(error)), rank)
         return 2
+    if options.write_table:
+        return tune(options, rank)
     if started:
         control = kos.init("mpi" if default_rendezvous(120.0).mpi_comm is not None else "tcp")
         results = [work(control, options)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from kos.bench import __doc__ as METHOD
 from kos.bench.cases import BARRIER, MEASURED, OPERATIONS, REDUCE_OPS, ROUTING
 from kos.bench.implementations import GPU_BACKENDS, choices
+from kos.bench.tables import LARGEST, SMALLEST
 from kos.commands import program
 from kos.errors import ConfigError
 from kos.reporting import Parser
@@ -92,12 +93,32 @@ def _parser() -> Parser:
     where = "the picture of latency and bus bandwidth by size (default: beside --json, or bench-*.png)"
     add("--plot", type=Path, metavar="FILE", help=where)
     add("--no-plot", action="store_true", help="draw no picture")
+    about = "on GPUs: measure the table by which auto chooses a backend, up to -e (default 1G), and write it to --json "
+    add("--write-table", action="store_true", help=about + "(default: in the user's cache)")
+    about = "with --write-table: also measure this backend of another package; the flag may be repeated"
+    add("--with", dest="others", action="append", default=[], metavar="NAME", help=about)
     return parser
+
+
+def _check_table(parser: Parser, options: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that do not go together with ``--write-table``."""
+    for name, value in vars(options).items():
+        if name not in ("write_table", "others", "max_bytes", "json") and value != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--write-table: expected no flags but -e, --with and --json beside it, got {flag}")
+    if not SMALLEST <= (options.max_bytes or SMALLEST) <= LARGEST:
+        raise ConfigError(f"-e/--max-bytes: expected a size from 1K to 4G with --write-table, got {options.max_bytes}")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; raises ConfigError for wrong ones."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.write_table:
+        _check_table(parser, options)
+        return options
+    if options.others:
+        raise ConfigError("--with: expected --write-table beside it")
     options.sizes = sizes_of(options)
     names = options.collective.split(",")
     options.collective = [name for each in names for name in (OPERATIONS if each == "all" else (each,))]

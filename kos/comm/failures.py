@@ -31,7 +31,6 @@ from kos.errors import (
     KosError,
     OutOfMemory,
     RankLost,
-    RendezvousError,
     in_words,
     sentence,
 )
@@ -47,9 +46,6 @@ _UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # transports raise
 
 SHOWN_CALLS = 4
 """An error shows the last call of at most this many late ranks."""
-
-LOOK_SECONDS = 0.2
-"""The least number of seconds between two checks for stopped ranks."""
 
 HOST_SECONDS = 0.05
 """When a rank is lost: how long to wait for the ends of the other ranks of its host, in seconds."""
@@ -68,35 +64,6 @@ class EndedEarly(RankLost):
     """The error to raise if no such report arrives."""
 
 
-class StoppedRanks:
-    """Finds the ranks of this host that a signal or a debugger has stopped for longer than the usual timeout.
-
-    A call with a longer timeout of its own waits for that timeout if a rank is computing, but not if it is stopped.
-    """
-
-    def __init__(self, failures: FailureLog, usual: float) -> None:
-        self._failures, self._usual = failures, usual
-        self._since: dict[int, float] = {}  # when a rank was first seen stopped
-        self._look_at = 0.0
-
-    def find(self, awaited: Iterable[int]) -> list[int]:
-        """The awaited ranks that are stopped, as world ranks.  Checks at most every ``LOOK_SECONDS``."""
-        now, status = time.monotonic(), self._failures.status
-        if now < self._look_at:
-            return []
-        self._look_at = now + LOOK_SECONDS
-        stopped = [rank for rank in awaited if status.halted(rank) and not status.ended(rank)]
-        self._since = {rank: self._since.get(rank, now) for rank in stopped}
-        return [rank for rank, since in self._since.items() if now - since > self._usual]
-
-    def check(self, what: object) -> None:
-        """Raise RendezvousError if a rank is stopped.  For exchanges, in which all ranks take part."""
-        if world := self.find(self._failures.world):
-            late = [self._failures.world.index(rank) for rank in world]
-            absent = timeouts.late(self._failures.names(late), timeouts.GO_ON, self._usual)
-            raise self._failures.overdue(Late(late, absent), what, None, RendezvousError)
-
-
 class Late(NamedTuple):
     """What a backend knows of the ranks that delay a call."""
 
@@ -113,8 +80,6 @@ class Late(NamedTuple):
     """Whether every rank that has begun the call waits in it, so that a rank that does not wait is late."""
     may_be_complete: bool = False
     """Whether ranks of ``others`` may have completed the call, so that a rank that does not wait need not be late."""
-    one_suffices: bool = False
-    """Whether the call waits for any one of ``ranks``, and not for all of them."""
     absent: bool = False
     """Whether ``ranks`` are known not to have begun the call."""
 
@@ -357,8 +322,6 @@ class FailureLog:
             call = self.status.last_call(rank)
             if call and not f"{what} ".startswith(call.partition(" at ")[0] + " "):  # it has not begun ``what``
                 text += f"; {timeouts.last_called(self._names([rank]), call)}"
-        if stopped := [rank for rank in culprits if self.status.halted(rank) and not self.status.ended(rank)]:
-            text += f"; {timeouts.stopped(self._names(stopped, True))}"
         over = "" if seconds is None else f"{timeouts.incomplete(seconds)}; "
         error = kind(over + text, ranks=culprits, call=what)
         error.unasked = tuple(unasked)

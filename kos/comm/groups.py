@@ -418,7 +418,6 @@ class Groups(Operations):
         rendezvous = self.rendezvous
         usual = rendezvous.call, rendezvous.timeout
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
-        rendezvous.usual = usual[1]
         try:
             with self.backend.engine.paused(), rendezvous.reporting_memory():
                 yield
@@ -430,7 +429,6 @@ class Groups(Operations):
             raise error.copy(text) from error  # not from a variable, which would hold this frame
         finally:
             rendezvous.call, rendezvous.timeout = usual
-            rendezvous.usual = None
 
     def _descendant(self, name: str, rendezvous: Rendezvous | None, color: int | None, key: int) -> Self | None:
         """The communicator of the group of ``rendezvous``; an error frees what was made of it.  Called on every rank.

@@ -157,7 +157,7 @@ def _for_gpus(
     for name in usable:
         if not {"nccl": True, "peer": bool(measured)}.get(name, name in measured or not made):
             more = "" if name == "peer" else f" --with {name}"
-            reason = f"{probes[name].reason}; auto uses it once it was measured here: python -m kos.tune{more}"
+            reason = f"{probes[name].reason}; auto uses it once it was measured here: kos bench --write-table{more}"
             probes[name] = Probe(True, reason)
             continue
         between_hosts = name == "nccl" and rendezvous.local_size < rendezvous.size

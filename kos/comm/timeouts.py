@@ -35,11 +35,6 @@ def unasked(names: str, hub: str) -> str:
     return f"{names} could not be asked, because {hub}, through which hosts query each other, did not answer"
 
 
-def stopped(names: str) -> str:
-    """Late ranks of this host whose processes are stopped, in state T of proc(5)."""
-    return f"{names} were stopped by a signal or a debugger"
-
-
 def cycle(names: str, one_group: bool) -> str:
     """A cycle of ranks that wait for one another, in calls of the same group or of several."""
     return f"{names} wait for one another" + ("" if one_group else ", in calls of several groups")

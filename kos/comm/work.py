@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from kos._core import native
 from kos.comm import interrupts
 from kos.comm.arguments import check_timeout
-from kos.comm.failures import StoppedRanks
 from kos.comm.operation import RECEIVES, Operation
 from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
 from kos.errors import CollectiveError, Interrupted, KosError
@@ -415,9 +414,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
         waiter, engine = backend.waiter(), backend.engine
-        usual = timeout is not None and timeout <= backend.timeout
-        began, stopped = now, None if usual else StoppedRanks(backend.failures, backend.timeout)
-        sleeps, held = False, interrupts.holds()
+        began, sleeps, held = now, False, interrupts.holds()
         engine.pause()
         try:
             while True:
@@ -434,15 +431,10 @@ class Work(_Base, Generic[T], metaclass=_Documented):
                     with engine.lock:
                         late = backend.late(self)
                         backend.failures.show_wait(late)
-                        awaited = backend.failures.in_world(late.ranks)
                         # No sleep while another operation is in flight: polls advance it.
                         alone = now - began > LONG_WAIT and engine.outstanding() == [self]
                         sleeps = alone and backend.may_sleep(self)
                     report_at, reported = now + _REPORT_EVERY, True
-                    enough = len(awaited) if late.one_suffices else 1
-                    if stopped is not None and len(stopped.find(awaited)) >= max(enough, 1):
-                        self.expire(round(now - began, 1))
-                        return
                 if not reported:  # wake up to report the wait even if nothing arrives
                     remaining = min(report_at - now, math.inf if remaining is None else remaining)
                 if held:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.bench import tables as tune
 from kos.comm import making
 from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
@@ -25,7 +26,6 @@ from kos.comm.work import Engine
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, PeerMemoryError
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from kos.tune import measure as tune
 from tests import fake_cuda
 from tests.comm.fake_gpu import captures
 from tests.comm.fake_nccl import Comm, Group
@@ -376,7 +376,7 @@ ON_GPU_0 = {"device": 0, "place_on_machine": 0, "on_machine": []}
     ("routes", "broken", "taken", "why"),
     [
         (ROUTES, "", ["nccl", "peer"], "peer works"),
-        ({}, "", ["nccl"], "peer works; auto uses it once it was measured here: python -m kos.tune"),
+        ({}, "", ["nccl"], "peer works; auto uses it once it was measured here: kos bench --write-table"),
         (ROUTES, "rank 1 reads other bytes than rank 0 wrote", ["nccl"], "rank 1 reads other bytes than rank 0 wrote"),
     ],
     ids=["measured", "not measured", "does not work"],
@@ -411,7 +411,7 @@ def test_between_hosts_calls_may_go_in_phases(monkeypatch, local_size):
 
 
 def test_tuning_measures_every_operation(monkeypatch, tmp_path, fake):
-    """``python -m kos.tune`` measures each operation by both backends.  With the stand-ins, a graph is a plain call."""
+    """Each operation is measured by both backends.  With the stand-ins, a graph is a plain call."""
     launched = []
 
     class Measured(Peer):

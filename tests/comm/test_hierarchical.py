@@ -19,6 +19,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
+from kos.bench import tables as tune
 from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu import hierarchical
@@ -39,7 +40,6 @@ from kos.memory.array import Array
 from kos.testing.conformance import results
 from kos.testing.conformance.model import Step
 from kos.testing.conformance.values import ALL_DTYPES, REDUCTIONS, SIZES
-from kos.tune import measure as tune
 from tests.comm import test_conformance as conformance
 from tests.comm import test_nccl
 from tests.comm.fake_gpu import captures

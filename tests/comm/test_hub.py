@@ -415,7 +415,7 @@ def fail_once(owner: Any, name: str, error: BaseException, *, after: bool) -> No
 
 
 CTRL_C, NO_FILES = KeyboardInterrupt(), OSError(errno.EMFILE, "Too many open files", "/one/of/many")
-LACKS = r"rank {} cannot open its connections: \[Errno 24\] Too many open files(;|$)"  # without the file
+LACKS = r"rank {} cannot open its connections: Too many open files( \(the hard limit .*)?(;|$)"  # without the file
 INTERRUPTED = "interrupted on rank {} .*by KeyboardInterrupt"
 STEPS: dict[str, tuple[str, bool, BaseException, str]] = {
     "within an exchange": ("_exchange", True, CTRL_C, INTERRUPTED),

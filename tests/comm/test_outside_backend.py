@@ -288,7 +288,7 @@ def auto(monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], nccl: bool) ->
 def test_auto_takes_it_where_a_table_prefers_it(gpus, monkeypatch, routes, nccl, used, name):
     for calls, backend_name, reason in auto(monkeypatch, routes, nccl):
         assert (calls, backend_name) == (used, name)
-        unmeasured = "; auto uses it once it was measured here: python -m kos.tune --with relay"
+        unmeasured = "; auto uses it once it was measured here: kos bench --write-table --with relay"
         assert reason == "queues and copies of one process" + unmeasured * ("relay" not in name)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from kos.bench import __main__ as bench
+from kos.bench import tables as tune
 from kos.comm import making, tuning
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as gpu_backend
@@ -20,7 +22,6 @@ from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
 from kos.comm.tuning import Table, load, parse, pick, read, user_path
 from kos.errors import InvalidArgument
-from kos.tune import measure as tune
 from tests import fake_cuda
 from tests.comm.tcp_ranks import run_threads
 from tests.fake_cuda import installed
@@ -282,10 +283,15 @@ def test_a_disturbed_measurement_is_repeated():
     assert ("peer", 8192) not in asked and asked.count(("nccl", 4096)) == 2
 
 
+def write_table(*words: str) -> int:
+    """The exit status of the command."""
+    return bench.main(["--write-table", *words])
+
+
 def measure_nothing(
     monkeypatch: pytest.MonkeyPatch, cache: Path, local_size: int = 2, meanwhile: Callable[[], Any] = bool
 ) -> list[str]:
-    """``main`` on stand-ins: two ranks whose measurements give TABLE; returns what it did.
+    """The command on stand-ins: two ranks whose measurements give TABLE; returns what it did.
 
     ``meanwhile`` is called during the measurement.
     """
@@ -306,19 +312,19 @@ def measure_nothing(
         monkeypatch.setattr(
             tune, kind, lambda *arguments, needed=needed: tuner if backends[-2:] == needed else pytest.fail(str(needed))
         )
-    monkeypatch.setattr(tune, "provenance", dict)
+    monkeypatch.setattr(tune, "provenance", lambda *_: {})
     return done
 
 
 def test_the_place_for_the_table_is_checked_before_measuring(tmp_path, monkeypatch, capsys):
     done = measure_nothing(monkeypatch, tmp_path / "cache")
-    assert tune.main([]) == 0 and tune.main(["--out", str(tmp_path / "x.json")]) == 0
+    assert write_table() == 0 and write_table("--json", str(tmp_path / "x.json")) == 0
     assert done == ["measured"] * 2
     for path in (tmp_path / "cache/kos/tuning/nvidia-h200-4.json", tmp_path / "x.json"):
         assert read(path, GPU, LINK, 4).to_json() == parse(TABLE, "").to_json()
     capsys.readouterr()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x.json"))
-    assert tune.main([]) == tune.main(["--out", "/nowhere/x.json"]) == tune.main(["--out", str(tmp_path)]) == 2
+    assert write_table() == write_table("--json", "/nowhere/x.json") == write_table("--json", str(tmp_path)) == 2
     said = capsys.readouterr()
     assert said.out == "" and done == ["measured"] * 2
     cache, nowhere, folder = said.err.splitlines()
@@ -328,7 +334,7 @@ def test_the_place_for_the_table_is_checked_before_measuring(tmp_path, monkeypat
 
 def test_between_hosts_phases_are_measured(tmp_path, monkeypatch):
     done = measure_nothing(monkeypatch, tmp_path, local_size=1)
-    assert tune.main([]) == 0 and done == ["measured"]
+    assert write_table() == 0 and done == ["measured"]
 
 
 def test_the_table_of_so_many_hosts(tmp_path):
@@ -347,7 +353,7 @@ def test_the_table_of_so_many_hosts(tmp_path):
 def test_a_file_that_cannot_be_written_loses_no_measurements(tmp_path, monkeypatch, capsys):
     """For example, the disk is full.  Here the folder of the file is removed after the check."""
     measure_nothing(monkeypatch, tmp_path / "cache", meanwhile=lambda: shutil.rmtree(tmp_path / "cache"))
-    assert tune.main([]) == 1
+    assert write_table() == 1
     said = capsys.readouterr()
     assert parse(json.loads(said.out), "").to_json() == parse(TABLE, "").to_json()
     assert said.err.count("\n") == 1 and "No such file or directory" in said.err

@@ -9,14 +9,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.comm import timeouts
 from kos.comm.control.identity import release
 from kos.comm.control.notices import Channel
-from kos.comm.failures import FailureLog, Late, StoppedRanks
+from kos.comm.failures import FailureLog, Late
 from kos.comm.prepared import shortened
 from kos.cuda.devices import process_numa_node
 from kos.errors import (
@@ -83,8 +82,6 @@ class Rendezvous(ABC):
     """The name of the host on which this rank pretends to be; None for that of ``KOS_HOST``, "" for none."""
     _known_locations: list[Location] | None = None
     call = "exchange"  # the program's call, with its arguments; the same on all ranks
-    usual: float | None = None
-    """The communicator's timeout, where ``timeout`` is that of a call.  It limits the wait for a stopped rank."""
     _exchanges = 0  # begun by this rank
     _failures: FailureLog | None = None
 
@@ -187,20 +184,12 @@ class Rendezvous(ABC):
     def _report(self, failure: KosError) -> None:  # noqa: B027 -- not every kind can
         """Report to the other ranks that this rank takes part in no more exchanges."""
 
-    def look_for_stopped(self) -> Callable[[], None] | None:
-        """A check that raises if ranks are stopped.  It is for calls with a longer timeout than usual."""
-        if self.usual is None or self.usual >= self.timeout:
-            return None
-        return partial(StoppedRanks(self.failures, self.usual).check, "rendezvous")
-
     def look_while_hub_answers(self, late_at: float) -> Callable[[], None]:
-        """A check for waits for the hub.  The hub may wait for a stopped rank, or run on a stopped rank."""
-        usual, hub = self.look_for_stopped(), self.failures.world[0]
+        """A check for waits for the hub, which may run on a stopped rank."""
+        hub = self.failures.world[0]
 
         def look() -> None:
             self.failures.status.receive_notices()
-            if usual is not None:
-                usual()
             if time.monotonic() > late_at and self.failures.status.halted(hub):
                 raise TimeoutError
 

@@ -79,15 +79,13 @@ class MPIRanks:
 
 
 def look_for_lost(rendezvous: Rendezvous) -> Callable[[], None]:
-    """The check of one wait: it raises if a rank of the group is known to have ended, or is stopped for long."""
-    failures, look_for_stopped = rendezvous.failures, rendezvous.look_for_stopped()
+    """The check of one wait: it raises if a rank of the group is known to have ended."""
+    failures = rendezvous.failures
 
     def look() -> None:
         deaths = rendezvous.deaths()
         for rank in (*deaths, *failures.suspects()):
             raise failures.lost(rank, deaths.get(rank, "its process ended"), "rendezvous")
-        if look_for_stopped is not None:
-            look_for_stopped()
 
     return look
 

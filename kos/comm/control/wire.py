@@ -39,7 +39,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kos.comm.control.listening import listen
-from kos.comm.failures import LOOK_SECONDS
 from kos.errors import RendezvousError
 from kos.files import lacks_files
 
@@ -50,6 +49,7 @@ Waiting = Generator[int, None, T]
 MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
 MAX_PENDING = 1024  # callers in their handshakes; and at most a third of the files that this process may open
+_LOOK_SECONDS = 0.2  # the most between two calls of ``look``, by which a wait checks for failures
 _COPIED = 1 << 14  # bytes of a message from which on it is not copied: all ranks' connections share the hub's answer
 _MAX_REJECTED = 4  # rejected callers in an error
 
@@ -406,7 +406,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Callable[[], None] | None = None) -> T:
     """Run a generator of this file to its end.  Raises TimeoutError at the deadline (time.monotonic).
 
-    ``look`` is called every ``LOOK_SECONDS`` and may raise.
+    ``look`` is called every ``_LOOK_SECONDS`` and may raise.
     """
     while True:
         try:
@@ -417,7 +417,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
         poll = select.poll()
         poll.register(sock, events)
         while (remaining := deadline - time.monotonic()) > 0:
-            if poll.poll((remaining if look is None else min(remaining, LOOK_SECONDS)) * 1000):
+            if poll.poll((remaining if look is None else min(remaining, _LOOK_SECONDS)) * 1000):
                 break
             if look is not None:
                 look()

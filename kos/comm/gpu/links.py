@@ -2,7 +2,7 @@
 
 A call takes the bytes that leave a host at the rate of its network, those of the phases within a host at the rate of a
 GPU's links, and a fixed time for each further launch.  NCCL's ring of all ranks uses the links within hosts meanwhile.
-``python -m kos.tune`` measures instead.
+``kos bench --write-table`` measures instead.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class HostBackend(GroupBackend):
         words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
         words += [timeouts.unreceived(names(dst, False))] if dst else []
         ranks = [*src, *(rank for rank in dst if rank not in src)]
-        return Late(ranks, " and ".join(words), one_suffices=message.src == ANY)
+        return Late(ranks, " and ".join(words))
 
     # Failures.
 

@@ -1,7 +1,7 @@
 """Tuning tables: measured routes of operations on GPUs (backend, and kernel of an all-reduce).
 
 A table is a JSON file for one kind of GPU, link and number of ranks.  kos ships some in ``kos/comm/tuning/tables``.
-The user's own, in $XDG_CACHE_HOME/kos/tuning, take precedence; ``python -m kos.tune`` writes them.  A file that is
+The user's own, in $XDG_CACHE_HOME/kos/tuning, take precedence; ``kos bench --write-table`` writes them.  A file that is
 damaged or made for another machine is not used, and one warning gives the reason.
 """
 
@@ -151,7 +151,7 @@ def load(gpu: str, link: str, ranks: int) -> Table:
             if str(path) not in _warned:
                 _warned.add(str(path))
                 log.warning("the tuning table %s is not used: %s", path, error)
-    return Table(gpu, link, ranks, "not measured on such a machine: python -m kos.tune", DEFAULT, {})
+    return Table(gpu, link, ranks, "not measured on such a machine: kos bench --write-table", DEFAULT, {})
 
 
 def for_group(rendezvous: Rendezvous, device: int) -> Table:

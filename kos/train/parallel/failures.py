@@ -166,8 +166,7 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank that calls this; if it fails on any rank, raise on all.
 
     The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  A rank waits ``PATIENCE``
-    for the others, or the timeout if that is longer, and logs when the timeout is over.  It does not wait longer than
-    the timeout for a rank of its host that is stopped (SIGSTOP).
+    for the others, or the timeout if that is longer, and logs when the timeout is over.
     """
     return _run_and_compare(comm, action, lambda result: "", PATIENCE)[0]
 

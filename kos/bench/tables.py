@@ -1,46 +1,41 @@
-"""Measure the tuning table of this machine: mpirun -n N python -m kos.tune [--largest 1G] [--out FILE]
+"""The tuning table of this machine: ``mpirun -n N kos bench --write-table``, with a rank for each GPU.
 
-One rank per GPU.  Times ``peer`` and ``nccl`` for every operation and size, in graphs and as eager calls, and every
+Times ``peer`` and ``nccl`` for every operation and size, in graphs and as eager calls, and every
 kernel of peer's all-reduce.  Writes the table that ``auto`` then uses for this number of ranks on this machine.  Ranks
 on several hosts time phases (``hierarchical``) and ``nccl`` instead, for this number of hosts.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kos.bench.report import provenance
 from kos.comm import Communicator, init
-from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import KernelConfig, Launches, pick
 from kos.comm.gpu.routes import PHASES
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
-from kos.commands import program
 from kos.cuda import capture, create_stream, driver, set_device, streams
-from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
+from kos.errors import InvalidArgument
 from kos.files import check_writable, replace_file
-from kos.launcher import launched_rank
 from kos.memory.array import Array, as_dtype
-from kos.reporting import Parser, exit_status, report
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
-SMALLEST = KB
+SMALLEST, LARGEST = KB, 4 * GB
+"""Of the sizes that may be measured."""
 OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv")
 _TIE, _NOISE = 1.02, 0.05
 """A route is replaced if it is slower by more than the factor ``_TIE``, since smaller differences are noise; or if the
@@ -49,7 +44,6 @@ _CHOICE = 1.1
 """A choice between an eager and a graph route takes a tenth of the time of a small call."""
 _EAGER_UP_TO = 4 * MB
 """Bytes of the largest eager calls that are measured: larger ones take as long as in a graph."""
-_UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
 """Microseconds by number of bytes and name."""
@@ -256,7 +250,7 @@ class TunerBetweenHosts(Tuner):
         backend = self.peer.backend
         part = next(route for route in backend.routes if isinstance(route, HierarchicalBackend))
         if part.table is None:
-            raise InvalidArgument(f"tune: {part.reason}")
+            raise InvalidArgument(f"--write-table: {part.reason}")
         names = {operation: key(operation, False, False, True) for operation in CARRIED}
         backend.use(replace(part.table, routes=dict.fromkeys(names.values(), ((None, PHASES),))))
         routes = {}
@@ -288,71 +282,38 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def check_place(out: Path | None) -> None:
-    """Raise InvalidArgument, before the measurement, if the table could not be written."""
+    """Raise InvalidArgument, before the measurement, if the table could not be written to ``out``."""
     if out is None:
         out = user_path("gpu", 2)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidArgument(f"{out.parent}: expected a folder to write to (or --out), got: {error}") from error
+            raise InvalidArgument(f"{out.parent}: expected a folder to write to (or --json), got: {error}") from error
     check_writable(out)
 
 
-def provenance() -> dict[str, Any]:
-    from cuda.core import system
+def write_table(out: Path | None, largest: int, others: Sequence[str]) -> int:
+    """Measure the table, and write it to ``out`` or to the user's cache; returns the exit status of the command.
 
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "driver": ".".join(map(str, system.get_kernel_mode_driver_version())),
-        "NCCL": nccl_binding.version(),
-        "CUDA": ".".join(map(str, system.get_user_mode_driver_version())),
-        "commit": os.environ.get("KOS_COMMIT", ""),
-        "command": " ".join(["python -m kos.tune", *sys.argv[1:]]),
-    }
-
-
-def _bytes(text: str) -> int:
-    unit = _UNITS.get(text[-1:].upper(), 1)
-    digits = text[:-1] if unit > 1 else text
-    if not digits.isdecimal() or not SMALLEST <= int(digits) * unit <= 4 * GB:
-        raise argparse.ArgumentTypeError(f"expected a size from 1K to 4G, got {text!r}")
-    return int(digits) * unit
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    parser = Parser(prog=program("kos.tune"), description=(__doc__ or "").partition("\n")[2])
-    parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="the largest size (default: 1G)")
-    about = "also measure this backend of another package; the flag may be repeated"
-    parser.add_argument("--with", dest="others", action="append", default=[], metavar="NAME", help=about)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: in the user's cache)")
-    try:
-        options = parser.parse_args(arguments)
-    except ConfigError as error:
-        report(error, launched_rank())
-        return 2
-    try:
-        check_place(options.out)
-        with ExitStack() as stack:
-            nccl = stack.enter_context(init("nccl"))
-            peer = stack.enter_context(init("peer" if nccl.local_size == nccl.size else "auto"))
-            others = {name: stack.enter_context(init(name)) for name in options.others}
-            if peer.size == 1:
-                raise InvalidArgument("tune: expected two ranks or more, got 1: start it by mpirun")
-            tuner = (Tuner if peer.local_size == peer.size else TunerBetweenHosts)(peer, nccl, options.largest, others)
-            table = tuner.table(partial(print, flush=True) if peer.rank == 0 else lambda text: None)
-        if peer.rank == 0:
-            path = options.out or user_path(table.gpu, table.ranks, table.hosts)
-            data = {**table.to_json(), "provenance": provenance(), "measured": tuner.measured}
-            try:
-                write(path, data)
-            except OSError as error:
-                print(json.dumps(data))
-                print(f"kos: error: {path} was not written ({error}): the table is printed above", file=sys.stderr)
-                return 1
-            print(f"written: {path}")
-    except KosError as error:
-        if launched_rank() == 0 or not isinstance(error, BackendUnavailable):  # all ranks raise BackendUnavailable
-            print(f"kos: error: {error}", file=sys.stderr)
-        return exit_status(error)
+    ``others`` are backends of other packages, which are measured too.
+    """
+    with ExitStack() as stack:
+        nccl = stack.enter_context(init("nccl"))
+        peer = stack.enter_context(init("peer" if nccl.local_size == nccl.size else "auto"))
+        more = {name: stack.enter_context(init(name)) for name in others}
+        if peer.size == 1:
+            raise InvalidArgument("--write-table: expected two ranks or more, got 1: start it by mpirun")
+        tuner = (Tuner if peer.local_size == peer.size else TunerBetweenHosts)(peer, nccl, largest, more)
+        table = tuner.table(partial(print, flush=True) if peer.rank == 0 else lambda text: None)
+    if peer.rank == 0:
+        path = out or user_path(table.gpu, table.ranks, table.hosts)
+        about = provenance("kos.bench", peer.device, table.ranks)
+        data = {**table.to_json(), "provenance": about, "measured": tuner.measured}
+        try:
+            write(path, data)
+        except OSError as error:
+            print(json.dumps(data))
+            print(f"kos: error: {path} was not written ({error}): the table is printed above", file=sys.stderr)
+            return 1
+        print(f"written: {path}")
     return 0

@@ -1,1 +1,0 @@
-"""Measures the tuning tables by which ``auto`` chooses a backend: ``python -m kos.tune``."""
