@@ -148,9 +148,9 @@ def _every(steps: int, step: int) -> bool:
 
 
 def _next_pause(config: TrainConfig, step: int) -> int:
-    """The next step after which the weights are evaluated, saved or published."""
+    """The next step after which the weights are evaluated, compared, saved or published."""
     publish_every = 0 if config.publish is None else config.publish_every
-    pauses = config.eval_every, config.save_every, publish_every
+    pauses = config.eval_every, config.save_every, publish_every, config.check_replicas
     return min([config.steps, *((step // n + 1) * n for n in pauses if n)])
 
 

@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
+from kos.errors import TrainingError
+from kos.testing import spawn
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
+from kos.train.optim import overlap
 from kos.train.parallel.mesh import Layout
+from kos.train.run import Trainer
 from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import TCPRanks
 from tests.train import layouts
+from tests.train.runs import SMALL, _config
 
 ALONE = (1,) * 8  # each rank on a host of its own
 ENDS = (3, 3, 2)  # hosts on which the two stages of a pipeline lie in different ways
@@ -87,3 +92,37 @@ def compare(layout: Layout, hosts: tuple[int, ...], tied: bool, layers: int = 2,
         for key, values in held.items():
             other, theirs = first.setdefault(key, (rank, values))
             assert values == theirs, f"{key} differs on ranks {other} and {rank}"
+
+
+@pytest.mark.parametrize(
+    ("zero", "where", "ranks"),
+    [(0, "weights", (3, 0)), (0, "exp_avg_sq", (3, 0)), (1, "weights", (2, 0)), (1, "exp_avg_sq", (3, 1))],
+)
+def test_the_comparison_names_the_tensor_and_two_ranks(zero, where, ranks, text, tmp_path, monkeypatch):
+    """A bit of a tied table changes on rank 3, between steps that change nothing.  With ZeRO-1, rank 2 gathers it."""
+    layouts.small_buckets(monkeypatch)
+    model = {**SMALL["model"], "tie_word_embeddings": True}
+    how = {"pp": 2, "zero": zero, "check_replicas": 3, "save_every": 2, "model": model, "skip_outliers": 1e-9}
+    config, table = _config(text, tmp_path, **how), "model.embed_tokens.weight"
+
+    def run(comm: Communicator) -> str:
+        with Trainer(config, comm, verbose=False) as trainer:
+            try:
+                for step in range(6):
+                    if (step, comm.rank) == (3, 3):
+                        change(trainer)
+                    trainer.step()
+            except TrainingError as error:
+                return str(error)
+        return ""
+
+    def change(trainer: Trainer) -> None:
+        own, optimizer = trainer.device.step.parallel.parts()[-1], trainer.device.step.optimizer
+        held = optimizer.weights if where == "weights" else optimizer.state[where]
+        (_, _, at), *_ = trainer.device.state.held(held, overlap(own, held.spans[table]))
+        held.flat.view(np.uint32)[at] ^= 1
+
+    what = {"weights": table, "exp_avg_sq": f"exp_avg_sq of {table}"}[where]
+    for told in spawn(run, 4, timeout=100):
+        assert told.startswith(f"step 6: --check-replicas: expected the same bits on all ranks that hold {what}")
+        assert told.endswith("got others on rank {} than on rank {}".format(*ranks))
