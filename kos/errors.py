@@ -155,7 +155,7 @@ class CheckpointError(KosError):
 
 
 class TrainingError(KosError):
-    """Training cannot continue: a loss or a gradient is not finite."""
+    """Training cannot continue: a loss or a gradient is not finite, or ranks that hold the same weights differ."""
 
 
 class OutOfMemory(KosError, MemoryError):

@@ -188,7 +188,8 @@ class Elastic(Runner):
             self._check_newcomers(every[0]["run"])
         if run.epoch < 0:
             take_facts(run, every[0]["run"])
-            run.epoch, kept = max(epochs), Kept(Layout(*every[0]["layout"]), None, applied, {})
+            updates = max(each["updates"] for each in every)
+            run.epoch, kept = max(epochs), Kept(Layout(*every[0]["layout"]), None, applied, updates, {})
         elif kept is None:
             if run.device.applied < applied:
                 run.device.apply()
@@ -225,11 +226,16 @@ class Elastic(Runner):
         """What this rank knows, of JSON's types."""
         run, kept = self.run, self._kept
         if run.epoch < 0:
-            return {"rank": None, "applied": 0, "began": self._began, "last": None, "saved": -1, "untrained": None}
-        rank, done = (run.mesh.world.rank, run.device.applied) if kept is None else (kept.rank, kept.step)
+            none = {"applied": 0, "updates": 0, "last": None, "saved": -1, "untrained": None}
+            return {"rank": None, "began": self._began, **none}
+        rank, done, updates = (
+            (run.mesh.world.rank, run.device.applied, run.device.step.optimizer.updates) if kept is None
+            else (kept.rank, kept.step, kept.updates)
+        )  # fmt: skip
         if done == self._began + 1 and (self._last is None or self._last[0] != self._began):
             self._last = self._began, run.device.result_of(self._began)
-        facts: dict[str, Any] = {"rank": rank, "applied": done, "began": self._began, "last": self._last}
+        facts: dict[str, Any] = {"rank": rank, "applied": done, "updates": updates, "began": self._began}
+        facts["last"] = self._last
         facts["logged_epoch"] = logged_epoch(run) if run.comm.rank == 0 else 0
         if newcomers and rank is not None:
             facts |= {"run": facts_of(run), "layout": layout_of(run.device) if kept is None else kept.layout}
@@ -261,16 +267,17 @@ def layout_of(device: Device) -> Layout:
 
 
 class Kept:
-    """The weights and the optimizer's state that a rank held, in host memory, after ``step`` steps.
+    """The weights and the optimizer's state that a rank held, in host memory, after ``step`` steps and ``updates``.
 
     ``rank`` is its rank in ``layout``; None: a newcomer, which has nothing. ``values`` are, by name, where each piece
     begins, and the piece.
     """
 
     def __init__(
-        self, layout: Layout, rank: int | None, step: int, values: Mapping[str, Sequence[tuple[int, np.ndarray]]]
-    ) -> None:
-        self.layout, self.rank, self.step, self._values = layout, rank, step, values
+        self, layout: Layout, rank: int | None, step: int, updates: int,
+        values: Mapping[str, Sequence[tuple[int, np.ndarray]]],
+    ) -> None:  # fmt: skip
+        self.layout, self.rank, self.step, self.updates, self._values = layout, rank, step, updates, values
 
     @classmethod
     def of(cls, device: Device) -> Kept:
@@ -284,7 +291,7 @@ class Kept:
             ]
             for name, held in _arrays(device).items()
         }  # fmt: skip
-        return cls(layout_of(device), device.mesh.world.rank, device.applied, values)
+        return cls(layout_of(device), device.mesh.world.rank, device.applied, device.step.optimizer.updates, values)
 
     def check(self, present: Sequence[int | None]) -> None:
         """CheckpointError if both ranks that hold a part of the state (``twice``) are lost."""
@@ -321,7 +328,7 @@ class Kept:
                         if isinstance(mine, np.ndarray):
                             mine = mine.astype(as_dtype(out.dtype).numpy, copy=False)
                         state.ops.copy(mine, out)
-        optimizer.step_count = self.step
+        optimizer.continue_after(self.step, self.updates)
         device.loaded()
 
     def _pieces(
@@ -380,7 +387,7 @@ CHOSEN = {"micro_batch_size", "device", "dtype", "grad_dtype", "elastic", "steps
 
 NO_NUMBERS = {
     "preset", "backend", "sample_tokens", "prompt", "temperature", "top_k", "save_every", "keep", "save_async",
-    "log_every", "tracker", "recompute", "graph", "debug", "timeout",
+    "log_every", "tracker", "recompute", "graph", "check_replicas", "debug", "timeout",
 }  # fmt: skip
 """Settings that do not affect results: a newcomer takes them from the run too."""
 

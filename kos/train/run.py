@@ -38,6 +38,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.own import own_data
 from kos.train.device.choose import choose_device, layout_of
+from kos.train.device.replicas import check_replicas
 from kos.train.elastic import PATHS, Elastic, logged_epoch
 from kos.train.generate import sample_text
 from kos.train.machine import limit_threads
@@ -144,7 +145,8 @@ class Trainer(RunContext):
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
         try:
-            self.source, self.start, self.saved_step, self.resumes, settings = alone(comm, lambda: find_source(self))
+            about = alone(comm, lambda: find_source(self))
+            self.source, self.start, self.saved_step, self.resumes, settings, self.updates = about
             self.config = config = config.with_data_settings(settings)
             self.base = alone(comm, lambda: adapter.find_base(config.lora, config.init_from))
             self.data = self._load_data()
@@ -337,7 +339,10 @@ class Trainer(RunContext):
         return losses
 
     def after_step(self, row: dict[str, Any]) -> bool:
-        """Publish the weights and call the callbacks; returns whether one of them, on any rank, stops the run."""
+        """Compare and publish the weights, and call the callbacks; returns whether one of them, on any rank, stops.
+        """
+        if self.config.check_replicas and self.steps_done % self.config.check_replicas == 0:
+            check_replicas(self.device, self.steps_done)
         turn = self.steps_done % self.config.publish_every == 0 or self.steps_done == self.config.steps
         if self.publisher is not None and turn:
             self.publisher.publish(self.steps_done)

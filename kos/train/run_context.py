@@ -83,6 +83,8 @@ class RunContext:
     steps_done: int
     saved_step: int
     """Steps that are done at the start, now, and in the last checkpoint (-1: none)."""
+    updates: int
+    """The steps until ``start`` that were not skipped."""
     trains: bool
     """Whether there are steps to train."""
 

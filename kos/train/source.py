@@ -27,6 +27,8 @@ class Source(NamedTuple):
     is_checkpoint: bool = False
     data_settings: Mapping[str, Any] | None = None
     """The settings by which the run that saved the checkpoint reads its data."""
+    updates: int = 0
+    """The steps until then that were not skipped."""
 
 
 def find_source(run: RunContext) -> Source:
@@ -47,14 +49,15 @@ def find_source(run: RunContext) -> Source:
             for folder in {Path(config.init_from): None, base: None}:
                 checkpoint.compare_weights(folder, run.console.progress)
         return Source(config.init_from)
-    path, step, _ = run.found
+    path, step, _, updates = run.found
     saved_step = step if path.parent.resolve() == run.checkpoints.resolve() else -1
     check_free(run, step, saved_step)
     resume.check_optimizer(run.found, config)
     resume.check_order(run.found, config)
     theirs = huggingface.read_config(path)
     resume.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
-    return Source(str(path), step, saved_step, True, resume.data_settings(run.found.config))
+    updates = resume.warn_of_updates(run.found) if updates is None else updates
+    return Source(str(path), step, saved_step, True, resume.data_settings(run.found.config), updates)
 
 
 def check_source(run: RunContext) -> None:
@@ -94,7 +97,7 @@ def load_weights(run: RunContext) -> None:
         residual = _residuals(run, path) if run.resumes else None
         weights: Any = adapter.files_of(path, model) if run.base else huggingface.weight_files(path, shapes)
         weights = adapter.Joined(run.base_weights(), weights) if run.base else weights
-        run.device.read(weights, state, run.start, residual)
+        run.device.read(weights, state, run.start, residual, run.updates)
 
     together(run.comm, begin)
     run.console.close()

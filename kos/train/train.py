@@ -148,9 +148,9 @@ def _every(steps: int, step: int) -> bool:
 
 
 def _next_pause(config: TrainConfig, step: int) -> int:
-    """The next step after which the weights are evaluated, saved or published."""
+    """The next step after which the weights are evaluated, compared, saved or published."""
     publish_every = 0 if config.publish is None else config.publish_every
-    pauses = config.eval_every, config.save_every, publish_every
+    pauses = config.eval_every, config.save_every, publish_every, config.check_replicas
     return min([config.steps, *((step // n + 1) * n for n in pauses if n)])
 
 
@@ -256,11 +256,11 @@ class Step:
         self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
         steps, lookups = pipeline.schedule.micro_batches, None
         self.micro_batches = total = config.batch_size // config.micro_batch_size  # of all ranks
-        reduction, *more = mesh.reductions(buckets.regions)
         self.parallel = DataParallel(
-            reduction, gradients, ops, in_order=total if config.deterministic else None,
-            bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
-            compress=config.compress, exact=mesh.exact(config.device), twice=buckets.twice, more=more,
+            mesh.reductions(axes for axes, _ in buckets.regions), gradients, ops,
+            in_order=total if config.deterministic else None, bucket_bytes=buckets.nbytes, least_bytes=buckets.least,
+            sharded=buckets.sharded, uncut=buckets.uncut, compress=config.compress, exact=mesh.exact(config.device),
+            twice=buckets.twice,
         )  # fmt: skip
         shapes, stacks = model.parameter_shapes(*parts), model.fused_groups(*parts)
         in_8_bits = linear_names(self.models, config.fp8_head) if config.dtype == "fp8" else ()
@@ -281,7 +281,7 @@ class Step:
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
             lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
         tied_apart = model.tie_word_embeddings and first != last
-        over_tp = {name for axes, names in buckets.regions.items() if "tp" in axes for name in names}
+        over_tp = {name for axes, names in buckets.regions if "tp" in axes for name in names}
         self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups, over_tp)
 
     def counted(self) -> set[str]:

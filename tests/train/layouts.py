@@ -114,18 +114,43 @@ def train(
     asked = settings(layout, **{**RUN, "steps": steps, **shape, **changes})
 
     def run(comm: Any) -> dict[str, Any]:
-        mesh, config = Mesh(comm, layout), asked.for_world(layout.dp)
-        model = config.model_config_for(40)
-        whole = Parameters(model.parameter_shapes(), np.float32)
-        init_weights(model, whole, 3)
-        own = kind(config, model, make_data(config), mesh, lambda what, share: None)
+        own = make_device(comm, layout, kind, asked)
         own.step.gradients.flat[:] = np.nan
-        own.read(InMemory(whole))
         return run_to_its_end(own, steps, np.copy, context=20)
 
     with pytest.MonkeyPatch.context() as patch:
         small_buckets(patch)
         return spawn(run, layout.ranks, timeout=200, hosts=hosts)
+
+
+def make_device(comm: Any, layout: Layout, kind: type[CpuDevice], asked: TrainConfig) -> CpuDevice:
+    """The device of a rank, with the same weights in every layout."""
+    mesh, config = Mesh(comm, layout), asked.for_world(layout.dp)
+    model = config.model_config_for(40)
+    whole = Parameters(model.parameter_shapes(), np.float32)
+    init_weights(model, whole, 3)
+    own = kind(config, model, make_data(config), mesh, lambda what, share: None)
+    own.read(InMemory(whole))
+    return own
+
+
+def held_by(device: Any, to_host: Callable[[Any], np.ndarray]) -> dict[tuple[Any, ...], bytes]:
+    """The weights and the state that a rank has: by array, tensor, its shard of tp, and elements of this shard.
+
+    Ranks with the same key hold the same elements.
+    """
+    weights, state = device.whole_weights(), device.step.optimizer.state
+    placements = device.state.placements
+    found = {("whole", name, placements[name].start, 0, 0): to_host(array) for name, array in weights.items()}
+    for kind, array in state.items():
+        flat = to_host(array.flat)
+        for (name, span), (part, local) in itertools.product(array.spans.items(), array.parts()):
+            start, stop = max(part.start, span.start), min(part.stop, span.stop)
+            if start < stop:
+                at = local.start + start - part.start
+                key = kind, name, placements[name].start, start - span.start, stop - span.start
+                found[key] = flat[at : at + stop - start]
+    return {key: values.tobytes() for key, values in found.items()}
 
 
 @functools.cache

@@ -43,6 +43,16 @@ def test_newcomers_get_all_from_the_ranks(zero, newcomers, text, tmp_path, unhur
     assert len(threads) == newcomers
 
 
+def test_newcomers_know_of_skipped_steps(text, tmp_path, before_call):
+    """Of two steps, the first of which was skipped, they continue after one update."""
+    how = {"skip_outliers": 1.42}
+    alone = train(text, tmp_path / "alone", ranks=1, elastic=None, **how)
+    assert [norm > 1.42 for _, _, norm, *_ in alone[0]][:3] == [True, False, False]
+    threads = invite(before_call, text, tmp_path / "run", at=1, count=2, **how)
+    assert train(text, tmp_path / "run", ranks=1, elastic="1:3", **how) == alone
+    assert ranks_of(tmp_path / "run")[1:3] == [(1, 0), (3, 1)] and ended(threads) == [[], []]
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_checkpoint_is_completed_before_ranks_leave_or_join(leaves, text, tmp_path, unhurt, before_call):
     """No rank waits for its files: the run goes on with the same ranks until they are complete."""

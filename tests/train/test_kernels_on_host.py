@@ -97,6 +97,10 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
         assert (optimizer.step_count, optimizer.read()["halted"]) == ((5, 0) if skip else (1, 1))
 
 
+def test_skipped_steps_are_no_updates(ops):
+    on_models.test_skipped_steps_are_no_updates(ops, False)
+
+
 def constant(ops):
     """A weight, its gradient, and an optimizer of a constant rate."""
     weights = Parameters({"a": (9, 11)}, "float32", None, ops.zeros)
@@ -138,7 +142,7 @@ def test_a_rank_whose_collectives_were_ended_has_a_report_for_which_no_step_coun
         optimizer.invalidate_if_aborted(gradients, addresses, report)
         reports = ops.zeros((3, 5), np.float64)
         reports.copy_from(np.stack([report.numpy()] * 3))  # all ranks have the same: none may count
-        optimizer.step_count = 0
+        optimizer.continue_after(0, 0)
         optimizer.norm(gradients)
         optimizer.agree(gradients, report, reports)
         optimizer.update(gradients)

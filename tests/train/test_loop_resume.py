@@ -31,6 +31,27 @@ def test_resume_continues_bit_for_bit(text, tmp_path, ranks, micro_batch_size):
     assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
 
 
+def test_skipped_steps_are_not_counted_as_updates_after_a_resume(text, tmp_path, caplog):
+    """A checkpoint of kos 0.3 has no number of updates: there, all steps counted."""
+    how = {"steps": 5, "save_every": 4, "keep": 9, "eval_batches": 0, "sample_tokens": 0, "warmup_steps": 0, "zero": 1}
+    first = _train(text, tmp_path / "first", 2, **{**how, "steps": 1})[0]["grad_norm"]
+    rows = _train(text, tmp_path / "whole", 2, skip_outliers=0.999 * first, **how)
+    assert [row.get("skipped", False) for row in rows] == [True, True, False, True, False]
+    step = tmp_path / "whole/checkpoints/step-4"
+    manifest = json.loads((step / "manifest.json").read_text())
+    assert manifest.pop("updates") == 1
+    rest = _train(text, tmp_path / "rest", 2, skip_outliers=0.999 * first, resume=str(step), **how)
+    assert _losses(rest).tobytes() == _losses(rows[4:]).tobytes() and not caplog.records
+    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    _train(text, tmp_path / "old", 2, skip_outliers=0.999 * first, resume=str(step), **how)
+    assert tensors_of_run(tmp_path / "old") != tensors_of_run(tmp_path / "whole")
+    assert "expected the number of updates, got none, as of kos 0.3: steps that were skipped count" in caplog.text
+    (step / "manifest.json").write_text(json.dumps(manifest | {"updates": 5}))
+    with pytest.raises(CheckpointError, match="expected from 0 to 4 updates, got 5"):
+        _train(text, tmp_path / "wrong", 2, resume=str(step), **how)
+
+
 def test_a_deterministic_run_with_another_order_of_sums_is_refused(text, tmp_path):
     """One that an earlier version began, which wrote no order. Without --deterministic it goes on."""
     _train(text, tmp_path, steps=2, deterministic=True)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kos.train.optim.cuda import CudaOptimizer
 from tests.train.beside_torch import torch_llama
 from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING, loss_and_gradients, queue
-from tests.train.updates import check_updates, each_kind
+from tests.train.updates import check_skipped, check_updates, each_kind
 
 pytestmark = pytest.mark.gpu
 
@@ -163,6 +164,15 @@ def test_updates(ops, name, master, copy, gradient, kind):
     check_updates(ops, np.random.default_rng(SEED), name, master, copy, gradient, kind, shapes, graph=name == "adamw")
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_skipped_steps_are_no_updates(ops, graph):
+    check_skipped(ops, Parameters({"a": (60, 5)}, "float32", None, ops.zeros), partial(on_gpu, ops), graph)
+
+
+def on_gpu(ops, rule, weights, schedule, groups, skip):
+    return CudaOptimizer(rule, ops, weights, None, schedule, groups=groups, skip_outliers=skip)
+
+
 def test_weights_are_rounded_at_random(ops):
     """Steps that only decay, which have one answer: its bits are NumPy's, and over many seeds their mean is right."""
     print(f"KOS_TEST_SEED={SEED}")
@@ -178,7 +188,7 @@ def test_weights_are_rounded_at_random(ops):
     for seed in map(int, seeds):
         weights.flat.copy_from(start, ops.stream)
         optimizer = CudaOptimizer(AdamW(), ops, weights, None, schedule, seed=seed)
-        optimizer.step_count = 7
+        optimizer.continue_after(7, 7)
         queue(optimizer, gradients)
         got = weights.flat.numpy(ops.stream)
         assert np.array_equal(got, rounded_at_random(exact, seed, 8, places)), f"seed {seed}"

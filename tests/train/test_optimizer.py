@@ -1,13 +1,16 @@
 """AdamW and the gradient norm against PyTorch's, and the schedules against plain formulas."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
 from kos.train.optim import BLOCK, Group, LearningRate, Optimizer, clip_coefficient, decay_matrices
 from kos.train.optim.adamw import AdamW
+from tests.train.updates import check_skipped
 
 SHAPES = {"b.weight": (7, 2 * BLOCK // 7 + 5), "norm.weight": (33,), "a.weight": (3, 5), "other_norm.weight": (1,)}
 
@@ -61,3 +64,11 @@ def test_schedules(kind, after_warmup):
     expected = [*(step / 7 for step in range(1, 8)), *after_warmup]
     assert [schedule(step) for step in range(len(expected))] == pytest.approx(expected, rel=1e-12)
     assert schedule(1000) == pytest.approx(expected[-1])
+
+
+def test_skipped_steps_are_no_updates():
+    def make(rule, weights, schedule, groups, skip):
+        return Optimizer(rule, weights, learning_rate=schedule, groups=groups, skip_outliers=skip)
+
+    ops = SimpleNamespace(zeros=np.zeros, copy=numpy_ops.copy, to_host=numpy_ops.to_host)
+    check_skipped(ops, Parameters({"a": (60, 5)}), make)

@@ -1,5 +1,6 @@
 """An optimizer of a GPU, real or emulated, beside the host's in float64."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.layers import Placement
 from kos.train.model.parameters import Parameters
 from kos.train.optim import BLOCK, Group, LearningRate, Optimizer, clip_coefficient
+from kos.train.optim.adamw import AdamW
 from kos.train.optim.cuda import CudaOptimizer
 from kos.train.optim.muon import Muon
 from tests.train.models import queue
@@ -101,3 +103,42 @@ def check_updates(
     if graph:
         captured.close()
     return ours
+
+
+def check_skipped(ops: Any, weights: Parameters, make: Callable[..., Any], graph: bool = False) -> None:
+    """AdamW in float64, in which skipped steps have a learning rate but are no updates.
+
+    ``make(rule, weights, schedule, groups, skip)`` is the optimizer of these ``weights``, on a host or on a GPU.
+    ``graph``: the updates are replayed.
+    """
+    schedule, groups = LearningRate("cosine", 1e-2, 1e-3, 8, 2), [Group(["a"], 0.1)]
+    optimizer, gradients = make(AdamW((0.9, 0.95), 1e-8), weights, schedule, groups, 2.0), weights.like()
+    count, rng = ops.zeros(1, np.float32), np.random.default_rng(2)
+    start = rng.normal(size=weights.flat.size)
+    ops.copy(start.astype(np.float32), weights.flat)
+    w, m, v, updates = start.astype(np.float32).astype(np.float64), 0.0, 0.0, 0
+
+    def update() -> None:
+        optimizer.norm(gradients)
+        optimizer.update(gradients, 1, count)
+
+    with contextlib.ExitStack() as held:
+        if graph:
+            optimizer.norm(gradients)  # kernels are loaded outside the capture
+            with cuda.capture(ops.stream) as captured:
+                update()
+            held.callback(captured.close)
+            update = lambda: captured.replay(ops.stream)  # noqa: E731
+        for step, skipped in enumerate(("not finite", "", "outlier", "no targets", "", "")):
+            g = rng.normal(0, 0.02, start.size).astype(np.float32)
+            g *= {"not finite": np.nan, "outlier": 1e3}.get(skipped, 1)
+            ops.copy(g, gradients.flat)
+            ops.copy(np.array([np.inf if skipped == "no targets" else 1], np.float32), count)
+            update()
+            if not skipped:
+                updates += 1
+                m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g.astype(np.float64) ** 2
+                corrected = m / (1 - 0.9**updates) / (np.sqrt(v / (1 - 0.95**updates)) + 1e-8)
+                w -= schedule(step) * (0.1 * w + corrected)
+            assert (optimizer.step_count, optimizer.updates) == (step + 1, updates)
+            np.testing.assert_allclose(ops.to_host(weights.flat), w, rtol=1e-5, atol=1e-6, err_msg=f"step {step}")

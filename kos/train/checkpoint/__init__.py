@@ -6,7 +6,8 @@ The folder ``step-N/`` holds:
   transformers loads all of these.  kos itself reads the tokenizer from ``kos_tokenizer.json``.
   A run with ``--lora`` has its adapters instead (``kos.train.checkpoint.adapter``), which peft loads.
 - the optimizer state (``optimizer*.safetensors``), and with ``--compress`` the residuals (``residual*.safetensors``),
-- ``manifest.json``: the step, the layout, the configuration of the run, and the size and SHA-256 of every file.
+- ``manifest.json``: the step, the number of updates, the layout, the configuration of the run, and the size and SHA-256
+  of every file.
 
 Tensors are whole in the files, whatever the layout. A checkpoint is written under a temporary name, every file and
 folder is fsynced, and one rename makes it visible. So a rank may be killed at any moment without damage to earlier
@@ -78,6 +79,8 @@ class Checkpoint(NamedTuple):
     path: Path
     step: int
     config: Mapping[str, Any]
+    updates: int | None
+    """The steps that were not skipped; None in a checkpoint of kos 0.3 or earlier."""
 
 
 def state_files(path: Path, shapes: Mapping[str, Shape], state: State) -> huggingface.TensorFiles:
@@ -124,7 +127,8 @@ def save(
             write(temporary / name, content)
         files = files | {name: huggingface.fingerprint(temporary / name) for name in written}
         layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
-        manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
+        counts = {"step": step, "updates": updates}
+        manifest = {"format": FORMAT, **counts, "layout": layout, "config": config, "files": files}
         write_json(temporary / MANIFEST, manifest | ({"best": best} if best else {}))
         _rename(temporary, final)
         if best:
@@ -132,6 +136,7 @@ def save(
         _remove_others(final, keep, min(step - 1, before))
 
     final, contents = folder / f"step-{step}", state.plan.contents(world.rank)
+    updates = state.optimizer.updates
     saving = Saving(final, temporary, step, contents, world, publish, ahead=0 if show is None else 1)
     whole, done = 4 * sum(math.prod(shape) for file in contents.values() for shape in file.values()), 0
     try:
@@ -243,18 +248,21 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
                 every = ", ".join(each if isinstance(each, str) else " or ".join(each) for each in FILES)
                 raise CheckpointError(f"{path / MANIFEST}: expected the files {every}, got no {start}")
         step, config, files = manifest["step"], manifest["config"], manifest["files"]
+        updates = manifest.get("updates")
         tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
         names = config.get("gpus", []) if tables else []
         sound = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if type(step) is not int or not tables or not all(isinstance(table, dict) for table in tables) or not sound:
             got = f"{step!r} and {reprlib.repr(config)}"
             raise CheckpointError(f"{path / MANIFEST}: expected an integer step and a config, got {got}")
+        if updates is not None and (type(updates) is not int or not 0 <= updates <= step):
+            raise CheckpointError(f"{path / MANIFEST}: expected from 0 to {step} updates, got {updates!r}")
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != step:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
         others = adapter.CONFIG, *[OPTIMIZER, RESIDUAL] * weights_only  # the first may be edited: a base that moved
         _compare(path, files, [name for name in files if not name.startswith(others)], show)
-    return Checkpoint(path, step, config)
+    return Checkpoint(path, step, config, updates)
 
 
 def compare_weights(path: Path, show: Show = lambda what, share: None) -> None:

@@ -116,6 +116,17 @@ def warn_of_residuals(path: Path, found: Residuals | None, config: TrainConfig, 
         _log.warning("%s: the residuals of %d ranks are shared out over %d; their sum stays", path, saved, ranks)
 
 
+def warn_of_updates(found: Checkpoint) -> int:
+    """The updates of a checkpoint that has no number of them: all steps, as its run counted.
+
+    Logs a warning if steps may have been skipped.
+    """
+    if found.config.get("config", {}).get("skip_outliers"):
+        steps = "steps that were skipped count as updates, for the bias correction of AdamW, as in its run"
+        _log.warning("%s: expected the number of updates, got none, as of kos 0.3: %s", found.path, steps)
+    return found.step
+
+
 def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
     """Raise CheckpointError if the shapes differ in fields that must be equal; the error names these fields.
 

@@ -236,7 +236,7 @@ class ShardedState:
 
     def read(
         self, weights: Tensors, state: Tensors | None = None, step: int = 0,
-        show: Callable[[float], object] = lambda share: None, residual: Tensors | None = None,
+        show: Callable[[float], object] = lambda share: None, residual: Tensors | None = None, updates: int = 0,
     ) -> None:  # fmt: skip
         """Fill the weights, and the optimizer's state and the residual unless they begin as zeros. Waits for no rank.
 
@@ -255,7 +255,7 @@ class ShardedState:
         for index, part in enumerate(parts):
             show(index / len(parts))
             part()
-        self.optimizer.step_count = step
+        self.optimizer.continue_after(step, updates)
 
     def read_base(self, weights: Tensors) -> None:
         """Fill the weights that are not trained, except adapters."""

@@ -267,6 +267,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     show_data: int = option(0, changes="nothing", ge=0)
     """Only print the first N sequences (of each source) as text, with «» around what the loss counts; 0 trains."""
+    check_replicas: int = option(0, changes="nothing", ge=0)
+    """Compare the weights and the optimizer's state between the ranks that hold the same ones, every N steps, and end
+    the run if any bits differ; 0 does not compare."""
     debug: bool = option(False, changes="nothing")
     """Show tracebacks of errors."""
     timeout: float = option(300.0, changes="nothing", gt=0)

@@ -75,7 +75,7 @@ class Device(Runner):
 
     @property
     def applied(self) -> int:
-        """How many steps have changed this rank's weights."""
+        """How many steps are over on this rank, those that were skipped included."""
         return int(self.step.optimizer.step_count)
 
     def apply(self) -> None:
@@ -300,11 +300,15 @@ class Device(Runner):
         return ShardedState(*about, step.frozen, step.quantized.values())
 
     def read(
-        self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None
-    ) -> None:
-        """Fill this rank's weights, optimizer state and residual, those of ``step``; waits for no other rank."""
+        self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None,
+        updates: int = 0,
+    ) -> None:  # fmt: skip
+        """Fill this rank's weights, optimizer state and residual, those of ``step``; waits for no other rank.
+
+        ``updates`` of the steps until then were not skipped.
+        """
         what = "preparing the weights" if state is None else "loading the checkpoint"
-        self.state.read(weights, state, step, partial(self.show, what), residual)
+        self.state.read(weights, state, step, partial(self.show, what), residual, updates)
         self.loaded()
 
     def draw_weights(self, base: Tensors | None = None) -> None:

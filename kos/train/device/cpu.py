@@ -93,7 +93,8 @@ class CpuDevice(Device):
         # So do the steps of the first second of work, while processors raise their clock.  All ranks try equally many.
         took = float(self.comm.all_reduce(np.array([self._dry_step()]), ReduceOp.MAX)[0])
         seconds = min([took, *(self._dry_step() for _ in range(min(4, int(WARM_SECONDS / took))))])
-        self.step.optimizer.step_count = self._dry_run = 0
+        self.step.optimizer.continue_after(0, 0)
+        self._dry_run = 0
         batches = sum(len(data.val_starts()) for data in self.data.evaluated.values())
         tokens = math.prod(eval_shape(self.config)) * batches
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards

@@ -92,14 +92,16 @@ def plan_buckets(
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
-    regions, places = by_axes(groups), model.placements(*parts)
+    regions, places = [*by_axes(groups).items()], model.placements(*parts)
+    if model.tie_word_embeddings and any(part.first for part in parts) != any(part.last for part in parts):
+        regions = [part for each in regions for part in _apart(*each, model.embedding)]
     # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
     order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
-    shapes = {name: places[name].local for names in regions.values() for name in order if name in names}
+    shapes = {name: places[name].local for _, names in regions for name in order if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
-    ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(regions)))
+    ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(axes for axes, _ in regions)))
     sharded = config.zero == 1 and ranks > 1
-    uncut = frozenset(name for group in groups if group.rule for name in group.names if name in shapes)
+    uncut = frozenset(name for group in groups if group.rule for name in group.names)
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
     if config.device == "cpu":
         blocks = 1 if config.compress == "none" else compression.BLOCK * mesh.exact("cpu")
@@ -107,13 +109,22 @@ def plan_buckets(
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank
-        nbytes = max(BUCKET_BYTES, itemsize * sum(map(math.prod, shapes.values())) // BUCKETS)
+        whole, layout = model.placements(), mesh.layout  # so that all stages of a pipeline have buckets of one size
+        trained = sum(math.prod(whole[name].shape) for _, names in regions for name in names)
+        nbytes = max(BUCKET_BYTES, itemsize * trained // (layout.pp * layout.tp) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
     if ranks > 1 and config.compress != "none":
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
         staging += 2 * nbytes * (mesh.exact("cuda") > 1)  # terms of exact sums, and with ZeRO-1 their results
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
+
+
+def _apart(axes: tuple[str, ...], names: set[str], table: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """A region of a stage, and after it one of its own for a ``table`` that another stage holds too."""
+    yield axes, names - {table}
+    if table in names:
+        yield axes, {table}
 
 
 class DryRun(Step):

@@ -57,7 +57,8 @@ class UpdateRule:
     """The decay rates of the two moments whose bias ``prepare`` corrects on GPUs.  0 means no correction."""
 
     def step(self, number: int, lr: float, decay: float) -> Update:
-        """The function that updates a block on a host in step ``number``, counted from 1."""
+        """The function that updates a block on a host in update ``number``, counted from 1.  Skipped steps have none.
+        """
         raise NotImplementedError
 
     def state_bytes(self) -> int:
@@ -176,7 +177,9 @@ class Optimizer:
         skip_outliers: float = 0.0, counted: Collection[str] | None = None, exact: int = 0, tp: Axis = ALONE,
         arena: Arena | None = None,
     ) -> None:  # fmt: skip
-        self.rule, self.weights, self.step_count, self.tp, self.arena = rule, weights, 0, tp, arena or Arena()
+        self.rule, self.weights, self.tp, self.arena = rule, weights, tp, arena or Arena()
+        self.step_count = self.updates = 0
+        """The steps so far, which the learning rate follows, and those that were not skipped."""
         self.learning_rate, self.grad_clip, self.skip_outliers = learning_rate, grad_clip, skip_outliers
         self.counted, self.exact = weights.shapes.keys() if counted is None else counted, exact
         self.last_norm = self.last_lr = 0.0
@@ -203,6 +206,10 @@ class Optimizer:
             for start, local, length, group, *_ in split(weights, own, BLOCK, self.groups)[0].tolist()
         ]
         self._scratch = np.empty(BLOCK, weights.flat.dtype)
+
+    def continue_after(self, step: int, updates: int) -> None:
+        """Continue after ``step`` steps, of which ``updates`` were not skipped."""
+        self.step_count, self.updates = step, updates
 
     def norm(
         self, gradients: Parameters, sum_shards: Callable[[np.ndarray], object] | None = None, others: Axis = ALONE,
@@ -297,9 +304,10 @@ class Optimizer:
         ``scale`` combines the mean over micro-batches and the clipping, so that both take no pass of their own.
         """
         self.step_count += 1
+        self.updates += 1
         rates = [lr * group.lr_scale for group in self.groups]
         updates = [
-            self.rule.step(self.step_count, rate, group.decay) for rate, group in zip(rates, self.groups, strict=True)
+            self.rule.step(self.updates, rate, group.decay) for rate, group in zip(rates, self.groups, strict=True)
         ]
         state = [self.state[name].flat for name in self.rule.state]
         for span, local, group in self._updates:

@@ -1,6 +1,6 @@
 """``kos.train.optim.Optimizer`` on a GPU: norm, clipping, schedule and update without the host.
 
-What is queued may be captured into a CUDA graph: the step counter, and the learning rate with it, live on the
+What is queued may be captured into a CUDA graph: the counters of steps and updates, and the learning rate, live on the
 device.  A gradient norm that is not finite changes nothing any more, and stands in ``read()`` for the host to see.
 """
 
@@ -21,7 +21,7 @@ from kos.train.parallel.mesh import ALONE, Axis
 
 CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins
 SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of optimizer.cu
-SCALARS = ("step", "lr", "norm", "scale", "step_size", "root", "finite", "sum_of_squares", "rest", "halted")
+SCALARS = ("step", "updates", "lr", "norm", "scale", "step_size", "root", "finite", "sum_of_squares", "rest", "halted")
 
 
 class CudaOptimizer:
@@ -37,7 +37,7 @@ class CudaOptimizer:
     ``exact`` > 0, the elements of the whole model: the norm has the same bits for every split into ranks and chunks.
     ``skip_outliers`` > 0 skips steps whose norm exceeds it or is not finite; otherwise a norm that is not finite stops.
     ``state`` has by name what the rules keep.  ``tp`` has the shards of matrices, and ``arena``, idle between steps,
-    takes some of them.  ``scalars`` (10,) float64 holds what ``SCALARS`` names.
+    takes some of them.  ``scalars`` (11,) float64 holds what ``SCALARS`` names.
     """
 
     def __init__(
@@ -79,12 +79,17 @@ class CudaOptimizer:
 
     @property
     def step_count(self) -> int:
-        """The number of updates so far; waits for the device."""
+        """The steps so far, which the learning rate follows; waits for the device."""
         return int(self.read()["step"])
 
-    @step_count.setter
-    def step_count(self, step: int) -> None:
-        self._set(**{name: step * (name == "step") for name in SCALARS})
+    @property
+    def updates(self) -> int:
+        """The steps so far that were not skipped; waits for the device."""
+        return int(self.read()["updates"])
+
+    def continue_after(self, step: int, updates: int) -> None:
+        """Continue after ``step`` steps, of which ``updates`` were not skipped."""
+        self._set(**dict.fromkeys(SCALARS, 0) | {"step": step, "updates": updates})
 
     def halt(self) -> None:
         """Make updates change nothing until ``resume``; step and norm stay. Waits for the device."""
@@ -127,7 +132,9 @@ class CudaOptimizer:
             sum_shards(self.partial)
         self._launch("finish_norm", flat, rows, 1024, self.partial, stride, self.scalars)
         if others.size > 1:
-            others.comm.all_reduce(self.scalars[SCALARS.index("sum_of_squares") :][:rows])
+            sums = self.scalars[SCALARS.index("sum_of_squares") :][:rows]
+            # In rank order: ranks that hold the same weights are in different groups of ``others``, and need one norm.
+            others.comm.all_reduce(sums, deterministic=others.size > 2)
 
     def invalidate_if_aborted(self, gradients: Parameters, addresses: Array, report: Array) -> None:
         """Give ``report`` an epoch that no rank has if a collective of this rank was aborted (``addresses``: (n,)

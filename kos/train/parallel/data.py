@@ -24,7 +24,7 @@ part of the optimizer's state is lost when a rank is lost.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import accumulate
 from types import MappingProxyType
@@ -181,16 +181,24 @@ def make_buckets(
     return buckets + [slice(*ends) for ends in itertools.pairwise([*starts, total])]
 
 
-def cut_around(uncut: Collection[str], layout: Parameters, buckets: Sequence[slice], step: int) -> list[slice]:
+def buckets_of(region: slice, layout: Parameters, largest: int, least: int) -> list[slice]:
+    """The buckets of a region of a layout, whose sizes depend on the region alone."""
+    begins = (span.start for span in layout.spans.values() if region.start <= span.start < region.stop)
+    return make_buckets(region.stop, layout.multiple, largest, least, region.start, max(begins, default=region.start))
+
+
+def cut_around(uncut: Set[str], layout: Parameters, buckets: Sequence[slice], step: int) -> list[slice]:
     """``buckets`` with their ends moved a little, so that none splits a tensor of ``uncut``.
 
     A bucket ends at a multiple of ``step`` or where a tensor begins.
     """
-    inside = [layout.spans[name] for name in uncut]
+    first = buckets[0].start
     ends = np.union1d(range(0, layout.flat.size + 1, step), [span.start for span in layout.spans.values()])
-    ends = ends[~np.any([(span.start < ends) & (ends < span.stop) for span in inside], axis=0)]
+    for name in uncut & layout.spans.keys():
+        span = layout.spans[name]
+        ends = ends[(ends <= span.start) | (span.stop <= ends)]
     stops = dict.fromkeys(int(ends[np.abs(ends - bucket.stop).argmin()]) for bucket in buckets)
-    return [slice(start, stop) for start, stop in itertools.pairwise([0, *stops]) if start < stop]
+    return [slice(start, stop) for start, stop in itertools.pairwise([first, *stops]) if start < stop]
 
 
 def share_out(buckets: Sequence[slice], ranks: int) -> dict[int, int]:
@@ -209,25 +217,25 @@ class Buckets(NamedTuple):
     nbytes: int  # of a bucket
     least: int  # bytes of the last buckets
     sharded: bool  # whether each rank holds a part of the optimizer's state (ZeRO-1)
-    uncut: frozenset[str] = frozenset()  # tensors that sharding must not split
+    uncut: frozenset[str] = frozenset()  # tensors that sharding must not split, of all stages
     twice: bool = False  # whether the next rank also holds a rank's part
     shapes: Mapping[str, Shape] = MappingProxyType({})  # of the trained tensors, in memory order
     stacked: Mapping[str, Sequence[str]] = MappingProxyType({})  # name -> the tensors that are read as one
-    regions: Mapping[tuple[str, ...], Collection[str]] = MappingProxyType({})  # tensors by the axes of their group
+    regions: Sequence[tuple[tuple[str, ...], Collection[str]]] = ()  # the axes of each region, and its tensors
     staging: int = 0  # bytes of buffers that a sum needs, for copy engines or for compressed terms
 
     def zeros(self, dtype: Any, zeros: Callable[[int, Any], Any] = np.zeros) -> Parameters:
         """Allocate memory in this layout."""
-        counts = [len(self.shapes.keys() & names) for names in self.regions.values()]
+        counts = [len(self.shapes.keys() & names) for _, names in self.regions]
         return Parameters(self.shapes, dtype, self.stacked, zeros, self.multiple, counts)
 
 
 class DataParallel:
     """Sums the gradients of a parameter group over micro-batches and ranks, in place, in ``gradients.flat``.
 
-    - ``reduction``: the ranks over which the first region of ``gradients`` is summed.  A region holds the groups that
-      have the same axes.
-    - ``more``: the same for the further regions.
+    - ``reductions``: the ranks over which each region of ``gradients`` is summed.  A region holds the groups that have
+      the same axes.  A tensor that another stage of a pipeline holds too has a region of its own, so that its buckets
+      and parts are the same on both stages.
     - ``ops``: the operations on the arrays of ``gradients``, such as those of NumPy.
     - ``sharded``: ZeRO-1.  Only this rank's parts of the buckets, ``parts()``, hold the sum.  The length of
       ``gradients.flat`` must then be a multiple of the number of ranks.
@@ -240,29 +248,31 @@ class DataParallel:
     """
 
     def __init__(
-        self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *, in_order: int | None = None,
+        self, reductions: Sequence[Reduction], gradients: Parameters, ops: Any = numpy_ops, *,
+        in_order: int | None = None,
         bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
-        uncut: Collection[str] = (), compress: str = "none", exact: int = 1, twice: bool = False,
-        more: Sequence[Reduction] = (),
+        uncut: Set[str] = frozenset(), compress: str = "none", exact: int = 1, twice: bool = False,
     ) -> None:  # fmt: skip
-        self.replicas, self.others, self.gradients, self.ops = reduction.replicas, reduction.others, gradients, ops
-        self.exact, self.sharded, self.twice = exact, sharded, twice
-        self.more, total, spans = more, gradients.flat.size, gradients.spans
+        self.replicas, _, self.others = first = reductions[0]
+        self.gradients, self.ops, self.exact, self.sharded, self.twice = gradients, ops, exact, sharded, twice
+        self.more, spans = [each for each in reductions if each.replicas != self.replicas], gradients.spans
+        """The further reductions, over other ranks than the first."""
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
-        first, *further = gradients.regions
-        last = max((span.start for span in spans.values() if span.start < first.stop), default=0)
-        self.buckets = even = make_buckets(first.stop, gradients.multiple, sizes[0], sizes[1], last=last)
-        self._replicas: dict[int, Axis] = {}  # of the buckets of further regions, by start
-        for region, (replicas, *_) in zip(further, self.more, strict=True):
-            buckets = make_buckets(region.stop, gradients.multiple, sizes[0], sizes[1], region.start)
-            self._replicas |= dict.fromkeys((bucket.start for bucket in buckets), replicas)
-            self.buckets += buckets
+        even = [buckets_of(region, gradients, *sizes) for region in gradients.regions]
         self._owners: dict[int, int] = {}  # start of a whole bucket -> its rank
         if sharded and uncut:
             ranks = self.replicas.size
-            small = make_buckets(total, gradients.multiple, *(size // ranks for size in sizes))
-            self.buckets = cut_around(uncut, gradients, small, gradients.multiple // ranks)
-            self._owners = share_out(self.buckets, ranks)
+            small = [buckets_of(region, gradients, *(size // ranks for size in sizes)) for region in gradients.regions]
+            every = [cut_around(uncut, gradients, buckets, gradients.multiple // ranks) for buckets in small]
+            # The last region first: its owners then do not depend on the other ones.
+            self._owners = share_out([bucket for buckets in reversed(every) for bucket in buckets], ranks)
+        else:
+            every = even
+        self.buckets = [bucket for buckets in every for bucket in buckets]
+        self._replicas = {
+            bucket.start: each.replicas for each, buckets in zip(reductions, every, strict=True) for bucket in buckets
+        }
+        """The ranks that hold the same weights of a bucket, by its start."""
         self._members = [
             {name for name, span in spans.items() if span.start < bucket.stop and bucket.start < span.stop}
             for bucket in self.buckets
@@ -272,7 +282,8 @@ class DataParallel:
         if self.compress != "none":
             places = [place for bucket in self.buckets for place in self._compressed(bucket)]
             self.residual = OwnedSlices(gradients, places, gradients.flat.dtype)
-        self.tree = None if in_order is None else TreeSum(reduction.batch, in_order, gradients, even, ops)
+        in_all = [bucket for buckets in even for bucket in buckets]
+        self.tree = None if in_order is None else TreeSum(first.batch, in_order, gradients, in_all, ops)
         self._missing: list[set[str]] = []  # tensors without gradient, per bucket, in the last micro-batch
         self._in_flight: list[Work] = []
 
@@ -291,7 +302,7 @@ class DataParallel:
 
     def of(self, bucket: slice) -> Axis:
         """The ranks that hold the same weights of a bucket."""
-        return self._replicas.get(bucket.start, self.replicas)
+        return self._replicas[bucket.start]
 
     def _sum(self, bucket: slice) -> Any:
         """Start to sum a bucket over the ranks."""
@@ -333,13 +344,10 @@ class DataParallel:
         finally:
             self.residual = kept
 
-    def finish(self, *, whole: bool = False) -> None:
-        """Called after the last backward.  Afterwards, ``gradients`` hold the sum over all micro-batches.
-
-        With ``whole``, every rank has all sums of a ``tree``, even if they are ``sharded``.
-        """
+    def finish(self) -> None:
+        """Called after the last backward.  Afterwards, ``gradients`` hold the sum over all micro-batches."""
         if self.tree is not None:
-            self.tree.finish(whole=whole or not self.sharded or bool(self._owners))
+            self.tree.finish(whole=not self.sharded or bool(self._owners))
         self._wait()
         self._missing = []
         if self.twice:

@@ -1,19 +1,28 @@
 """The sums of a rank's gradients, between the backward and the optimizer.
 
-A gradient is summed over the micro-batches of a rank, and over dp and cp (``kos.train.parallel.data``). It is also
-summed over tp, if each rank has the term of its own rows, or over the ranks of tp with the same kv head. That of an
-embedding tied to the head is also summed over both ends of the pipeline.
+A gradient is summed over the micro-batches of a rank, and over dp and cp (``kos.train.parallel.data``). After that, a
+tensor that ranks of tp or of a pipeline hold too is summed over these ranks. Such tensors are those that every rank of
+tp holds whole if each has the term of its own rows, heads of keys and values of which there are fewer than ranks of tp,
+and an embedding tied to the head, on both ends of a pipeline.
+
+The order matters, because all ranks that hold a tensor must have the same bits of it. Over dp, the order of additions
+depends on the place of an element in its bucket and on the hosts of the ranks, which differ from group to group. So the
+ranks of a group agree, but two groups do not. The last sum therefore comes after that, and in rank order. Compressed
+gradients are summed in the other order, so that these ranks have one residual. Then the first rank sends its sum to the
+others.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from functools import partial
 from typing import Any
 
+from kos.comm.communicator import Communicator
 from kos.train.layers import LOOKUPS, Gradients, Weights
 from kos.train.model.model import Model
+from kos.train.optim import overlap
 from kos.train.parallel.data import DataParallel, TreeSum
 from kos.train.parallel.pipeline import Pipeline
 
@@ -29,13 +38,20 @@ class GradientSums:
         self, model: Model, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
         lookups: TreeSum | None = None, over_tp: Container[str] = (),
     ) -> None:  # fmt: skip
-        self.model, self.parallel, self.pipeline, self.micro_batches = model, parallel, pipeline, micro_batches
+        self.model, self.parallel, self.micro_batches = model, parallel, micro_batches
         self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
-        placements = model.config.placements(model.config.local(0, model.tensor.size))
+        placements, tensor = model.config.placements(model.config.local(0, model.tensor.size)), model.tensor
         whole = {name for name in self.gradients if placements[name].dim is None}
         self.replicated = {name for name in whole if name not in over_tp}
         """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
         self.copied = {name for name in self.gradients if placements[name].copies > 1}
+        self._holders = dict[str, Communicator]()
+        """Of a tensor that ranks other than those of ``parallel`` hold too, all these ranks."""
+        if tensor.size > 1 and parallel.tree is None:
+            self._holders |= dict.fromkeys(self.replicated, tensor.axis.comm)
+            self._holders |= dict.fromkeys(self.copied, tensor.copies.comm) if self.copied else {}
+        if tied_apart and pipeline.ends is not None and model.config.embedding in self.gradients:
+            self._holders[model.config.embedding] = pipeline.ends
 
     def of(self, micro_batch: int) -> Gradients:
         """Where a backward writes gradients, and the function to call when one is complete."""
@@ -55,43 +71,48 @@ class GradientSums:
 
     def _complete(self, name: str) -> None:
         """This rank's gradient of a tensor or a group is complete: the sums over other ranks begin."""
-        if self.tied_apart and name == self.model.config.embedding:
-            return  # in ``finish``: both ends of the pipeline in the same order
-        if name in self.replicated and self.model.tensor.size > 1:
-            return  # ``finish`` sums all of these in one call
-        parts = self.gradients.groups.get(name, (name,))
-        if copied := [self.gradients.spans[part] for part in parts if part in self.copied]:  # neighbours: k and v
-            self.model.tensor.sum_copies(self.gradients.flat[copied[0].start : copied[-1].stop])
-        for part in parts:
-            self.parallel.gradient_ready(part)
-
-    def _sum_replicated(self) -> None:
-        """Sum the gradients of weights that every rank of tp holds whole: neighbours in memory (``plan_buckets``)."""
-        names = [name for name in self.gradients if name in self.replicated]
-        if names:
-            first, last = (self.gradients.spans[name] for name in (names[0], names[-1]))
-            self.model.tensor.sum_replicated(self.gradients.flat[first.start : last.stop])
-        for name in names:
-            self.parallel.gradient_ready(name)
+        for part in self.gradients.groups.get(name, (name,)):
+            if part not in self._holders or self.parallel.compress == "none":
+                self.parallel.gradient_ready(part)
 
     def finish(self) -> None:
         """Complete all sums, after the last backward."""
-        name, in_order = self.model.config.embedding, self.parallel.tree is not None
-        embedding = self.gradients.get(name)
-        if self.model.tensor.size > 1 and not in_order:
-            self._sum_replicated()
-        if self.tied_apart and embedding is not None and not in_order:
-            self.pipeline.sum_tied(embedding)
-            self.parallel.gradient_ready(name)
-        self.parallel.finish(whole=self.tied_apart)  # the other end of the pipeline may update other parts of it
-        if embedding is None or not in_order:
-            return
-        if self.lookups is not None:  # the head's term is in the embedding's gradient, if this rank has the head
-            self.lookups.finish()
-            term = self.lookups.gradients[LOOKUPS]
-            if self.model.holds_last:
-                self.model.ops.add(embedding, term, embedding)
-            else:
-                self.model.ops.copy(term, embedding)
-        if self.tied_apart:
-            self.pipeline.sum_tied(embedding)
+        compressed, flat = self.parallel.compress != "none", self.gradients.flat
+        if compressed:
+            for span, holders in self._spans():
+                holders.all_reduce(flat[span])
+            for name in self._holders:
+                self.parallel.gradient_ready(name)
+        self.parallel.finish()
+        if self.lookups is not None:
+            self._add_lookups(self.lookups)
+        parts = self.parallel.parts()
+        pieces = [(both, holders) for span, holders in self._spans() for part in parts if (both := overlap(part, span))]
+        for piece, holders in pieces:
+            if compressed:
+                holders.broadcast(flat[piece], 0)
+            else:  # of two terms, the order is the same
+                holders.all_reduce(flat[piece], deterministic=holders.size > 2)
+
+    def _spans(self) -> Iterator[tuple[slice, Communicator]]:
+        """The tensors of ``_holders``, those together that are neighbours in memory (``plan_buckets``)."""
+        last, of_last = slice(0, 0), None
+        for name, span in self.gradients.spans.items():
+            holders = self._holders.get(name)
+            if holders is of_last and span.start == last.stop:
+                last = slice(last.start, span.stop)
+                continue
+            if of_last is not None:
+                yield last, of_last
+            last, of_last = span, holders
+        if of_last is not None:
+            yield last, of_last
+
+    def _add_lookups(self, lookups: TreeSum) -> None:
+        """Add the gradients of a tied embedding's lookups to that of the head, if this rank has the head."""
+        lookups.finish()
+        embedding, term = self.gradients[self.model.config.embedding], lookups.gradients[LOOKUPS]
+        if self.model.holds_last:
+            self.model.ops.add(embedding, term, embedding)
+        else:
+            self.model.ops.copy(term, embedding)

@@ -154,9 +154,10 @@ class Mesh:
         return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)))
 
     def reductions(self, groups: Iterable[Collection[str]]) -> list[Reduction]:
-        """Those of parameter groups with these axes.  Of several groups the norm is one sum over all ranks."""
+        """Those of parameter groups with these axes.  If their ranks differ, the norm is one sum over all ranks."""
         found = [*map(self.reduction, groups)]
-        return found if len(found) == 1 else [each._replace(others=self._axis(*AXES)) for each in found]
+        same = len({each.replicas for each in found}) == 1
+        return found if same else [each._replace(others=self._axis(*AXES)) for each in found]
 
     def _axis(self, *names: str) -> Axis:
         """These axes as one. A group of all ranks is the world itself; no group is split twice."""

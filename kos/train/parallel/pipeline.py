@@ -42,7 +42,8 @@ class Pipeline:
     def __init__(self, axis: Axis, schedule: Schedule) -> None:
         self.axis, self.schedule, self.actions = axis, schedule, schedule.actions[axis.rank]
         self._links: dict[tuple[int, int, bool], Communicator] = {}
-        self._ends: Communicator | None = None
+        self.ends: Communicator | None = None
+        """The first and the last stage, on the two ranks that have them; None: one rank has both, or this has none."""
         self._buffers: dict[bool, list[Buffer]] = {True: [], False: []}  # by direction: True for forwards
         if axis.size == 1:
             return
@@ -55,7 +56,7 @@ class Pipeline:
                     if link is not None:
                         self._links[sender, receiver, forward] = link
         if ranks[0] != ranks[-1]:
-            self._ends = axis.comm.split(0 if axis.rank in (ranks[0], ranks[-1]) else None)
+            self.ends = axis.comm.split(0 if axis.rank in (ranks[0], ranks[-1]) else None)
 
     def make_buffers(self, make: Callable[[], Array]) -> None:
         """Buffers for each direction: one to receive, one to compute, one to send. A single rank needs one in all."""
@@ -147,13 +148,8 @@ class Pipeline:
         to = self.schedule.destination(self.axis.rank, action)
         return to.chunk if to is not None and to.rank == self.axis.rank else None
 
-    def sum_tied(self, gradient: Array) -> None:
-        """The gradient of a matrix that is the first stage's embedding and the last stage's head."""
-        if self._ends is not None:
-            self._ends.all_reduce(gradient)
-
     def communicators(self) -> list[Communicator]:
-        return [*self._links.values(), *filter(None, [self._ends])]
+        return [*self._links.values(), *filter(None, [self.ends])]
 
     def close(self) -> None:
         for comm in self.communicators():

@@ -138,14 +138,6 @@ class TensorParallel:
             own = slice(self.axis.rank * len(out_nD), (self.axis.rank + 1) * len(out_nD))
             self.ops.add(out_nD, whole_ND[own], out_nD)
 
-    def sum_replicated(self, gradients: Array) -> None:
-        """Sum the gradients of weights that all ranks hold whole: each rank has computed the part of its own rows."""
-        self.axis.comm.all_reduce(gradients)
-
-    def sum_copies(self, gradient: Array) -> None:
-        """The gradient of a kv head, from the terms of the query heads of each rank that holds it."""
-        self.copies.comm.all_reduce(gradient)
-
 
 class FixedTensorParallel(TensorParallel):
     """``TensorParallel`` whose sums over ranks are binary trees. ``arena`` is scratch memory.

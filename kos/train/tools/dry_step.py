@@ -160,7 +160,7 @@ class Link:
 
     def all_reduce(
         self, x: Array, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, compress: str | None = None,
-        residual: Array | None = None,
+        residual: Array | None = None, deterministic: bool = False,
     ) -> Arrival:  # fmt: skip
         return self._reduce(2, x, async_op, compress, residual)
 

@@ -280,9 +280,11 @@ def _prepare(state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2,
         schedule = LearningRate(list(SHAPES)[shape], lr, min_lr, steps, warmup, decay_steps)
         now["lr"] = schedule(int(now["step"]))
         now["step"] += 1
+        now["updates"] += now["finite"]
         now["scale"] = average * clip_coefficient(norm, max_norm)
-        now["step_size"] = now["lr"] / (1 - beta1 ** now["step"])
-        now["root"] = 1 / np.sqrt(1 - beta2 ** now["step"])
+    if now["finite"]:
+        now["step_size"] = now["lr"] / (1 - beta1 ** now["updates"])
+        now["root"] = 1 / np.sqrt(1 - beta2 ** now["updates"])
     state[:] = list(now.values())
 
 
@@ -314,7 +316,7 @@ def _update(rule, weights, gradients, state, copy, chunks, groups, scalars, seed
         decay, lr_scale = map(float, groups.view(np.float64).reshape(-1, 2)[group])
         w, g = (x.astype(np.float32) for x in (weights[here], gradients[start : start + length]))
         g *= now["scale"]
-        rule.step(int(now["step"]), now["lr"] * lr_scale, decay)(w, g, [x[there] for x in state], np.empty_like(w))
+        rule.step(int(now["updates"]), now["lr"] * lr_scale, decay)(w, g, [x[there] for x in state], np.empty_like(w))
         if weights.dtype == BFLOAT16:
             w = rounded_at_random(w, seed, int(now["step"]), np.arange(place, place + length))
         weights[here] = w

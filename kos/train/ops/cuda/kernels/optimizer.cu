@@ -4,9 +4,10 @@
 // ranks that hold parts of the gradients may add up each other's).  The chunks do not depend on how many ranks there
 // are, so neither do the bits of the norm.  In a pipeline the chunks differ too.  There `exact_squares` adds squares
 // without rounding, in units that follow from the `largest` gradient of all ranks.  `prepare`, one thread, reads the
-// step counter, evaluates the schedule, folds averaging and clipping into one factor, and counts the step.  A norm that
-// is not finite leaves everything as it is, in this step and all later ones.  If outliers are skipped, a norm that is
-// not finite or too large skips its own step only.
+// step counter, evaluates the schedule, folds averaging and clipping into one factor, and counts the step.  It counts
+// the update too unless this is skipped: the bias of Adam's moments depends on the number of updates.  A norm that is
+// not finite leaves everything as it is, in this step and all later ones.  If outliers are skipped, a norm that is not
+// finite or too large skips its own step only.
 //
 // -DMASTER -DGRADIENT -DWEIGHT -DCOPY as in optimizers.cuh
 #include "optimizers.cuh"
@@ -137,10 +138,12 @@ extern "C" __global__ void prepare(State* state, int shape, double lr, double mi
     state->finite = good && state->halted == 0 && !(count && isinf(*count));
     if (state->halted != 0) return;
     const double rate = learning_rate(long(state->step), shape, lr, min_lr, steps, warmup, decay_steps);
-    const double t = state->step += 1;
+    state->step += 1;
+    const double t = state->updates += state->finite;
     const double clip = max_norm / (norm + 1e-6);
     state->lr = rate;
     state->scale = average * (max_norm > 0 && clip < 1 ? clip : 1);
+    if (!state->finite) return;
     state->step_size = rate / (1 - pow(beta1, t));
     state->root = 1 / sqrt(1 - pow(beta2, t));
 }

@@ -8,7 +8,7 @@
 constexpr int W = 4;
 
 struct State {  // doubles, read by the host by index
-    double step, lr, norm, scale, step_size, root, finite, sum_of_squares, rest, halted;
+    double step, updates, lr, norm, scale, step_size, root, finite, sum_of_squares, rest, halted;
 };
 
 struct Chunk {
@@ -24,7 +24,7 @@ struct Group {
 };
 
 // Of a step and a group: learning rate and weight decay; what a decoupled decay multiplies weights by; and of Adam's
-// corrected moments, for the betas of the rule, lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
+// corrected moments, for the betas of the rule and update t, lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
 struct Rates {
     float lr, decay, shrink, step_size, root;
 };
