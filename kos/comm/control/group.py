@@ -55,7 +55,6 @@ from kos.comm.control.wire import (
     drive,
     is_loopback,
     lacks_files,
-    without_file,
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
@@ -324,7 +323,9 @@ class TCPRendezvous(Rendezvous):
 
     def _unable(self, error: BaseException) -> KosError:
         me = self.failures.world[self.rank]
-        return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {without_file(error)}", ranks=[me])
+        if isinstance(error, OSError) and lacks_files(error):  # no other file could be opened either
+            error = OSError(error.errno, error.strerror)
+        return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}", ranks=[me])
 
     def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
         """Join only to report ``error``, such as Ctrl-C, to the other ranks, which would wait for this rank.

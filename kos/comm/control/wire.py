@@ -425,12 +425,6 @@ def lacks_files(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _NO_FILES
 
 
-def without_file(error: BaseException) -> BaseException:
-    """``error``; if it says that no file descriptor is left, without the file, as any other could not be opened."""
-    lacks = isinstance(error, OSError) and lacks_files(error)
-    return OSError(error.errno, error.strerror) if lacks else error  # type: ignore[attr-defined]
-
-
 def is_loopback(host: str) -> bool:
     """Whether ``host`` is localhost or a loopback address."""
     if host == "localhost":
