@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -17,6 +18,8 @@ OF_A_PAGE = re.compile(r"def (test_\w+)|(test_\w+)\.py -->|examples/(test_\w+)\.
 FILES = {path.stem: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
 SKIPPING = {"importorskip", "find_spec", "needs", "Package"}
 """Functions whose arguments are packages, without which tests are skipped."""
+BY_HAND = {"ray"}
+"""Packages whose tests run only by hand, as ``docs/testing.md`` says."""
 BROUGHT = {"griffe": "mkdocstrings", "PIL": "matplotlib", "accelerate": "accelerate"}
 
 
@@ -35,6 +38,7 @@ def on_gpus(node: ast.AST) -> bool:
     return any(re.search(r"\bgpu\b", ast.unparse(each)) for each in getattr(node, "decorator_list", ()))
 
 
+@cache
 def packages(path: Path) -> set[str]:
     """Those that the tests of a file need, except its tests on GPUs."""
     found, left = set[str](), list[ast.AST]([ast.parse(path.read_text())])
@@ -77,9 +81,10 @@ def test_named_tests_run():
     there, lacking = installed(), dict[str, set[str]]()
     for page, name in named():
         if name in FILES and not re.search(r"_(gpu|cuda)$", name):
-            needed = {BROUGHT.get(each, each) for each in packages(FILES[name])} - {"kos", "numpy"}
+            needed = {BROUGHT.get(each, each) for each in packages(FILES[name])} - {"kos", "numpy", *BY_HAND}
             if absent := {each for each in needed if canonicalize_name(each) not in there}:
                 lacking[f"{name}, which {page} names"] = absent
+    assert not [each for each in BY_HAND if f"without {each.title()}" not in (ROOT / "docs" / "testing.md").read_text()]
     assert not lacking, f"expected .ci/run to install what tests need, got none of {lacking}"
 
 

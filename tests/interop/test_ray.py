@@ -32,14 +32,8 @@ from kos.errors import RankLost
 
 LIMIT = 200
 kos.interop.ray.register()
-while not ray.is_initialized():  # Ray gives its own start 30 s, which a busy machine may not manage
-    try:
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False,
-                 runtime_env={"worker_process_setup_hook": "kos.interop.ray.register"})
-    except Exception as error:
-        if "timed out during startup" not in str(error):
-            raise
-        ray.shutdown()
+ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False,
+         runtime_env={"worker_process_setup_hook": "kos.interop.ray.register"})
 """
 
 
