@@ -46,11 +46,11 @@ def default_rendezvous(
     if not by_launcher and by_variables():
         if launched_place()[1] == 1:
             return env_rendezvous(timeout)
-        with claimed(False, timeout):
+        with claimed(False):
             return hold(env_rendezvous(timeout))
     if not by_launcher and not by_mpi:
         return single_rendezvous(timeout)
-    with claimed(True, timeout) if by_launcher else nullcontext():
+    with claimed(True) if by_launcher else nullcontext():
         return rendezvous_of_mpi(timeout=timeout, process_hooks=process_hooks, watched=watched)
 
 

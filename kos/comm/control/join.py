@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -33,7 +32,6 @@ from kos.errors import CollectiveError, RendezvousError
 FOREIGN_SECONDS = 5.0  # limit for a member to answer where another address has another secret or protocol
 SILENT = "accepts connections and sends nothing: a member that has not called grow or replace, or another service"
 CLOSES = "expected a member that calls grow or replace, got a service that closes the connection at once"
-_PROVOKE_SECONDS = 0.5
 _LONGEST = 1 << 16  # bytes of a file that holds an address
 Answer = tuple[Connection, dict[str, Any]]
 
@@ -86,7 +84,6 @@ class Calls:
         self._foreign_until = 0.0  # how long others are awaited that may be members
         self._proved = set[Address]()  # where members with this secret answer
         self._no_file = ""  # why the address is not known
-        self._silent = dict[Address, socket.socket]()  # those that have not sent a greeting
 
     def first_answer(self, deadline: float) -> Answer | None:
         """The first connection that receives an answer, and the answer; None at the deadline.
@@ -169,13 +166,11 @@ class Calls:
         """One connection, until the member admits or refuses this newcomer."""
         yield from _connected(sock)
         self._reached.add(place)
-        self._silent[place], self._states[place] = sock, SILENT
+        self._states[place] = SILENT
         try:
             greeting = yield from receive_greeting(sock)
         except ConnectionError:
             raise ConnectionError(CLOSES) from None
-        finally:
-            self._silent.pop(place, None)
         self._states[place] = "is there, and has not admitted this process yet"
         key = Network(self._secret, "", "", False).key(b"join")
         connection = yield from authenticate(sock, greeting, key, JOIN, 0, None)
@@ -197,7 +192,6 @@ class Calls:
 
     def state(self) -> str:
         """A text that says what this newcomer waits for."""
-        self._states |= dict(zip(self._silent, _provoke([*self._silent.values()]), strict=True))
         each = (f"{place_name(*place)}: {text}" for place, text in self._states.items())
         return "; ".join(filter(None, [self._no_file, *each])) or "no member"
 
@@ -212,25 +206,6 @@ class Calls:
             sock.close()
         if self.listener is not None:
             self.listener.close()
-
-
-def _provoke(socks: Sequence[socket.socket]) -> list[str]:
-    """What silent services do at a request of HTTP, at which many other services answer an error, as text."""
-    deadline, states = time.monotonic() + _PROVOKE_SECONDS, list[str]()
-    for sock in socks:
-        with suppress(OSError):
-            sock.send(b"GET / HTTP/1.0\r\n\r\n")
-    for sock in socks:
-        try:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            answer = sock.recv(16)
-        except TimeoutError:
-            states.append(SILENT)
-        except OSError:
-            states.append(CLOSES)
-        else:
-            states.append(f"expected a member, got another service, which answers {answer!r}" if answer else CLOSES)
-    return states
 
 
 def _read_address(path: str) -> str:
