@@ -164,7 +164,7 @@ def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monke
     old = json.loads(manifest.read_text())
     del old["config"]["config"]["zero"], old["config"]["gpus"], old["config"]["backend"]
     manifest.write_text(json.dumps(old))
-    assert resumed("new", **all_else) == []
+    assert resumed("new", **all_else) == ["zero"], "a setting that a version lacks had its default"
 
 
 def test_several_bfloat16_gradients_add_up_in_float32(emulated, text, tmp_path, capsys):

@@ -125,7 +125,7 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
 
 
 PLANNED = [
-    (Layout(), {}), (Layout(tp=2), {}), (Layout(cp=2), {"compress": "int8"}),
+    (Layout(), {"pad_token_id": 21}), (Layout(tp=2), {}), (Layout(cp=2), {"compress": "int8"}),
     (Layout(dp=4), {"compress": "int8", "hosts": (2, 2), "zero": 1}),
     (Layout(tp=2), {"deterministic": True, "deterministic_parts": 4}),
     (Layout(pp=2), {"tied": True, "deterministic": True}), (Layout(cp=2), {"deterministic": True}),
