@@ -20,6 +20,7 @@ from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import TCPRanks
 from tests.train import layouts
 from tests.train.runs import SMALL, _config
+from tests.train.sharded import tensors_of_run
 
 ALONE = (1,) * 8  # each rank on a host of its own
 ENDS = (3, 3, 2)  # hosts on which the two stages of a pipeline lie in different ways
@@ -92,6 +93,21 @@ def compare(layout: Layout, hosts: tuple[int, ...], tied: bool, layers: int = 2,
         for key, values in held.items():
             other, theirs = first.setdefault(key, (rank, values))
             assert values == theirs, f"{key} differs on ranks {other} and {rank}"
+
+
+def test_a_resumed_run_with_a_tied_table_has_the_bits_of_an_unbroken_one(text, tmp_path, monkeypatch):
+    model = {**SMALL["model"], "tie_word_embeddings": True}
+    how = {"pp": 2, "steps": 5, "batch_size": 6, "micro_batch_size": 1, "save_every": 2, "keep": 9, "eval_batches": 0}
+    how |= {"sample_tokens": 0, "model": model, "backend": "tcp"}
+    on_hosts(monkeypatch, ALONE)
+
+    def train(out: str, **more: Any) -> Any:
+        config = _config(text, tmp_path / out, **how, **more)
+        TCPRanks(6).run(lambda comm: Trainer(config, comm, verbose=False).run())
+        return tensors_of_run(tmp_path / out)
+
+    whole = train("whole")
+    assert train("rest", resume=str(tmp_path / "whole/checkpoints/step-2")) == whole
 
 
 @pytest.mark.parametrize(
