@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import RendezvousError
-from kos.launcher import OF_MPI, OF_OTHERS, VARIABLES, launched_place
+from kos.launcher import OF_MPI, OF_OTHERS, VARIABLES, launched_place, under_mpirun
 from kos.memory.ipc import namespace
 
 _PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL")
