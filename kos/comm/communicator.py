@@ -257,7 +257,7 @@ class Communicator(Groups):
         ranks.  Returns a ``kos.memory.Array`` of the same memory, which keeps ``x`` alive.  The registration lasts
         until this array, and the last captured graph that uses it, are gone.  Calls on ``x`` and on this array are
         equally fast.  nccl requires memory of ncclMemAlloc or cuMemCreate, and peer requires memory of cudaMalloc.
-        Waits for the operations in flight.  Raises InvalidArgument on all ranks for other memory, such as expandable
+        Waits for the collectives in flight.  Raises InvalidArgument on all ranks for other memory, such as expandable
         segments of torch, and on backends for host memory; PeerMemoryError if CUDA's IPC cannot map the memory.
 
             buffer = comm.register(gradients)
@@ -267,7 +267,7 @@ class Communicator(Groups):
         if self.device is not None:
             if buffer.device != self.device:
                 raise InvalidArgument(f"x: expected memory of cuda:{self.device}, got memory of {buffer.place}")
-            self.synchronize()
+            self._settle("register")
             self._store.clear()
             call = f"register of {buffer.nbytes} bytes"
             self._agree(Operation("barrier", self.rank, self._defaults._replace(purpose=call)), call)

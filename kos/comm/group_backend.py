@@ -110,6 +110,13 @@ class GroupBackend(ABC):
     ) -> None:
         """Wait on the host for queued GPU work."""
 
+    def settle(self, timeout: float) -> bool:
+        """Wait on the host for collectives that are queued on the GPU; returns whether messages may still be queued.
+
+        It does not wait for messages, nor for what is queued behind them.
+        """
+        return False
+
     def allocate(self, shape: Any, dtype: Any) -> Any:
         """An array in the memory that this backend moves fastest.  Collective."""
         return np.empty(shape, dtype)

@@ -48,10 +48,6 @@ class Groups(Operations):
     """Those split from this one."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Wait on the host for all operations."""
-
-    @abstractmethod
     def _signal_end(self, reason: str) -> None: ...
 
     @abstractmethod
@@ -71,8 +67,8 @@ class Groups(Operations):
 
         Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None participates and
         gets None.  On all ranks ``color`` may be "host": a communicator for each host.  ``nccl`` are options of NCCL
-        for the new communicators, the same on all ranks; others are inherited.  Waits for the operations in flight.
-        Raises InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost.
+        for the new communicators, the same on all ranks; others are inherited.  Waits for the collectives in flight,
+        and not for messages.  Raises InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost.
 
             pair = comm.split(comm.rank // 2)
         """
@@ -141,12 +137,14 @@ class Groups(Operations):
         if nccl is not None:
             purpose = ", ".join(filter(None, (purpose, f"nccl {options}")))
         self._check_open()
-        self.synchronize()
+        messages = self._settle(call)
         timed = self._defaults._replace(purpose=purpose)
         operation = Operation(call, self.rank, timed)
         self._agree(operation, f"{call} for {purpose}" if purpose else call)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
         with self._exchange(call):
+            if self.device is not None:
+                self.backend.messages_queued = any(self.rendezvous.allgather(b"+" if messages else b""))
             rendezvous = self.rendezvous.split(color, key)
             if rendezvous is not None:
                 rendezvous.nccl = options
@@ -161,6 +159,18 @@ class Groups(Operations):
         if options and "nccl" not in self.backend_name.split("+"):
             raise InvalidArgument(f"nccl: expected None without the backend nccl, got {options} on {self.backend_name}")
         return {**self.rendezvous.nccl, **options}
+
+    def _settle(self, call: str) -> bool:
+        """Wait for the collectives in flight before ``call``, but not for messages: these may match later ones.
+
+        Returns whether messages may still be queued on the GPU.
+        """
+        self.rendezvous.failures.refuse(call)
+        for work in self.backend.engine.works_of(self.backend):
+            if work.collective:
+                work.wait()
+        messages: bool = self.backend.settle(self.timeout)
+        return messages
 
     def _agree(self, control: Operation, call: str) -> None:
         """Check that the other ranks make the same control-plane call."""
@@ -208,7 +218,7 @@ class Groups(Operations):
         """
         n = number_in("n", n, 1, 1 << 20)
         self._check_open()
-        self.synchronize()
+        self._settle("grow")
         return self._change(f"grow {n}", n, timeout)
 
     def replace(self, n: int | None = None, *, timeout: float | None = None) -> Self:
