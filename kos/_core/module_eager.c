@@ -63,7 +63,7 @@ typedef struct {
 static PyTypeObject *ndarray_type;
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_start, *s_start_cached, *s_start_uncached;
+static PyObject *s_start, *s_start_cached, *s_start_uncached, *s_interrupted;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -229,8 +229,7 @@ static int apart(const cached_call *k, char *const *data) {
     return send + k->core->send_bytes <= recv || recv + k->core->recv_bytes <= send;
 }
 
-// The Work of a call.  If it is not complete, it joins those that the engine advances before any Python code runs, which
-// may be a signal's handler that raises.
+// The Work of a call.  If it is not complete, it joins those that the engine advances.
 static PyObject *in_flight(Operation *o, const cached_call *k, PyObject *send, PyObject *recv, PyObject *result,
                            PyObject *sequence, PyObject *slot, PyObject *left) {
     State *s = new_state(o->last, k->work, k->prepared, send, recv, result, sequence, slot);
@@ -251,14 +250,6 @@ static PyObject *keep(Operation *o, PyObject *value) {
         Py_XDECREF((PyObject *)old);
     }
     return value;
-}
-
-// The call that made this Work raises: a receive that is in flight takes no message.  Other results are left as they are.
-static void withdraw(PyObject *work) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    Py_XDECREF(PyObject_CallMethod(work, "withdraw", NULL));
-    PyErr_Restore(type, value, traceback);
 }
 
 // Starts a known call.  Returns NULL without an exception if Python must start it.
@@ -293,8 +284,6 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, PyObject *con
         PyObject *work = value;
         value = PyObject_CallMethodObjArgs(PyTuple_GetItem(core_call, CALL_PREPARED), s_start, objects[COMM], work,
                                            waits ? Py_True : Py_False, Py_True, NULL);
-        if (!value && message)  // such as Ctrl-C before the method holds it back
-            withdraw(work);
         Py_DECREF(work);
     }
     PyObject *used[] = {left, old[0], old[1], core_call, sequence};
@@ -353,6 +342,24 @@ static PyObject *start_uncached(Operation *o, Group *g, const call_key *key, PyO
     return result;
 }
 
+// A call has raised: the communicator is aborted if the handler of a signal did.
+static void end_if_interrupted(Group *g, PyObject *name) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace)
+        PyException_SetTraceback(error, trace);
+    PyObject *none = PyObject_CallMethodObjArgs(g->objects[COMM], s_interrupted, name ? name : s_start, error, NULL);
+    if (none) {
+        PyErr_Restore(type, error, trace);
+        Py_DECREF(none);
+        return;
+    }
+    PyObject *used[] = {type, error, trace};
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(used[i]);
+}
+
 static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
     Operation *o = (Operation *)self;
     Group *g = o->group;
@@ -382,6 +389,8 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
         key.words = 0;  // nothing to store
     if (!result && !PyErr_Occurred())
         result = start_uncached(o, g, &key, args, positional, names);
+    if (!result)
+        end_if_interrupted(g, o->name);
     Py_DECREF((PyObject *)g);
     return result;
 }
@@ -489,7 +498,7 @@ int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
         {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"},
         {&s_start_uncached, "_start_uncached"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
-        {&s_cuda_stream, "__cuda_stream__"},
+        {&s_cuda_stream, "__cuda_stream__"}, {&s_interrupted, "_interrupted"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))

@@ -15,7 +15,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +44,7 @@ from kos.comm.arguments import (
     size_and_place,
 )
 from kos.comm.compression import check_compress, shards
+from kos.comm.handlers import interruptible
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, NO_MESSAGE, Message, Operation, Options
 from kos.comm.persistent import Persistent, persistent
@@ -52,7 +52,7 @@ from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared,
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument, ignored
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import library_of, plain_array
@@ -97,24 +97,30 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def operation(comm: Any, *args: Any, **options: Any) -> Any:
-        arguments = (*args, *options.values()) if options else args
-        key, arrays, stream = _cache_key(name, args, options)
         try:
-            cached, work = comm._store.calls.get(key), None
-        except TypeError:  # an argument that cannot be hashed is refused later
-            key = cached = work = None
-        if cached is not None:
-            prepared, x, out = cached
-            given = None if x < 0 else arrays[x]
-            into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
-            work = comm._cached_work(prepared, given, into, array, stream)
-        if work is None:
-            work = check(comm, *args, **options)
+            arguments = (*args, *options.values()) if options else args
+            key, arrays, stream = _cache_key(name, args, options)
+            try:
+                cached, work = comm._store.calls.get(key), None
+            except TypeError:  # an argument that cannot be hashed is refused later
+                key = cached = work = None
+            if cached is not None:
+                prepared, x, out = cached
+                given = None if x < 0 else arrays[x]
+                into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
+                work = comm._cached_work(prepared, given, into, array, stream)
             if work is None:
-                return None
-            if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
-                comm._store.add_call(key, new)
-        return work.prepared.start(comm, work)
+                work = check(comm, *args, **options)
+                if work is None:
+                    return None
+                if cached is None and key is not None:
+                    new = _cached_call(work, arguments, *_input_and_output(work))
+                    if new is not None:
+                        comm._store.add_call(key, new)
+            return work.prepared.start(comm, work)
+        except BaseException as error:
+            comm._interrupted(name, error)
+            raise
 
     return operation
 
@@ -125,9 +131,13 @@ def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
     @functools.wraps(call)
     def init(comm: Any, *args: Any, **options: Any) -> Persistent[Any]:
         comm._check_open()
-        builder = _Builder(comm)
-        call.__wrapped__(builder, *args, **options)  # type: ignore[attr-defined]
-        return persistent(comm, *builder.prepared)
+        try:
+            builder = _Builder(comm)
+            call.__wrapped__(builder, *args, **options)  # type: ignore[attr-defined]
+            return persistent(comm, *builder.prepared)
+        except BaseException as error:
+            comm._interrupted(f"{call.__name__}_init", error)
+            raise
 
     name = call.__name__
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
@@ -212,14 +222,10 @@ class Operations:
         if work is None:
             return None, None
         ends, core_call = _input_and_output(work), None
-        try:
-            result = work.prepared.start(self, work)
-            with suppress(Exception):  # the call itself has succeeded
-                if (cached := _cached_call(work, arguments, *ends)) is not None:
-                    core_call = self._describe_to_core(work, cached, ends, arguments, options)
-        except BaseException:  # for example one that a signal handler raises
-            work.withdraw()
-            raise
+        result = work.prepared.start(self, work)
+        with ignored(Exception):  # the call itself has succeeded
+            if (cached := _cached_call(work, arguments, *ends)) is not None:
+                core_call = self._describe_to_core(work, cached, ends, arguments, options)
         return result, core_call
 
     def _describe_to_core(
@@ -785,6 +791,7 @@ class Operations:
         message = Message(dst, src, check_tag(tag), tag)
         return self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
 
+    @interruptible
     def send_bytes(self, data: bytes | bytearray | memoryview, dst: int, tag: int = 0, *, async_op: bool = False,
                    timeout: float | None = None) -> Any:
         """Send ``data``, bytes of any length, to rank ``dst``, another rank, which calls ``recv_bytes``.
@@ -801,6 +808,7 @@ class Operations:
         x = np.frombuffer(contiguous, np.uint8)
         return Operations.send(self, x, dst, tag, async_op=async_op, timeout=timeout)
 
+    @interruptible
     def recv_bytes(self, src: int | None = None, tag: int = 0, *, async_op: bool = False,
                    timeout: float | None = None) -> Any:
         """Receive a message of ``send_bytes`` with ``tag``, of any length, from rank ``src``; returns the bytes.
@@ -815,6 +823,7 @@ class Operations:
         self._refuse_batch("recv_bytes")
         return self._start(self._awaited("recv_bytes", options, src, tag))
 
+    @interruptible
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
               timeout: float | None = None) -> Envelope | None:
         """Wait for a message from rank ``src`` (None: any rank) with ``tag``, without receiving it.

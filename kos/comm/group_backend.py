@@ -24,7 +24,6 @@ from kos.comm.work import Engine, Work
 from kos.errors import (
     BackendUnavailable,
     CollectiveMismatch,
-    Interrupted,
     InvalidArgument,
     KosError,
     RankLost,
@@ -239,9 +238,7 @@ class GroupBackend(ABC):
 def ends_group(work: Work[Any], error: Exception) -> bool:
     """Whether the ranks of the group are out of step after that error.
 
-    This is so after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
+    This is so after a collective, and after a send that may still be received.
     """
-    if isinstance(error, Interrupted):
-        return True
     sends = work.operation.message.dst is not None
     return work.collective or (sends and not isinstance(error, CollectiveMismatch | RankLost))

@@ -21,6 +21,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.group_backend import CHANGES, UNMADE
+from kos.comm.handlers import interruptible
 from kos.comm.making import communicator
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
@@ -60,6 +61,7 @@ class Groups(Operations):
     def split(self, color: Literal["host"], key: int = ..., *, nccl: NCCLOptions | None = ...) -> Self: ...
     @overload
     def split(self, color: int | None, key: int = ..., *, nccl: NCCLOptions | None = ...) -> Self | None: ...
+    @interruptible
     def split(
         self, color: int | Literal["host"] | None, key: int = 0, *, nccl: NCCLOptions | None = None
     ) -> Self | None:
@@ -80,6 +82,7 @@ class Groups(Operations):
         color = None if color is None else number_in("color", color, 0, largest, ' or None or "host"')
         return self._split(color, key, str(color), nccl=nccl)
 
+    @interruptible
     def group(self, ranks: Sequence[int], *, nccl: NCCLOptions | None = None) -> Self | None:
         """The communicator of these ranks, in this order; other ranks get None.
 
@@ -92,6 +95,7 @@ class Groups(Operations):
         color, key = (0, members.index(self.rank)) if self.rank in members else (None, 0)
         return self._split(color, key, "group", f"group {members}", nccl)
 
+    @interruptible
     def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> tuple[Self, ...]:
         """A communicator for each axis of a grid of all ranks, whose last axis varies fastest.
 
@@ -117,6 +121,7 @@ class Groups(Operations):
         """The ranks of this communicator on this rank's host, ascending."""
         return self.rendezvous.local_ranks
 
+    @interruptible
     def duplicate(self) -> Self:
         """Another communicator over the same ranks, whose operations never match this one's.  Collective.
 
@@ -325,6 +330,7 @@ class Groups(Operations):
             "nccl": dict(self.rendezvous.nccl),
         }  # fmt: skip
 
+    @interruptible
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """All ranks' ``data``, of any lengths, in rank order.  Collective; for small control data.
 
@@ -337,6 +343,7 @@ class Groups(Operations):
         assert parts is not None
         return parts
 
+    @interruptible
     def gather_bytes(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> list[bytes] | None:
         """All ranks' ``data``, of any lengths, in rank order on rank ``root``; None elsewhere.
 
@@ -346,6 +353,7 @@ class Groups(Operations):
         """
         return self._bytes("gather_bytes", "gather_v", data, check_rank("root", root, self.size), timeout)
 
+    @interruptible
     def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
         """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
 
@@ -435,14 +443,14 @@ class Groups(Operations):
             undo.callback(rendezvous.abort, None)
             with rendezvous.reporting():
                 backend = self.backend.split(rendezvous, color, key)
-            assert backend is not None
-            undo.callback(backend.abort, UNMADE)
-            backend.gpu_array_hint = self.backend.gpu_array_hint
-            group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, backend.name)
-            kind: Any = type(self)
-            made: Self = kind(backend, rendezvous, self.probes, self.timeout, group)
-            made._requested = self._requested
-            undo.pop_all()
+                assert backend is not None
+                undo.callback(backend.abort, UNMADE)
+                backend.gpu_array_hint = self.backend.gpu_array_hint
+                group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, backend.name)
+                kind: Any = type(self)
+                made: Self = kind(backend, rendezvous, self.probes, self.timeout, group)
+                made._requested = self._requested
+                undo.pop_all()
         return made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import suppress
 from itertools import pairwise
 from threading import get_ident
 from typing import Any, Generic, TypeVar
@@ -13,7 +12,7 @@ from kos.comm.one_thread import check_batch
 from kos.comm.operation import Operation
 from kos.comm.prepared import APART, CoreCall
 from kos.comm.work import Work
-from kos.errors import InvalidArgument
+from kos.errors import InvalidArgument, ignored
 from kos.memory.buffer import address_of
 
 T = TypeVar("T")
@@ -45,6 +44,13 @@ class Persistent(Generic[T]):
         arrays.
         """
         comm = self._comm
+        try:
+            return self._start(comm)
+        except BaseException as error:
+            comm._interrupted("start", error)
+            raise
+
+    def _start(self, comm: Any) -> Work[T]:
         if comm._closed:
             comm._check_open()
         # Does not test whether the operation is complete: ranks could disagree.
@@ -66,13 +72,9 @@ class Persistent(Generic[T]):
     def _start_uncached(self, args: Any, options: Any, has_key: bool) -> tuple[Any, CoreCall | None]:
         """Start a call that the core has not cached.  Returns the Work, and the CoreCall of later starts."""
         work, core_call = Persistent.start(self, *args, **options), None
-        try:
-            if has_key and self._comm._batch is None:
-                with suppress(Exception):  # the start itself has succeeded
-                    core_call = self._describe_to_core(work)
-        except BaseException:  # for example one that a signal handler raises
-            work.withdraw()
-            raise
+        if has_key and self._comm._batch is None:
+            with ignored(Exception):  # the start itself has succeeded
+                core_call = self._describe_to_core(work)
         return work, core_call
 
     def _describe_to_core(self, work: Work[T]) -> CoreCall | None:
@@ -152,8 +154,14 @@ class Batch:
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         self._comm._open_batch(None)
-        if value is not None:
-            return
+        if value is None:
+            try:
+                self._start()
+            except BaseException as error:
+                self._comm._interrupted("batch", error)
+                raise
+
+    def _start(self) -> None:
         _refuse_clashes(self._added)
         self._comm._start_all(self._added, self._async_op)
         self.works = self._added

@@ -19,7 +19,7 @@ from kos.comm.control.notices import Channel
 from kos.comm.failures import FailureLog, Late, StoppedRanks
 from kos.comm.prepared import shortened
 from kos.cuda.devices import process_numa_node
-from kos.errors import BackendUnavailable, CollectiveError, KosError, RendezvousError
+from kos.errors import BackendUnavailable, CollectiveError, KosError, RankLost, RendezvousError, by_handler
 from kos.memory.ipc import boot_id, pretended_host
 
 HOST_CHARACTERS = 64  # of a name in KOS_HOST, at most
@@ -136,11 +136,12 @@ class Rendezvous(ABC):
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
         me = self.failures.names([self.rank], False)
-        if isinstance(error, CollectiveError | RendezvousError):
+        if isinstance(error, CollectiveError | RendezvousError) and not by_handler(error):
             failure: KosError = error.copy(None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
+            kind = RankLost if by_handler(error) else RendezvousError
+            failure = kind(f"rendezvous: {self.call} was interrupted on {me} by {what}")
         failure.ranks = failure.ranks or (self.failures.world[self.rank],)
         self.failures.over = failure
         if self.size > 1:

@@ -120,6 +120,7 @@ class Connection:
         self.sock, self.epoch = sock, epoch
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
+        self._accepted = 0  # bytes of the first of ``_outgoing`` that the socket has accepted since
         self._outgoing: deque[bytes | memoryview] = deque()
 
     def post(self, message: bytes, digest: bytes = b"") -> None:
@@ -127,10 +128,10 @@ class Connection:
         if len(message) > MAX_MESSAGE:
             raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got {len(message)}")
         number = _NUMBER.pack(self._sent, len(message), self.epoch)
-        self._sent += 1
         tag = _mac(self._send_key, number, digest or digest_of(message))
         head = _HEAD.pack(len(message), self.epoch) + tag
         self._outgoing += [head + message] if len(message) < _COPIED else [head, message]
+        self._sent += 1
 
     @property
     def sends(self) -> bool:
@@ -149,18 +150,24 @@ class Connection:
         return True
 
     def flush(self) -> Waiting[None]:
-        """Send all queued messages."""
+        """Send all queued messages.
+
+        A signal's handler may raise at any call, so between two calls both of ``_outgoing`` and ``_accepted`` are set.
+        The abort that follows then continues at the right byte.  ``map`` stores what ``send`` returns.
+        """
         while self._outgoing:
-            data = self._outgoing[0]
+            if self._accepted:
+                rest = memoryview(self._outgoing[0])[self._accepted :]
+                if rest.nbytes:
+                    self._outgoing[0] = rest
+                else:
+                    del self._outgoing[0]
+                self._accepted = 0
+                continue
             try:
-                sent = self.sock.send(data)
+                (self._accepted,) = map(self.sock.send, [self._outgoing[0]])
             except BlockingIOError:
                 yield select.POLLOUT
-                continue
-            if sent == len(data):
-                self._outgoing.popleft()
-            else:
-                self._outgoing[0] = memoryview(data)[sent:]
 
     def receive(self) -> Waiting[bytes]:
         """The next message of this epoch.  Raises ConnectionError at the end, RendezvousError if it was changed."""

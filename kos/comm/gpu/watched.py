@@ -28,7 +28,7 @@ from kos.comm.waits import Backoff
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
-from kos.errors import CollectiveError, CudaError, KosError
+from kos.errors import CollectiveError, CudaError, KosError, by_handler
 
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the other ranks for which ranks it waits."""
@@ -238,7 +238,7 @@ class WatchedBackend(GroupBackend):
             return failure
 
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
-        raise self.to_error(work, error)
+        raise error if by_handler(error) else self.to_error(work, error)
 
     @property
     def abort_flags(self) -> list[int]:
