@@ -424,6 +424,7 @@ class Communicator(Groups):
 
     def _end_interrupted(self, what: str) -> None:
         if self.size == 1:  # the call has ended
+            self._active = None
             for work in self.backend.engine.works_of(self.backend):
                 self.backend.engine.remove(work)
         elif not self._closed:

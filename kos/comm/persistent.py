@@ -153,13 +153,13 @@ class Batch:
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        self._comm._open_batch(None)
-        if value is None:
-            try:
+        try:
+            self._comm._open_batch(None)
+            if value is None:
                 self._start()
-            except BaseException as error:
-                self._comm._interrupted("batch", error)
-                raise
+        except BaseException as error:
+            self._comm._interrupted("batch", error)
+            raise
 
     def _start(self) -> None:
         _refuse_clashes(self._added)

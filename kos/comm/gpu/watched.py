@@ -150,6 +150,7 @@ class WatchedBackend(GroupBackend):
         for each, keeper in several.items():
             if each not in self._message_streams:
                 self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout)
+                self.streams.forget(each)
         return not all(self.is_idle(each, keeper) for each, keeper in several.items() if each in self._message_streams)
 
     def is_idle(self, stream: int, keeper: Any) -> bool:
