@@ -130,8 +130,8 @@ def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
 
     @functools.wraps(call)
     def init(comm: Any, *args: Any, **options: Any) -> Persistent[Any]:
-        comm._check_open()
         try:
+            comm._check_open()
             builder = _Builder(comm)
             call.__wrapped__(builder, *args, **options)  # type: ignore[attr-defined]
             return persistent(comm, *builder.prepared)

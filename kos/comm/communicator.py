@@ -163,6 +163,7 @@ class Communicator(Groups):
         self._defaults = Options(seconds)
         self._store.clear()
 
+    @interruptible
     def batch(self, *, async_op: bool = False) -> Batch:
         """Check the operations called in ``with comm.batch() as batch:`` at once and launch them together.
 

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import itertools
+import linecache
 import os
 import queue
 import signal
@@ -28,6 +29,10 @@ _KOS = f"{os.sep}kos{os.sep}comm{os.sep}"
 WAITS = 4  # how often a line has run when the other rank begins: the call waits then
 
 
+def _keeps_locks(code: CodeType, line: int) -> bool:
+    return linecache.getline(code.co_filename, line).lstrip().startswith(("try:", "with "))
+
+
 class Deadline(Exception):
     """What the program's handler raises."""
 
@@ -50,6 +55,7 @@ def alarm(request):
 class Interrupt:
     """Calls ``alarm`` once in each call, at the first line of kos that no earlier call has reached.
 
+    Lines with ``try`` or ``with`` are left out: Python runs no handler there, and a tracer that raises keeps locks.
     ``begin`` lets the other rank begin the operation: at the interrupt, or when this rank has waited for a while.
     """
 
@@ -65,7 +71,7 @@ class Interrupt:
             if event == "line" and _KOS in frame.f_code.co_filename:
                 line = frame.f_code, frame.f_lineno
                 lines[line] = lines.get(line, 0) + 1
-                new = not sent and line not in self._reached
+                new = not sent and line not in self._reached and not _keeps_locks(*line)
                 if not begun and (new or lines[line] == WAITS):
                     begun = True
                     begin()

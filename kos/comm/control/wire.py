@@ -152,22 +152,19 @@ class Connection:
     def flush(self) -> Waiting[None]:
         """Send all queued messages.
 
-        A signal's handler may raise at any call, so between two calls both of ``_outgoing`` and ``_accepted`` are set.
-        The abort that follows then continues at the right byte.  ``map`` stores what ``send`` returns.
+        A signal's handler may raise at any call, but not within an assignment.  So ``map`` calls ``send``, and
+        ``_outgoing`` and ``_accepted`` change together.  The abort that follows then continues at the right byte.
         """
         while self._outgoing:
             if self._accepted:
-                rest = memoryview(self._outgoing[0])[self._accepted :]
-                if rest.nbytes:
-                    self._outgoing[0] = rest
-                else:
-                    del self._outgoing[0]
-                self._accepted = 0
-                continue
-            try:
-                (self._accepted,) = map(self.sock.send, [self._outgoing[0]])
-            except BlockingIOError:
-                yield select.POLLOUT
+                self._outgoing[0], self._accepted = memoryview(self._outgoing[0])[self._accepted :], 0
+            elif not self._outgoing[0]:
+                self._outgoing.popleft()
+            else:
+                try:
+                    (self._accepted,) = map(self.sock.send, [self._outgoing[0]])
+                except BlockingIOError:
+                    yield select.POLLOUT
 
     def receive(self) -> Waiting[bytes]:
         """The next message of this epoch.  Raises ConnectionError at the end, RendezvousError if it was changed."""

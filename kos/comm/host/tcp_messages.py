@@ -309,8 +309,8 @@ class Peer:
     def _send(self) -> None:
         """Send what is queued, as far as the socket allows.
 
-        A signal's handler may raise at any call, so between two calls both the views and ``_accepted`` are set.  The
-        abort that follows then continues at the right byte.  ``map`` stores what ``sendmsg`` returns.
+        A signal's handler may raise at any call, but not within an assignment.  So ``map`` calls ``sendmsg``, and the
+        views and ``_accepted`` change together.  The abort that follows then continues at the right byte.
         """
         while self._outgoing:
             item = self._outgoing[0]
@@ -319,14 +319,11 @@ class Peer:
                     item.message.complete = True
                 self._outgoing.popleft()
             elif self._accepted:
-                rest = item.views[0][self._accepted :]
-                left = max(self._accepted - len(item.views[0]), 0)
+                first, *others = item.views
+                rest, left = first[self._accepted :], max(self._accepted - len(first), 0)
+                views = [rest, *others] if rest.nbytes else others
                 item.begun = True
-                if rest.nbytes:
-                    item.views[0] = rest
-                else:
-                    del item.views[0]
-                self._accepted = left
+                item.views, self._accepted = views, left
             else:
                 views = [view for item in islice(self._outgoing, 8) for view in item.views]
                 try:
