@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from itertools import groupby
 from pathlib import Path
@@ -99,10 +99,6 @@ class RendezvousError(KosError):
 
 class CollectiveError(KosError):
     """A collective failed after its arguments were accepted."""
-
-
-class Interrupted(CollectiveError):
-    """The exception of a signal's handler interrupted an operation in a step.  Ctrl-C waits until the step ends."""
 
 
 class CollectiveMismatch(CollectiveError):
@@ -211,6 +207,28 @@ def raised_as(kind: type[KosError], expected: str, *errors: type[Exception]) -> 
         yield
     except caught as error:
         raise kind(f"{expected}, got {error}") from error
+
+
+def by_handler(error: BaseException | None) -> bool:
+    """Whether the handler of a signal raised ``error``: Ctrl-C, or a frame had the frame that it interrupted."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    trace = None if error is None else error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if (before := frame.f_back) is None or Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            continue
+        for given in frame.f_locals.values():  # of a handler, the number of the signal and the frame
+            if given is before or (type(given) is tuple and any(each is before for each in given)):
+                return True
+    return False
+
+
+class ignored(suppress):
+    """As ``suppress``, but what the handler of a signal raises is raised."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        return bool(super().__exit__(kind, error, trace)) and not by_handler(error)
 
 
 def plural(number: int, what: str) -> str:

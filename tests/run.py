@@ -50,7 +50,7 @@ WITH_MPI = (
     "tests/comm/test_any_source.py",
     "tests/comm/test_conformance.py",
     "tests/comm/test_failures.py",
-    "tests/comm/test_interrupts.py",
+    "tests/comm/test_handlers.py",
     "tests/comm/test_long_waits.py",
     "tests/comm/test_message_failures.py",
     "tests/comm/test_operations.py",

@@ -232,7 +232,7 @@ def test_help_names_every_argument_and_the_errors(thing):
     assert not lacking, f"{thing.__name__}: {lacking}"
 
 
-@pytest.mark.parametrize("thing", [kos.Communicator, kos.Work, kos.comm.Persistent], ids=NAME)
+@pytest.mark.parametrize("thing", [kos.Communicator, kos.Work], ids=NAME)
 def test_help_lists_what_the_reference_lists(thing):
     reference = (ROOT / "docs" / "reference" / "api.md").read_text()
     _, _, shown = pydoc.render_doc(thing, renderer=pydoc.plaintext).partition("Methods defined here")

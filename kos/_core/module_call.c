@@ -38,8 +38,8 @@ static int advance(Work *work) {
 }
 
 // wait(): advances a Work until it is complete (returns None) or has made no progress for KOS_WAIT_NS (returns the
-// Work).  If there are other Works, it returns at once, because Python must advance all of them.  If a signal's handler
-// raises, a message is cancelled, because the program never gets its Work.
+// Work).  If there are other Works, it returns at once, because Python must advance all of them.  Raises what the
+// handler of a signal raises.
 static PyObject *work_wait(PyObject *work, PyObject *unused) {
     Group *g = (Group *)((Work *)work)->group;
     kos_work *w = &((Work *)work)->core;
@@ -49,7 +49,7 @@ static PyObject *work_wait(PyObject *work, PyObject *unused) {
         if ((ended = advance((Work *)work)))
             return ended < 0 ? NULL : Py_NewRef(Py_None);
         if (PyErr_CheckSignals())
-            break;
+            return NULL;
         if (w->progress != progress)  // it has copied meanwhile: the other ranks do the same
             start = kos_clock();
         progress = w->progress;
@@ -60,8 +60,6 @@ static PyObject *work_wait(PyObject *work, PyObject *unused) {
         kos_rest(start, g->core.yields || !g->core.spin_ns);
         Py_END_ALLOW_THREADS
     }
-    kos_abandon(&g->core, w);
-    return NULL;
 }
 
 int is_pending(PyObject *work) { return kos_phase_of(&((Work *)work)->core) < KOS_ENDED; }

@@ -25,7 +25,7 @@ typedef struct {
 
 PyTypeObject *operation_type;
 PyObject *s_closed, *s_requires_grad, *s_is_neg, *s_cuda_stream;
-static PyObject *s_start, *s_start_cached, *s_resize;
+static PyObject *s_start, *s_start_cached, *s_resize, *s_interrupted;
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
@@ -36,8 +36,7 @@ static int apart(const cached_call *k, char *const *data) {
     return send + k->core->send_bytes <= recv || recv + k->core->recv_bytes <= send;
 }
 
-// The Work of a call.  If it is not complete, it joins those that the engine advances before any Python code runs, which
-// may be a signal's handler that raises.
+// The Work of a call.  If it is not complete, it joins those that the engine advances.
 static PyObject *in_flight(Group *g, const cached_call *k, PyObject *send, PyObject *recv, PyObject *result,
                            PyObject *sequence, PyObject *slot, PyObject *left) {
     State *s = new_state(k->work, k->prepared, send, recv, result, sequence, slot);
@@ -48,14 +47,6 @@ static PyObject *in_flight(Group *g, const cached_call *k, PyObject *send, PyObj
             Py_CLEAR(s);
     }
     return (PyObject *)s;
-}
-
-// The call that made this Work raises: a receive that is in flight takes no message.  Other results are left as they are.
-static void withdraw(PyObject *work) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    Py_XDECREF(PyObject_CallMethod(work, "withdraw", NULL));
-    PyErr_Restore(type, value, traceback);
 }
 
 // Has Python prepare a call of another size, whose Work the program gets.  Returns 0, or -1 with an exception.
@@ -140,15 +131,12 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, const call_ke
     PyObject *resized = value && is_resized && !waits ? value : NULL;
     if (resized && prepare_work(o, g, key, resized)) {
         value = NULL;
-        withdraw(resized);
         Py_DECREF(resized);
     }
     if (value && left != Py_None && (waits || !is_pending(left))) {
         PyObject *work = value;
         value = PyObject_CallMethodObjArgs(((State *)work)->fields[PREPARED], s_start, objects[COMM], work,
                                            Py_True, NULL);
-        if (!value && message)  // such as Ctrl-C before the method holds it back
-            withdraw(work);
         Py_DECREF(work);
     }
     PyObject *used[] = {left, old[0], old[1], core_call, sequence};
@@ -206,6 +194,24 @@ static PyObject *start_uncached(Operation *o, Group *g, const call_key *key, PyO
     return result;
 }
 
+// A call has raised: the communicator is aborted if the handler of a signal did.
+static void end_if_interrupted(Group *g, PyObject *name) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace)
+        PyException_SetTraceback(error, trace);
+    PyObject *none = PyObject_CallMethodObjArgs(g->objects[COMM], s_interrupted, name, error, NULL);
+    if (none) {
+        PyErr_Restore(type, error, trace);
+        Py_DECREF(none);
+        return;
+    }
+    PyObject *used[] = {type, error, trace};
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(used[i]);
+}
+
 static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
     Operation *o = (Operation *)self;
     Group *g = o->group;
@@ -231,6 +237,8 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
         key.words = 0;
     if (!result && !PyErr_Occurred())
         result = start_uncached(o, g, &key, args, positional, names);
+    if (!result)
+        end_if_interrupted(g, o->name);
     if (o->cache.dropped)
         cache_tidy(&o->cache);
     Py_DECREF((PyObject *)g);
@@ -326,7 +334,7 @@ PyType_Spec operation_spec = {
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
         {&s_closed, "closed"}, {&s_start, "start"}, {&s_start_cached, "_start_cached"}, {&s_resize, "_resize"},
-        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
+        {&s_interrupted, "_interrupted"}, {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
         {&s_cuda_stream, "__cuda_stream__"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -26,14 +26,13 @@ enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES, BACKEND, SHARED };  //
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
-// Whether the stream is still open.  This asks its owner, which may run Python code.
+// Whether the stream is still open.  This asks its owner, which may run Python code.  0 with an exception if that raises.
 static int is_open(const queued_call *q) {
     if (q->handle == Py_None)
         return 1;
     PyObject *handle = PyObject_CallMethodObjArgs(q->owner, s_cuda_stream, NULL);
     const int same = handle && PyObject_RichCompareBool(handle, q->handle, Py_EQ) == 1;
     Py_XDECREF(handle);
-    PyErr_Clear();
     return same;
 }
 

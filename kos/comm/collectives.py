@@ -15,7 +15,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -45,13 +44,14 @@ from kos.comm.arguments import (
     size_and_place,
 )
 from kos.comm.compression import check_compress, shards
+from kos.comm.handlers import interruptible
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, CORE_OPERATIONS, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
 from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store, resized
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
-from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, InvalidArgument, KosError, ignored
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
 from kos.memory.libraries import library_of, plain_array
@@ -95,27 +95,33 @@ def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def operation(comm: Any, *args: Any, **options: Any) -> Any:
-        arguments = (*args, *options.values()) if options else args
-        key, arrays, stream = _cache_key(name, args, options)
         try:
-            cached, work = comm._store.calls.get(key), None
-        except TypeError:  # an argument that cannot be hashed is refused later
-            key = cached = work = None
-        try:
-            if cached is not None:
-                prepared, x, out = cached
-                given = None if x < 0 else arrays[x]
-                into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
-                work = comm._cached_work(prepared, given, into, array, stream)
+            arguments = (*args, *options.values()) if options else args
+            key, arrays, stream = _cache_key(name, args, options)
+            try:
+                cached, work = comm._store.calls.get(key), None
+            except TypeError:  # an argument that cannot be hashed is refused later
+                key = cached = work = None
+            try:
+                if cached is not None:
+                    prepared, x, out = cached
+                    given = None if x < 0 else arrays[x]
+                    into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
+                    work = comm._cached_work(prepared, given, into, array, stream)
+                if work is None:
+                    work = check(comm, *args, **options)
+            except (MemoryError, OverflowError) as error:
+                raise comm._lacks_memory(name, error) from error
             if work is None:
-                work = check(comm, *args, **options)
-        except (MemoryError, OverflowError) as error:
-            raise comm._lacks_memory(name, error) from error
-        if work is None:
-            return None
-        if cached is None and key is not None and (new := _cached_call(work, arguments, *_input_and_output(work))):
-            comm._store.add_call(key, new)
-        return work.prepared.start(comm, work)
+                return None
+            if cached is None and key is not None:
+                new = _cached_call(work, arguments, *_input_and_output(work))
+                if new is not None:
+                    comm._store.add_call(key, new)
+            return work.prepared.start(comm, work)
+        except BaseException as error:
+            comm._interrupted(name, error)
+            raise
 
     _document(operation)
     return operation
@@ -225,14 +231,10 @@ class Operations:
         if work is None:
             return None, None
         ends, core_call = _input_and_output(work), None
-        try:
-            result = work.prepared.start(self, work)
-            with suppress(Exception):  # the call itself has succeeded
-                if (cached := _cached_call(work, arguments, *ends)) is not None:
-                    core_call = self._describe_to_core(work, cached, ends, arguments, options)
-        except BaseException:  # for example one that a signal handler raises
-            work.withdraw()
-            raise
+        result = work.prepared.start(self, work)
+        with ignored(Exception):  # the call itself has succeeded
+            if (cached := _cached_call(work, arguments, *ends)) is not None:
+                core_call = self._describe_to_core(work, cached, ends, arguments, options)
         return result, core_call
 
     def _describe_to_core(
@@ -838,6 +840,7 @@ class Operations:
         self._refuse_batch("recv_bytes")
         return self._prepare(self._awaited("recv_bytes", options, src, tag))
 
+    @interruptible
     def probe(self, src: int | None = None, tag: int = 0, *, wait: bool = True,
               timeout: float | None = None) -> Envelope | None:
         """Wait for a message from rank ``src`` (None: any rank) with ``tag``, without receiving it.

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kos.comm import interrupts, watchdog
+from kos.comm import watchdog
 from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout
 from kos.comm.batch import Batch
 from kos.comm.collectives import Operations
@@ -20,6 +20,7 @@ from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.group_backend import GroupBackend
 from kos.comm.groups import Groups
+from kos.comm.handlers import interruptible, interruption
 from kos.comm.one_thread import one_thread
 from kos.comm.operation import CORE_OPERATIONS, Operation, Options
 from kos.comm.prepared import record_start
@@ -28,9 +29,9 @@ from kos.comm.tracing import tracing
 from kos.comm.work import ProgressThread, Work, forked_from
 from kos.errors import (
     CollectiveError,
-    Interrupted,
     InvalidArgument,
     KosError,
+    RankLost,
 )
 from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
@@ -86,6 +87,7 @@ class Communicator(Groups):
         )
         self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
+        rendezvous.failures.owner = weakref.ref(self)
         if group is None:
             rendezvous.failures.status.publish_last_call(self.recorder.last_call)
         self._tracing = backend.tracing = tracing(backend, self.recorder)
@@ -158,6 +160,7 @@ class Communicator(Groups):
         self._defaults = Options(seconds)
         self._store.clear()
 
+    @interruptible
     def batch(self, *, async_op: bool = False) -> Batch:
         """Check the operations called in ``with comm.batch() as batch:`` at once and launch them together.
 
@@ -179,6 +182,7 @@ class Communicator(Groups):
         """
         return self.backend.abort_flags
 
+    @interruptible
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None
     ) -> None:
@@ -203,6 +207,7 @@ class Communicator(Groups):
             work.wait(timeout)
         self.backend.synchronize(limit, handle)
 
+    @interruptible
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
 
@@ -249,6 +254,7 @@ class Communicator(Groups):
         self._check_open()
         return self.backend.views(as_buffer(x, "x", writable=False))
 
+    @interruptible
     def register(self, x: Any) -> Array:
         """Register ``x`` for zero-copy transfers, as memory of ``allocate`` is.  Collective.
 
@@ -256,7 +262,7 @@ class Communicator(Groups):
         ranks.  Returns a ``kos.memory.Array`` of the same memory, which keeps ``x`` alive.  The registration lasts
         until this array, and the last captured graph that uses it, are gone.  Calls on ``x`` and on this array are
         equally fast.  nccl requires memory of ncclMemAlloc or cuMemCreate, and peer requires memory of cudaMalloc.
-        Waits for the operations in flight.  Raises InvalidArgument on all ranks for other memory, such as expandable
+        Waits for the collectives in flight.  Raises InvalidArgument on all ranks for other memory, such as expandable
         segments of torch, and on backends for host memory; PeerMemoryError if CUDA's IPC cannot map the memory.
 
             buffer = comm.register(gradients)
@@ -266,7 +272,7 @@ class Communicator(Groups):
         if self.device is not None:
             if buffer.device != self.device:
                 raise InvalidArgument(f"x: expected memory of cuda:{self.device}, got memory of {buffer.place}")
-            self.synchronize()
+            self._settle("register")
             self._store.clear()
             call = f"register of {buffer.nbytes} bytes"
             self._agree(Operation("barrier", self.rank, self._defaults._replace(purpose=call)), call)
@@ -389,42 +395,43 @@ class Communicator(Groups):
     def _start_all(self, works: list[Work[Any]], overlap: bool) -> None:
         """Start the checked calls of a batch together."""
         self._check_open()
-        held = self.device is None and interrupts.hold()
-        try:
-            self._launch_all(works, overlap)
-        finally:
-            if held:
-                interrupts.release()
-
-    def _launch_all(self, works: list[Work[Any]], overlap: bool) -> None:
         first = next((work for work in works if work.collective), None)
         with nullcontext() if first is None else one_thread(self, first):
-            try:
-                ordered = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
-                if self.backend.on_gpu:
-                    self.backend.check_start(ordered)
-                for work in ordered:
-                    record_start(self, work)
-                with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):
-                    self.backend.start_all(ordered, overlap)
-            except BaseException as error:
-                self._fail_if_interrupted(error, *works)
-                raise
+            ordered = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
+            if self.backend.on_gpu:
+                self.backend.check_start(ordered)
+            for work in ordered:
+                record_start(self, work)
+            with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):
+                self.backend.start_all(ordered, overlap)
 
-    def _fail_if_interrupted(self, error: BaseException, *works: Work[Any]) -> None:
-        """Break the communicator on all ranks if an exception of a signal's handler ended the launch of ``works``.
+    def _interrupted(self, call: str, error: BaseException) -> None:
+        """Abort this communicator if the handler of a signal raised ``error`` in ``call``; a group of one goes on.
 
-        A call that has a number may not have started.  The error is that of the first call.  On GPUs nothing is done:
-        the other ranks raise at their timeout.
+        So are other communicators of this rank of which it has ended a step half-way.  Raises what the handler raised
+        if kos has raised ``error`` because of that.
         """
-        interrupted = isinstance(error, KeyboardInterrupt | SystemExit) and self.device is None
-        if not interrupted or self.failure is not None:
+        raised = interruption(error)
+        if raised is None:
             return
-        work = next((work for work in works if work.collective), works[0])
-        launched = sum(each.collective for each in works) or len(works)
-        work.sequence = max(next(self._collectives if work.collective else self._messages) - launched, 0)
-        with self.backend.engine.lock:
-            self.backend.to_error(work, Interrupted(f"interrupted by {type(error).__name__}", call=work))
+        what = f"{call} was interrupted by {type(raised).__name__}: {raised}".removesuffix(": ")
+        cut_short = self.rendezvous.failures.status.cut_short
+        halved = {log.owner() for log in (cut_short.pop() for _ in range(len(cut_short)))} - {None}
+        for comm in {self, *halved}:
+            comm._end_interrupted(what)
+        if raised is not error:
+            raise raised
+
+    def _end_interrupted(self, what: str) -> None:
+        if self.size == 1:  # the call has ended
+            self._active = None
+            for work in self.backend.engine.works_of(self.backend):
+                self.backend.engine.remove(work)
+        elif not self._closed:
+            failures = self.rendezvous.failures
+            me = failures.names([self.rank], False)  # posted for a rank that sees only the end of a connection
+            failures.status.post_failure(RankLost(f"{me} is gone: {what}", ranks=failures.in_world([self.rank])))
+            self.abort(reason=what)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -27,7 +27,6 @@ from kos.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     CudaError,
-    Interrupted,
     KosError,
     OutOfMemory,
     RankLost,
@@ -108,6 +107,8 @@ class FailureLog:
         """The ranks that have left the group: the first collective that each does not begin, why, and the cause."""
         self.ring: Any = None
         """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
+        self.owner: Callable[[], Any] = lambda: None
+        """A weak reference to the communicator."""
         self.reporters: list[Any] = []
         """Objects that carry reports to other ranks, with ``report_failure``, ``report_end`` and ``find_failure``."""
         self._sent: int | None = None  # the earliest collective whose failure the reporters have carried
@@ -165,6 +166,10 @@ class FailureLog:
         cause = self.cause()
         for reporter in self.reporters.copy():
             reporter.report_end(sequence, reason, cause)
+
+    def cut_short(self) -> None:
+        """Note that a signal's handler has ended a step of this group half-way.  Its communicator is aborted next."""
+        self.status.cut_short.append(self)
 
     # Questions.
 
@@ -252,6 +257,8 @@ class FailureLog:
         """
         world = self.world[rank]
         cause = cause or self._failure_of(world, 0.0 if why == WHY_CLOSED else window)
+        if isinstance(cause, RankLost) and cause.ranks == (world,):  # its own report
+            return cause.copy(None, what, cause)
         if cause is not None:
             return cause.copy(f"{cause}; {self._names([world])} aborted because of it", what, cause)
         ranks = self.ended_with(rank) if why in DEATHS else [world]
@@ -355,7 +362,7 @@ class FailureLog:
             shared = known.copy()
         elif lost:
             shared = RankLost(f"{me} is gone: {failure}", ranks=mine)
-        elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
+        elif isinstance(failure, CudaError) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
             shared = CollectiveError(f"{me}: {failure}", ranks=mine)
         elif work is not None and not work.collective and str(failure).startswith(str(work)):

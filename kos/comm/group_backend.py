@@ -24,7 +24,6 @@ from kos.comm.work import Engine, Work
 from kos.errors import (
     BackendUnavailable,
     CollectiveMismatch,
-    Interrupted,
     InvalidArgument,
     KosError,
     RankLost,
@@ -109,6 +108,13 @@ class GroupBackend(ABC):
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
         """Wait on the host for queued GPU work."""
+
+    def settle(self, timeout: float) -> bool:
+        """Wait on the host for collectives that are queued on the GPU; returns whether messages may still be queued.
+
+        It does not wait for messages, nor for what is queued behind them.
+        """
+        return False
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
         """An array in the memory that this backend moves fastest.  Collective."""
@@ -237,9 +243,7 @@ class GroupBackend(ABC):
 def ends_group(work: Work[Any], error: Exception) -> bool:
     """Whether the ranks of the group are out of step after that error.
 
-    This is so after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
+    This is so after a collective, and after a send that may still be received.
     """
-    if isinstance(error, Interrupted):
-        return True
     sends = work.operation.message.dst is not None
     return work.collective or (sends and not isinstance(error, CollectiveMismatch | RankLost))

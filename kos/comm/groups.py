@@ -22,6 +22,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.group_backend import CHANGES, UNMADE
+from kos.comm.handlers import interruptible
 from kos.comm.making import communicator
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
@@ -52,10 +53,6 @@ class Groups(Operations):
     """Those split from this one."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Wait on the host for all operations."""
-
-    @abstractmethod
     def _signal_end(self, reason: str) -> None: ...
 
     @abstractmethod
@@ -68,6 +65,7 @@ class Groups(Operations):
     def split(self, color: Literal["host"], key: int = ..., *, nccl: NCCLOptions | None = ...) -> Self: ...
     @overload
     def split(self, color: int | None, key: int = ..., *, nccl: NCCLOptions | None = ...) -> Self | None: ...
+    @interruptible
     def split(
         self, color: int | Literal["host"] | None, key: int = 0, *, nccl: NCCLOptions | None = None
     ) -> Self | None:
@@ -75,8 +73,8 @@ class Groups(Operations):
 
         Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None participates and
         gets None.  On all ranks ``color`` may be "host": a communicator for each host.  ``nccl`` are options of NCCL
-        for the new communicators, the same on all ranks; others are inherited.  Waits for the operations in flight.
-        Raises InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost.
+        for the new communicators, the same on all ranks; others are inherited.  Waits for the collectives in flight,
+        and not for messages.  Raises InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost.
 
             pair = comm.split(comm.rank // 2)
         """
@@ -88,6 +86,7 @@ class Groups(Operations):
         color = None if color is None else number_in("color", color, 0, largest, ' or None or "host"')
         return self._split(color, key, str(color), nccl=nccl)
 
+    @interruptible
     def group(self, ranks: Sequence[int], *, nccl: NCCLOptions | None = None) -> Self | None:
         """The communicator of these ranks, in this order; other ranks get None.
 
@@ -100,6 +99,7 @@ class Groups(Operations):
         color, key = (0, members.index(self.rank)) if self.rank in members else (None, 0)
         return self._split(color, key, "group", f"ranks {members}", nccl, call="group")
 
+    @interruptible
     def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> tuple[Self, ...]:
         """A communicator for each axis of a grid of all ranks, whose last axis varies fastest.
 
@@ -125,6 +125,7 @@ class Groups(Operations):
         """The ranks of this communicator on this rank's host, ascending."""
         return self.rendezvous.local_ranks
 
+    @interruptible
     def duplicate(self) -> Self:
         """Another communicator over the same ranks, whose operations never match this one's.  Collective.
 
@@ -145,12 +146,14 @@ class Groups(Operations):
         if nccl is not None:
             purpose = ", ".join(filter(None, (purpose, f"nccl {options}")))
         self._check_open()
-        self.synchronize()
+        messages = self._settle(call)
         timed = self._defaults._replace(purpose=purpose)
         operation = Operation(call, self.rank, timed)
         self._agree(operation, f"{call} for {purpose}" if purpose else call)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
         with self._exchange(call):
+            if self.device is not None:
+                self.backend.messages_queued = any(self.rendezvous.allgather(b"+" if messages else b""))
             rendezvous = self.rendezvous.split(color, key)
             if rendezvous is not None:
                 rendezvous.nccl = options
@@ -165,6 +168,18 @@ class Groups(Operations):
         if options and "nccl" not in self.backend_name.split("+"):
             raise InvalidArgument(f"nccl: expected None without the backend nccl, got {options} on {self.backend_name}")
         return {**self.rendezvous.nccl, **options}
+
+    def _settle(self, call: str) -> bool:
+        """Wait for the collectives in flight before ``call``, but not for messages: these may match later ones.
+
+        Returns whether messages may still be queued on the GPU.
+        """
+        self.rendezvous.failures.refuse(call)
+        for work in self.backend.engine.works_of(self.backend):
+            if work.collective:
+                work.wait()
+        messages: bool = self.backend.settle(self.timeout)
+        return messages
 
     def _agree(self, control: Operation, call: str) -> None:
         """Check that the other ranks make the same control-plane call."""
@@ -212,7 +227,7 @@ class Groups(Operations):
         """
         n = number_in("n", n, 1, 1 << 20)
         self._check_open()
-        self.synchronize()
+        self._settle("grow")
         return self._change(f"grow {n}", n, timeout)
 
     def replace(self, n: int | None = None, *, timeout: float | None = None) -> Self:
@@ -319,6 +334,7 @@ class Groups(Operations):
             "nccl": dict(self.rendezvous.nccl),
         }  # fmt: skip
 
+    @interruptible
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """All ranks' ``data``, of any lengths, in rank order.  Collective; for small control data.
 
@@ -331,6 +347,7 @@ class Groups(Operations):
         assert parts is not None
         return parts
 
+    @interruptible
     def gather_bytes(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> list[bytes] | None:
         """All ranks' ``data``, of any lengths, in rank order on rank ``root``; None elsewhere.
 
@@ -340,6 +357,7 @@ class Groups(Operations):
         """
         return self._bytes("gather_bytes", "gather_v", data, check_rank("root", root, self.size), timeout)
 
+    @interruptible
     def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
         """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
 
@@ -442,14 +460,14 @@ class Groups(Operations):
             undo.callback(rendezvous.abort, None)
             with rendezvous.reporting():
                 backend = self.backend.split(rendezvous, color, key)
-            assert backend is not None
-            undo.callback(backend.abort, UNMADE)
-            backend.gpu_array_hint = self.backend.gpu_array_hint
-            group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, backend.name)
-            kind: Any = type(self)
-            made: Self = kind(backend, rendezvous, self.probes, self.timeout, group)
-            made._requested = self._requested
-            undo.pop_all()
+                assert backend is not None
+                undo.callback(backend.abort, UNMADE)
+                backend.gpu_array_hint = self.backend.gpu_array_hint
+                group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, backend.name)
+                kind: Any = type(self)
+                made: Self = kind(backend, rendezvous, self.probes, self.timeout, group)
+                made._requested = self._requested
+                undo.pop_all()
         return made
 
 

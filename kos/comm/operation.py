@@ -12,7 +12,6 @@ from kos.memory import Buffer
 T = TypeVar("T")
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "send_bytes", "recv_bytes", "probe"})
-RECEIVES = frozenset({"recv", "recv_bytes", "probe"})
 """Those that only wait for a message."""
 CORE_OPERATIONS = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",

@@ -45,6 +45,8 @@ class PeerStatus:
         self.hosts: dict[int, tuple[str, tuple[int, ...]]] = {}
         """The name of each rank's host, and the ranks on it; empty in a job of one host."""
         self.last: KosError | None = None
+        self.cut_short: list[Any] = []
+        """The failure logs of the groups of which a signal's handler has ended a step half-way (``FailureLog``)."""
         self._wait: tuple[int, ...] | None = None
         self._answers: dict[int, tuple[float, tuple[int, ...]]] = {}  # of queried ranks, and when they came
         self._asked = self._answered = self._queried = -ANSWER_SECONDS * 2  # when this rank sent, answered or got one

@@ -21,7 +21,6 @@ from threading import get_ident
 from time import time_ns
 from typing import Any, NamedTuple
 
-from kos.comm import interrupts
 from kos.comm.one_thread import check_one_thread
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
 from kos.comm.recorder import LAST_SLOT
@@ -104,50 +103,34 @@ class Prepared:
         If the core has ``begun`` the call, it has its number and record already, and the engine has the Work; this
         method completes it.  Returns the result, or the Work itself with ``async_op``.
         """
-        held = self.backend.device is None and interrupts.hold()  # the first call on a GPU may connect for long
-        try:
-            try:
-                if not begun:
-                    if comm._batch is not None:
-                        return comm._batch.add(work)
-                    if comm._closed:
-                        comm._check_open()
-                    if self.collective and comm._active is not None:
-                        check_one_thread(comm, work)
-                return self._launch(comm, work, begun)
-            finally:
-                if held:
-                    interrupts.release()
-        except BaseException:
-            work.withdraw()
-            raise
-
-    def _launch(self, comm: Any, work: Work[Any], begun: bool) -> Any:
         collective, backend = self.collective, self.backend
+        if not begun:
+            if comm._batch is not None:
+                return comm._batch.add(work)
+            if comm._closed:
+                comm._check_open()
+            if collective and comm._active is not None:
+                check_one_thread(comm, work)
         if collective:
             comm._active = get_ident(), work
         try:
-            try:
-                if begun:
-                    steps = backend.resume(work)
-                    if steps is not None and work.record[0] is not self.description:  # type: ignore[index]
-                        comm._resize(work)
+            if begun:
+                steps = backend.resume(work)
+                if steps is not None and work.record[0] is not self.description:  # type: ignore[index]
+                    comm._resize(work)
+            else:
+                if backend.on_gpu:
+                    backend.check_start((work,))
+                record_start(comm, work)
+                if backend.failures.first is not None:
+                    backend.refuse(work)
+                if comm._tracing is None:
+                    steps = self.launch(work)
                 else:
-                    if backend.on_gpu:
-                        backend.check_start((work,))
-                    record_start(comm, work)
-                    if backend.failures.first is not None:
-                        backend.refuse(work)
-                    if comm._tracing is None:
+                    with comm._tracing((work,), False, not self.waits):
                         steps = self.launch(work)
-                    else:
-                        with comm._tracing((work,), False, not self.waits):
-                            steps = self.launch(work)
-                if steps is not None:
-                    backend.engine.begin(work, steps)
-            except BaseException as error:
-                comm._fail_if_interrupted(error, work)
-                raise
+            if steps is not None:
+                backend.engine.begin(work, steps)
             return self._result(work) if self.waits else work
         finally:
             if collective:
@@ -245,9 +228,9 @@ def record_start(comm: Any, work: Work[Any]) -> None:
     prepared = work.prepared
     work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
     try:
-        frame = _getframe(4)  # in most calls, that of the program
+        frame = _getframe(3)  # in most calls, that of the program
     except ValueError:  # called from C
-        frame = _getframe(3)
+        frame = _getframe(2)
     while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
         frame = frame.f_back
     recorder = comm.recorder

@@ -14,11 +14,10 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from kos._core import native
-from kos.comm import interrupts
 from kos.comm.arguments import check_timeout
-from kos.comm.operation import RECEIVES, Operation
+from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, ERROR, SEQUENCE, call_site
-from kos.errors import CollectiveError, Interrupted, KosError
+from kos.errors import CollectiveError, KosError, by_handler
 
 T = TypeVar("T")
 _REPORT_EVERY = 0.02  # seconds of waiting after which a rank posts the ranks that it waits for
@@ -48,7 +47,12 @@ class Engine:
         """Run the first of ``steps``, which carry ``work``: messages that need no waiting are posted on return."""
         with self.lock:
             work.steps = steps
-            if not work.advance():
+            try:
+                over = work.advance()
+            except BaseException:  # of a signal's handler; the abort then ends what it has begun
+                self.active.append(work)
+                raise
+            if not over:
                 self.active.append(work)
                 work.record_end(0)
                 if (thread := self.thread) is not None:
@@ -62,30 +66,31 @@ class Engine:
                     self.active.remove(work)
             return bool(self.active)
 
-    def pause(self) -> None:
-        """Stop the progress thread, if there is one, until ``resume``: the caller polls itself."""
+    def pause(self, token: object) -> None:
+        """Stop the progress thread, if there is one, until ``resume(token)``: the caller polls itself."""
         thread = self.thread  # a local: another thread of the program may close it
         if thread is not None:
             with self.lock:
-                thread.paused += 1
+                thread.paused.add(token)
 
-    def resume(self) -> None:
-        """Undo one ``pause``."""
+    def resume(self, token: object) -> None:
+        """Undo ``pause(token)``, also if a signal's handler has ended it half-way."""
         thread = self.thread
         if thread is not None:
             with self.lock:
-                thread.paused -= 1
+                thread.paused.discard(token)
                 if self.active:
                     thread.wake()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Pause the progress thread while the resources of operations change."""
-        self.pause()
+        token = object()
         try:
+            self.pause(token)
             yield
         finally:
-            self.resume()
+            self.resume(token)
 
     def remove(self, work: Work[Any]) -> None:
         """Remove an operation that was cancelled, or whose failure was raised."""
@@ -139,7 +144,7 @@ class ProgressThread:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._event, self._closed, self._process = engine, threading.Event(), False, os.getpid()
         self._asleep = True  # until ``wake``
-        self.paused = 0  # number of program threads that wait
+        self.paused = set[object]()  # the tokens of the program's waits
         self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
         engine.thread = self
         atexit.register(self.close)  # runs before the backend's exit handlers, which were registered earlier
@@ -170,7 +175,7 @@ class ProgressThread:
                 self._event.clear()
             time.sleep(_SLEEP_SECONDS)
             with engine.lock:  # a program that pauses polls after this
-                self._asleep = asleep = self.paused > 0 or not engine.poll()
+                self._asleep = asleep = bool(self.paused) or not engine.poll()
 
 
 _Base: Any = type("State", (), {}) if native is None else native.State
@@ -306,15 +311,15 @@ class Work(_Base, Generic[T], metaclass=_Documented):
             return False
         except StopIteration:
             self._steps = None
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) or by_handler(error):
+                self._steps = raising(CollectiveError(f"interrupted by {type(error).__name__}", call=self))
+                self.backend.failures.cut_short()
+                raise
             self._fail(error)
             if self.backend.failures.first is None:
                 self.backend.engine.unreported.append(self)
             return True
-        except BaseException as error:  # Ctrl-C has ended the generator during the operation
-            self.backend.engine.remove(self)
-            self._fail(Interrupted(f"interrupted by {type(error).__name__}", call=self))
-            raise
         self.record_end(time_ns())
         return True
 
@@ -323,7 +328,6 @@ class Work(_Base, Generic[T], metaclass=_Documented):
 
         Raises if it failed; CollectiveTimeout if its timeout has passed since the first call of ``done``.
         """
-        held = interrupts.hold()
         try:
             if self._steps is not None:
                 self._poll()
@@ -336,9 +340,14 @@ class Work(_Base, Generic[T], metaclass=_Documented):
             if self._error is not None:
                 self._raise(self._error)
             return True
-        finally:
-            if held:
-                interrupts.release()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Abort the communicator if the handler of a signal raised ``error`` in a method of this Work."""
+        if (comm := self.backend.failures.owner()) is not None:
+            comm._interrupted(self.name, error)
 
     def _poll(self) -> None:
         self.backend.engine.poll()
@@ -359,19 +368,18 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         Raises CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for other errors of the backend;
         InvalidArgument for a timeout that is not positive.
         """
-        if timeout is not None:
-            timeout = check_timeout(timeout)
-        if self._steps is not None:
-            held = interrupts.hold()
-            try:
+        try:
+            if timeout is not None:
+                timeout = check_timeout(timeout)
+            if self._steps is not None:
                 self._wait(self.operation.options.timeout if timeout is None else timeout)
-            finally:
-                if held:
-                    interrupts.release()
-        self.reported = True
-        if self._error is not None:
-            self._raise(self._error)
-        return self.result
+            self.reported = True
+            if self._error is not None:
+                self._raise(self._error)
+            return self.result
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def synchronize(self, timeout: float | None = None) -> T:
         """Wait on the host, where ``wait`` without a timeout may only order work on a GPU."""
@@ -394,12 +402,6 @@ class Work(_Base, Generic[T], metaclass=_Documented):
                 self._fail(error)
                 self.backend.engine.wake()  # another thread may wait for it
 
-    def withdraw(self) -> None:
-        """Cancel the receive of a call that raises, such as for Ctrl-C: the program would never get its message."""
-        if self.prepared.name in RECEIVES and self.backend.device is None:
-            self.cancel(CollectiveError("interrupted", call=self))
-            self.reported = True
-
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout of ``seconds`` has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
@@ -414,9 +416,9 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
         waiter, engine = backend.waiter(), backend.engine
-        began, sleeps, held = now, False, interrupts.holds()
-        engine.pause()
+        began, sleeps, token = now, False, object()
         try:
+            engine.pause(token)
             while True:
                 mark = waiter.mark()
                 engine.poll()
@@ -437,14 +439,11 @@ class Work(_Base, Generic[T], metaclass=_Documented):
                     report_at, reported = now + _REPORT_EVERY, True
                 if not reported:  # wake up to report the wait even if nothing arrives
                     remaining = min(report_at - now, math.inf if remaining is None else remaining)
-                if held:
-                    remaining = min(interrupts.DELIVER_SECONDS, math.inf if remaining is None else remaining)
                 waiter.pause(mark, remaining)
                 if sleeps:
                     time.sleep(LONG_SLEEP)
-                interrupts.deliver()
         finally:
-            engine.resume()
+            engine.resume(token)
             if reported:
                 backend.failures.show_wait(None)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from kos.cuda import driver, streams
 from kos.dtypes import BY_NUMPY, DTYPES, DType
+from kos.errors import ignored
 from kos.memory.array import Array
 
 _LIBRARIES = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow"}
@@ -99,10 +100,9 @@ def current_stream(x: Any) -> Any:
         return torch_stream(x.get_device())
     if library == "cupy":
         return _cupy_stream(x.device.id)
-    try:
+    with ignored(Exception):  # absent, or refused for this array
         return None if library else x.__cuda_array_interface__.get("stream")
-    except Exception:  # absent, or refused for this array
-        return None
+    return None
 
 
 def kept_stream(x: Any) -> Any:

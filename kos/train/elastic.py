@@ -34,7 +34,6 @@ from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     ConfigError,
-    Interrupted,
     KosError,
     RendezvousError,
     plural,
@@ -248,7 +247,7 @@ class Elastic(Runner):
 
 def _is_loss(error: KosError) -> bool:
     """Whether the ranks that are left can go on: none of them has failed or disagreed."""
-    return not error.on_every_rank and not isinstance(error, CollectiveMismatch | Interrupted | BackendUnavailable)
+    return not error.on_every_rank and not isinstance(error, CollectiveMismatch | BackendUnavailable)
 
 
 class Layout(NamedTuple):

@@ -11,6 +11,7 @@ import kos
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
 from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
+from kos.memory import Array
 from kos.testing import spawn
 from tests.comm.fake_nccl import usable
 from tests.comm.ranks import MockRanks
@@ -144,6 +145,26 @@ def test_options_reach_nccl_and_its_groups(gpus):
     whole = {"max_ctas": 8, "min_ctas": 2, "net_name": "Socket"}
     fewer = {**whole, "max_ctas": 4, "split_share": True}
     assert on_nccl(2, body) == [[whole, whole, fewer], [whole, whole, fewer, {**whole, "cta_policy": 2}]]
+
+
+def test_nccl_splits_no_communicator_with_messages_that_are_queued(gpus, fake):
+    """On one rank: all ranks then join a new communicator, and wait for no stream that carries messages."""
+
+    def body(rank, init):
+        with init() as comm:
+            x, y = (Array.zeros(3, np.float32, 0) for _ in range(2))
+            comm.send_recv(x, y, 1 - rank, 1 - rank, stream=1 if rank == 0 else 5)
+            comm.all_reduce(x, stream=7)
+            fake.cu.cuStreamQuery = lambda stream: (600 if stream == 1 else 0,)
+            with comm.split(0):
+                before = comm.backend.routes[0]._comm.splits
+            comm.barrier()
+            fake.cu.cuStreamQuery = lambda stream: (0,)
+            with comm.split(0) as part:
+                part.all_reduce(x)
+            return before, comm.backend.routes[0]._comm.splits
+
+    assert on_nccl(2, body) == [(0, 1)] * 2
 
 
 def test_options_that_differ_raise_on_all_ranks(gpus):

@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -265,3 +266,28 @@ def test_an_array_without_an_address():
 def test_an_array_without_an_address_on_mpi(comm, /, apart):
     x = Empty()
     assert comm.all_reduce(x) is x and comm.all_gather(x).shape == (comm.size, 0, 3)
+
+
+MAKE_GROUPS: dict[str, Callable[[kos.Communicator], Any]] = {
+    "split": lambda comm: comm.split(0),
+    "duplicate": lambda comm: comm.duplicate(),
+    "group": lambda comm: comm.group(range(comm.size)),
+    "grid": lambda comm: comm.grid((comm.size,))[0],
+}
+
+
+@pytest.mark.parametrize("name", MAKE_GROUPS)
+def test_groups_are_made_while_a_receive_waits_for_a_later_message(several, name):
+    """A sum in flight is complete once the group is made."""
+
+    def body(comm):
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        received, x = np.zeros(3), np.ones(2)
+        message = comm.recv(received, left, async_op=True)
+        comm.all_reduce(x, async_op=True)
+        with MAKE_GROUPS[name](comm) as part:
+            assert part.size == comm.size and (x == comm.size).all()
+            comm.send(np.full(3, float(comm.rank)), right)
+            assert (message.wait() == left).all()
+
+    several.run(body)

@@ -29,7 +29,6 @@ from kos.errors import (
     KosError,
     OutOfMemory,
     RankLost,
-    RendezvousError,
 )
 from kos.memory.array import Array
 from tests.comm.fake_gpu import Status
@@ -200,7 +199,7 @@ def test_a_rank_that_cannot_prepare_its_kernels(ranks, monkeypatch, broken):
         kind = BackendUnavailable
         told = "peer: " + "a rank could not prepare .*: rank 1: " * (rank != 1) + str(broken)
         if isinstance(broken, KeyboardInterrupt):
-            kind, told = (KeyboardInterrupt, "^$") if rank == 1 else (RendezvousError, "rank 1 by KeyboardInterrupt")
+            kind, told = (KeyboardInterrupt, "^$") if rank == 1 else (RankLost, "rank 1 by KeyboardInterrupt")
         with pytest.raises(kind, match=told), rendezvous.reporting():
             of_peer(rendezvous)
         if kind is BackendUnavailable:

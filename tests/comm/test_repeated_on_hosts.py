@@ -1,7 +1,6 @@
 """Repeated calls on host memory are prepared once, for any ndarrays, and anew if anything about them has changed."""
 
 import gc
-import threading
 import weakref
 
 import numpy as np
@@ -54,40 +53,6 @@ def test_a_known_call_with_async_op_is_refused_in_a_batch(comm, /):
     with pytest.raises(InvalidArgument, match="async_op: expected False in a batch"), comm.batch():
         comm.all_reduce(x, async_op=True)
     assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
-
-
-def test_a_call_interrupted_in_flight_is_not_started_again():
-    """Ctrl-C, or a signal handler that raises, interrupts it.  The next call on the same arrays is a new one."""
-    interrupted = threading.Event()
-
-    class Interrupting:
-        """What a rank waits by."""
-
-        def mark(self):
-            return 0
-
-        def pause(self, mark=0, seconds=None):
-            raise KeyboardInterrupt
-
-    def body(comm):
-        x, out = np.full(1 << 18, comm.rank, np.uint8), np.empty(1 << 19, np.uint8)
-        for _ in range(3):
-            comm.all_gather(x, out)
-        if comm.rank == 0:
-            backend = comm.backend
-            backend.waiter = Interrupting
-            with pytest.raises(KeyboardInterrupt):
-                comm.all_gather(x, out)
-            del backend.waiter
-            interrupted.set()
-        else:
-            assert interrupted.wait(20)
-            x[:] = 2
-            comm.all_gather(x, out)
-        comm.all_gather(x, out)
-        assert out.reshape(2, -1)[:, -1].tolist() == [0, 2]
-
-    shared_ranks.run(body, 2)
 
 
 @on_each_rank(shared_ranks.run, 2)

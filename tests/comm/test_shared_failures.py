@@ -115,7 +115,6 @@ def test_a_description_that_is_half_written_does_not_hide_the_others(comm, /):
 @on_each_rank(run, 3, close=False)
 def test_a_failure_of_an_earlier_call_that_comes_after_one_of_a_later_call(comm, /):
     """A rank that waits in the earlier call raises it at once, not at its timeout."""
-    vars(comm).pop("all_reduce")  # Python handles no signal where the core starts a call
     if comm.rank == 2:
         assert _later.wait(TIMEOUT)
         _later.clear()
@@ -128,7 +127,7 @@ def test_a_failure_of_an_earlier_call_that_comes_after_one_of_a_later_call(comm,
         with pytest.raises(CollectiveTimeout, match="barrier #1"):
             comm.barrier(timeout=0.1)
         _later.set()
-    with pytest.raises(CollectiveError, match="rank 2: .*all_reduce #0.*: interrupted by KeyboardInterrupt") as caught:
+    with pytest.raises(RankLost, match="rank 2 is gone: all_reduce was interrupted by KeyboardInterrupt") as caught:
         first.wait()
     assert caught.value.ranks == (2,) and time.monotonic() - began < TIMEOUT / 2
 

@@ -156,23 +156,37 @@ def test_all_that_a_rank_sent_before_it_closed_arrives():
     TCPRanks(2).run(body)
 
 
-def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name():
-    """It may be read in the wait of any communicator, because one wait advances the connections of all."""
+@pytest.mark.parametrize("within", ["reading", "sending"])
+def test_a_handler_raises_within_a_message_of_another_communicator(within, before_call):
+    """One wait advances the connections of all communicators.  Both then end with the reason."""
+    armed, ready = list[Any](), threading.Event()
 
-    def interrupted():
-        raise KeyboardInterrupt
-        yield
+    def interrupt(peer, *_):
+        if armed and peer.transport is armed[0]:
+            armed.pop()
+            raise KeyboardInterrupt
+
+    before_call(backend.Peer, "_arrive" if within == "reading" else "_send", interrupt)
 
     def body(comm):
-        other = comm.duplicate()
+        other, x = comm.duplicate(), np.ones(1 << 20)
         if comm.rank == 0:
-            peer = other.backend.transport.peers[1]
-            peer._reader = interrupted()
+            sent = other.send(x, 1, async_op=True) if within == "sending" else None
+            armed.append(other.backend.transport)
+            ready.set()
             with pytest.raises(KeyboardInterrupt):
-                peer.progress()
-            with pytest.raises(RankLost, match="rank 1 is gone: reading from it was interrupted"):
-                other.recv(np.zeros(3), 1)
-        comm.barrier()
+                comm.recv(x, 1)
+            assert sent is None or sent.state.startswith("failed")
+        else:
+            assert ready.wait(TIMEOUT)
+            if within == "reading":
+                other.send(np.ones(3), 0)
+            else:
+                other.recv(np.zeros(1 << 20), 0, async_op=True)
+            told = "rank 0 is gone: recv was interrupted by KeyboardInterrupt"
+            for each in (other, comm):
+                with pytest.raises(RankLost, match=told):
+                    each.recv(x, 0, tag=1)
 
     TCPRanks(2).run(body)
 

@@ -11,7 +11,7 @@ from kos._core import native
 from kos.comm.host.shared.segment import PID, STARTED
 from kos.dtypes import DTYPES
 from tests.comm.tcp_ranks import run_threads
-from tests.core.core_ranks import group, groups, interrupted, needs_core, segment, together
+from tests.core.core_ranks import group, groups, needs_core, segment, together
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core
@@ -258,15 +258,3 @@ def test_a_message_in_pieces_may_be_cancelled_by_either_end(posted):
             if others:
                 end(*others, recv(b, z, 0))
                 assert (z == x[:3]).all()
-
-
-def test_an_interrupted_receive_leaves_the_message_to_the_next(pair):
-    a, b = pair
-    for nbytes in (3, 1000, 500_000):
-        lost, y, x = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8), data(nbytes, nbytes)
-        with interrupted(0.05):
-            a.prepare("recv", "uint8", nbytes, src=1).run(lost)
-        with interrupted(0.002):  # in the start, whose caller has no Work then
-            a.prepare("recv", "uint8", nbytes, src=1).start(lost, waits=True)
-        end(send(b, x, 0), recv(a, y, 1))
-        assert (y == x).all() and not lost.any()

@@ -23,7 +23,9 @@ from kos.errors import (
     CollectiveError,
     KosError,
     OutOfMemory,
+    RankLost,
     RendezvousError,
+    by_handler,
     from_record,
     to_record,
 )
@@ -169,11 +171,12 @@ class Rendezvous(ABC):
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
         me = self.failures.names([self.rank], False)
-        if isinstance(error, CollectiveError | OutOfMemory | RendezvousError):
+        if isinstance(error, CollectiveError | OutOfMemory | RendezvousError) and not by_handler(error):
             failure: KosError = error.copy(None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             kind: type[KosError] = OutOfMemory if isinstance(error, MemoryError) else RendezvousError
+            kind = RankLost if by_handler(error) else kind
             failure = kind(f"rendezvous: {self.call} was interrupted on {me} by {what}")
         failure.ranks = failure.ranks or (self.failures.world[self.rank],)
         self.failures.over = failure

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ from kos.comm.control.wire import (
 )
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
-from kos.errors import BackendUnavailable, KosError, RendezvousError, from_record
+from kos.errors import BackendUnavailable, KosError, RendezvousError, by_handler, from_record
 from kos.files import allow_files, lack_of_files, lacks_files
 
 
@@ -108,11 +108,20 @@ class TCPRendezvous(Rendezvous):
         """Send a message to the hub, from any thread."""
         with self._sending:
             if (connection := self._connection) is not None:  # another thread may close the group
-                send(connection, message)
+                self._whole(lambda: send(connection, message))
+
+    def _whole(self, step: Callable[[], None]) -> None:
+        """Use the connection to the hub.  If a signal's handler ends that half-way, the group is aborted."""
+        try:
+            step()
+        except BaseException as error:
+            if by_handler(error):
+                self.failures.cut_short()
+            raise
 
     def deaths(self) -> dict[int, str]:
         if (connection := self._connection) is not None:
-            self.inbox.poll(connection)
+            self._whole(lambda: self.inbox.poll(connection))
         return self.inbox.deaths.copy()  # another thread may read from the hub
 
     def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> list[int]:

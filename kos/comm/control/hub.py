@@ -29,7 +29,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt, connect, digest_of, drive
 from kos.comm.failures import HOST_SECONDS, FailureLog
-from kos.errors import KosError, RendezvousError, to_record
+from kos.errors import KosError, RendezvousError, ignored, to_record
 from kos.files import lack_of_files, lacks_files
 
 log = logging.getLogger(__name__)
@@ -371,7 +371,7 @@ def pair(epoch: int = 0) -> tuple[Connection, Connection]:
 def send(connection: Connection, message: bytes) -> None:
     """Send a message at once, unless the other side has ended."""
     connection.post(message)
-    with contextlib.suppress(OSError):  # the other side closed it first
+    with ignored(OSError):  # the other side closed it first
         drive(connection.flush(), connection.sock, time.monotonic() + CLOSE_SECONDS)
 
 
@@ -380,11 +380,10 @@ def is_cut_off(sock: socket.socket) -> bool:
 
     A host also acknowledges data for a process that is stopped.
     """
-    try:
+    with ignored(AttributeError, OSError):
         _, _, resent, probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # without an answer
-    except (AttributeError, OSError):
-        return False
-    return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
+        return max(resent, probes) >= RESENDS  # probes: where the data has not left this host
+    return False
 
 
 def holds_data(sock: socket.socket, request: int) -> bool:
@@ -392,10 +391,9 @@ def holds_data(sock: socket.socket, request: int) -> bool:
 
     False on a system without this request, and for a closed socket.
     """
-    try:
+    with ignored(OSError, ValueError):
         return fcntl.ioctl(sock, request, bytes(4)) != bytes(4)
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def silent_ranks(failures: FailureLog, sock: socket.socket) -> list[int]:

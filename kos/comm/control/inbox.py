@@ -9,7 +9,7 @@ from typing import Any
 
 from kos.comm.control.hub import CLOSED, CONNECTION_CLOSED, DIED, FAILURES, FORWARDED, NOTICE
 from kos.comm.control.wire import Connection, Waiting
-from kos.errors import RendezvousError
+from kos.errors import RendezvousError, by_handler
 
 
 class Inbox:
@@ -38,7 +38,9 @@ class Inbox:
             return
         try:
             next(self._sort_all(connection))
-        except (OSError, RendezvousError):
+        except (OSError, RendezvousError) as error:
+            if by_handler(error):
+                raise
             if not self.closed and self.failure is None:
                 self.deaths.setdefault(0, CONNECTION_CLOSED)
         finally:

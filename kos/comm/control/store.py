@@ -15,7 +15,7 @@ from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.offers import checked_offer, listen_for, loopback_id, place_by
 from kos.comm.failures import FailureLog, Late
-from kos.errors import InvalidArgument, RendezvousError
+from kos.errors import InvalidArgument, RendezvousError, ignored
 
 METHODS = ("set", "get", "add", "wait")
 """What kos calls of a store, with the meaning of torch.distributed's; values are bytes."""
@@ -66,11 +66,11 @@ def _by_store(store: Any, rank: int, size: int, timeout: float) -> tuple[socket.
 
     def get(key: str, more: float = 0.0) -> bytes | None:
         """The value of the key; None if it is not set at the deadline."""
-        try:
+        with ignored(Exception):  # each store has its own
             store.wait([f"{prefix}/{key}"], timedelta(seconds=max(deadline + more - time.monotonic(), 0.001)))
-            return store.get(f"{prefix}/{key}")
-        except Exception:  # each store has its own
-            return None
+            found: bytes = store.get(f"{prefix}/{key}")
+            return found
+        return None
 
     if rank:
         found = get("hub", GRACE_SECONDS)

@@ -119,6 +119,7 @@ class Connection:
         self.sock, self.epoch = sock, epoch
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
+        self._accepted = 0  # bytes of the first of ``_outgoing`` that the socket has accepted since
         self._outgoing: deque[bytes | memoryview] = deque()
 
     def post(self, message: bytes, digest: bytes = b"") -> None:
@@ -126,10 +127,10 @@ class Connection:
         if len(message) > MAX_MESSAGE:
             raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got {len(message)}")
         number = _NUMBER.pack(self._sent, len(message), self.epoch)
-        self._sent += 1
         tag = _mac(self._send_key, number, digest or digest_of(message))
         head = _HEAD.pack(len(message), self.epoch) + tag
         self._outgoing += [head + message] if len(message) < _COPIED else [head, message]
+        self._sent += 1
 
     @property
     def sends(self) -> bool:
@@ -148,18 +149,21 @@ class Connection:
         return True
 
     def flush(self) -> Waiting[None]:
-        """Send all queued messages."""
+        """Send all queued messages.
+
+        A signal's handler may raise at any call, but not within an assignment.  So ``map`` calls ``send``, and
+        ``_outgoing`` and ``_accepted`` change together.  The abort that follows then continues at the right byte.
+        """
         while self._outgoing:
-            data = self._outgoing[0]
-            try:
-                sent = self.sock.send(data)
-            except BlockingIOError:
-                yield select.POLLOUT
-                continue
-            if sent == len(data):
+            if self._accepted:
+                self._outgoing[0], self._accepted = memoryview(self._outgoing[0])[self._accepted :], 0
+            elif not self._outgoing[0]:
                 self._outgoing.popleft()
             else:
-                self._outgoing[0] = memoryview(data)[sent:]
+                try:
+                    (self._accepted,) = map(self.sock.send, [self._outgoing[0]])
+                except BlockingIOError:
+                    yield select.POLLOUT
 
     def receive(self) -> Waiting[bytes]:
         """The next message of this epoch.  Raises ConnectionError at the end, RendezvousError if it was changed."""

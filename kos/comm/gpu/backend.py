@@ -238,6 +238,8 @@ class GPUBackend(WatchedBackend):
                 shared.last = work
                 if sequence >= core.compare_at:
                     shared.confirm()
+            elif not prepared.collective:
+                self._message_streams.add(work.stream if prepared.waits else self.side)
             if not prepared.waits:
                 self._start_overlapped((work,))
             elif self._may_follow(work):
@@ -284,6 +286,8 @@ class GPUBackend(WatchedBackend):
                 if each.prepared.fingerprint:
                     self.shared.calls.announce(each)  # type: ignore[union-attr]
                     self.shared.last = each
+                elif not each.collective:
+                    self._message_streams.add(self.side if overlap else each.stream)
             self.check(works[0])
             for _, several in itertools.groupby(works, lambda work: work.prepared.route):
                 (self._start_overlapped if overlap else self._queue)(list(several))

@@ -267,9 +267,15 @@ class Windows:
         dropped = [(number, self.memories.get(number)) for number in list(self._dropped)]
         return [number for number, memory in dropped if memory is not None and not memory.in_graphs()]
 
-    def unused_everywhere(self) -> list[int]:
-        """The windows that have neither arrays nor graphs on any rank.  Collective."""
-        unused = [json.loads(data) for data in self._rendezvous.allgather(json.dumps(self.unused()).encode())]
+    def unused_everywhere(self, backend: Any) -> list[int]:
+        """The windows of ``backend`` that have neither arrays nor graphs on any rank.  Collective.
+
+        None if messages are queued on a rank, because CUDA would wait for them before it frees memory.
+        """
+        mine = self.unused()
+        if mine and backend.settle(backend.timeout):
+            mine = []
+        unused = [json.loads(data) for data in self._rendezvous.allgather(json.dumps(mine).encode())]
         return sorted(set(unused[0]).intersection(*unused[1:]))
 
     def free(self, numbers: Iterable[int]) -> None:

@@ -180,6 +180,8 @@ class NCCLBackend(Backend):
 
     def split(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Callable[..., Backend] | None:
         comm = self._comm
+        if self.backend.messages_queued:  # NCCL splits no communicator that has operations in flight
+            return None if rendezvous is None else type(self)
         if comm is not None:  # else it is aborted, and the remaining ranks make a new one
             options = {} if rendezvous is None else rendezvous.nccl
             begun = self._begin(partial(binding.split, comm, color, key, "kos", options), "nccl: init")
@@ -290,9 +292,7 @@ class NCCLBackend(Backend):
 
     def _free_unused(self) -> None:
         """Free the windows that no rank uses, once queued work has run.  Collective."""
-        if unused := self._windows.unused_everywhere():
-            self.backend.synchronize()
-            self._windows.free(unused)
+        self._windows.free(self._windows.unused_everywhere(self.backend))
         self.backend.store.clear()
 
     def _free_own_unused(self) -> None:

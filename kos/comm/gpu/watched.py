@@ -28,7 +28,7 @@ from kos.comm.waits import Backoff
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
-from kos.errors import CollectiveError, CudaError, KosError
+from kos.errors import CollectiveError, CudaError, KosError, by_handler
 
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the other ranks for which ranks it waits."""
@@ -59,6 +59,8 @@ class WatchedBackend(GroupBackend):
         self._scratch = ScratchPool(self.device)
         self._failed: Sequence[int] = next((route.failed for route in routes if route.failed_word), (0,))
         self._closing = self._aborted = False
+        self._message_streams: set[int] = set()  # streams on which messages were queued: the core queues more there
+        self.messages_queued = False  # whether messages of any rank may be queued, while a group is made
         self.awaited: list[int] = []  # the ranks for which kernels waited at the watchdog's last check
         self._seen = -1  # the number of the last collective at that check
 
@@ -142,6 +144,14 @@ class WatchedBackend(GroupBackend):
                 self.store.core.forget()  # before the memory is freed: other threads may still make such launches
             for piece in unused:
                 piece.close()
+
+    def settle(self, timeout: float) -> bool:
+        last, several = self._last or unstarted("synchronize", self), self.streams.keepers.copy()
+        for each, keeper in several.items():
+            if each not in self._message_streams:
+                self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout)
+                self.streams.forget(each)
+        return not all(self.is_idle(each, keeper) for each, keeper in several.items() if each in self._message_streams)
 
     def is_idle(self, stream: int, keeper: Any) -> bool:
         """Whether everything that was queued on the stream has run."""
@@ -232,7 +242,7 @@ class WatchedBackend(GroupBackend):
         return 0 if (calls := self.shared.calls) is None else calls.begun
 
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
-        raise self.to_error(work, error)
+        raise error if by_handler(error) else self.to_error(work, error)
 
     @property
     def abort_flags(self) -> list[int]:

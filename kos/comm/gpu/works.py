@@ -43,28 +43,40 @@ class DeviceWork(Work[Any]):
         return is_over("cuEventQuery", status)
 
     def done(self) -> bool:
-        self.backend.failures.refuse(self)
-        over = self.over()
-        self.backend.check(self)
-        return over
+        try:
+            self.backend.failures.refuse(self)
+            over = self.over()
+            self.backend.check(self)
+            return over
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is not None:
             return self.synchronize(timeout)
-        backend = self.backend
-        if backend.failures.first is not None:
-            backend.failures.refuse(self)
-        if self.event is not None:
-            with driver.on_device(backend.device):
-                call(cu.cuStreamWaitEvent, self.stream, self.event.handle, 0)
-        return self.result
+        try:
+            backend = self.backend
+            if backend.failures.first is not None:
+                backend.failures.refuse(self)
+            if self.event is not None:
+                with driver.on_device(backend.device):
+                    call(cu.cuStreamWaitEvent, self.stream, self.event.handle, 0)
+            return self.result
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        self.backend.failures.refuse(self)
-        timeout = self.operation.options.timeout if timeout is None else check_timeout(timeout)
-        self.backend.wait_on_host(self, self.over, timeout)
-        self.record_end(time.time_ns())
-        return self.wait()
+        try:
+            self.backend.failures.refuse(self)
+            timeout = self.operation.options.timeout if timeout is None else check_timeout(timeout)
+            self.backend.wait_on_host(self, self.over, timeout)
+            self.record_end(time.time_ns())
+            return self.wait()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def cancel(self, error: KosError) -> None:
         """Nothing: what is queued ends with its backend."""

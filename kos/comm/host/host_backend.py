@@ -16,7 +16,7 @@ from time import time_ns
 from typing import Any
 
 from kos._core import native
-from kos.comm import interrupts, timeouts
+from kos.comm import timeouts
 from kos.comm.contract import Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
@@ -159,7 +159,6 @@ class HostBackend(GroupBackend):
         return self.node is not None or type(self.transport).arrived is not Backend.arrived
 
     def poll_message(self, src: int, tag: int) -> Envelope | None:
-        held = interrupts.hold()
         try:
             with self.engine.lock:
                 self.engine.poll()  # receives that are posted come first
@@ -167,9 +166,6 @@ class HostBackend(GroupBackend):
         except RankLost as error:  # if this rank then aborts, other ranks name this error as the cause
             self.failures.status.post_failure(error)
             raise
-        finally:
-            if held:
-                interrupts.release()
 
     def launch(self, work: Work[Any]) -> Steps | None:
         """Begin ``work`` over the transport; returns the steps that are left."""

@@ -31,7 +31,7 @@ from kos.comm.failures import RECENT_SECONDS
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.transport import remove, take, wrong_message
 from kos.dtypes import DTYPE_CODES, dtype_of_code
-from kos.errors import KosError, RendezvousError, from_record
+from kos.errors import KosError, RendezvousError, by_handler, from_record
 
 Array = np.ndarray[Any, Any]
 
@@ -124,19 +124,6 @@ class _Outgoing:
         self.kind, self.views, self.message = kind, views, message
         self.begun = False
 
-    def advance(self, sent: int) -> int:
-        """Record that up to ``sent`` bytes are sent; returns how many of them belong to this item."""
-        self.begun, used = True, 0
-        while self.views and used < sent:
-            part = min(sent - used, len(self.views[0]))
-            used += part
-            self.views[0] = self.views[0][part:]
-            if not self.views[0]:
-                del self.views[0]
-        if not self.views and self.message is not None and self.kind != RTS:
-            self.message.complete = True
-        return used
-
 
 class Peer:
     """The connection to one rank of a group."""
@@ -155,6 +142,7 @@ class Peer:
         self._credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
         self._freed = 0  # credits to be returned to the peer
         self._count = 0
+        self._accepted = 0  # bytes of ``_outgoing`` that the socket has accepted since these were last shortened
         self._wants_write = False
         self._reader = self._read()
 
@@ -222,6 +210,8 @@ class Peer:
 
     def cancel(self, cancelled: Callable[[TCPMessage], bool]) -> None:
         """Cancel messages; their memory is free afterwards."""
+        if self._accepted and self.gone is None:  # a signal's handler has ended ``_send``
+            self._flush()
         remove(self._posted, cancelled)
         self._announced = {number: message for number, message in self._announced.items() if not cancelled(message)}
         for message in self._incoming.values():
@@ -244,7 +234,22 @@ class Peer:
             self._flush()
         except StopIteration as closed:
             self._lose(closed.value, orderly=True)
-        except OSError:
+        except BaseException as error:
+            if by_handler(error) or not isinstance(error, OSError | RendezvousError | ValueError):
+                self._reader = self._discard()
+                self.transport.failures.cut_short()
+                raise
+            self._fail(error)
+
+    def _discard(self) -> Waiting[str]:
+        """Read what nobody can use: a signal's handler has ended ``_read`` within a message."""
+        data = memoryview(bytearray(1 << 16))
+        while True:
+            yield from fill(self.sock, lambda: data)
+
+    def _fail(self, error: BaseException) -> None:
+        """Lose the peer because of an error of its connection."""
+        if isinstance(error, OSError):
             failures = self.transport.failures
             world, why = failures.world[self.rank], "its connection was closed"
             failures.status.await_end(world)  # why it ended may arrive later, through the hub
@@ -253,11 +258,8 @@ class Peer:
             if world in hosts and hosts[world] == hosts[min(hosts)]:  # that of the hub: nobody else reports it
                 failures.status.ends.setdefault(world, why)
             failures.ended_with(self.rank, self.transport.poller.progress)
-        except (RendezvousError, ValueError) as error:
+        else:
             self._lose(str(error))
-        except BaseException:  # Ctrl-C at an unknown position in a message
-            self._lose("reading from it was interrupted")
-            raise
 
     @property
     def is_lost(self) -> bool:
@@ -290,23 +292,46 @@ class Peer:
             return
         header = memoryview(HEADER.pack(kind, tag, number, nbytes, call))
         self._outgoing.append(_Outgoing(kind, [header, data] if data else [header], message))
-        if len(self._outgoing) == 1:
+        if not self._wants_write:
             self._flush()
 
     def _flush(self) -> None:
-        while self._outgoing:
-            views = [view for item in islice(self._outgoing, 8) for view in item.views]
-            try:
-                sent = self.sock.sendmsg(views)
-            except OSError:  # full, or broken: then the read raises, after the last messages
-                break
-            while sent:
-                sent -= self._outgoing[0].advance(sent)
-                if not self._outgoing[0].views:
-                    self._outgoing.popleft()
+        try:
+            self._send()
+        except BaseException:  # such as that of a signal's handler: the rest is sent by the next ``progress``
+            self._wants_write = True
+            self.transport.poller.want_write(self, True)
+            raise
         if self._wants_write != bool(self._outgoing):
             self._wants_write = bool(self._outgoing)
             self.transport.poller.want_write(self, self._wants_write)
+
+    def _send(self) -> None:
+        """Send what is queued, as far as the socket allows.
+
+        A signal's handler may raise at any call, but not within an assignment.  So ``map`` calls ``sendmsg``, and the
+        views and ``_accepted`` change together.  The abort that follows then continues at the right byte.
+        """
+        while self._outgoing:
+            item = self._outgoing[0]
+            if not item.views:
+                if item.message is not None and item.kind != RTS:
+                    item.message.complete = True
+                self._outgoing.popleft()
+            elif self._accepted:
+                first, *others = item.views
+                rest, left = first[self._accepted :], max(self._accepted - len(first), 0)
+                views = [rest, *others] if rest.nbytes else others
+                item.begun = True
+                item.views, self._accepted = views, left
+            else:
+                views = [view for item in islice(self._outgoing, 8) for view in item.views]
+                try:
+                    (self._accepted,) = map(self.sock.sendmsg, [views])
+                except OSError as error:  # full, or broken: then the read raises, after the last messages
+                    if by_handler(error):
+                        raise
+                    break
 
     def _read(self) -> Waiting[str]:
         """Read all messages until the peer closes; yields when there is nothing to read."""

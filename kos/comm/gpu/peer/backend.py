@@ -125,7 +125,7 @@ class PeerBackend(Backend):
         First frees the windows that no rank has arrays of or graphs on.
         """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
-        self._windows.free(self._windows.unused_everywhere())
+        self._windows.free(self._windows.unused_everywhere(self.backend))
         self.backend.store.clear()
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         memory = SymmetricMemory(self._rendezvous, nbytes, self.device)
@@ -148,7 +148,7 @@ class PeerBackend(Backend):
             obstacle = "expected memory of cudaMalloc, got a tensor in an expandable segment of torch"
         elif buffer.pointer % _VECTOR:
             obstacle = f"expected an address that is a multiple of {_VECTOR}, got 0x{buffer.pointer:x}"
-        self._windows.free(self._windows.unused_everywhere())
+        self._windows.free(self._windows.unused_everywhere(self.backend))
         self.backend.store.clear()
 
         def make() -> SymmetricMemory:

@@ -33,7 +33,7 @@ from kos.comm.host.shared.segment import (
 from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.prepared import TEXT_BYTES, TEXTS, Fingerprints, described, described_resized
 from kos.comm.work import Work, forked_from
-from kos.errors import CollectiveError, KosError, from_record, to_record
+from kos.errors import CollectiveError, KosError, from_record, ignored, to_record
 
 CLOSED_ORDERLY, ABORTED = 1, 2
 _RANK_SHIFT = 44
@@ -287,10 +287,9 @@ class CallRing(Fingerprints):
     def _ended(self, local: int) -> str | None:
         line = self.segment.line(local)
         pid, began = self.words[line + PID], self.words[line + STARTED]
-        try:
+        with ignored(OSError):  # the state of the process is unknown
             return f"its process {pid} ended" if pid and started(pid) != began else None
-        except OSError:  # the state of the process is unknown
-            return None
+        return None
 
     def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
         """Collective ``sequence`` of a rank, as text and as fingerprint values."""

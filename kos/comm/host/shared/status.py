@@ -26,7 +26,7 @@ from kos.comm.host.shared.segment import (
     Segment,
 )
 from kos.comm.peer_status import PeerStatus
-from kos.errors import KosError, from_record, to_record
+from kos.errors import KosError, from_record, ignored, to_record
 
 _Memory = tuple["memoryview[int]", memoryview, int | None, dict[int, int]]
 """Control words, bytes, the line of this rank, and the lines of all ranks of the host by world rank."""
@@ -176,11 +176,10 @@ def _state(words: memoryview[int], line: int) -> str:
     """The state of a rank's process, "?" if it is unknown: also while the rank has not yet written its number."""
     if not (pid := words[line + PID]):
         return "?"
-    try:
+    with ignored(OSError):
         state, began = process(pid)
-    except OSError:  # the state of the process is unknown
-        return "?"
-    return state if began == words[line + STARTED] else "X"
+        return state if began == words[line + STARTED] else "X"
+    return "?"  # the state of the process is unknown
 
 
 def _flag(ranks: Iterable[int]) -> int:

@@ -1,0 +1,46 @@
+"""What the handler of a signal raises within a call: it leaves the call as itself, and the communicator is aborted.
+
+Python runs handlers between any two instructions of the main thread, so their exceptions may end any step half-way.
+kos installs no handler, and does not delay them.  ``interruptible`` is around the methods of a communicator.  The core
+and ``Work`` call ``Communicator._interrupted`` themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from kos.errors import by_handler
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_PACKAGE = Path(__file__).parents[1]
+_CALLED = tuple(str(_PACKAGE / name) for name in ("comm", "cuda", "memory"))
+"""The folders whose code runs in a call."""
+
+
+def interruption(error: BaseException) -> BaseException | None:
+    """What the handler of a signal raised: ``error``, or one of its causes that kos has caught in this call."""
+    found: BaseException | None = error
+    while found is not None:
+        trace = found.__traceback__
+        caught = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_CALLED)
+        if (caught or found is error) and by_handler(found):
+            return found
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def interruptible(method: Method) -> Method:
+    """Abort the communicator if the handler of a signal raises in this method of it."""
+
+    @functools.wraps(method)
+    def call(comm: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(comm, *args, **options)
+        except BaseException as error:
+            comm._interrupted(method.__name__, error)
+            raise
+
+    return cast(Method, call)
