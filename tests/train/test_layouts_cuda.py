@@ -20,6 +20,7 @@ FLAGS = f"""
 --preset tiny --device cuda --steps {STEPS} --eval-batches 2 --save-every 0 --sample-tokens 4 --timeout 20
 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --num-key-value-heads 4
 --vocab-size 4096 --batch-size 8 --micro-batch-size 1 --seq-len 256 --lr 5e-4 --warmup-steps 2 --schedule constant
+--check-replicas 4
 """.split()
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3 * SECONDS), pytest.mark.skipif(not MPIRUN, reason="needs mpirun")]
@@ -77,7 +78,8 @@ FOUR = [
 ]  # fmt: skip
 HALVES = ["--seq-len 2048 --batch-size 4 --micro-batch-size 2", "--seq-len 4096 --batch-size 4"]
 """With tensor parallelism: halves of whole sequences, and halves of one sequence."""
-EIGHT = ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble-v", "--dp 2 --cp 2 --tp 2 --zero 1"]
+EIGHT = ["--dp 4 --pp 2", "--dp 4 --pp 2 --zero 1"]
+EIGHT += ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble-v", "--dp 2 --cp 2 --tp 2 --zero 1"]
 ONE_AXIS = ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"]
 FAMILY_FLAGS = [
     (f"--model-type {family}", flags) for family in sorted(FAMILIES.keys() - {"llama", "gpt2"}) for flags in ONE_AXIS

@@ -13,14 +13,20 @@ from kos.errors import TrainingError
 from kos.testing import spawn
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
+from kos.train.device.replicas import check_replicas
+from kos.train.optim import cuda as cuda_optimizer
 from kos.train.optim import overlap
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from tests.comm.ranks import on_hosts
 from tests.comm.tcp_ranks import TCPRanks
-from tests.train import layouts
+from tests.train import layouts, layouts_on_host
+from tests.train.host_kernels.engine import on_host
+from tests.train.layouts_on_host import emulated
 from tests.train.runs import SMALL, _config
 from tests.train.sharded import tensors_of_run
+
+__all__ = ["emulated"]
 
 ALONE = (1,) * 8  # each rank on a host of its own
 ENDS = (3, 3, 2)  # hosts on which the two stages of a pipeline lie in different ways
@@ -96,7 +102,7 @@ def compare(layout: Layout, hosts: tuple[int, ...], tied: bool, layers: int = 2,
 
 
 def test_a_resumed_run_with_a_tied_table_has_the_bits_of_an_unbroken_one(text, tmp_path, monkeypatch):
-    model = {**SMALL["model"], "tie_word_embeddings": True}
+    model = {**SMALL["model"], "tie_word_embeddings": True, "hidden_size": 96, "num_hidden_layers": 3}
     how = {"pp": 2, "steps": 5, "batch_size": 6, "micro_batch_size": 1, "save_every": 2, "keep": 9, "eval_batches": 0}
     how |= {"sample_tokens": 0, "model": model, "backend": "tcp"}
     on_hosts(monkeypatch, ALONE)
@@ -142,3 +148,30 @@ def test_the_comparison_names_the_tensor_and_two_ranks(zero, where, ranks, text,
     for told in spawn(run, 4, timeout=100):
         assert told.startswith(f"step 6: --check-replicas: expected the same bits on all ranks that hold {what}")
         assert told.endswith("got others on rank {} than on rank {}".format(*ranks))
+
+
+@pytest.mark.parametrize("changes", [
+    {"zero": 1}, {"zero": 1, "dtype": "bfloat16"}, {"dtype": "bfloat16", "master_weights": "none"},
+], ids=str)  # fmt: skip
+def test_the_comparison_on_emulated_gpus(emulated, changes, monkeypatch):
+    layout = Layout(dp=2, pp=2)
+    for module in (cuda_optimizer, memory_plan):
+        monkeypatch.setattr(module, "CHUNK", 64)
+
+    def run(comm: Communicator) -> str:
+        device = layouts_on_host.make_device(comm, layout, 3, tied=True, **changes)
+        for step in range(2):
+            device.start_step(step, 0)
+            device.finish_step(step)
+        check_replicas(device, 2)
+        held = device.step.optimizer.state["exp_avg"]  # of which this rank has a part
+        (_, _, at), *_ = device.state.held(held, held.spans["model.embed_tokens.weight"])
+        if comm.rank == 3:
+            on_host(held.flat)[at] += 1
+        with pytest.raises(TrainingError, match="exp_avg of model.embed_tokens.weight, elements .* on rank 3 than on"):
+            check_replicas(device, 2)
+        device.close()
+        device.mesh.close()
+        return "done"
+
+    assert spawn(run, layout.ranks, timeout=100) == ["done"] * layout.ranks

@@ -37,7 +37,7 @@ def _held(device: Device) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     of_tensor = dict[str, str]()
     for name in step.gradients:
         place = placements[name]
-        shard = "" if place.dim is None else f" (part {device.mesh.tp.rank // place.copies} of {place.shards})"
+        shard = f" (part {device.mesh.tp.rank // place.copies} of {place.shards})" if place.shards > 1 else ""
         of_tensor[name] = name + shard
         yield of_tensor[name], to_host(weights[name]).reshape(-1).view(np.uint8)
     others = {"master weights": optimizer.weights} if optimizer.weights is not step.weights else {}
