@@ -36,15 +36,26 @@ class Batch:
     def __enter__(self) -> Batch:
         if self._comm._batch is not None:
             raise InvalidArgument("batch: expected no other batch to be open, got one inside another")
-        self._comm._open_batch(self)
         self._owner = get_ident()
         self._added, self.works = [], []
+        try:
+            self._comm._open_batch(self)
+        except BaseException as error:  # of a signal's handler
+            self._comm._open_batch(None)
+            self._comm._interrupted("batch", error)
+            raise
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        self._comm._open_batch(None)
-        if value is not None:
-            return
+        try:
+            self._comm._open_batch(None)
+            if value is None:
+                self._start()
+        except BaseException as error:
+            self._comm._interrupted("batch", error)
+            raise
+
+    def _start(self) -> None:
         _refuse_clashes(self._added)
         self._comm._start_all(self._added, self._async_op)
         self.works = self._added

@@ -233,7 +233,7 @@ def test_errors_that_kos_catches_leave_the_call_too(alarm, apart, within, before
         with pytest.raises(raised, match="of the program") as caught:
             one.recv_bytes(1) if within == "_arrive" else one.send_bytes(b"x", 1)
         assert caught.type is raised and not armed
-        told = f"rank 0 is gone: (recv_bytes|send) was interrupted by {raised.__name__}: of the program"
+        told = f"rank 0 is gone: (recv_bytes|send_bytes) was interrupted by {raised.__name__}: of the program"
         with pytest.raises(RankLost, match=told):
             other.recv_bytes(0, tag=1)
 
