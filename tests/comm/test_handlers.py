@@ -178,7 +178,7 @@ def _places(backend: str) -> list[Callable[[], Any]]:
     return [lambda rank=rank: env_rendezvous(TIMEOUT, environment(rank, 2, port)) for rank in range(2)]
 
 
-OF_TRANSPORTS = ("all_reduce", "recv", "probe", "send")
+OF_TRANSPORTS = ("all_reduce", "recv")
 """The calls whose code depends on the transport; that of a ``Work`` is the same on all transports."""
 
 
@@ -350,7 +350,7 @@ def test_at_random_moments_of_random_calls(hosts, seed, request):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(SIZE not in (None, "2"), reason="only two ranks take part")
-@pytest.mark.parametrize("name", ["all_reduce", "recv"])
+@pytest.mark.parametrize("name", OF_TRANSPORTS)
 def test_on_mpi(alarm, memory, ranks_of_mpi, name):
     from mpi4py import MPI
 
