@@ -47,13 +47,10 @@ class Engine:
         """Run the first of ``steps``, which carry ``work``: messages that need no waiting are posted on return."""
         with self.lock:
             work.steps = steps
-            try:
-                over = work.advance()
-            except BaseException:  # of a signal's handler; the abort then ends what it has begun
-                self.active.append(work)
-                raise
-            if not over:
-                self.active.append(work)
+            self.active.append(work)  # before its first step: if a signal's handler raises, the abort ends the work
+            if work.advance():
+                self.remove_active(work)
+            else:
                 work.record_end(0)
                 if (thread := self.thread) is not None:
                     thread.wake()
@@ -62,9 +59,14 @@ class Engine:
         """Advance every operation without waiting; whether some are still in flight."""
         with self.lock:
             for work in list(self.active):
-                if work.advance() and work in self.active:  # the core removes those that it completes
-                    self.active.remove(work)
+                if work.advance():
+                    self.remove_active(work)
             return bool(self.active)
+
+    def remove_active(self, work: Work[Any]) -> None:
+        """Remove a Work that is over, unless the core has done so.  The caller holds the lock."""
+        if work in self.active:
+            self.active.remove(work)
 
     def pause(self, token: object) -> None:
         """Stop the progress thread, if there is one, until ``resume(token)``: the caller polls itself."""

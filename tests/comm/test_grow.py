@@ -63,6 +63,20 @@ def test_a_group_grows(backend, members):
 
 
 @both
+def test_a_group_grows_while_a_receive_waits(backend):
+    """The message of the receive would be sent after the call.  The receive ends with the old communicator."""
+
+    def body(comm):
+        message = comm.recv(np.zeros(3), 1 - comm.rank, async_op=True)
+        new = comm.grow(1)
+        with pytest.raises(CollectiveError, match="aborted"):
+            message.wait()
+        return check(new)
+
+    assert sorted(run(backend, 2, body, lambda address: check(join(address)))) == [(rank, 3) for rank in range(3)]
+
+
+@both
 def test_without_enough_newcomers_the_communicator_is_as_it_was(backend):
     def body(comm):
         while not comm.broadcast(np.array(comm.newcomers()), 0):

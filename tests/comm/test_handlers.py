@@ -20,7 +20,7 @@ import pytest
 import kos
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
-from kos.comm.host.tcp_messages import Peer
+from kos.comm.host import tcp_messages
 from kos.errors import InvalidArgument, RankLost
 from tests.comm.ranks import SIZE, TIMEOUT
 from tests.comm.tcp_ranks import both_ranks, environment, free_port, run_processes
@@ -177,7 +177,7 @@ def _places(backend: str) -> list[Callable[[], Any]]:
     return [lambda rank=rank: env_rendezvous(TIMEOUT, environment(rank, 2, port)) for rank in range(2)]
 
 
-OF_TRANSPORTS = ("all_reduce", "recv", "probe", "send")
+OF_TRANSPORTS = ("all_reduce", "recv")
 """The calls whose code depends on the transport; that of a ``Work`` is the same on all transports."""
 
 
@@ -220,18 +220,18 @@ OWN = [TimeoutError, ValueError, InvalidArgument, RankLost, SystemExit]
 
 
 @pytest.mark.parametrize("alarm", OWN, indirect=True)
-@pytest.mark.parametrize("within", ["_arrive", "_send"])
+@pytest.mark.parametrize("within", ["fill", "islice"], ids=["reading", "sending"])
 def test_errors_that_kos_catches_leave_the_call_too(alarm, apart, within, before_call, request):
     raised = request.node.callspec.params["alarm"]
     with both_ranks() as (one, other):
         other.send_bytes(b"", 0)
         one.recv_bytes(1)
         armed = [one]
-        before_call(Peer, within, lambda peer, *_: armed and peer.transport.rank == 0 and armed.pop() and alarm())
-        if within == "_arrive":
+        if within == "fill":
             other.send_bytes(b"later", 0)
+        before_call(tcp_messages, within, lambda *_: armed and armed.pop() and alarm())
         with pytest.raises(raised, match="of the program") as caught:
-            one.recv_bytes(1) if within == "_arrive" else one.send_bytes(b"x", 1)
+            one.recv_bytes(1) if within == "fill" else one.send_bytes(b"x", 1)
         assert caught.type is raised and not armed
         told = f"rank 0 is gone: (recv_bytes|send_bytes) was interrupted by {raised.__name__}: of the program"
         with pytest.raises(RankLost, match=told):
@@ -348,7 +348,7 @@ def test_at_random_moments_of_random_calls(hosts, seed, request):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(SIZE not in (None, "2"), reason="only two ranks take part")
-@pytest.mark.parametrize("name", ["all_reduce", "recv"])
+@pytest.mark.parametrize("name", OF_TRANSPORTS)
 def test_on_mpi(alarm, memory, ranks_of_mpi, name):
     from mpi4py import MPI
 

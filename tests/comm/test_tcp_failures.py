@@ -161,18 +161,18 @@ def test_a_handler_raises_within_a_message_of_another_communicator(within, befor
     """One wait advances the connections of all communicators.  Both then end with the reason."""
     armed, ready = list[Any](), threading.Event()
 
-    def interrupt(peer, *_):
-        if armed and peer.transport is armed[0]:
-            armed.pop()
+    def interrupt(what, *_):
+        if armed and threading.current_thread() is armed[0] and (within == "sending" or what is armed[1]):
+            armed.clear()
             raise KeyboardInterrupt
 
-    before_call(backend.Peer, "_arrive" if within == "reading" else "_send", interrupt)
+    before_call(backend, "fill" if within == "reading" else "islice", interrupt)
 
     def body(comm):
         other, x = comm.duplicate(), np.ones(1 << 20)
         if comm.rank == 0:
             sent = other.send(x, 1, async_op=True) if within == "sending" else None
-            armed.append(other.backend.transport)
+            armed.extend((threading.current_thread(), other.backend.transport.peers[1].sock))
             ready.set()
             with pytest.raises(KeyboardInterrupt):
                 comm.recv(x, 1)

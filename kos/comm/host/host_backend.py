@@ -175,7 +175,7 @@ class HostBackend(GroupBackend):
             steps = self.transport.launch(work, self._run)
         except CollectiveError as error:  # a fault that a test injects
             raise self.to_error(work, error) from None
-        if work.prepared.collective:
+        if work.prepared.collective and (steps is None or not self.transport.processes):  # else ``_run`` does so
             self._begun = work.sequence + 1
         if steps is None:
             work.record[COMPLETED] = time_ns()  # type: ignore[index]
@@ -186,6 +186,7 @@ class HostBackend(GroupBackend):
         if not work.prepared.collective:
             yield from self.scheduled.message(work)
             return
+        self._begun = work.sequence + 1  # the engine has it: if a signal's handler raises before, it has not begun
         all_arrived = None if self.calls is None else self.calls.publish(work)
         if not self.one_host:
             all_arrived = self.transport.agree(work, all_arrived)
