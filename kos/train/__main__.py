@@ -37,16 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
     rank, trainer, begun = launched_rank(), None, False
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
-    where = "" if launched_place()[1] == 1 else f"rank {rank}: "
-    logging.basicConfig(format=f"kos: {where}%(message)s", level=logging.WARNING, stream=sys.stderr)
-    if rank != 0:  # all ranks read the same settings, and the same packing plan
-        for name in ("kos.reporting", "kos.train.config", "kos.train.data.packing", "kos.train.data.documents"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        if {"-h", "--help"} & set(arguments):
-            return 0
+    _prepare_output(rank)
+    if rank != 0 and {"-h", "--help"} & set(arguments):
+        return 0
     try:
         try:
             from kos.train.config.flags import parse, read_command_line
@@ -100,6 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, "--debug" in arguments or debugging(), begun)
     return 0
+
+
+def _prepare_output(rank: int) -> None:
+    """Have this rank log to stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
+    where = "" if launched_place()[1] == 1 else f"rank {rank}: "
+    logging.basicConfig(format=f"kos: {where}%(message)s", level=logging.WARNING, stream=sys.stderr)
+    if rank != 0:  # all ranks read the same settings, and the same packing plan
+        for name in ("kos.reporting", "kos.train.config", "kos.train.data.packing", "kos.train.data.documents"):
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _show_data(config: TrainConfig) -> None:

@@ -442,13 +442,8 @@ def is_loopback(host: str) -> bool:
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    """Close the connections in a forked process, so that they end with the rank."""
-    for sock in _open:
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_forked)
+# A forked process closes its copies of the connections, so that they end with the rank.
+os.register_at_fork(after_in_child=lambda: [*map(socket.socket.close, _open)])
 
 
 def adopt(sock: socket.socket) -> None:
