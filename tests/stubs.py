@@ -76,7 +76,7 @@ def _member(node: ast.stmt) -> Iterator[str]:
                 yield f"@overload\n{_signature('probe', {**_parameters(node), 'wait': wait}, result)}"
         case ast.FunctionDef(name=name, returns=ast.expr() as returns) if name != "__getattr__":  # it only raises
             decorators = map(ast.unparse, node.decorator_list)
-            yield from (f"@{decorator}" for decorator in decorators if decorator != "_operation")
+            yield from (f"@{decorator}" for decorator in decorators if not decorator.startswith("_"))
             yield _signature(name, _parameters(node), ast.unparse(returns))
 
 

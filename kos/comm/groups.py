@@ -176,7 +176,7 @@ class Groups(Operations):
         """
         self.rendezvous.failures.refuse(call)
         for work in self.backend.engine.works_of(self.backend):
-            if work.collective:
+            if work.collective and not getattr(work.steps, "gi_running", False):
                 work.wait()
         messages: bool = self.backend.settle(self.timeout)
         return messages

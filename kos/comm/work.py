@@ -308,6 +308,8 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         steps = self._steps
         if steps is None:
             return True
+        if getattr(steps, "gi_running", False):  # a finalizer or a handler that runs within a step of it makes another call
+            return False
         try:
             next(steps)
             return False

@@ -41,8 +41,8 @@ def with_the_next(call: Callable[..., Any], comm: kos.Communicator, *arguments: 
 @pytest.mark.parametrize("other", [lambda c: c.barrier(), lambda c: c.all_gather(np.zeros((), np.int64))])
 @on_each_rank("start", 2)
 def test_errors_name_the_call_that_was_made(comm, /, other):
-    """For example ``all_gather_bytes``, which consists of two operations."""
-    with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
+    """For example ``all_gather_bytes``, which begins with an ``all_gather``."""
+    with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of uint8\[128\], for all_gather_bytes: "):
         comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
 
 

@@ -50,10 +50,10 @@ __all__ = ["text", "unhurt"]
 FAULTS: dict[str, list[Fault]] = {
     "within a step": [Fault("crash", 2, 4, call="all_to_all")],
     "the first rank": [Fault("crash", 0, 5, call="all_to_all")],
-    "in a validation": [Fault("crash", 2, 19, call="all_gather_v")],
-    "at a checkpoint": [Fault("crash", 3, 21, call="all_gather_v")],
+    "in a validation": [Fault("crash", 2, 19, call="all_gather")],
+    "at a checkpoint": [Fault("crash", 3, 21, call="all_gather")],
     "two at once": [Fault("crash", 0, 4, call="all_to_all"), Fault("crash", 2, 4, call="all_to_all")],
-    "another one meanwhile": [Fault("crash", 3, 4, call="all_to_all"), Fault("crash", 1, 20, call="all_gather_v")],
+    "another one meanwhile": [Fault("crash", 3, 4, call="all_to_all"), Fault("crash", 1, 20, call="all_gather")],
 }
 """A step has two all_to_all, of the embedding's two gradients."""
 

@@ -55,7 +55,7 @@ def described(config: TrainConfig, changes: dict[str, Any]) -> dict[str, Any]:
 def said(caplog: Any, before: dict[str, Any], config: TrainConfig, step: int = 2) -> list[str]:
     """The lines about changes, without those of a learning rate that jumps."""
     caplog.clear()
-    warn_of_changes(Checkpoint(Path("run"), step, before), config, described(config, {}))
+    warn_of_changes(Checkpoint(Path("run"), step, before, None), config, described(config, {}))
     lines = (record.getMessage() for record in caplog.records)
     return [line for line in lines if not line.startswith("the learning rate ")]
 

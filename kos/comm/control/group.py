@@ -45,16 +45,7 @@ from kos.comm.control.notices import Channel
 from kos.comm.control.peers import connect_all, unreached
 from kos.comm.control.secret import load_secret
 from kos.comm.control.thread_rendezvous import ThreadGroup
-from kos.comm.control.wire import (
-    JOIN,
-    Acceptor,
-    Connection,
-    HandshakeError,
-    Network,
-    copied,
-    drive,
-    is_loopback,
-)
+from kos.comm.control.wire import JOIN, Acceptor, Connection, HandshakeError, Network, copied, drive, is_loopback
 from kos.comm.failures import Late
 from kos.comm.peer_status import PeerStatus
 from kos.errors import BackendUnavailable, KosError, RendezvousError, by_handler, from_record
@@ -155,9 +146,11 @@ class TCPRendezvous(Rendezvous):
                     child.mpi = self.mpi.of(ranks)
                 hub = json.loads(hubs[ranks[0]]) if several else ()
                 self.together(partial(child.join_hub, *hub) if child is not None and several else nothing)
-        except BaseException:
+        except BaseException as error:
             if child is not None:
-                child._free(True, None)  # all ranks know of the error by this group
+                if child._connection is not None:  # a rank that had the answer may wait there
+                    child._cut_short(error)
+                child._free(True, None)
             raise
         if child is not None and several:
             with child._closing():
@@ -287,8 +280,10 @@ class TCPRendezvous(Rendezvous):
 
     def listen(self) -> socket.socket:
         """A listener for the hub of another group."""
-        with self._opening():
+        try:
             return self.network.listen()
+        except (OSError, RendezvousError) as error:
+            raise self.unable(error) from error
 
     def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
         """The group of these ranks, before this rank joins it."""
@@ -297,9 +292,10 @@ class TCPRendezvous(Rendezvous):
         child._failures, child.host = self.failures.of(ranks, rank), self.host
         return child
 
-    def unable(self, error: OSError) -> KosError:
+    def unable(self, error: Exception) -> KosError:
         """The error of this rank, which cannot open its connections."""
-        me, why = self.failures.world[self.rank], lack_of_files(error) if lacks_files(error) else error
+        why = lack_of_files(error) if isinstance(error, OSError) and lacks_files(error) else error
+        me = self.failures.world[self.rank]
         return RendezvousError(f"rendezvous: rank {me} cannot open its connections: {why}", ranks=[me])
 
     @contextmanager

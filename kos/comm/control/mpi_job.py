@@ -149,7 +149,12 @@ def record_loss() -> None:
 
 
 def keep_unfinished(request: Any) -> None:
-    """Hold a cancelled request, and with it the memory that MPI may still use.  Any thread may call it."""
+    """Hold a cancelled request, and with it the memory that MPI may still use.  Any thread may call it.
+
+    It is None if a signal's handler ended a poll that had found its message complete.
+    """
+    if request is None:
+        return
     with _keeping:
         _unfinished[:] = [each for each in _unfinished if not is_over(each)]
         _unfinished.append(request)

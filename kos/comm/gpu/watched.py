@@ -28,6 +28,7 @@ from kos.comm.waits import Backoff
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
+from kos.cuda.streams import is_captured
 from kos.errors import CollectiveError, CudaError, KosError, by_handler
 
 _SHOW_EVERY = 0.02
@@ -146,7 +147,8 @@ class WatchedBackend(GroupBackend):
                 piece.close()
 
     def settle(self, timeout: float) -> bool:
-        last, several = self._last or unstarted("synchronize", self), self.streams.keepers.copy()
+        last = self._last or unstarted("synchronize", self)
+        several = {each: keeper for each, keeper in self.streams.keepers.items() if not is_captured(each)}
         for each, keeper in several.items():
             if each not in self._message_streams:
                 self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout)

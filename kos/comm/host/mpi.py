@@ -192,7 +192,7 @@ class MPITransport(Backend):
         for message in [message for message in self.active if cancelled(message)]:
             mpi_job.keep_unfinished(message.request)
             self.active.discard(message)
-            if not message.receives:
+            if not message.receives and message.request is not None:
                 self._given_up = [*(each for each in self._given_up if not mpi_job.is_over(each)), message.request]
 
     # Whether calls match.

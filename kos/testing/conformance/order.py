@@ -252,11 +252,10 @@ def repeated(comm: Communicator, seed: int) -> None:
         for trial in trials:
             trial.fill(seed + number)
         if number % 2:
-            with comm.batch() as batch:
-                for trial in trials:
-                    trial.start()
-            works = batch.works
+            with comm.batch():
+                got = [trial.start() for trial in trials]
         else:
             works = [trial.start(async_op=True) for trial in trials]
-        for trial, work in zip(trials, works, strict=True):
-            trial.check(work.wait())
+            got = [work.wait() for work in works]
+        for trial, result in zip(trials, got, strict=True):
+            trial.check(result)

@@ -97,7 +97,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     split_turns: bool = option(False, changes="data")
     """Make a document of each answer of a chat, together with the messages before it. Use it for templates that drop
     the thinking of earlier turns."""
-    allow_lost_content: bool = option(False, changes="data")
+    allow_lost_content: bool = option(False, changes="nothing")
     """Accept chats whose template leaves out content of a message, such as the thinking of an answer."""
     tokenizer: str = option("auto", changes="data", min_length=1)
     """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. auto takes the tokenizer of
