@@ -308,7 +308,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
         steps = self._steps
         if steps is None:
             return True
-        if getattr(steps, "gi_running", False):  # a finalizer or a handler that runs within a step of it makes another call
+        if getattr(steps, "gi_running", False):  # Python code that a step of it runs makes another call
             return False
         try:
             next(steps)
