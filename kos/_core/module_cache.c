@@ -181,6 +181,7 @@ static int insert(call_cache *c, const call_key *key, cached_call *k) {
         c->dropped = c->older;
         c->older = c->calls;
         c->calls = NULL;
+        c->found = NULL;
         c->used = 0;
     }
     if (c->used == MOST_CALLS || (!c->calls && !(c->calls = PyMem_Calloc(KNOWN_CALLS, sizeof *c->calls))))

@@ -50,8 +50,8 @@ static PyObject *in_flight(Group *g, const cached_call *k, PyObject *send, PyObj
 }
 
 // Has Python prepare a call of another size, whose Work the program gets.  Returns 0, or -1 with an exception.
-static int prepare_work(Operation *o, Group *g, const call_key *key, PyObject *work) {
-    PyObject *description = PyObject_CallMethodObjArgs(g->objects[COMM], s_resize, work, NULL);
+static int prepare_work(Operation *o, Group *g, const call_key *key, PyObject *work, PyObject *known) {
+    PyObject *description = PyObject_CallMethodObjArgs(g->objects[COMM], s_resize, work, known, NULL);
     if (description && o->generation == g->generation)
         cache_adopt(&o->cache, key, ((State *)work)->fields[PREPARED], description);
     Py_XDECREF(description);
@@ -86,7 +86,8 @@ static PyObject *receive(Group *g, const cached_call *k, PyObject *const *args, 
         PyGC_Enable();
     if (sequence) {
         g->hits++;
-        g->core.last_source = rank;
+        if (any_rank)
+            g->core.last_source = rank;
         begin(g, &message, KOS_WORD_SEQUENCE, NULL, message.any_length ? PyBytes_AsString(value) : data[k->recv]);
         PyObject *slot = note(g, k->description, sequence, frame, old);
         PyList_SetItem(slot, COMPLETED, nanoseconds());
@@ -95,6 +96,8 @@ static PyObject *receive(Group *g, const cached_call *k, PyObject *const *args, 
         Py_DECREF(sequence);
     }
     Py_XDECREF(value);
+    if (!sequence)
+        Py_CLEAR(result);
     return result;
 }
 
@@ -129,7 +132,7 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, const call_ke
     PyObject *value = left == Py_None && waits ? Py_NewRef(result)
         : in_flight(g, k, send, recv, result, sequence, slot, left);
     PyObject *resized = value && is_resized && !waits ? value : NULL;
-    if (resized && prepare_work(o, g, key, resized)) {
+    if (resized && prepare_work(o, g, key, resized, k->description)) {
         value = NULL;
         Py_DECREF(resized);
     }

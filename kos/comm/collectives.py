@@ -203,14 +203,16 @@ class Operations:
             raise self._lacks_memory(prepared.name, error) from error
         return NotImplemented if work is None else work.prepared.start(self, work)
 
-    def _resize(self, work: Work[Any]) -> tuple[Any, ...]:
+    def _resize(self, work: Work[Any], known: tuple[Any, ...]) -> tuple[Any, ...]:
         """Prepare the call of ``work``, which the core has begun by the Prepared of a call of another size.
 
-        Returns the description of the call for the recorder.
+        ``known`` is what the core has recorded of it.  Returns the description of the call for the recorder.
         """
-        group, operation, *shapes = work.record[0]  # type: ignore[index]
+        group, operation, *shapes = known
         work.prepared = prepared = self.backend.prepare(resized(operation, *shapes))
-        prepared.description = work.record[0] = group, prepared.operation  # type: ignore[index]
+        prepared.description = group, prepared.operation
+        if work.record[0] is known:  # type: ignore[index]  # else a later call has overwritten it
+            work.record[0] = prepared.description  # type: ignore[index]
         return prepared.description
 
     def _start_uncached(

@@ -115,9 +115,10 @@ class Prepared:
             comm._active = get_ident(), work
         try:
             if begun:
+                known = work.record[0]  # type: ignore[index]  # before other threads may overwrite the record
                 steps = backend.resume(work)
-                if steps is not None and work.record[0] is not self.description:  # type: ignore[index]
-                    comm._resize(work)
+                if steps is not None and known is not self.description and known[1] is self.operation:
+                    comm._resize(work, known)
             else:
                 if backend.on_gpu:
                     backend.check_start((work,))
