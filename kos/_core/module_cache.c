@@ -20,8 +20,8 @@ static int is_integer(PyObject *x, uint64_t *value) {
     return !overflow;
 }
 
-// The words of an argument that is no array of a library.  Counts are compared by value: the program may change the list.  NULL: of a
-// list that cannot be compared.
+// Writes the words of an argument that is not an array of NumPy, kos or torch, and returns where the next ones begin.
+// Counts are compared by value, because the program may change the list.  Returns NULL if a list cannot be compared.
 static uint64_t *add_plain(uint64_t *word, PyObject *x, char **data) {
     if (Py_TYPE(x) == &PyBytes_Type) {  // an array to send
         word[0] = (uintptr_t)&PyBytes_Type;
@@ -346,6 +346,8 @@ static PyObject *tuple_of(const uint64_t *numbers, size_t count) {
     PyObject *made = PyTuple_New((Py_ssize_t)count);
     for (size_t i = 0; made && i < count; i++)
         PyTuple_SetItem(made, (Py_ssize_t)i, PyLong_FromUnsignedLongLong(numbers[i]));
+    if (PyErr_Occurred())  // a number is missing, for lack of memory
+        Py_CLEAR(made);
     return made;
 }
 

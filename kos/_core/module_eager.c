@@ -140,6 +140,15 @@ static PyObject *run(Operation *o, Group *g, const cached_call *k, const call_ke
         PyObject *work = value;
         value = PyObject_CallMethodObjArgs(((State *)work)->fields[PREPARED], s_start, objects[COMM], work,
                                            Py_True, NULL);
+        PyObject *prepared = ((State *)work)->fields[PREPARED];
+        if (value && is_resized && waits && prepared != PyTuple_GetItem(core_call, CALL_PREPARED)
+            && o->generation == g->generation) {  // Python has prepared it, because it was in flight for long
+            PyObject *description = PyObject_GetAttrString(prepared, "description");
+            if (description)
+                cache_adopt(&o->cache, key, prepared, description);
+            PyErr_Clear();
+            Py_XDECREF(description);
+        }
         Py_DECREF(work);
     }
     PyObject *used[] = {left, old[0], old[1], core_call, sequence};

@@ -1,7 +1,7 @@
 """The operations of a communicator: each checks its arguments and makes an Operation of them.
 
 Calls with the same cache key run in the same way, whatever memory their arrays use.  ``_cache_key`` computes the key
-(in the core, ``make_key`` of ``module_eager.c``).  The first call with a key is checked and prepared: arguments →
+(in the core, ``make_key`` of ``module_cache.c``).  The first call with a key is checked and prepared: arguments →
 buffers → ``Operation`` → ``Backend.prepare`` → ``Prepared`` (``_prepare``).  Later calls with this key are started
 without checks.  The core stores the keys that it can compare, and ``Store.calls`` stores all other keys.
 
@@ -938,7 +938,7 @@ _NO_KEY: tuple[None, tuple[Any, ...], None] = None, (), None
 def _cache_key(
     name: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...] | None, Sequence[Any], Any]:
-    """The cache key of a call, as ``make_key`` in ``module_eager.c``; None if the call cannot be cached.
+    """The cache key of a call, as ``make_key`` in ``module_cache.c``; None if the call cannot be cached.
 
     An array is compared by its properties and by its overlap with the first array, and every other argument by type
     and value.  Also returns the arguments, with arrays on GPUs as ``Array``, and the stream of a call on GPUs.

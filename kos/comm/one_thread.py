@@ -30,7 +30,7 @@ def check_one_thread(comm: Any, work: Work[Any]) -> None:
     active = comm._active
     if active is None:
         return
-    # The core keeps the Work alone, while it launches: the thread that it launches in makes no other call.
+    # While the core launches a call, it stores only the Work.  The thread cannot make another call meanwhile.
     owner, other = active if type(active) is tuple else (None, active)
     if owner == get_ident():  # a signal handler runs within the thread's call
         return

@@ -359,9 +359,9 @@ An index is -1 if this rank has no such array, or if the output is a new array.
 
 
 class CoreCall(NamedTuple):
-    """How the compiled core repeats a cached call.  ``store`` in ``module_eager.c`` reads the fields in this order.
+    """How the compiled core repeats a cached call.  ``read_call`` in ``module_cache.c`` reads the fields in this order.
 
-    An index is that of an argument of the call.  It is -1 if there is no such array.
+    The fields ``reads``, ``writes``, ``input`` and ``output`` are indices of arguments of the call, or -1 for no array.
     """
 
     call: Any

@@ -37,8 +37,8 @@ CODE, INSTRUCTION, SEQUENCE, COMPLETED, ERROR = 2, 3, 4, -2, -1  # indices of an
 class _Entry(NamedTuple):
     """The fields of a slot, in order; the last two change when the operation ends."""
 
-    # The same for all starts of a Prepared: a Group and an Operation.  If the core has made the call from one of
-    # another size, the shapes of its input and output follow, and the counts of a v-form.
+    # A Group and an Operation; all starts of a Prepared have the same tuple.  If the core has made the call from one of
+    # another size, the tuple also has the shapes of its input and output, and the counts of a v-form.
     description: tuple[Any, ...]
     created: int  # nanoseconds since 1970
     code: CodeType  # with ``instruction``: the call site

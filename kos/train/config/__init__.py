@@ -1,6 +1,6 @@
 """The ``model`` section of a configuration: the shape of the model, with Hugging Face's key names; and the presets.
 
-The command line needs the names of settings alone, so families of models are imported where a model is made.  Both
+To read the command line, only the names of settings are needed.  So model families are imported later.  Both
 sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
 """
 
