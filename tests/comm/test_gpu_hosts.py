@@ -42,7 +42,7 @@ def nccl(rendezvous: Rendezvous) -> kos.Communicator:
 def auto(rendezvous: Rendezvous) -> kos.Communicator:
     host = HostBackend(rendezvous, TCPTransport if rendezvous.mpi_comm is None else MPITransport)
     backend = of_nccl(rendezvous, Comm(Group(1), 0), host)
-    return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
+    return kos.Communicator(backend, rendezvous, {}, TIMEOUT, host=host)
 
 
 @pytest.fixture
