@@ -244,7 +244,7 @@ def test_a_failure_reaches_the_other_hosts(run, kind, hosts):
         comm.all_reduce(on_gpu())
         wait_for_looks(comm)
         if comm.rank == 0:
-            comm.backend.abort("of the test")
+            comm.abort(reason="of the test")
             return ""
         error = heard.wait()
         assert error.ranks == (0,)

@@ -304,7 +304,8 @@ class WatchedBackend:
 
     def abort(self, reason: str) -> None:
         """End everything in flight without waiting for other ranks; report the reason to them."""
-        self.signal_end(reason)
+        self.unwatch()
+        self.shared.report_end(reason)
         with self.shared.lock:
             self.failures.first = self.failures.first or CollectiveError(reason)
             self.shared.ended = True  # later failures are not reported
