@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from kos.switches import is_on
+from kos.environment import KOS_CORE
+from kos.errors import is_on
 
 native: Any = None
 """The extension module, or None."""
@@ -17,7 +18,7 @@ unavailable: str | None = None
 """Why the extension module cannot be used; None if it can."""
 
 try:
-    if not is_on("KOS_CORE", default=True):
+    if not is_on(KOS_CORE):
         unavailable = "the compiled core is off: KOS_CORE=0"
     else:
         native = import_module("kos._core.native")

@@ -29,6 +29,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.transport import wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.dtypes import DTYPE_CODES, dtype_of_code
+from kos.environment import KOS_CPU_VENDOR
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError
 
 Array = np.ndarray[Any, Any]
@@ -44,7 +45,7 @@ def cpu_vendor() -> str:
     On Xeons (Sapphire Rapids) writing a cache line that another core read last is not slow; on EPYCs (Zen 4) it is, so
     the reader marks such lines (``kos_mark`` in core.h).
     """
-    if forced := os.environ.get("KOS_CPU_VENDOR"):
+    if forced := KOS_CPU_VENDOR.get():
         return forced
     with suppress(OSError), open("/proc/cpuinfo") as cpus:
         if "GenuineIntel" in cpus.read(256):  # the start of the first one
