@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from kos.dtypes import DTYPES
 from kos.environment import KOS_CORE
 from kos.errors import is_on
 
@@ -21,7 +22,10 @@ try:
     if not is_on(KOS_CORE):
         unavailable = "the compiled core is off: KOS_CORE=0"
     else:
-        native = import_module("kos._core.native")
+        module = import_module("kos._core.native")
+        if getattr(module, "DTYPES", None) != [*DTYPES]:
+            raise ImportError("it was built for other dtypes: install kos again")
+        native = module
 except ModuleNotFoundError:
     unavailable = "the compiled core was not built: kos was installed without a C compiler or Python.h"
 except ImportError as error:
