@@ -23,6 +23,7 @@ from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Differen
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Message, Operation
+from kos.comm.operations import OPERATIONS
 from kos.comm.prepared import CoreCall, Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
@@ -53,13 +54,8 @@ def cpu_vendor() -> str:
     return "other"
 
 
-_OPERATIONS = {
-    name: code for code, name in enumerate((
-        "barrier", "broadcast", "reduce", "all_reduce", "all_gather", "gather", "scatter", "all_to_all",
-        "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv",
-    ))
-}  # fmt: skip
-"""In the order of ``core.h``, as the next two.  Operations that are not here run by messages (``transport.py``)."""
+_OPERATIONS = {name: row.core for name, row in OPERATIONS.items() if row.core is not None}
+"""By operation, its number in the core.  Operations that are not here run by messages (``transport.py``)."""
 _OPERATIONS |= dict.fromkeys(GROUP_CALLS, 0)  # to the core barriers
 _REDUCTIONS = {
     op: code for code, op in enumerate((
@@ -125,10 +121,9 @@ class Node:
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
-        name = o.name.removesuffix("_v")
         if o.name == "recv_bytes" or o.message.src == ANY:
             self._bind_receive(prepared)
-        if name not in _OPERATIONS or o.message.src == ANY:
+        if o.name not in _OPERATIONS or o.message.src == ANY:
             return
         dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
         prepared.launch = self.start
@@ -140,7 +135,7 @@ class Node:
         if o.name == "send_recv" and recv is not None:
             counts[1] = (recv.count,) * self.size
         call = self._core.prepare(
-            _OPERATIONS[name], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
+            _OPERATIONS[o.name], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
             o.name.endswith("_v"), *map(_packed, counts), message.dst or 0, message.src or 0, message.tag,
             message.recv_tag, prepared.fingerprint, prepared.sizeless,
         )  # fmt: skip
