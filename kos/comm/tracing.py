@@ -18,8 +18,8 @@ from kos.comm.recorder import Recorder
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.streams import Event, capture_of
-from kos.errors import BackendUnavailable, KosError, install
-from kos.switches import is_on
+from kos.environment import KOS_NVTX, KOS_RECORDER_TIMING
+from kos.errors import BackendUnavailable, KosError, install, is_on
 
 Tracer = Callable[[Sequence[Work[Any]], bool, bool], AbstractContextManager[Any]]
 """A ``with`` block around the launch of Works; whether they are a batch, and whether with ``async_op``."""
@@ -31,9 +31,9 @@ def tracing(recorder: Recorder, on_gpu: bool) -> Tracer | None:
     Raises BackendUnavailable for KOS_NVTX without the package nvtx, and InvalidArgument for values other than 0 and 1.
     """
     tracers: list[Tracer] = []
-    if is_on("KOS_NVTX"):
+    if is_on(KOS_NVTX):
         tracers.append(_ranges())
-    if is_on("KOS_RECORDER_TIMING") and on_gpu:
+    if is_on(KOS_RECORDER_TIMING) and on_gpu:
         tracers.append(partial(_timed, recorder))
     if not tracers:
         return None
