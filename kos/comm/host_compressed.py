@@ -142,10 +142,10 @@ def _sums(
     """
     pieces = [_segments(part) for part in split(x, counts)]
     arrived = [[_encoded_buffer(form, segment.size) for _ in counts] for segment in pieces[calls.rank]]
-    tag, messages = calls.tag(work), calls.messages
-    receives = [[messages.irecv(data[peer], peer, tag) for peer in calls.peers] for data in arrived]
+    tag = calls.tag(work)
+    receives = [[calls.irecv(data[peer], peer, tag) for peer in calls.peers] for data in arrived]
     sends = [
-        messages.isend(form.encode(pieces[peer][number]), peer, tag)
+        calls.isend(form.encode(pieces[peer][number]), peer, tag)
         for number in range(max(map(len, pieces))) for peer in calls.peers if number < len(pieces[peer])
     ]  # fmt: skip
     for data, segment in zip(arrived, pieces[calls.rank], strict=True):

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,9 +37,10 @@ _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between 
 
 
 class ScheduledCalls:
-    """The operations of one rank over ``transport``, whose messages go through ``messages``.
+    """The operations of one rank over ``transport``, or through ``node``, the shared memory of its host.
 
-    ``messages`` is the transport itself, or the shared memory of the group's host, which has the same methods.
+    Messages of collectives go through the node to the ranks that it has.  Messages of the program go through it only if
+    it has all ranks of the group, as their matching cannot be split.
 
     The method ``_NAME`` runs the collective NAME, for example ``_all_reduce``, as a generator of steps.  Collectives
     that only move data need none (``_move``).  The steps write the result into ``work.recv``.  If the call returns
@@ -48,9 +48,13 @@ class ScheduledCalls:
     method of ``Operations`` sets a ``Buffer.convert`` that takes this tuple before it makes the Work.
     """
 
-    def __init__(self, transport: Backend, messages: Any) -> None:
-        self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
-        self.matching = Matching(self.rank, self.size, messages, transport.failures)
+    def __init__(self, transport: Backend, node: Any = None) -> None:
+        self.rank, self.size, self.transport = transport.rank, transport.size, transport
+        self._node = node
+        self._carriers = [transport if node is None or rank not in node.ranks else node for rank in range(self.size)]
+        self.messages: Any = transport if transport in self._carriers else node
+        """What carries the messages of the program."""
+        self.matching = Matching(self.rank, self.size, self.messages, transport.failures)
         self.arriving = set[int]()  # the numbers of the collectives that wait for other ranks to begin them
         self.native = set[int]()  # the numbers of the collectives that run in a native call of the transport
         self.local = transport.ranks_per_host or 1
@@ -72,15 +76,30 @@ class ScheduledCalls:
 
     def _among(self, ranks: range) -> ScheduledCalls:
         """The calls among these ranks, which are numbered from 0 on.  They use messages only."""
-        part, messages = copy(self), self.messages
+        part = copy(self)
         part.rank, part.size = ranks.index(self.rank), len(ranks)
-        part.messages = SimpleNamespace(
-            isend=lambda x, peer, tag: messages.isend(x, ranks[peer], tag),
-            irecv=lambda x, peer, tag: messages.irecv(x, ranks[peer], tag),
-        )
+        part.isend = lambda x, peer, tag: self.isend(x, ranks[peer], tag)  # type: ignore[method-assign]
+        part.irecv = lambda x, peer, tag: self.irecv(x, ranks[peer], tag)  # type: ignore[method-assign]
         part.peers = [(part.rank + step) % part.size for step in range(1, part.size)]
         part._inside, part._across = [], part.peers
         return part
+
+    # Messages of collectives.
+
+    def isend(self, x: Array, peer: int, tag: int) -> Request:
+        """As ``Backend.isend``."""
+        request: Request = self._carriers[peer].isend(x, peer, tag)
+        return request
+
+    def irecv(self, x: Array, peer: int, tag: int) -> Request:
+        """As ``Backend.irecv``."""
+        request: Request = self._carriers[peer].irecv(x, peer, tag)
+        return request
+
+    def awaited(self, tag: int) -> list[int]:
+        """As ``Backend.awaited``."""
+        inside = [] if self._node is None else self._node.awaited(tag)
+        return sorted({*inside, *self.transport.awaited(tag)})
 
     # The operations.
 
@@ -101,7 +120,8 @@ class ScheduledCalls:
                 yield
         except BaseException:
             tag = self.tag(work)
-            self.messages.cancel(lambda message: message.tag == tag)
+            for carrier in {*self._carriers}:
+                carrier.cancel(lambda message: message.tag == tag)
             raise
 
     def tag(self, work: Work[Any]) -> int:
@@ -129,7 +149,7 @@ class ScheduledCalls:
         algorithm = self.schedule(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, o.root or 0, self.transport.ranks_per_host)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
-        yield from execute(schedule, self.rank, self.messages, spaces, combine, self.tag(work))
+        yield from execute(schedule, self.rank, self, spaces, combine, self.tag(work))
 
     def schedule(self, o: Operation, collective: str, nbytes: int) -> str:
         """The schedule of a call: the choice of the program, or of the transport, or else the default."""
@@ -222,8 +242,8 @@ class ScheduledCalls:
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
         empty, distance = np.empty(0, np.uint8), 1
         while distance < self.size:
-            send = self.messages.isend(empty, (self.rank + distance) % self.size, tag)
-            recv = self.messages.irecv(empty, (self.rank - distance) % self.size, tag)
+            send = self.isend(empty, (self.rank + distance) % self.size, tag)
+            recv = self.irecv(empty, (self.rank - distance) % self.size, tag)
             yield from self.wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
@@ -271,9 +291,9 @@ class ScheduledCalls:
         Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.  A piece is sent as soon
         as ``send`` returns it, pieces for other hosts first.
         """
-        tag, messages = self.tag(work), self.messages
-        requests = [messages.irecv(x, peer, tag) for peer in self.peers if (x := recv[peer]) is not None]
-        requests += [messages.isend(x, peer, tag) for peer in self.peers if (x := send(peer)) is not None]
+        tag = self.tag(work)
+        requests = [self.irecv(x, peer, tag) for peer in self.peers if (x := recv[peer]) is not None]
+        requests += [self.isend(x, peer, tag) for peer in self.peers if (x := send(peer)) is not None]
         mine, own = send(self.rank), recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
@@ -290,10 +310,10 @@ class ScheduledCalls:
 
         One rank of each other host receives them, and forwards them within its host.  ``mine`` may yield None to wait.
         """
-        tag, messages, size, local = self.tag(work), self.messages, self.size, len(self._inside) + 1
-        first = [[(messages.irecv(x, peer, tag), x) for x in arrived[peer]] for peer in self._across]
+        tag, size, local = self.tag(work), self.size, len(self._inside) + 1
+        first = [[(self.irecv(x, peer, tag), x) for x in arrived[peer]] for peer in self._across]
         requests = [
-            messages.irecv(x, peer, tag)
+            self.irecv(x, peer, tag)
             for peer in self._inside for host in range(0, size, local) for x in arrived[(peer + host) % size]
         ]  # fmt: skip
         own = iter(arrived[self.rank])
@@ -302,10 +322,10 @@ class ScheduledCalls:
                 yield
             else:
                 np.copyto(next(own), x)
-                requests += [messages.isend(x, peer, tag) for peer in (*self._across, *self._inside)]
+                requests += [self.isend(x, peer, tag) for peer in (*self._across, *self._inside)]
         for message, x in chain(*first):
             yield from self.wait_for(message)
-            requests += [messages.isend(x, peer, tag) for peer in self._inside]
+            requests += [self.isend(x, peer, tag) for peer in self._inside]
         yield from self.wait_for(*requests)
 
     @staticmethod

@@ -97,7 +97,7 @@ def test_a_failure_that_is_passed_on_names_its_rank_once(on):
 def test_an_error_of_one_rank(comm, /, error, raised, told):
     """The errors of the other ranks name the rank that raised."""
     if comm.rank == 1:
-        comm.backend.scheduled.messages.irecv = Mock(side_effect=error)
+        comm.backend.scheduled.irecv = Mock(side_effect=error)
     with pytest.raises(raised if comm.rank == 1 or raised is OutOfMemory else CollectiveError) as caught:
         comm.all_reduce(np.ones(4), algorithm="ring")
     if raised is OutOfMemory:

@@ -70,8 +70,8 @@ class HostBackend:
         self.calls: CallRing | None = None
         """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         self.fingerprints = Fingerprints() if self.transport.processes else None  # None: this rank compares no calls
-        self.node: Node | None = None  # runs the calls of a group on one host
-        self.messages: Any = self.transport
+        self._host_node: Node | None = None  # the shared memory of this host
+        self.node: Node | None = None  # the same, if all ranks are on this host: it runs the calls
         self.arrays: SharedArrays | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
@@ -87,7 +87,7 @@ class HostBackend:
             if self._segment is not None:
                 self._segment.close()
             raise
-        self.scheduled = ScheduledCalls(self.transport, self.messages)
+        self.scheduled = ScheduledCalls(self.transport, self._host_node)
         if self.node is not None:
             self.node.waiting = self.scheduled.matching.waiting
         if self.transport.processes:
@@ -101,7 +101,7 @@ class HostBackend:
             self.calls = self.fingerprints = CallRing(self._segment, self.failures)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
-            self.messages = node = Node(self.calls, self.engine, rendezvous, self.transport)
+            self._host_node = node = Node(self.calls, self.engine, rendezvous)
             self.node = node if self.one_host else None
             if not node.one_copy:
                 self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
@@ -162,7 +162,7 @@ class HostBackend:
 
         Messages within the host have no events: a wait for both kinds polls first, and sleeps a millisecond at most.
         """
-        inside = bool(self.messages.active)
+        inside = self._host_node is not None and bool(self._host_node.active)
         if self.scheduled.arriving or len(self.engine.active) != 1 or (inside and not polled):
             return False
         return self.transport.sleep(0.001 if inside else seconds)
@@ -292,7 +292,7 @@ class HostBackend:
             return Late(late, timeouts.late(names(late)), absent=True)
         if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
             return Late(late, timeouts.stuck(names(late)))
-        if late := self.messages.awaited(self.scheduled.tag(work)):
+        if late := self.scheduled.awaited(self.scheduled.tag(work)):
             return Late(late, timeouts.awaited(names(late)))
         # kos cannot see for which ranks a native call of the transport waits, or its comparison of calls.
         arriving, in_native = work.sequence in self.scheduled.arriving, work.sequence in self.scheduled.native
@@ -306,7 +306,7 @@ class HostBackend:
         message = work.operation.message
         tag: int = message.recv_tag if receives else message.tag
         waits = receives and self.scheduled.matching.awaits(rank, tag)
-        return waits or bool(self.messages.in_flight(rank, tag, receives))
+        return waits or bool(self.scheduled.messages.in_flight(rank, tag, receives))
 
     def _late_in_message(self, work: Work[Any]) -> Late:
         message = work.operation.message
@@ -314,7 +314,7 @@ class HostBackend:
         if message.src == ANY:
             others = [rank for rank in range(self.size) if rank != self.rank]
             begun = [rank for rank in others if self._in_flight(work, rank, receives=True)]
-            src = [rank for rank in begun or others if self.messages.end_of(rank) is None]
+            src = [rank for rank in begun or others if self.scheduled.messages.end_of(rank) is None]
         if src and dst:
             src = [rank for rank in src if self._in_flight(work, rank, receives=True)]
             dst = [rank for rank in dst if self._in_flight(work, rank, receives=False)]

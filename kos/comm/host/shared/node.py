@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kos._core import native
-from kos.comm.contract import Backend, Request
+from kos.comm.contract import Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Difference, Liveness
 from kos.comm.host.shared.segment import PID, read_memory
@@ -67,14 +67,16 @@ _REDUCTIONS[ReduceOp.PREMUL_SUM] = _REDUCTIONS[ReduceOp.SUM]
 
 
 class Node:
-    """The calls of one rank of a group on one host; also the messages of collectives within a host.
+    """The calls of one rank of a group on one host; of a group on several, the messages of collectives within a host.
 
-    All other messages go through ``transport``.
+    For messages it has the methods of a Backend.
     """
 
-    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous, transport: Backend) -> None:
+    check_seconds, last_checks = LONGEST_CHECK_SECONDS, 0
+
+    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
         self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
-        self._transport, self.ranks = transport, calls.segment.ranks
+        self.ranks = calls.segment.ranks
         self.turns = calls.core  # for ``Matching``
         self._local = {rank: local for local, rank in enumerate(self.ranks)}
         self.batch = False  # whether other calls begin at once, which this one may need
@@ -82,9 +84,6 @@ class Node:
         self._status = self.failures.status
         self.active: set[SegmentMessage] = set()
         self.waiting: dict[int, Any] = {}  # by tag, receives that the core does not know (``Matching``)
-        alone = len(self.ranks) == transport.size  # else the transport has the program's messages
-        self.check_seconds = LONGEST_CHECK_SECONDS if alone else transport.check_seconds
-        self.last_checks = 0 if alone else transport.last_checks
         self.one_copy = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
         vendor = cpu_vendor()
@@ -271,48 +270,33 @@ class Node:
             return wrong_message(self.failures, self.failures.rank, mine, self.ranks[found.rank], theirs)
         return wrong_message(self.failures, self.ranks[found.rank], theirs, self.failures.rank, mine)
 
-    # The transport.
+    # Messages: see ``Backend``.
 
     def arrived(self, ranks: Sequence[int], tag: int) -> Envelope | None:
-        if not self._is_inside(ranks[0], tag):
-            return self._transport.arrived(ranks, tag)
         for rank in ranks:
             if (found := self._core.arrived(self._local[rank], tag)) is not None:
                 return envelope(rank, *found)
         return None
 
     def end_of(self, rank: int) -> KosError | None:
-        if not self._is_inside(rank, 0):
-            return self._transport.end_of(rank)
         known = self.calls.failure()
         return self.calls.end_of(self._local[rank]) if known is None else known[0]
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        if self._is_inside(peer, tag):
-            return SegmentMessage(self, array, peer, tag, receives=False)
-        return self._transport.isend(array, peer, tag)
+        return SegmentMessage(self, array, peer, tag, receives=False)
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        if self._is_inside(peer, tag):
-            return SegmentMessage(self, array, peer, tag, receives=True)
-        return self._transport.irecv(array, peer, tag)
-
-    def _is_inside(self, peer: int, tag: int) -> bool:
-        """Whether the core carries such messages; the program's own do only if it carries all."""
-        return peer in self._local and (tag >= COLLECTIVE_TAGS or len(self.ranks) == self._transport.size)
+        return SegmentMessage(self, array, peer, tag, receives=True)
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
-        self._transport.cancel(cancelled)
         for message in [each for each in self.active if cancelled(each)]:
             message.end()
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        if not self._is_inside(rank, tag):
-            return self._transport.in_flight(rank, tag, receives)
         return any((each.peer, each.tag, each.receives) == (rank, tag, receives) for each in self.active)
 
     def awaited(self, tag: int) -> list[int]:
-        return sorted({each.peer for each in self.active if each.tag == tag} | {*self._transport.awaited(tag)})
+        return [each.peer for each in self.active if each.tag == tag]
 
     def begin(self, array: Array, peer: int, tag: int, receives: bool) -> Any:
         """Begin a message.  Returns the Work of the core; None if it is complete."""
