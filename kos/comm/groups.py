@@ -15,17 +15,24 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 
-from kos.comm.arguments import check_int, check_rank, check_ranks, check_shape, check_timeout, number_in
+from kos.comm.arguments import (
+    NCCLOptions,
+    check_int,
+    check_nccl,
+    check_rank,
+    check_ranks,
+    check_shape,
+    check_timeout,
+    number_in,
+)
 from kos.comm.collectives import Operations
 from kos.comm.contract import CHANGES, UNMADE, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
-from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.handlers import interruptible
-from kos.comm.making import communicator
+from kos.comm.making import communicator, versions
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
-from kos.comm.versions import versions
 from kos.errors import CollectiveError, InvalidArgument, KosError, OutOfMemory, RankLost, RendezvousError
 from kos.memory import as_buffer
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from kos.comm.contract import UNMADE, Backend, Probe
 from kos.comm.control.base import Rendezvous
@@ -24,8 +28,6 @@ from kos.comm.gpu.routes import PHASES
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.registry import BACKENDS, probe_all
 from kos.comm.tuning import for_group, preferred_on_hosts
-from kos.comm.versions import check as check_versions
-from kos.comm.versions import versions
 from kos.comm.work import Engine, ProgressThread
 from kos.cuda.devices import visible_devices
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RendezvousError
@@ -232,3 +234,40 @@ def sees_gpu() -> bool:
         return bool(visible_devices())
     except CudaError:
         return False
+
+
+
+_SHOWN = 8  # ranks in a message
+
+
+def versions() -> dict[str, str]:
+    """The versions in this process, by name."""
+    kos: str = sys.modules["kos"].__version__  # an import would be a circle: ``kos`` imports names of this package
+    return {"kos": kos, "Python": platform.python_version(), "NumPy": np.__version__}
+
+
+def check_versions(ranks: Sequence[Mapping[str, str]], warns: bool) -> None:
+    """Compare the versions of all ranks; ``{}`` stands for unknown ones.
+
+    The protocol between ranks may change in any version of kos.  Different versions of Python or NumPy work together,
+    but may give different bits or lack a dtype.
+    Raises RendezvousError if those of kos differ; logs others if ``warns``.
+    """
+    for name in dict.fromkeys(name for found in ranks for name in found):
+        holders: dict[str, list[int]] = {}
+        for rank, found in enumerate(ranks):
+            holders.setdefault(found.get(name, "an unknown version"), []).append(rank)
+        if len(holders) == 1:
+            continue
+        text = ", ".join(f"{version} on {_names(each)}" for version, each in holders.items())
+        if name == "kos":
+            raise RendezvousError(f"init: expected one version of kos on all ranks, got {text}")
+        if warns:
+            log.warning("the ranks have different versions of %s: %s", name, text)
+
+
+def _names(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"ranks {ranks[:_SHOWN]}{more}"

@@ -6,7 +6,7 @@ import numpy as np
 
 from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.peer.compressed import bind_compressed
+from kos.comm.gpu.peer.bind import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.reduction import ReduceOp

@@ -24,8 +24,8 @@ from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu import hierarchical
 from kos.comm.gpu.backend import GPUBackend
+from kos.comm.gpu.devices import NETWORK, network_rate, predicted
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
-from kos.comm.gpu.links import NETWORK, network_rate, predicted
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.backend import PeerBackend

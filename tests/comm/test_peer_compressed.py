@@ -9,7 +9,7 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm.compression import FORMATS
-from kos.comm.gpu.peer.compressed import bind_compressed
+from kos.comm.gpu.peer.bind import bind_compressed
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.memory.array import Array
 from kos.testing.conformance.model import Step, result

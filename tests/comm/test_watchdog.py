@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu import aborts, works
+from kos.comm.gpu import watched, works
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
@@ -122,7 +122,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(rank_is, fake, monke
 
     It is ended if another communicator failed because of the same rank and the GPU stays busy.
     """
-    monkeypatch.setattr(aborts, "_HALTED_SECONDS", 0.3)
+    monkeypatch.setattr(watched, "_HALTED_SECONDS", 0.3)
 
     def body(comm, log):
         graphs, bystander = comm.duplicate(), comm.split(comm.rank)  # the second has no other rank

@@ -16,12 +16,11 @@ from kos.comm.arguments import number_in
 from kos.comm.control import listening, mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.env import Place, env_rendezvous, job_rendezvous
-from kos.comm.control.function import rendezvous_by_function
 from kos.comm.control.identity import claimed, hold
 from kos.comm.control.join import call_members
 from kos.comm.control.mpi_rendezvous import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
-from kos.comm.control.store import METHODS, of_process_group, store_rendezvous
+from kos.comm.control.store import METHODS, of_process_group, rendezvous_by_function, store_rendezvous
 from kos.comm.control.thread_rendezvous import RANK_THREAD, THREADS, join_threads, single_rendezvous
 from kos.errors import InvalidArgument, report_without_own_frames
 from kos.launcher import by_variables, launched_place, under_mpirun

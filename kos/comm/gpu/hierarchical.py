@@ -29,7 +29,7 @@ from kos.comm.compression import shards
 from kos.comm.contract import UNMADE, Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import bind_feed_back
-from kos.comm.gpu.links import table_between
+from kos.comm.gpu.devices import table_between
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.routes import PHASES, nothing

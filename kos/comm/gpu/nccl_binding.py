@@ -226,7 +226,7 @@ def error_of(error: Exception, what: str) -> KosError | None:
 
 
 def _config(name: str, options: Mapping[str, Any]) -> Any:
-    """``options`` are those of ``kos.comm.gpu.nccl_options``."""
+    """``options`` are those of ``kos.comm.arguments``."""
     config = library().Config()
     for option, value in options.items():
         setattr(config, option, value)

@@ -240,7 +240,7 @@ ALL_REDUCE(ring) {
 #endif
 
 #if COMPILED(TREE)
-// comm/schedules/trees.py, binary: up a binary tree in heap order and down again.
+// comm/schedules/basic.py, binary: up a binary tree in heap order and down again.
 // Slots 0 and 1 are for the children, slot 2 for the parent.
 ALL_REDUCE(tree) {
     after_former_kernel();
