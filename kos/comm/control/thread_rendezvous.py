@@ -230,7 +230,7 @@ class ThreadRendezvous(Rendezvous):
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
     ) -> Rendezvous:  # fmt: skip
-        """The ranks that call share their ``MembershipChange``; whichever rank finds the change complete makes the group."""
+        """The ranks that call share what each one calls; whichever rank finds the change complete makes the group."""
         group = self.threads
         mine = MembershipChange(self.failures, range(self.size), self.timeout, call, newcomers, whole, terms, began)
         with self.waiting(), group.world.lock:
