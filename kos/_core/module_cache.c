@@ -13,37 +13,60 @@ static cached_call moved;  // in the older table, where a call was
 
 // --- Keys ------------------------------------------------------------------------------------------------------------
 
+static PyTypeObject *factor_type;
+
+// factors(type): objects of that type, kos.PremulSum, are compared by their field ``factor``.
+PyObject *take_factors(PyObject *self, PyObject *type) {
+    if (!factor_type)
+        factor_type = (PyTypeObject *)Py_NewRef(type);
+    Py_RETURN_NONE;
+}
+
 static int is_integer(PyObject *x, uint64_t *value) {
     int overflow = 1;
-    if (Py_TYPE(x) == &PyLong_Type)
-        *value = (uint64_t)PyLong_AsLongLongAndOverflow(x, &overflow);
+    const long long number = Py_TYPE(x) == &PyLong_Type ? PyLong_AsLongLongAndOverflow(x, &overflow) : 0;
+    if (!overflow)
+        *value = (uint64_t)number;
     return !overflow;
 }
 
 // Writes the words of an argument that is not an array of NumPy, kos or torch, and returns where the next ones begin.
-// Counts are compared by value, because the program may change the list.  Returns NULL if a list cannot be compared.
+// Numbers are compared by value.  So are counts, because the program may change the list.  Returns NULL if a list cannot
+// be compared.
 static uint64_t *add_plain(uint64_t *word, PyObject *x, char **data) {
-    if (Py_TYPE(x) == &PyBytes_Type) {  // an array to send
+    const PyTypeObject *type = Py_TYPE(x);
+    word[0] = (uintptr_t)x;
+    word[1] = OBJECT;
+    if (is_integer(x, word)) {
+        word[1] = INTEGER;
+    } else if (type == &PyBytes_Type) {  // an array to send
         word[0] = (uintptr_t)&PyBytes_Type;
         word[1] = UINT64_C(2) << SHAPE_AT;
         word[2] = (uint64_t)PyBytes_Size(x);
         *data = PyBytes_AsString(x);
         return word + 3;
-    }
-    const int is_list = Py_TYPE(x) == &PyList_Type, is_tuple = Py_TYPE(x) == &PyTuple_Type;
-    const Py_ssize_t length = is_list ? PyList_Size(x) : is_tuple ? PyTuple_Size(x) : 0;
-    word[0] = (uintptr_t)x;
-    word[1] = is_integer(x, word) ? INTEGER : OBJECT;
-    if (!is_list && !is_tuple)
-        return word + 2;
-    if (length > KOS_MAX_RANKS)
-        return NULL;
-    for (Py_ssize_t i = 0; i < length; i++)
-        if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
+    } else if (type == &PyFloat_Type) {
+        const double value = PyFloat_AsDouble(x);
+        memcpy(word, &value, sizeof value);
+        word[1] = FLOAT;
+    } else if (type == factor_type) {
+        PyObject **factor = slot_of(x, "factor");
+        if (!factor || !*factor || !add_plain(word, *factor, data))
             return NULL;
-    word[0] = (uint64_t)length;
-    word[1] = COUNTS;
-    return word + 2 + length;
+        word[1] |= FACTOR;
+    } else if (type == &PyList_Type || type == &PyTuple_Type) {
+        const int is_list = type == &PyList_Type;
+        const Py_ssize_t length = is_list ? PyList_Size(x) : PyTuple_Size(x);
+        if (length > KOS_MAX_RANKS)
+            return NULL;
+        for (Py_ssize_t i = 0; i < length; i++)
+            if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
+                return NULL;
+        word[0] = (uint64_t)length;
+        word[1] = COUNTS;
+        return word + 2 + length;
+    }
+    return word + 2;
 }
 
 // The key of a call, and where its arrays are.

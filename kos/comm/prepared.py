@@ -351,13 +351,6 @@ For such a signature, the key of the Prepared also says whether the stream is be
 """
 
 
-CachedCall = tuple[Prepared, int, int]
-"""How a call is repeated on other arrays: its Prepared, and the indices of its input and output among the arguments.
-
-An index is -1 if this rank has no such array, or if the output is a new array.
-"""
-
-
 class CoreCall(NamedTuple):
     """How the compiled core repeats a cached call.  ``read_call`` in ``module_cache.c`` reads the fields in this order.
 
@@ -416,11 +409,6 @@ class Store(dict[Any, Prepared]):
     core: Any = None
     """The ``kos._core.native.Group`` whose cached calls use these Prepareds, or None."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[Any, CachedCall] = {}
-        """The cached calls that the core does not know, by cache key (``collectives._cache_key``)."""
-
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
         """Store the Prepared of a call on ``stream``."""
         if len(self) >= MOST_STORED:
@@ -430,15 +418,8 @@ class Store(dict[Any, Prepared]):
             signature = signature, is_captured(stream)
         self[signature] = prepared
 
-    def add_call(self, key: Any, cached: CachedCall) -> None:
-        """Cache a call.  If there are too many, all others are dropped."""
-        if len(self.calls) >= MOST_STORED:
-            self.calls.clear()
-        self.calls[key] = cached
-
     def clear(self) -> None:
         """Drop all."""
         super().clear()
-        self.calls.clear()
         if self.core is not None:
             self.core.forget()

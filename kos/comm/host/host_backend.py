@@ -94,7 +94,7 @@ class HostBackend(GroupBackend):
         return HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
 
     def core_calls(self) -> tuple[Any, Any]:
-        return (None, None) if self.node is None else (self.node.calls.core, self.node)
+        return (None, None) if self.calls is None else (self.calls.core, self.messages)
 
     @property
     def shares_memory(self) -> bool:
