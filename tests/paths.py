@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import kos
+from kos import ReduceOp
 from kos.comm.control.env import env_rendezvous
 from tests.comm.tcp_ranks import TIMEOUT, environment, free_port, run_threads
 
@@ -96,11 +98,12 @@ _TIMES = 4
 
 def _all_reduces(comms: list[kos.Communicator], place: str) -> Calls:
     one, other = comms
-    for dtype in (np.float64, np.int32, np.float32, np.int64):  # of each dtype, the first call is prepared
+    # Of each dtype and operation, the first call is prepared.
+    for dtype, op in product((np.float64, np.int32, np.float32, np.int64), (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.PROD)):
         x, y = np.ones(256, dtype), np.ones(256, dtype)
-        peer = partial(other.all_reduce, y, async_op=True)
-        for name in ("first", "cached"):
-            yield f"all_reduce of 1 KB {place}, {name}", partial(one.all_reduce, x), peer
+        peer = partial(other.all_reduce, y, op, async_op=True)
+        for name in ("first", "cached", "cached"):
+            yield f"all_reduce of 1 KB {place}, {name}", partial(one.all_reduce, x, op), peer
 
 
 def _large(comms: list[kos.Communicator], place: str) -> Calls:
@@ -108,7 +111,8 @@ def _large(comms: list[kos.Communicator], place: str) -> Calls:
     x, y = np.ones(1 << 20, np.float32), np.ones(1 << 20, np.float32)
     run_threads(*[partial(comm.all_reduce, each) for comm, each in zip(comms, (x, y), strict=True)])
     for _ in range(_TIMES):
-        yield f"all_reduce of 4 MB {place}, cached", partial(one.all_reduce, x), partial(other.all_reduce, y, async_op=True)
+        peer = partial(other.all_reduce, y, async_op=True)
+        yield f"all_reduce of 4 MB {place}, cached", partial(one.all_reduce, x), peer
 
 
 def _bytes(comms: list[kos.Communicator], place: str) -> Calls:
