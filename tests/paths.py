@@ -41,14 +41,14 @@ class Bound(NamedTuple):
 
 HERE, BETWEEN = "in shared memory", "between hosts"
 BOUNDS = {
-    f"all_reduce of 1 KB {HERE}, first": Bound(Path(60, 8, 19, 12), Path(50, -1, -1, 3)),
+    f"all_reduce of 1 KB {HERE}, first": Bound(Path(35, 8, 12, 5), Path(-1, -1, -1, 3)),
     f"all_reduce of 1 KB {HERE}, cached": Bound(Path(0, 0, 0, 0)),
-    f"all_reduce of 4 MB {HERE}, cached": Bound(Path(5, 4, 4, 1)),
+    f"all_reduce of 4 MB {HERE}, cached": Bound(Path(4, 4, 3, 0)),
     f"send_bytes {HERE}": Bound(Path(0, 0, 0, 0)),
     f"recv_bytes {HERE}": Bound(Path(0, 0, 0, 0)),
-    f"all_reduce of 1 KB {BETWEEN}, first": Bound(Path(200, 17, 110, 95)),
+    f"all_reduce of 1 KB {BETWEEN}, first": Bound(Path(180, 17, 105, 90)),
     f"all_reduce of 1 KB {BETWEEN}, cached": Bound(Path(140, 15, 90, 75), Path(60, -1, -1, -1)),
-    f"send_bytes {BETWEEN}": Bound(Path(72, 14, 34, 21), Path(-1, 7, -1, -1)),
+    f"send_bytes {BETWEEN}": Bound(Path(66, 14, 28, 15), Path(-1, 7, -1, -1)),
     f"recv_bytes {BETWEEN}": Bound(Path(65, 13, 34, 22), Path(-1, 7, -1, -1)),
 }
 """Between hosts, a path may be somewhat longer than the shortest one, since the other rank may answer late."""

@@ -24,38 +24,44 @@ PyObject *take_factors(PyObject *self, PyObject *type) {
 
 static int is_integer(PyObject *x, uint64_t *value) {
     int overflow = 1;
-    const long long number = Py_TYPE(x) == &PyLong_Type ? PyLong_AsLongLongAndOverflow(x, &overflow) : 0;
-    if (!overflow)
-        *value = (uint64_t)number;
+    if (Py_TYPE(x) == &PyLong_Type)
+        *value = (uint64_t)PyLong_AsLongLongAndOverflow(x, &overflow);
     return !overflow;
 }
 
+// The words of a float, or of an object that is compared by its factor; 0 if the factor is no number.
+static __attribute__((noinline)) int add_number(uint64_t *word, PyObject *x) {
+    PyObject **factor = Py_TYPE(x) == factor_type ? slot_of(x, "factor") : NULL;
+    const uint64_t kind = factor ? FACTOR : 0;
+    x = factor ? *factor : x;
+    word[1] = INTEGER | kind;
+    if (x && Py_TYPE(x) == &PyFloat_Type) {
+        const double value = PyFloat_AsDouble(x);
+        memcpy(word, &value, sizeof value);
+        word[1] = FLOAT | kind;
+        return 1;
+    }
+    return x && is_integer(x, word);
+}
+
 // Writes the words of an argument that is not an array of NumPy, kos or torch, and returns where the next ones begin.
-// Numbers are compared by value.  So are counts, because the program may change the list.  Returns NULL if a list cannot
+// Numbers are compared by value.  So are counts, because the program may change the list.  Returns NULL for what cannot
 // be compared.
 static uint64_t *add_plain(uint64_t *word, PyObject *x, char **data) {
     const PyTypeObject *type = Py_TYPE(x);
     word[0] = (uintptr_t)x;
     word[1] = OBJECT;
-    if (is_integer(x, word)) {
-        word[1] = INTEGER;
-    } else if (type == &PyBytes_Type) {  // an array to send
-        word[0] = (uintptr_t)&PyBytes_Type;
-        word[1] = UINT64_C(2) << SHAPE_AT;
-        word[2] = (uint64_t)PyBytes_Size(x);
-        *data = PyBytes_AsString(x);
-        return word + 3;
-    } else if (type == &PyFloat_Type) {
-        const double value = PyFloat_AsDouble(x);
-        memcpy(word, &value, sizeof value);
-        word[1] = FLOAT;
-    } else if (type == factor_type) {
-        PyObject **factor = slot_of(x, "factor");
-        if (!factor || !*factor || !add_plain(word, *factor, data))
-            return NULL;
-        word[1] |= FACTOR;
-    } else if (type == &PyList_Type || type == &PyTuple_Type) {
-        const int is_list = type == &PyList_Type;
+    if (type == &PyLong_Type) {
+        int overflow;
+        const long long number = PyLong_AsLongLongAndOverflow(x, &overflow);
+        if (!overflow) {
+            word[0] = (uint64_t)number;
+            word[1] = INTEGER;
+        }
+        return word + 2;
+    }
+    const int is_list = type == &PyList_Type;
+    if (is_list || type == &PyTuple_Type) {
         const Py_ssize_t length = is_list ? PyList_Size(x) : PyTuple_Size(x);
         if (length > KOS_MAX_RANKS)
             return NULL;
@@ -66,6 +72,15 @@ static uint64_t *add_plain(uint64_t *word, PyObject *x, char **data) {
         word[1] = COUNTS;
         return word + 2 + length;
     }
+    if (type == &PyBytes_Type) {  // an array to send
+        word[0] = (uintptr_t)&PyBytes_Type;
+        word[1] = UINT64_C(2) << SHAPE_AT;
+        word[2] = (uint64_t)PyBytes_Size(x);
+        *data = PyBytes_AsString(x);
+        return word + 3;
+    }
+    if (type == &PyFloat_Type || type == factor_type)
+        return add_number(word, x) ? word + 2 : NULL;
     return word + 2;
 }
 

@@ -245,10 +245,11 @@ class Operations:
             if unused or counts != 1 + (o.name == "all_to_all_v"):
                 return None  # the ranks exchange sizes first
         start, end = 0 if send is None else _pointer(send), 0 if recv is None else _pointer(recv)
-        sent, received = 0 if o.send is None else o.send.nbytes, 0 if o.recv is None else o.recv.nbytes
+        sent = 0 if o.send is None else o.send.count * o.send.dtype.itemsize
+        received = 0 if o.recv is None else o.recv.count * o.recv.dtype.itemsize
         apart = not sent or not received or start + sent <= end or end + received <= start
         overlap = APART if apart else (start - end) % (1 << 64), sent, received
-        streams = options.get("stream"), *(each.stream for each in arguments if type(each) is Array)
+        streams = [options.get("stream"), *[each.stream for each in arguments if type(each) is Array]]
         how = self._core_calls.describe(work, x, out, overlap, streams)
         if how is None:
             return None
@@ -283,9 +284,10 @@ class Operations:
             if prepared.lasting and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
         on_host = first is None or first.device is None
-        work: Work[Any] = prepared.work(prepared, *(
-            (end and end.flat) if on_host else 0 if end is None else end.pointer for end in (send, recv)
-        ))
+        if on_host:
+            work: Work[Any] = prepared.work(prepared, send and send.flat, recv and recv.flat)
+        else:
+            work = prepared.work(prepared, 0 if send is None else send.pointer, 0 if recv is None else recv.pointer)
         work.stream, work.queue, work.held = handle, keeper, send and send.array
         if recv is not None:
             work.array, work.convert = recv.array, recv.convert
@@ -980,7 +982,7 @@ def _objects(arguments: Sequence[Any], stream: Any) -> list[Any] | None:
         elif kind is list or kind is tuple:
             if set(map(type, each)) - {int}:
                 return None
-        elif kind in _COMPARED or each is stream or (kind is PremulSum and type(each.factor) in (int, float)):
+        elif kind in _COMPARED or each is stream or kind is PremulSum:
             objects.append(each)
         elif kind is not bytes:
             return None

@@ -132,17 +132,16 @@ class Prepared:
                         steps = self.launch(work)
             if steps is not None:
                 backend.engine.begin(work, steps)
-            return self._result(work) if self.waits else work
+            if not self.waits:
+                return work
+            if work.steps is not None or work._error is not None:
+                return work.wait()
+            work.reported = True
+            array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
+            return array if work.convert is None else work.convert(array)
         finally:
             if collective:
                 comm._active = None
-
-    def _result(self, work: Work[Any]) -> Any:
-        if work.steps is not None or work._error is not None:
-            return work.wait()
-        work.reported = True
-        array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
-        return array if work.convert is None else work.convert(array)
 
 
 def without_memory(o: Operation) -> Operation:
@@ -206,7 +205,7 @@ def _arguments(o: Operation, group_suffix: str) -> str:
     """`` of float32[4] by SUM``; ``group_suffix`` follows the number of a rank."""
     text, message, buffer = "", o.message, o.send or o.recv
     if buffer is not None:
-        text += f" of {buffer}"
+        text += f" of {buffer.dtype.name}{list(buffer.shape)}"
     if o.reduction is not None:
         text += f" by {o.reduction.op.name}"
     if o.options.compress:
@@ -289,7 +288,9 @@ def sized(sizeless: int, count: int) -> int:
 
 def _description(prepared: Prepared, fingerprint: int) -> bytes:
     """What ``described`` reads, at most ``TEXT_BYTES``."""
-    for length in (200, 100, 50):  # of each text
+    text = json.dumps([fingerprint, prepared.arguments, prepared.values]).encode()
+    is_long = len(text) > TEXT_BYTES or "counts" in prepared.values
+    for length in (200, 100, 50) if is_long else ():  # of each text
         brief = {name: _brief(value, length) for name, value in prepared.values.items()}
         text = json.dumps([fingerprint, shortened(prepared.arguments, length), brief]).encode()
         if len(text) <= TEXT_BYTES:

@@ -17,7 +17,7 @@ from kos.comm.gpu.routes import is_copy
 from kos.comm.prepared import Guards
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.kernels import RECV, SEND, Address, Launch, copy_launch
+from kos.cuda.kernels import Address, Launch, launches_of
 from kos.cuda.streams import LEGACY, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
@@ -85,7 +85,8 @@ class EagerCalls:
         o, route = prepared.operation, prepared.route
         if o.options.purpose or work.convert is not None or (type(owner) is int and stream > LEGACY):
             return None, None
-        launches = _launches(work)
+        no_copy = work.send == work.recv and is_copy(prepared.run)  # of an array to itself
+        launches = [] if no_copy else launches_of(prepared.run, stream)
         if launches is None or len(launches) > _MOST_LAUNCHES:
             return None, None
         if any(len(each.arguments) > native.MOST_WORDS for each in launches):
@@ -118,15 +119,3 @@ def pack(launch: Launch) -> bytes:
     patches = [n for i, x in enumerate(arguments) if type(x) is Address for n in (i, x.number, x.offset)]
     header = struct.pack("=5Q", launch.function, launch.kernel, len(words), len(patches) // 3, launch.closes)
     return header + launch.config + struct.pack(f"={len(words)}Q{len(patches)}q", *words, *patches)
-
-
-def _launches(work: Work[Any]) -> list[Launch] | None:
-    """The launches of calls like ``work``; None if the core cannot make them."""
-    prepared = work.prepared
-    run = prepared.run.launch if isinstance(prepared.run, InWindows) else prepared.run
-    if prepared.backend.size > 1 or not is_copy(run):
-        launches: list[Launch] | None = prepared.route.launches(run, work.stream)
-        return launches
-    o = prepared.operation
-    nbytes = o.recv.nbytes if o.send and o.recv and work.send != work.recv else 0
-    return [copy_launch(RECV, SEND, nbytes)] if nbytes else []
