@@ -470,8 +470,8 @@ class NCCLBackend(Backend):
         # The rest of the last page of the program's registered memory counts as registered, and may have other arrays.
         if any(each.nbytes % PAGESIZE for each in list(self._windows.memories.values()) if each.owner is not None):
             return None
-        messages = (messages_of(each, (SEND, RECV)) for each in (sends, recvs))
-        before, calls, after = self._staged(*messages, stream)
+        arrays = SEND, RECV
+        before, calls, after = self._staged(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
         return [*starmap(copy_launch, before), *launches_in_group(calls), *starmap(copy_launch, after)]
 
     def _exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
