@@ -21,7 +21,9 @@ AWAITS_READ: int
 AWAITS_MESSAGE: int
 MOST_WORDS: int
 PLAN_AT: int
-DTYPES: list[str]
+
+def dtype(code: int, /) -> str:
+    """The name of the dtype with this number; "" for none."""
 
 def layout(size: int, /) -> tuple[int, int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, resized calls, texts and mailboxes, and of the whole."""
@@ -63,6 +65,9 @@ def arrays(example: Any, /) -> bool:
 
 def windows(ranges: bytes, /) -> None:
     """The windows of this process: an address and a number of bytes each, as uint64."""
+
+def factors(kind: type, /) -> None:
+    """Compare arguments of that type, ``kos.PremulSum``, by their ``factor``."""
 
 class Group:
     direct: int
