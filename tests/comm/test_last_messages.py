@@ -156,7 +156,7 @@ def mpi(mpi_library, monkeypatch):
     vars(mpi_library).update(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0, BYTE=0)
     monkeypatch.setattr("kos.comm.host.mpi.await_request", lambda *given: None)
     place = SimpleNamespace(
-        rank=0, size=3, failures=FailureLog(range(3), 0), ranks_per_host=1, mpi_comm=comm, open_channel=lambda: None
+        rank=0, size=3, failures=FailureLog(range(3), 0), ranks_per_host=1, mpi_comm=comm, channel=None, deaths=dict
     )
     transport = MPITransport(place, Engine())
     transport.open(SimpleNamespace(one_host=False))

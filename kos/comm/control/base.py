@@ -74,6 +74,8 @@ class Rendezvous(ABC):
     mpi: Any = None
     """The ranks in a communicator of MPI (``MPIRanks``); None if they are not processes of an MPI job."""
     connect: Callable[..., dict[int, Any]] | None = None
+    channel: Channel | None = None
+    """Notices to and from all other ranks; None where ranks have no hub."""
     device: int | None = None
     """The index in this process of the requested GPU."""
     requested_gpus: Sequence[str] = ()
@@ -205,10 +207,6 @@ class Rendezvous(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
-
-    def open_channel(self) -> Channel | None:
-        """Notices to and from all other ranks, for one backend; None where ranks have none.  Collective."""
-        return None
 
     def deaths(self) -> dict[int, str]:
         """The ranks whose process has ended, as far as is known, and how that was found.  Does not wait."""

@@ -19,7 +19,7 @@ from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
+from kos.comm.host.tcp_messages import CALL, CLOSE, CLOSED_HERE, REASON_LENGTH, Peer, Poller
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
@@ -47,17 +47,13 @@ class TCPTransport(Backend):
         super().__init__(rendezvous, engine)
         self.poller = poller or Poller()
         self._slept_at = 0  # the mark of the poller at the last ``sleep``
-        self.lost: Peer | None = None  # the first rank lost without CLOSE, or that aborted in the earliest collective
-        self._aborting = False
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
         self._complete: deque[int] = deque()  # the tags of those that are complete
         self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
         self._group = ""
-        assert rendezvous.connect is not None
-        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
-        for peer in self.peers.values():
-            self.poller.add(peer)
+        self._rendezvous = rendezvous
+        self.peers: dict[int, Peer] = {}  # empty if all ranks share memory
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -65,6 +61,16 @@ class TCPTransport(Backend):
             how = "start with torchrun, srun, or RANK, WORLD_SIZE, …"
             return Probe(False, f"the ranks did not connect over TCP ({how})")
         return Probe(True, "sockets between the ranks")
+
+    def open(self, backend: Any) -> None:
+        connect, channel = self._rendezvous.connect, self._rendezvous.channel
+        if backend.one_host or connect is None or channel is None:
+            return
+        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in connect().items()}
+        for each in (*self.peers.values(), channel):
+            self.poller.add(each)
+        self.failures.add_reporter(channel)
+        self._rendezvous.barrier()  # all ranks are connected, or none goes on
 
     def waiter(self) -> Any:
         return self.poller
@@ -180,13 +186,8 @@ class TCPTransport(Backend):
     def fail(self, tag: int, failure: KosError) -> None:
         """Make all ranks raise the same error in that collective and later ones."""
         self.failures.record(tag - COLLECTIVE_TAGS, failure)
-        data = json.dumps(to_record(failure, REASON_LENGTH)).encode()
-        for peer in self.peers.values():
-            peer.send_control(FAILED, tag, data)
-
-    def report_failure(self, failure: KosError, sequence: int) -> None:
-        with self.engine.lock:  # the watchdog reports too
-            self.fail(COLLECTIVE_TAGS + sequence, failure)
+        if (channel := self._rendezvous.channel) is not None:
+            channel.report_failure(failure, tag - COLLECTIVE_TAGS)
 
     def find_failure(self) -> KosError | None:
         """The first known failure of the group, or the loss of a rank that has not closed its communicator."""
@@ -198,35 +199,30 @@ class TCPTransport(Backend):
         if (failure := self.failures.earliest) is not None:
             return failure[1].copy()
         ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, CLOSED_HERE))
-        lost = self.lost or next(ended, None)
-        return None if lost is None else lost.loss()
+        return None if (lost := next(ended, None)) is None else lost.loss()
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
-        kind, why = (ABORT, str(self.failures.first or reason)) if self._aborting else (CLOSE, reason)
-        self._disconnect(kind, why, cause, sequence)
+        self._disconnect(reason, cause)
 
     def abort(self, reason: str) -> str:
-        self._aborting = True
-        return reason
+        return str(self.failures.first or reason) if self.peers else reason
 
     def close(self, begun: int) -> None:
         with self.engine.lock:
             self.poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing(), begun)
+        self._disconnect(WHY_CLOSED, self.failures.closing())
         if self.mismatched and self.failures.earliest is not None:  # of a call that was complete on this rank
             raise self.failures.earliest[1].copy()
 
-    def _disconnect(self, kind: int, why: str, cause: KosError | None, sequence: int) -> None:
+    def _disconnect(self, why: str, cause: KosError | None) -> None:
         """Report why, and close all connections."""
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
             self._linger(lambda: self.mismatched and self.failures.earliest is None)
-            if (failure := self.failures.earliest) is not None:  # perhaps only this rank has received it
-                self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
             data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
             for rank, peer in self.peers.items():
-                if kind == CLOSE and self._complete:  # a rank that waits in another call reports both
+                if self._complete and why == WHY_CLOSED:  # a rank that waits in another call reports both
                     self.describe(rank, self._complete[-1])
-                peer.send_control(kind, self.tag(sequence), data)
+                peer.send_control(CLOSE, 0, data)
             self._linger(lambda: any(peer.busy for peer in self.peers.values()))
             self.poller.progress()  # if data is unread, Linux closes by a reset, and discards what is not sent yet
             for peer in self.peers.values():

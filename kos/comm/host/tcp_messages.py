@@ -12,7 +12,6 @@ A message carries its dtype, or the fingerprint of its collective where ranks do
 from __future__ import annotations
 
 import json
-import math
 import select
 import socket
 import struct
@@ -46,7 +45,7 @@ _SLEEP_SECONDS = 0.05  # the longest poll: another thread may consume the awaite
 CLOSED_HERE = "this rank closed the communicator"
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, dtype or fingerprint
-EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, ABORT, CLOSE = range(1, 10)
+EAGER, RTS, CTS, REFUSE, DATA, CALL, CLOSE = range(1, 8)
 
 
 class Poller:
@@ -55,16 +54,17 @@ class Poller:
     def __init__(self) -> None:
         self._epoll, self._events = select.epoll(), 0
         # Weak: connections end with their communicator, and epoll removes closed sockets.
-        self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
+        self._peers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def add(self, peer: Peer) -> None:
+    def add(self, peer: Any) -> None:
+        """Poll the connection ``peer.sock``: of a Peer, or the Channel of a group."""
         self._peers[peer.sock.fileno()] = peer
         self._epoll.register(peer.sock, select.EPOLLIN)
 
     def want_write(self, peer: Peer, wanted: bool) -> None:
         self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
-    def remove(self, peer: Peer) -> None:
+    def remove(self, peer: Any) -> None:
         del self._peers[peer.sock.fileno()]
         self._epoll.unregister(peer.sock)
 
@@ -73,7 +73,7 @@ class Poller:
         for descriptor, _ in self._epoll.poll(0):
             self._events += 1
             if (peer := self._peers.get(descriptor)) is not None:
-                peer.progress()
+                peer.progress(self)
 
     def mark(self) -> int:
         """See ``Backend.waiter``."""
@@ -131,9 +131,8 @@ class Peer:
     def __init__(self, rank: int, transport: Any, sock: socket.socket) -> None:
         self.rank, self.transport, self.sock = rank, transport, sock
         self.gone: str | None = None  # the reason, once the rank has closed or is lost
-        self.ends_at = math.inf  # the tag of the first collective that it has not completed, once it has reported that
-        self._cause: KosError | None = None  # the failure that made it abort
-        self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
+        self.closed = False  # whether it has closed its communicator, and not crashed
+        self._cause: KosError | None = None  # the failure because of which it closed it
         self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
         self._arrived: dict[int, deque[Arrival]] = {}  # messages without a receive, by tag
         self._outgoing: deque[_Outgoing] = deque()
@@ -155,19 +154,18 @@ class Peer:
         If another rank than this peer aborts, the wait ends too.  If the process of another rank ends, the wait goes
         on: that rank may have sent all of its data, and the ranks that wait for it report its end.
         """
-        failures, collective = self.transport.failures, tag >= COLLECTIVE_TAGS
-        failures.raise_reported(tag - COLLECTIVE_TAGS if collective else None)
-        lost = self.transport.lost if self.gone is None else self
-        if lost is None:
-            return
-        if lost is not self and (failures.earliest is not None or (tag if collective else sys.maxsize) < lost.ends_at):
-            return  # the lost rank may have completed this collective; else the ranks that wait for it report it
-        failures.raise_reported(None)
-        raise lost.loss()
+        failures = self.transport.failures
+        failures.raise_reported(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
+        if self.gone is not None:
+            failures.raise_reported(None)
+            raise self.loss()
+        if tag < COLLECTIVE_TAGS and failures.left.keys() - {self.rank}:  # what this one has sent is received first
+            failures.raise_reported(sys.maxsize)
 
     def loss(self) -> KosError:
         """The error of a call that waits for this peer, which is gone."""
-        return self.transport.failures.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
+        window = 0.0 if self.closed else RECENT_SECONDS
+        return self.transport.failures.lost(self.rank, str(self.gone), None, self._cause, window)
 
     def send(self, array: Array, tag: int) -> TCPMessage:
         self.check(tag)
@@ -227,13 +225,14 @@ class Peer:
             if item.kind == EAGER:
                 self._credits += len(item.message.view) + OVERHEAD_BYTES
 
-    def progress(self) -> None:
+    def progress(self, poller: Poller) -> None:
         """Read and send without waiting."""
         try:
             next(self._reader)
             self._flush()
         except StopIteration as closed:
-            self._lose(closed.value, orderly=True)
+            self.closed = True
+            self._lose(closed.value)
         except BaseException as error:
             if by_handler(error) or not isinstance(error, OSError | RendezvousError | ValueError):
                 self._reader = self._discard()
@@ -264,7 +263,7 @@ class Peer:
     @property
     def is_lost(self) -> bool:
         """Whether the rank ended without a report of how far it came."""
-        return self.gone not in (None, CLOSED_HERE) and self.ends_at == math.inf
+        return self.gone not in (None, CLOSED_HERE) and not self.closed
 
     @property
     def busy(self) -> bool:
@@ -273,13 +272,10 @@ class Peer:
 
     def close(self) -> None:
         if self.gone is None:
-            self._lose(CLOSED_HERE, orderly=True)
+            self._lose(CLOSED_HERE)
 
-    def _lose(self, why: str, orderly: bool = False) -> None:
+    def _lose(self, why: str) -> None:
         self.gone = why
-        lost = self.transport.lost
-        if not orderly and (lost is None or self.ends_at < lost.ends_at):
-            self.transport.lost = self
         self.transport.poller.remove(self)
         self.sock.close()
 
@@ -363,22 +359,14 @@ class Peer:
                     message.error = wrong_message(transport.failures, self.rank, expected, transport.rank, got)
             elif kind == DATA and number in self._incoming and len(self._incoming[number].view) == nbytes:
                 yield from self._read_into(number)
-            elif kind in (CALL, FAILED, ABORT, CLOSE) and nbytes <= CONTROL_BYTES:
+            elif kind in (CALL, CLOSE) and nbytes <= CONTROL_BYTES:
                 data = bytes((yield from self._bytes(nbytes)))
                 if kind == CALL:
                     self.transport.compare(tag, self.rank, call, data)
                     continue
-                record = json.loads(data)
-                if kind == FAILED:
-                    self.transport.failures.record(tag - COLLECTIVE_TAGS, from_record(record))
-                    continue
-                why, cause = record
+                why, cause = json.loads(data)
                 self._cause = None if cause is None else from_record(cause)
-                self._cause_window = 0.0 if kind == CLOSE and cause is None else None
-                self.ends_at = tag
-                if kind == CLOSE:
-                    return str(why)
-                raise RendezvousError(why)
+                return str(why)
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
