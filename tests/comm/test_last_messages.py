@@ -31,7 +31,7 @@ def end(comm: kos.Communicator) -> None:
     """As the end of the process: the connections close without a word."""
     transport: Any = comm.backend.transport
     for peer in transport.peers.values():
-        peer.sock.shutdown(socket.SHUT_RDWR)
+        peer.link.sock.shutdown(socket.SHUT_RDWR)
 
 
 def notice_end(comm: kos.Communicator, work: Any) -> None:
@@ -120,7 +120,7 @@ def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender(
 
     def body(comm):
         transport = comm.backend.transport
-        sock = transport.peers[1 - comm.rank].sock
+        sock = transport.peers[1 - comm.rank].link.sock
         if comm.rank == 0:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
             assert posted.wait(TIMEOUT)

@@ -172,7 +172,7 @@ def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
             if len(polls) == 2:
                 ask.set()
                 assert sent.wait(TIMEOUT)
-                assert select.select([transport.peers[1].sock], [], [], TIMEOUT)[0]
+                assert select.select([transport.peers[1].link.sock], [], [], TIMEOUT)[0]
                 Epoll.slept.clear()
             progress()
 

@@ -59,7 +59,8 @@ def test_a_message_given_up_half_way(quitter):
             while not x.any():
                 work.done()
         else:
-            while not (end._outgoing and end._outgoing[0].message.tag == 5 and len(end._outgoing[0].views) == 1):
+            queued = end.link._outgoing
+            while not (queued and queued[0].message.tag == 5 and len(queued[0].views) == 1):
                 work.done()
             comm.rendezvous.barrier()
             y = np.full(3, 4, np.uint8)
@@ -103,10 +104,10 @@ def test_a_message_given_up_half_way(quitter):
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        ((99, 0, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
-        ((backend.EAGER, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
-        ((backend.DATA, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
-        ((backend.CLOSE, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 7 of 1048576 bytes"),
+        ((99, 0, 0, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
+        ((backend.EAGER, 0, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
+        ((backend.DATA, 5, 0, 0, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
+        ((backend.CLOSE, 0, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 7 of 1048576 bytes"),
     ],
 )
 @on_each_rank(TCPRanks(2).run)
@@ -115,7 +116,7 @@ def test_a_header_that_makes_no_sense(comm, /, header, what):
         with pytest.raises(RankLost, match=f"all_reduce #0 .*: rank 1 is gone: {what}"):
             comm.all_reduce(np.zeros(4))
     else:
-        comm.backend.transport.peers[0].sock.send(backend.HEADER.pack(*header))
+        comm.backend.transport.peers[0].link.sock.send(backend.HEADER.pack(*header))
     comm.rendezvous.barrier()
     comm.abort()
 
@@ -147,7 +148,7 @@ def test_all_that_a_rank_sent_before_it_closed_arrives():
             comm.close()
             closed.set()
             return
-        comm.backend.transport.peers[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        comm.backend.transport.peers[0].link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         works = [comm.recv(np.zeros(LONG // 12, np.float32), 0, async_op=True) for _ in range(count)]
         slow.set()
         deadline = time.monotonic() + 20
@@ -172,13 +173,13 @@ def test_a_handler_raises_within_a_message_of_another_communicator(within, befor
             armed.clear()
             raise KeyboardInterrupt
 
-    before_call(backend, "fill" if within == "reading" else "islice", interrupt)
+    before_call(*((backend.Peer, "arrive") if within == "reading" else (backend, "islice")), interrupt)
 
     def body(comm):
         other, x = comm.duplicate(), np.ones(1 << 20)
         if comm.rank == 0:
             sent = other.send(x, 1, async_op=True) if within == "sending" else None
-            armed.extend((threading.current_thread(), other.backend.transport.peers[1].sock))
+            armed.extend((threading.current_thread(), other.backend.transport.peers[1]))
             ready.set()
             with pytest.raises(KeyboardInterrupt):
                 comm.recv(x, 1)

@@ -94,6 +94,16 @@ class Rendezvous(ABC):
         return None
 
     @property
+    def epoch(self) -> int:
+        """The number of changes of the membership before this group was made."""
+        return 0
+
+    @property
+    def number(self) -> int:
+        """A number of this group, which no other group of the job has that was split from the same."""
+        return 0
+
+    @property
     def failures(self) -> FailureLog:
         """The known failures in this group."""
         if self._failures is None:

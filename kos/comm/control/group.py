@@ -81,8 +81,11 @@ class TCPRendezvous(Rendezvous):
 
     @property
     def epoch(self) -> int:
-        """The number of changes of the membership before this group was made."""
         return self.network.epoch
+
+    @property
+    def number(self) -> int:
+        return int(self.family[:16], 16)
 
     def _exchange(self, message: bytes) -> list[bytes]:
         answer = self._request(DATA + message)

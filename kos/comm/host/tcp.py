@@ -9,8 +9,9 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.tcp_messages import CALL, CLOSE, CLOSED_HERE, REASON_LENGTH, Peer, Poller
+from kos.comm.host.tcp_messages import CALL, CLOSE, CLOSED_HERE, REASON_LENGTH, Link, Peer, Poller
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
@@ -35,15 +36,19 @@ _CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are
 
 
 class TCPTransport(Backend):
-    """The connections of a group whose ranks found each other over TCP, and the descriptions of its collectives by tag.
+    """A group whose ranks found each other over TCP, and the descriptions of its collectives by tag.
 
-    ``poller`` polls the connections of this rank in all groups.
+    ``poller`` polls the connections of this rank in all groups.  ``links`` has those of the group that was split, by
+    rank of the world, which this one then shares.
     """
 
     name = "tcp"
     processes = True
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None,
+        links: Mapping[int, Link] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         super().__init__(rendezvous, engine)
         self.poller = poller or Poller()
         self._slept_at = 0  # the mark of the poller at the last ``sleep``
@@ -52,7 +57,8 @@ class TCPTransport(Backend):
         self._complete: deque[int] = deque()  # the tags of those that are complete
         self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
         self._group = ""
-        self._rendezvous = rendezvous
+        self._rendezvous, self._links = rendezvous, links
+        self.group = 0  # the number of this group in frames
         self.peers: dict[int, Peer] = {}  # empty if all ranks share memory
 
     @classmethod
@@ -66,11 +72,15 @@ class TCPTransport(Backend):
         connect, channel = self._rendezvous.connect, self._rendezvous.channel
         if backend.one_host or connect is None or channel is None:
             return
-        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in connect().items()}
-        for each in (*self.peers.values(), channel):
-            self.poller.add(each)
+        world, links, self._links = self.failures.world, self._links, {}
+        if links:
+            self.group = self._rendezvous.number
+        else:
+            links = {world[rank]: Link(connection.sock, self.poller) for rank, connection in connect().items()}
+        self.peers = {rank: Peer(rank, self, links[world[rank]]) for rank in range(self.size) if rank != self.rank}
+        self.poller.add(channel)
         self.failures.add_reporter(channel)
-        self._rendezvous.barrier()  # all ranks are connected, or none goes on
+        self._rendezvous.barrier()  # all ranks are connected and know the number of the group, or none goes on
 
     def waiter(self) -> Any:
         return self.poller
@@ -81,7 +91,9 @@ class TCPTransport(Backend):
         return True
 
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
-        return partial(TCPTransport, poller=self.poller)
+        links = {self.failures.world[rank]: peer.link for rank, peer in self.peers.items()}
+        is_split = rendezvous.epoch == self._rendezvous.epoch
+        return partial(TCPTransport, poller=self.poller, links=links if is_split else {})
 
     def tag(self, sequence: int) -> int:
         return COLLECTIVE_TAGS + sequence  # needs no wrap-around, unlike MPI's tags
@@ -98,7 +110,7 @@ class TCPTransport(Backend):
 
     def awaited(self, tag: int) -> list[int]:
         awaited = (rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.sends(tag))
-        cut_off = [rank for rank, peer in self.peers.items() if peer.gone is None and is_cut_off(peer.sock)]
+        cut_off = [rank for rank, peer in self.peers.items() if peer.gone is None and is_cut_off(peer.link.sock)]
         lost = [rank for rank, peer in self.peers.items() if peer.is_lost]  # others may wait for them
         return self.failures.on_hosts_of(cut_off) if cut_off else lost or sorted(awaited)
 
