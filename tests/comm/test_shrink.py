@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.contract import CHANGES
 from kos.comm.control.mpi_rendezvous import wait_for_all
 from kos.comm.control.thread_rendezvous import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.comm.failures import FailureLog
-from kos.comm.group_backend import CHANGES
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError
 from kos.testing import spawn
@@ -233,7 +233,7 @@ def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(in_cal
         late = threading.current_thread().name == f"{RANK_THREAD}2" and in_call(0, "shrink").is_set()
         return time.monotonic() + 1000.0 * late
 
-    monkeypatch.setattr("kos.comm.control.thread_rendezvous.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("kos.comm.control.grow.time", SimpleNamespace(monotonic=monotonic))
     done = threading.Event()
 
     def body(comm):
