@@ -456,8 +456,8 @@ void kos_mail_start(kos_group *g, kos_work *w);
 int kos_mail_step(kos_group *g, kos_work *w);  // as kos_step
 void kos_mail_cancel(kos_group *g, kos_work *w);
 void kos_mail_advance(kos_group *g);            // takes what has arrived
-// The first message with that tag from that rank that has arrived and has no receive; NULL: none, or a closed group.
 int kos_is_kept(const kos_arrival *a);  // whether its data is here, so that a receive is complete at once
+// The first message with that tag from that rank that has arrived and has no receive; NULL: none, or a closed group.
 const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag);
 
 // call.c

@@ -23,7 +23,9 @@ _CALLED = tuple(str(_PACKAGE / name) for name in ("comm", "cuda", "memory"))
 def interruption(error: BaseException) -> BaseException | None:
     """What the handler of a signal raised: ``error``, or one of its causes that kos has caught in this call."""
     found: BaseException | None = error
-    while found is not None:
+    seen: set[int] = set()  # a program's errors may be causes of each other
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
         trace = found.__traceback__
         caught = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_CALLED)
         if (caught or found is error) and by_handler(found):

@@ -12,7 +12,7 @@ from kos.memory import Buffer
 T = TypeVar("T")
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "send_bytes", "recv_bytes", "probe"})
-"""Those that only wait for a message."""
+"""Messages: operations of two ranks."""
 CORE_OPERATIONS = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
     "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",

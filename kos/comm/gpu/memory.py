@@ -270,7 +270,7 @@ class Windows:
     def unused_everywhere(self, backend: Any) -> list[int]:
         """The windows of ``backend`` that have neither arrays nor graphs on any rank.  Collective.
 
-        None if messages are queued on a rank, because CUDA would wait for them before it frees memory.
+        Empty if messages are queued on a rank, because CUDA would wait for them before it frees memory.
         """
         mine = self.unused()
         if mine and backend.settle(backend.timeout):
