@@ -250,7 +250,7 @@ def _forgets(number: int, frame: FrameType | None) -> None:
 
 class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        frame = None
+        del frame
         raise Deadline("of the program")
 
     def method(self, number: int, frame: FrameType | None) -> None:
@@ -259,8 +259,9 @@ class _Handler:
 
 
 @pytest.mark.parametrize(
-    "handler", [_forgets, _Handler(), _Handler().method, partial(_forgets), pytest.param(_raises, id="after the recorder")]
-)  # fmt: skip
+    "handler",
+    [_forgets, _Handler(), _Handler().method, partial(_forgets), pytest.param(_raises, id="after the recorder")],
+)
 def test_handlers_of_every_form_abort(handler, apart, before_call):
     """Also those that do not keep the frame that they interrupt, and that which the recorder's handler calls."""
     before = signal.signal(signal.SIGALRM, handler)
