@@ -210,7 +210,11 @@ def raised_as(kind: type[KosError], expected: str, *errors: type[Exception]) -> 
 
 
 def by_handler(error: BaseException | None) -> bool:
-    """Whether the handler of a signal raised ``error``: Ctrl-C, or a frame had the frame that it interrupted."""
+    """Whether a signal handler raised ``error``.
+
+    This is so for KeyboardInterrupt.  It is also so if a local variable of a frame in the traceback is the frame before
+    it: a handler gets the interrupted frame as an argument.
+    """
     if isinstance(error, KeyboardInterrupt):
         return True
     trace = None if error is None else error.__traceback__
@@ -218,14 +222,14 @@ def by_handler(error: BaseException | None) -> bool:
         frame, trace = trace.tb_frame, trace.tb_next
         if (before := frame.f_back) is None or Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
             continue
-        for given in frame.f_locals.values():  # of a handler, the number of the signal and the frame
+        for given in frame.f_locals.values():  # a handler has the signal number and the frame, or both in a tuple
             if given is before or (type(given) is tuple and any(each is before for each in given)):
                 return True
     return False
 
 
 class ignored(suppress):
-    """As ``suppress``, but what the handler of a signal raises is raised."""
+    """Like ``suppress``, but exceptions that a signal handler raises are not suppressed."""
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         return bool(super().__exit__(kind, error, trace)) and not by_handler(error)
