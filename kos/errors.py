@@ -211,9 +211,11 @@ def raised_as(kind: type[KosError], expected: str, *errors: type[Exception]) -> 
 
 
 def by_handler(error: BaseException | None) -> bool:
-    """Whether the handler of a signal raised ``error``: Ctrl-C, a handler that is installed, or one of before.
+    """Whether a signal handler raised ``error``.
 
-    Of a handler of before, a local variable is the frame that it interrupted.
+    This is so for KeyboardInterrupt, and if the traceback has the code of a handler that is installed.  It is also so
+    if a local variable of a frame in the traceback is the frame before it: a handler gets the interrupted frame as an
+    argument.
     """
     if isinstance(error, KeyboardInterrupt):
         return True
@@ -227,7 +229,7 @@ def by_handler(error: BaseException | None) -> bool:
             return True
         if (before := frame.f_back) is None or Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
             continue
-        for given in frame.f_locals.values():  # of a handler, the number of the signal and the frame
+        for given in frame.f_locals.values():  # a handler has the signal number and the frame, or both in a tuple
             if given is before or (type(given) is tuple and any(each is before for each in given)):
                 return True
     return False
@@ -242,7 +244,7 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 class ignored(suppress):
-    """As ``suppress``, but what the handler of a signal raises is raised."""
+    """Like ``suppress``, but exceptions that a signal handler raises are not suppressed."""
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         return bool(super().__exit__(kind, error, trace)) and not by_handler(error)
