@@ -1,8 +1,8 @@
-"""One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL.
+"""One table of element types: NumPy / ml_dtypes <-> DLPack <-> MPI <-> NCCL <-> the core and the kernels.
 
-A new type also needs ``kos/memory/dlpack.py`` (its code).  For sums on GPUs it needs
-``kos/comm/gpu/kernels/types.cuh`` with ``ptx.cuh`` (conversions), and ``kos/comm/gpu/ordered_sum.py`` (the GPUs that
-have these conversions).  A new ``kind`` needs ``kos/comm/reduction.py`` (the reduce operations that it allows).
+A new type is a row here, one in ``kos/_core/reduce.c`` at the same place, and a struct of its name in
+``kos/comm/gpu/kernels/types.cuh``.  A new ``kind`` needs ``kos/comm/reduction.py`` (the reduce operations that it
+allows).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kos.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type under all its names; an empty name means that library has no such type."""
+    """One element type under all its names; an empty one: that library does not add such elements."""
 
     name: str
     """The name in kos, which is NumPy's or that of ml_dtypes."""
@@ -29,8 +29,10 @@ class DType:
     """"float", "int", "uint", "bool" or "complex"."""
     mpi: str
     """The attribute of mpi4py.MPI."""
-    nccl: str
-    """The member of ncclDataType_t."""
+    nccl: int | None
+    """The ncclDataType_t as which NCCL adds it; None if it does not."""
+    dlpack: int
+    """The DLDataTypeCode of DLPack."""
     accumulate: np.dtype[Any]
     """The type in which sums and products are computed."""
     itemsize: int
@@ -45,32 +47,32 @@ class DType:
         return self.name
 
 
-def _entry(numpy: Any, kind: str, mpi: str, nccl: str) -> DType:
+def _entry(numpy: Any, kind: str, mpi: str, nccl: int | None, dlpack: int) -> DType:
     dtype = np.dtype(numpy)
     accumulate = np.dtype(np.float32) if kind == "float" and dtype.itemsize < 4 else dtype
-    return DType(dtype.name, dtype, kind, mpi, nccl, accumulate, dtype.itemsize)
+    return DType(dtype.name, dtype, kind, mpi, nccl, dlpack, accumulate, dtype.itemsize)
 
 
 DTYPES: dict[str, DType] = {
     entry.name: entry
     for entry in (
-        _entry(np.float64, "float", "DOUBLE", "ncclFloat64"),
-        _entry(np.float32, "float", "FLOAT", "ncclFloat32"),
-        _entry(np.float16, "float", "", "ncclFloat16"),
-        _entry(ml_dtypes.bfloat16, "float", "", "ncclBfloat16"),
-        _entry(ml_dtypes.float8_e4m3fn, "float", "", "ncclFloat8e4m3"),
-        _entry(ml_dtypes.float8_e5m2, "float", "", "ncclFloat8e5m2"),
-        _entry(np.int8, "int", "INT8_T", "ncclInt8"),
-        _entry(np.int16, "int", "INT16_T", ""),
-        _entry(np.int32, "int", "INT32_T", "ncclInt32"),
-        _entry(np.int64, "int", "INT64_T", "ncclInt64"),
-        _entry(np.uint8, "uint", "UINT8_T", "ncclUint8"),
-        _entry(np.uint16, "uint", "UINT16_T", ""),
-        _entry(np.uint32, "uint", "UINT32_T", "ncclUint32"),
-        _entry(np.uint64, "uint", "UINT64_T", "ncclUint64"),
-        _entry(np.bool_, "bool", "", ""),
-        _entry(np.complex64, "complex", "C_FLOAT_COMPLEX", ""),
-        _entry(np.complex128, "complex", "C_DOUBLE_COMPLEX", ""),
+        _entry(np.float64, "float", "DOUBLE", 8, 2),
+        _entry(np.float32, "float", "FLOAT", 7, 2),
+        _entry(np.float16, "float", "", 6, 2),
+        _entry(ml_dtypes.bfloat16, "float", "", 9, 4),
+        _entry(ml_dtypes.float8_e4m3fn, "float", "", None, 10),
+        _entry(ml_dtypes.float8_e5m2, "float", "", None, 12),
+        _entry(np.int8, "int", "INT8_T", 0, 0),
+        _entry(np.int16, "int", "INT16_T", None, 0),
+        _entry(np.int32, "int", "INT32_T", 2, 0),
+        _entry(np.int64, "int", "INT64_T", 4, 0),
+        _entry(np.uint8, "uint", "UINT8_T", 1, 1),
+        _entry(np.uint16, "uint", "UINT16_T", None, 1),
+        _entry(np.uint32, "uint", "UINT32_T", 3, 1),
+        _entry(np.uint64, "uint", "UINT64_T", 5, 1),
+        _entry(np.bool_, "bool", "", None, 6),
+        _entry(np.complex64, "complex", "C_FLOAT_COMPLEX", None, 5),
+        _entry(np.complex128, "complex", "C_DOUBLE_COMPLEX", None, 5),
     )
 }
 """All element types by name."""

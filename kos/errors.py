@@ -20,6 +20,7 @@ from types import CodeType, TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from kos.commands import near, pip_install
+from kos.environment import KOS_DEBUG, Variable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -347,7 +348,18 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def debugging() -> bool:
     """Whether KOS_DEBUG requests full tracebacks."""
-    return os.environ.get("KOS_DEBUG", "0") not in ("", "0")
+    return KOS_DEBUG.get() not in ("", "0")
+
+
+def is_on(switch: Variable) -> bool:
+    """Whether a variable of the environment switches something on; its default if it is unset or empty.
+
+    Raises InvalidArgument for a value other than 0 and 1.
+    """
+    value = switch.get() or switch.default
+    if value not in ("0", "1"):
+        raise InvalidArgument(f"{switch}: expected 0 or 1 in the environment, got {value!r}")
+    return value == "1"
 
 
 def _in_kos(frame: traceback.FrameSummary) -> bool:

@@ -14,15 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from kos.comm.operations import OPERATIONS
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "kos" / "comm" / "collectives.py"
 TARGET = SOURCE.with_suffix(".pyi")
-RESULTS = {
-    "all_reduce": "T", "reduce": "T | None", "reduce_scatter": "T", "reduce_scatter_v": "T", "scan": "T",
-    "exscan": "T | None", "broadcast": "T", "all_gather": "T", "all_gather_v": "T", "all_to_all": "T",
-    "all_to_all_v": "T", "gather": "T | None", "gather_v": "T | None", "scatter": "T", "scatter_v": "T",
-    "barrier": "None", "send": "None", "recv": "T", "send_recv": "T", "send_bytes": "None", "recv_bytes": "bytes",
-}  # fmt: skip
+RESULTS = {name: row.result for name, row in OPERATIONS.items() if row.result}
 """What each operation returns; T is the type of ``out``, or of ``x`` where ``out`` may be left out."""
 FROM_ANY = {"recv": "tuple[T, int]", "recv_bytes": "tuple[bytes, int]"}
 """What it returns with ``src=None``."""

@@ -86,7 +86,7 @@ def test_names_of_the_reference_become_their_docstrings(caplog):
     stale = "<!-- commands -->\n\n## kos trian\n\n<!-- end -->\n"
     assert "## kos train\n" in reference.on_page_markdown(stale, page) and "kos trian" not in reference.renewed(stale)
     [record] = caplog.records
-    expected = "reference/api.md: expected the commands of the code: python -m docs.hooks.reference"
+    expected = "reference/api.md: expected what the code says: python -m docs.hooks.reference"
     assert (record.levelno, record.getMessage()) == (logging.WARNING, expected)
 
 
@@ -100,6 +100,12 @@ def test_the_code_of_the_home_page_does_not_scroll_sideways():
     text = (ROOT / "docs" / "index.md").read_text()
     lines = [line for block in re.findall(r"^```\w+\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
     assert lines and [line for line in lines if len(line) > 57] == []
+
+
+def test_the_page_of_variables_is_up_to_date():
+    page, reference = (ROOT / "docs" / "reference" / "environment.md").read_text(), hook("reference")
+    assert reference.renewed(page) == page, "python -m docs.hooks.reference"
+    assert reference.renewed(page.replace("| `KOS_JOIN` |", "| `KOS_JION` |")) == page
 
 
 @pytest.mark.usefixtures("forked")

@@ -1,6 +1,7 @@
 """The doctor: what it says where things work, and that it says something, in time, where they do not."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -235,6 +236,19 @@ def test_gpus_of_one_process():
     if len(ranks.visible_devices()) < 2:
         pytest.skip("needs two GPUs")
     assert ranks.gpus_of_this_process(20).verdict == OK
+
+
+def test_variables_that_are_set(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("KOS_")]:
+        monkeypatch.delenv(name)
+    assert [*checks.variables()] == [Check("variables", OK, "none of kos is set")]
+    for name, value in {"KOS_CLAIM": "5 x", "KOS_SECRET": "1234", "KOS_NVTX": "1", "KOS_RECODER_DIR": "/tmp"}.items():
+        monkeypatch.setenv(name, value)
+    found, unknown = checks.variables()
+    assert (found.verdict, found.found) == (OK, "KOS_SECRET=..., KOS_NVTX=1")
+    assert (unknown.verdict, unknown.found, unknown.remedy) == (
+        NO, "kos does not read KOS_RECODER_DIR", "did you mean KOS_RECORDER_DIR?"
+    )  # fmt: skip
 
 
 def test_a_switch_of_the_compiled_core_is_0_or_1():

@@ -23,7 +23,7 @@ FLOORS = {
     "dtypes": 0,
     "files": 0,
     "launcher": 0,
-    "switches": 0,
+    "environment": 0,
     "reporting": 0,
     "cuda": 1,
     "memory": 1,
@@ -40,7 +40,7 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing"),
-    ("errors", "commands"), ("switches", "errors"), ("reporting", "errors"), ("train", "transfer"),
+    ("errors", "commands"), ("errors", "environment"), ("reporting", "errors"), ("train", "transfer"),
     ("interop", "transfer"),
 }  # fmt: skip
 

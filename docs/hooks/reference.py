@@ -1,8 +1,8 @@
-"""The text in docs/reference that comes from the code: docstrings of names, and commands with their arguments.
+"""The text in docs/reference that comes from the code: docstrings, commands with their arguments, variables.
 
 In a page, a name of the API is a line ``- `kos.init```, and the site shows its docstring instead.  The commands are
 between ``<!-- commands -->`` and ``<!-- end -->``: ``python -m docs.hooks.reference`` writes their headings, and the
-site adds their arguments.
+site adds their arguments.  It also writes the table of ``kos.environment`` after ``<!-- variables -->``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from docs.hooks.commands import outline, sections  # python -m mkdocs puts the repository on the path
+from kos import environment
 
 log = logging.getLogger("mkdocs.hooks.reference")
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"^- `(?P<name>kos[\w.]*)`$", re.M)
 COMMANDS = re.compile(r"(?<=^<!-- commands -->\n\n).*?(?=\n<!-- end -->$)", re.M | re.S)
+VARIABLES = re.compile(r"(?<=^<!-- variables -->\n\n).*?(?=\n<!-- end -->$)", re.M | re.S)
 
 ALL = ("members: null",)
 WITH_INIT = ("merge_init_into_class: true",)
@@ -60,7 +62,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if not page.file.src_uri.startswith("reference/"):
         return markdown
     if renewed(markdown) != markdown:
-        log.warning("%s: expected the commands of the code: python -m docs.hooks.reference", page.file.src_uri)
+        log.warning("%s: expected what the code says: python -m docs.hooks.reference", page.file.src_uri)
     return COMMANDS.sub(lambda _: sections(), NAME.sub(directive, markdown))
 
 
@@ -71,8 +73,17 @@ def directive(line: re.Match[str]) -> str:
 
 
 def renewed(text: str) -> str:
-    """The page with the current commands."""
-    return COMMANDS.sub(lambda _: outline(), text)
+    """The page with the current commands and variables."""
+    return VARIABLES.sub(lambda _: variables(), COMMANDS.sub(lambda _: outline(), text))
+
+
+def variables() -> str:
+    """The table of the variables of kos."""
+    lines = ["| variable | default | what it does | read by |", "|---|---|---|---|"]
+    for each in environment.VARIABLES.values():
+        default = f"`{each.default}`" if each.default.isdigit() else each.default
+        lines.append(f"| `{each}` | {default} | {each.about} | {each.read_by} |")
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

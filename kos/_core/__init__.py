@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from kos.switches import is_on
+from kos.dtypes import DTYPES
+from kos.environment import KOS_CORE
+from kos.errors import is_on
 
 native: Any = None
 """The extension module, or None."""
@@ -17,10 +19,13 @@ unavailable: str | None = None
 """Why the extension module cannot be used; None if it can."""
 
 try:
-    if not is_on("KOS_CORE", default=True):
+    if not is_on(KOS_CORE):
         unavailable = "the compiled core is off: KOS_CORE=0"
     else:
-        native = import_module("kos._core.native")
+        module = import_module("kos._core.native")
+        if getattr(module, "DTYPES", None) != [*DTYPES]:
+            raise ImportError("it was built for other dtypes: install kos again")
+        native = module
 except ModuleNotFoundError:
     unavailable = "the compiled core was not built: kos was installed without a C compiler or Python.h"
 except ImportError as error:

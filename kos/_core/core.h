@@ -151,12 +151,7 @@ typedef struct {
 
 enum kos_op { KOS_SUM, KOS_PROD, KOS_MIN, KOS_MAX, KOS_AVG, KOS_BAND, KOS_BOR, KOS_BXOR, KOS_OPS };
 
-// In the order of kos/dtypes.py.
-enum kos_dtype {
-    KOS_FLOAT64, KOS_FLOAT32, KOS_FLOAT16, KOS_BFLOAT16, KOS_FLOAT8_E4M3FN, KOS_FLOAT8_E5M2, KOS_INT8, KOS_INT16,
-    KOS_INT32, KOS_INT64, KOS_UINT8, KOS_UINT16, KOS_UINT32, KOS_UINT64, KOS_BOOL, KOS_COMPLEX64, KOS_COMPLEX128,
-    KOS_DTYPES,
-};
+enum { KOS_FLOAT32 = 1 };  // in the table of reduce.c; float16 and bfloat16 follow
 
 typedef void (*kos_combine)(void *out, const void *a, const void *b, size_t count);  // out may be a or b
 
@@ -165,7 +160,7 @@ typedef struct {
     void (*widen)(float *out, const void *in, size_t count);  // to fp32, in which `combine` works; NULL: as they are
     void (*narrow)(void *out, const float *in, size_t count);
     void (*finish)(void *x, size_t count, int ranks);  // of the result: divides an average; makes a boolean 0 or 1
-    unsigned bytes;  // of an element
+    unsigned bytes, pair;  // of an element; whether it is a pair of numbers
 } kos_reduction;
 
 // --- A call --------------------------------------------------------------------------------------------------------
@@ -428,6 +423,7 @@ int64_t kos_clock(void);
 
 // reduce.c
 unsigned kos_bytes_of(int dtype);  // of an element; 0: no dtype
+const char *kos_name_of(int dtype);
 int kos_reduction_of(int dtype, int op, kos_reduction *r);  // 0, or -1: the dtype has no such operation
 // Reduces the inputs in their order; `out` may be one of them.  `ranks` divides an average.
 void kos_reduce(const kos_reduction *r, void *out, const void *const *in, int inputs, size_t count, int ranks);

@@ -183,6 +183,18 @@ static PyMethodDef functions[] = {
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
+static int add_dtypes(PyObject *m) {
+    PyObject *names = PyList_New(0);
+    int error = !names || PyModule_AddObjectRef(m, "DTYPES", names);
+    for (int dtype = 0; !error && kos_bytes_of(dtype); dtype++) {
+        PyObject *name = PyUnicode_FromString(kos_name_of(dtype));
+        error = !name || PyList_Append(names, name);
+        Py_XDECREF(name);
+    }
+    Py_XDECREF(names);
+    return error;
+}
+
 PyMODINIT_FUNC PyInit_native(void) {
     PyObject *m = PyModule_Create(&module), *group = PyType_FromSpec(&group_spec);
     work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
@@ -193,7 +205,7 @@ PyMODINIT_FUNC PyInit_native(void) {
         || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);
-    if (error)
+    if (error || add_dtypes(m))
         Py_CLEAR(m);
     return m;
 }

@@ -21,6 +21,7 @@ AWAITS_READ: int
 AWAITS_MESSAGE: int
 MOST_WORDS: int
 PLAN_AT: int
+DTYPES: list[str]
 
 def layout(size: int, /) -> tuple[int, int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, resized calls, texts and mailboxes, and of the whole."""

@@ -74,7 +74,7 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
             || (q->operation == KOS_GATHER && g->rank == q->root) ? sent : 0;
     const int takes = kos_is_in(pattern->takers, g->rank, q->root) && (q->operation != KOS_EXSCAN || g->rank);
     p->recv_bytes = takes ? received : 0;
-    p->alignment = !pattern->reduces ? 1 : q->dtype >= KOS_COMPLEX64 ? item / 2 : item;
+    p->alignment = !pattern->reduces ? 1 : item >> p->reduction.pair;
     if ((q->operation == KOS_ALL_REDUCE || (q->operation == KOS_REDUCE && size > 2))
         && bytes * (size - 1) > ONE_SHOT_BYTES) {
         prepare_two_shot(g, p, bytes);

@@ -150,37 +150,41 @@ AVERAGE_COMPLEX(64, double)
 // --- The table -----------------------------------------------------------------------------------------------------
 
 #define INTEGER(n, sign) \
-    {{sum_##n, prod_##n, min_##sign##n, max_##sign##n, NULL, and_##n, or_##n, xor_##n}, {.bytes = n / 8}}
+    {sum_##n, prod_##n, min_##sign##n, max_##sign##n, NULL, and_##n, or_##n, xor_##n}, {.bytes = n / 8}
 #define SHORT_FLOAT(name, size) \
-    {{sum_f32, prod_f32, min_##name, max_##name, sum_f32}, {NULL, widen_##name, narrow_##name, average_f32, size}}
+    {sum_f32, prod_f32, min_##name, max_##name, sum_f32}, {NULL, widen_##name, narrow_##name, average_f32, size, 0}
 
+// In the order of kos/dtypes.py, which Python checks.
 static const struct {
+    const char *name;
     kos_combine combine[KOS_OPS];  // by operation, NULL: the dtype does not have it
     kos_reduction rest;            // but for its `combine`
-} dtypes[KOS_DTYPES] = {
-    [KOS_FLOAT64] = {{sum_f64, prod_f64, min_f64, max_f64, sum_f64}, {.finish = average_f64, .bytes = 8}},
-    [KOS_FLOAT32] = {{sum_f32, prod_f32, min_f32, max_f32, sum_f32}, {.finish = average_f32, .bytes = 4}},
-    [KOS_FLOAT16] = SHORT_FLOAT(f16, 2),
-    [KOS_BFLOAT16] = SHORT_FLOAT(bf16, 2),
-    [KOS_FLOAT8_E4M3FN] = SHORT_FLOAT(e4m3, 1),
-    [KOS_FLOAT8_E5M2] = SHORT_FLOAT(e5m2, 1),
-    [KOS_INT8] = INTEGER(8, i),
-    [KOS_INT16] = INTEGER(16, i),
-    [KOS_INT32] = INTEGER(32, i),
-    [KOS_INT64] = INTEGER(64, i),
-    [KOS_UINT8] = INTEGER(8, u),
-    [KOS_UINT16] = INTEGER(16, u),
-    [KOS_UINT32] = INTEGER(32, u),
-    [KOS_UINT64] = INTEGER(64, u),
-    [KOS_BOOL] = {{NULL, NULL, and_bool, or_8, NULL, and_bool, or_8, xor_bool}, {.finish = to_0_or_1, .bytes = 1}},
-    [KOS_COMPLEX64] = {{sum_c32, prod_c32, NULL, NULL, sum_c32}, {.finish = average_c32, .bytes = 8}},
-    [KOS_COMPLEX128] = {{sum_c64, prod_c64, NULL, NULL, sum_c64}, {.finish = average_c64, .bytes = 16}},
+} dtypes[] = {
+    {"float64", {sum_f64, prod_f64, min_f64, max_f64, sum_f64}, {.finish = average_f64, .bytes = 8}},
+    {"float32", {sum_f32, prod_f32, min_f32, max_f32, sum_f32}, {.finish = average_f32, .bytes = 4}},
+    {"float16", SHORT_FLOAT(f16, 2)},
+    {"bfloat16", SHORT_FLOAT(bf16, 2)},
+    {"float8_e4m3fn", SHORT_FLOAT(e4m3, 1)},
+    {"float8_e5m2", SHORT_FLOAT(e5m2, 1)},
+    {"int8", INTEGER(8, i)},
+    {"int16", INTEGER(16, i)},
+    {"int32", INTEGER(32, i)},
+    {"int64", INTEGER(64, i)},
+    {"uint8", INTEGER(8, u)},
+    {"uint16", INTEGER(16, u)},
+    {"uint32", INTEGER(32, u)},
+    {"uint64", INTEGER(64, u)},
+    {"bool", {NULL, NULL, and_bool, or_8, NULL, and_bool, or_8, xor_bool}, {.finish = to_0_or_1, .bytes = 1}},
+    {"complex64", {sum_c32, prod_c32, NULL, NULL, sum_c32}, {.finish = average_c32, .bytes = 8, .pair = 1}},
+    {"complex128", {sum_c64, prod_c64, NULL, NULL, sum_c64}, {.finish = average_c64, .bytes = 16, .pair = 1}},
 };
+enum { DTYPES = sizeof dtypes / sizeof *dtypes };
 
-unsigned kos_bytes_of(int dtype) { return dtype >= 0 && dtype < KOS_DTYPES ? dtypes[dtype].rest.bytes : 0; }
+unsigned kos_bytes_of(int dtype) { return dtype >= 0 && dtype < DTYPES ? dtypes[dtype].rest.bytes : 0; }
+const char *kos_name_of(int dtype) { return dtypes[dtype].name; }
 
 int kos_reduction_of(int dtype, int op, kos_reduction *r) {
-    if (dtype < 0 || dtype >= KOS_DTYPES || op < 0 || op >= KOS_OPS || !dtypes[dtype].combine[op])
+    if (dtype < 0 || dtype >= DTYPES || op < 0 || op >= KOS_OPS || !dtypes[dtype].combine[op])
         return -1;
     const int accumulates = op == KOS_SUM || op == KOS_PROD || op == KOS_AVG;
     *r = dtypes[dtype].rest;
@@ -189,7 +193,7 @@ int kos_reduction_of(int dtype, int op, kos_reduction *r) {
         r->widen = NULL;
         r->narrow = NULL;
     }
-    if (op != KOS_AVG && dtype != KOS_BOOL)
+    if (op != KOS_AVG && dtypes[dtype].combine[KOS_SUM])  // booleans have no sum, and are finished always
         r->finish = NULL;
     return 0;
 }

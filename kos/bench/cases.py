@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.comm.operations import COLLECTIVES, PART, PARTS, WHOLE
+from kos.comm.operations import OPERATIONS as FACTS
 from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 
@@ -20,25 +21,8 @@ PERIOD = 65_521
 STRIDE = 7_919
 """How far the values move from one iteration to the next."""
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
-PLACES = {
-    "all_reduce": (True, True),
-    "reduce": (True, True),
-    "broadcast": (True, True),
-    "send_recv": (True, True),
-    "all_to_all": (True, True),
-    "all_gather": (False, True),
-    "gather": (False, True),
-    "reduce_scatter": (True, False),
-    "scatter": (True, False),
-    "all_to_all_v": (True, True),
-    "all_gather_v": (False, True),
-    "gather_v": (False, True),
-    "reduce_scatter_v": (True, False),
-    "scatter_v": (True, False),
-    "scan": (True, True),
-    "exscan": (True, True),
-}
+REDUCING = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
+PLACES = {name: (FACTS[name].input != PART, FACTS[name].output != PART) for name in (*COLLECTIVES, "send_recv")}
 """By operation, whether a rank's input and its output have all of the row's elements, or a rank's part of them."""
 OPERATIONS = tuple(PLACES)
 ROUTING = "routing"
@@ -125,7 +109,7 @@ class Case:
             count = 1
         elif op == ROUTING:
             count -= count % TOKEN
-        elif not all(PLACES[op]) or op.startswith("all_to_all"):
+        elif (FACTS[op].input, FACTS[op].output) != (WHOLE, WHOLE):
             count -= count % ranks
         if count == 0:
             least = f"a token of {TOKEN} {dtype}" if op == ROUTING else f"one {dtype} for each of {ranks} ranks"
@@ -150,22 +134,22 @@ class Case:
 
     @cached_property
     def pieces(self) -> list[list[int]]:
-        """Elements from each rank to each, itself included, of operations that only move data, except broadcast."""
+        """Elements from each rank to each, itself included, of operations that only move data."""
         n, parts = self.ranks, self.parts
         if self.op == ROUTING:
             return [[TOKEN * tokens for tokens in routed(self.count // TOKEN, rank, n)] for rank in range(n)]
-        sent: dict[str, Callable[[int, int], int]] = {
-            "all_to_all": lambda rank, to: parts[(to - rank) % n],
-            "all_gather": lambda rank, to: parts[rank],
-            "gather": lambda rank, to: parts[rank] if to == ROOT else 0,
-            "scatter": lambda rank, to: parts[to] if rank == ROOT else 0,
-            "send_recv": lambda rank, to: self.count if to == (rank + 1) % n else 0,
-        }
-        return [[sent[self.op.removesuffix("_v")](rank, to) for to in range(n)] for rank in range(n)]
+        row = FACTS[self.op]
+
+        def length(rank: int, to: int) -> int:
+            if (row.input, row.output) == (PARTS, PARTS):
+                return parts[(to - rank) % n]
+            return parts[rank] if row.output == PARTS else parts[to] if row.input == PARTS else self.count
+
+        return [[length(rank, to) if row.pairs(rank, to, ROOT, n) else 0 for to in range(n)] for rank in range(n)]
 
     def start(self, rank: int, to: int) -> int:
         """Where in the input of ``rank`` its piece for ``to`` begins, in elements."""
-        return sum(self.pieces[rank][:to]) if self.function.startswith(("all_to_all", "scatter")) else 0
+        return sum(self.pieces[rank][:to]) if FACTS[self.function].input == PARTS else 0
 
     def counts(self, rank: int) -> tuple[list[int], list[int]]:
         """A rank's elements for each rank and from each rank in an all_to_all_v; empty for other operations."""
@@ -230,20 +214,21 @@ class Data:
             self.lengths[segment.table] = max(self.lengths.get(segment.table, 0), segment.length + PERIOD)
         periods = [values(case, r, seed) for r in range(case.ranks)]
         self.tables: dict[int, Array] = {}
+        added = FACTS[case.op].sources(rank, ROOT, case.ranks) if case.op in REDUCING else []
         for table in self.lengths:
-            reduced = periods[: {"scan": rank + 1, "exscan": rank}.get(case.op, case.ranks)]
+            reduced = [periods[r] for r in added]
             period = _REDUCE[case.redop](np.stack(reduced), axis=0) if table == REDUCED else periods[table]
             self.tables[table] = period.astype(case.dtype.numpy)
 
 
 def _output(case: Case, rank: int) -> list[Segment]:
-    if (case.op == "reduce" and rank != ROOT) or (case.op == "exscan" and rank == 0) or case.op == BARRIER:
+    if case.op == BARRIER:
         return []
-    if case.op.startswith("reduce_scatter"):
-        return [Segment(REDUCED, sum(case.parts[:rank]), case.parts[rank])]
-    if case.op in REDUCING or case.op == "broadcast":
-        return [Segment(REDUCED if case.op in REDUCING else ROOT, 0, case.count)]
-    return [Segment(r, case.start(r, rank), row[rank]) for r, row in enumerate(case.pieces) if row[rank]]
+    if case.op not in REDUCING:
+        return [Segment(r, case.start(r, rank), row[rank]) for r, row in enumerate(case.pieces) if row[rank]]
+    if not FACTS[case.op].sources(rank, ROOT, case.ranks):
+        return []
+    return [Segment(REDUCED, sum(case.parts[:rank]) if case.receives(rank) != case.count else 0, case.receives(rank))]
 
 
 def value_range(case: Case) -> tuple[int, int]:

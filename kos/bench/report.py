@@ -17,6 +17,7 @@ from kos.bench.cases import Case, bandwidths
 from kos.bench.implementations import Implementation
 from kos.bench.measure import Samples
 from kos.comm.gpu import nccl_binding
+from kos.environment import KOS_COMMIT
 from kos.errors import ConfigError
 from kos.train.machine import git_commit, versions_of
 
@@ -121,7 +122,7 @@ def provenance(program: str, device: int | None, ranks: int) -> Row:
         "driver": driver,
         "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("KOS_COMMIT") or git_commit(),  # the former of a copy without history
+        "commit": KOS_COMMIT.get() or git_commit(),  # the former of a copy without history
         "command": command(program, sys.argv[1:]),
     }
 

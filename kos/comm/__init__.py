@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
@@ -19,6 +18,7 @@ from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.registry import BACKENDS, register_backend, register_installed
 from kos.comm.versions import versions
 from kos.comm.work import Work
+from kos.environment import KOS_JOIN
 from kos.errors import InvalidArgument, RankLost, RendezvousError, without_own_frames
 
 __all__ = [
@@ -132,7 +132,7 @@ def join(
 
         comm = kos.join("10.0.0.1:29400", timeout=600)
     """
-    address = os.environ.get("KOS_JOIN", "") if address is None else address
+    address = KOS_JOIN.get() if address is None else address
     if not isinstance(address, str) or not address:
         raise InvalidArgument(f"address: expected that of a member, or KOS_JOIN, got {address!r}")
     if secret is not None and (not secret or not isinstance(secret, str | bytes)):

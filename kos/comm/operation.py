@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, dataclass_transform
 
+from kos.comm.operations import OPERATIONS
 from kos.comm.reduction import Reduction
 from kos.memory import Buffer
 
 T = TypeVar("T")
 
-POINT_TO_POINT = frozenset({"send", "recv", "send_recv", "send_bytes", "recv_bytes", "probe"})
+POINT_TO_POINT = frozenset(name for name, row in OPERATIONS.items() if row.message)
 """Messages: operations of two ranks."""
-CORE_OPERATIONS = (
-    "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
-    "exscan", "barrier", "send", "recv", "send_recv", "reduce_scatter_v", "all_gather_v", "gather_v", "scatter_v",
-    "all_to_all_v", "send_bytes", "recv_bytes",
-    "_all_gather_frames",
-)  # fmt: skip
+CORE_OPERATIONS = (*(name for name in OPERATIONS if name != "probe"), "_all_gather_frames")
 """Operations that the compiled core may start by itself (``kos/_core/module_eager.c``).  Python starts all others."""
 GROUP_CALLS = ("split", "group", "grid", "duplicate")
 """Calls that make groups.  As operations, with which the ranks compare these calls, they are barriers."""

@@ -19,8 +19,8 @@ from kos.comm.recorder import Recorder
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.streams import Event, capture_of
-from kos.errors import BackendUnavailable, KosError, install
-from kos.switches import is_on
+from kos.environment import KOS_NVTX, KOS_RECORDER_TIMING
+from kos.errors import BackendUnavailable, KosError, install, is_on
 
 
 def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
@@ -29,9 +29,9 @@ def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
     Raises BackendUnavailable for KOS_NVTX without the package nvtx, and InvalidArgument for values other than 0 and 1.
     """
     tracers: list[Tracer] = []
-    if is_on("KOS_NVTX"):
+    if is_on(KOS_NVTX):
         tracers.append(_ranges())
-    if is_on("KOS_RECORDER_TIMING") and backend.device is not None:
+    if is_on(KOS_RECORDER_TIMING) and backend.device is not None:
         tracers.append(partial(_timed, recorder))
     if not tracers:
         return None

@@ -23,6 +23,7 @@ from kos.comm.contract import Backend, Request
 from kos.comm.failures import FailureLog
 from kos.comm.matching import BYTES, Expected, Matching
 from kos.comm.operation import ANY, AUTO, Operation
+from kos.comm.operations import COLLECTIVES, PARTS
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import execute
@@ -33,14 +34,6 @@ Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-# The schedule of each collective. Those of ``_ORDERED`` add in rank order.
-_DEFAULTS = {
-    "all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "scan": "chain", "exscan": "chain",
-    "broadcast": "tree", "all_gather": "ring", "all_to_all": "pairwise", "gather": "direct", "scatter": "direct",
-}  # fmt: skip
-_ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce_scatter": "one_shot"}
-_HIERARCHICAL = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
-"""Collectives that run in phases, within hosts and between them, if hosts have several ranks each."""
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
@@ -49,10 +42,10 @@ class ScheduledCalls:
 
     ``messages`` is the transport itself, or the shared memory of the group's host, which has the same methods.
 
-    The method ``_NAME`` runs the collective NAME, for example ``_all_reduce``, as a generator of steps.  The steps
-    write the result into ``work.recv``.  If the call returns several objects, the steps replace ``work.array`` by a
-    tuple, as for a ``recv`` from any rank.  In this case the method of ``Operations`` sets a ``Buffer.convert`` that
-    takes this tuple before it makes the Work.
+    The method ``_NAME`` runs the collective NAME, for example ``_all_reduce``, as a generator of steps.  Collectives
+    that only move data need none (``_move``).  The steps write the result into ``work.recv``.  If the call returns
+    several objects, the steps replace ``work.array`` by a tuple, as for a ``recv`` from any rank.  In this case the
+    method of ``Operations`` sets a ``Buffer.convert`` that takes this tuple before it makes the Work.
     """
 
     def __init__(self, transport: Backend, messages: Any) -> None:
@@ -94,7 +87,7 @@ class ScheduledCalls:
     def run(self, work: Work[Any], all_arrived: Callable[[], bool] | None) -> Steps:
         """The steps of a collective; ``all_arrived``: the poll of ``Backend.agree``, None without one."""
         name = "compressed" if work.prepared.operation.options.compress and self.size > 1 else work.prepared.name
-        carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}")
+        carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}", self._move)
         self.arriving.add(work.sequence)
         try:
             while all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
@@ -144,12 +137,13 @@ class ScheduledCalls:
             return o.options.algorithm
         if (chosen := self.transport.choose(o, collective, nbytes)) is not None:
             return chosen
+        row = COLLECTIVES[collective]
         if o.options.deterministic:
-            return _ORDERED[collective]
+            return row.ordered or row.schedule
         if collective == "all_reduce" and nbytes <= _SMALL:
             return "halving_doubling"
         several = (self.transport.ranks_per_host or 1) > 1
-        return "hierarchical" if several and collective in _HIERARCHICAL else _DEFAULTS[collective]
+        return "hierarchical" if several and row.hierarchical else row.schedule
 
     def _all_reduce(self, work: Work[Any]) -> Steps:
         """all_reduce, reduce and scans.  Ranks without a result keep their input: partial sums are in a copy."""
@@ -174,37 +168,35 @@ class ScheduledCalls:
             np.copyto(work.recv, work.send)
         yield from self._carry(work, "broadcast", data=work.recv)
 
-    def _all_gather(self, work: Work[Any]) -> Steps:
-        """all_gather, gather, scatter and all_to_all."""
-        o = work.prepared.operation
-        spaces = {"input": (o.send, work.send), "output": (o.recv, work.recv)}
-        flat = {space: x for space, (end, x) in spaces.items() if end is not None}
-        if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
-            flat["input"] = flat["input"].copy()
-        yield from self._carry(work, o.name, **flat)
-
-    _gather = _scatter = _all_to_all = _all_gather
-
-    def _all_to_all_v(self, work: Work[Any]) -> Steps:
-        """all_to_all_v, gather_v and scatter_v."""
-        o = work.prepared.operation
-        send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
-        recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
+    def _move(self, work: Work[Any]) -> Steps:
+        """A collective that only moves data: by its schedule, or each piece by a message of its own."""
+        o, me, n, root = work.prepared.operation, self.rank, self.size, work.prepared.operation.root or 0
+        row = COLLECTIVES[o.name]
+        if row.schedule:
+            spaces = {"input": (o.send, work.send), "output": (o.recv, work.recv)}
+            flat = {space: x for space, (end, x) in spaces.items() if end is not None}
+            if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
+                flat["input"] = flat["input"].copy()
+            yield from self._carry(work, o.name, **flat)
+            return
+        targets = [row.pairs(me, rank, root, n) for rank in range(n)]
+        send = self._pieces(work.send, o.send_counts, targets, row.input)
+        sources = [row.pairs(rank, me, root, n) for rank in range(n)]
+        recv = self._pieces(work.recv, o.recv_counts, sources, row.output)
         yield from self.send_pieces(work, send.__getitem__, recv)
 
-    _gather_v = _scatter_v = _all_to_all_v
-
     def _all_gather_v(self, work: Work[Any]) -> Steps:
-        pieces = self._pieces(work.recv, work.prepared.operation.recv_counts, None)
+        pieces = host_compressed.split(work.recv, work.prepared.operation.recv_counts or ())
         yield from self.send_to_all(work, [work.send], [[piece] for piece in pieces])
 
-    def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
-        """The piece of ``x`` for each rank, or from it.  Without counts, this is all of ``x``."""
-        if x is None:
+    def _pieces(
+        self, x: Any, counts: Sequence[int] | None, peers: Sequence[bool], kind: str
+    ) -> list[Array | None]:  # fmt: skip
+        """The piece of ``x`` for each rank, or from it; None for a rank that is none of ``peers``."""
+        if not any(peers):
             return [None] * self.size
-        if counts is not None:
-            return [*host_compressed.split(x, counts)]
-        return [x if root in (None, rank) else None for rank in range(self.size)]
+        pieces = host_compressed.split(x, counts or [x.size // self.size] * self.size) if kind == PARTS else None
+        return [(x if pieces is None else pieces[rank]) if peer else None for rank, peer in enumerate(peers)]
 
     def _reduce_scatter_v(self, work: Work[Any]) -> Steps:
         x, out, reduction = _reducing(work)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ from kos.comm.gpu import nccl_binding
 from kos.comm.waits import call_with_timeout
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.kernels import KernelCache
+from kos.environment import KOS_CLAIM, KOS_CORE, KOS_SECRET, VARIABLES
 from kos.errors import in_words, install
 from kos.launcher import under_mpirun
 from kos.memory.ipc import Origin, pretended_host
@@ -86,7 +88,7 @@ def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float =
 
 def local_checks() -> list[Check]:
     """All checks that need no other rank."""
-    checks = (python, packages, mpi, compiled_core, shared_memory, cuda_driver, cuda_libraries, nvrtc, gpus)
+    checks = (python, variables, packages, mpi, compiled_core, shared_memory, cuda_driver, cuda_libraries, nvrtc, gpus)
     return [check for each in checks for check in bounded(each.__name__.replace("_", " "), each)]
 
 
@@ -106,6 +108,16 @@ def facts() -> dict[str, object]:
 def python() -> Iterator[Check]:
     found = f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
     yield Check("Python", OK, found)
+
+
+def variables() -> Iterator[Check]:
+    """The variables of kos that are set, and set names that kos does not know."""
+    mine = [name for name in os.environ if name.startswith("KOS_") and name != KOS_CLAIM.name]
+    known = [f"{name}={'...' if name == KOS_SECRET.name else os.environ[name]}" for name in VARIABLES if name in mine]
+    yield Check("variables", OK, ", ".join(known) or "none of kos is set")
+    for name in sorted({*mine} - VARIABLES.keys()):
+        near = get_close_matches(name, VARIABLES, 1)
+        yield Check("variables", NO, f"kos does not read {name}", f"did you mean {near[0]}?" if near else "")
 
 
 def packages() -> Iterator[Check]:
@@ -153,7 +165,7 @@ def mpi() -> Iterator[Check]:
 def compiled_core() -> Iterator[Check]:
     """Without it ranks of one host share no memory."""
     reason = _core.unavailable
-    off = os.environ.get("KOS_CORE") == "0"
+    off = KOS_CORE.get() == "0"
     how = "unset KOS_CORE" if off else "install kos again beside a C compiler"
     remedy = "" if reason is None else f"ranks of one host share no memory: {how}"
     yield Check("compiled core", OK if reason is None else NO, reason or "ranks of one host share memory", remedy)

@@ -22,10 +22,7 @@ ON_GPU = (CUDA, 13)
 _VERSION = (1, 1)
 _READ_ONLY = 1
 _USED = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}  # kept
-_CODES = {"int": 0, "uint": 1, "float": 2, "complex": 5, "bool": 6}
-_SPECIAL = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
-_TYPES = {(_SPECIAL.get(x.name, _CODES[x.kind]), 8 * x.itemsize): x for x in DTYPES.values()}
-_CODE_OF = {dtype.name: code for (code, _), dtype in _TYPES.items()}
+_TYPES = {(x.dlpack, 8 * x.itemsize): x for x in DTYPES.values()}
 
 
 _Sizes = ctypes.POINTER(ctypes.c_int64)
@@ -114,7 +111,7 @@ def export_capsule(
     sizes = (ctypes.c_int64 * ndim)(*shape)
     strides = (ctypes.c_int64 * ndim)(*(math.prod(shape[axis + 1 :]) for axis in range(ndim)))
     tensor = _Tensor(
-        pointer, kind, device, ndim, _CODE_OF[dtype.name], 8 * dtype.itemsize, 1,
+        pointer, kind, device, ndim, dtype.dlpack, 8 * dtype.itemsize, 1,
         ctypes.cast(sizes, _Sizes), ctypes.cast(strides, _Sizes), 0,
     )  # fmt: skip
     managed: Any = _Managed(tensor, None, _release)

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 from kos.cuda import driver
 from kos.cuda.devices import device_info, visible_devices
 from kos.cuda.driver import call, cu
+from kos.environment import KOS_HOST
 from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
 
 _HANDLE_BYTES = 64
@@ -88,7 +89,7 @@ class Origin:
 
 def pretended_host() -> str:
     """The name in ``KOS_HOST`` of the host on which this process pretends to be; "" for none."""
-    return os.environ.get("KOS_HOST", "")
+    return KOS_HOST.get()
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ import pytest
 import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.operations import COLLECTIVES
 from kos.cuda.streams import LEGACY
 from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer
@@ -369,11 +370,10 @@ WRONG: dict[str, list[Any]] = {
 }
 WRONG |= {"send_counts": WRONG["counts"], "recv_counts": WRONG["counts"]}
 RIGHT: dict[str, dict[str, Any]] = {
-    **{name: {"x": F} for name in ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all")},
+    **{name: {"x": F} for name in COLLECTIVES},
     "reduce_scatter_v": {"x": F, "counts": [1, 3]}, "all_gather_v": {"x": F, "counts": [4, 3]},
     "all_to_all_v": {"x": F, "send_counts": [1, 3], "recv_counts": [1, 2]},
-    "scan": {"x": F}, "exscan": {"x": F}, "gather": {"x": F}, "scatter": {"x": F, "out": np.zeros(2, np.float32)},
-    "barrier": {},
+    "scatter": {"x": F, "out": np.zeros(2, np.float32)}, "barrier": {},
     "gather_v": {"x": F, "counts": [4, 3]}, "scatter_v": {"x": F, "counts": [1, 3], "out": np.zeros(1, np.float32)},
     "send": {"x": F, "dst": 1}, "recv": {"x": F, "src": 1},
     "send_recv": {"x": F, "out": np.zeros(4, np.float32), "dst": 1, "src": 1},

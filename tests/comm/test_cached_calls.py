@@ -410,7 +410,7 @@ def test_on_threads(size, seed):
     spawn(lambda comm: Program(comm, seed, names_of(size)).run(), size)
 
 
-NEW_SIZES = 40
+NEW_SIZES = 12
 
 
 def last_entry(comm: kos.Communicator) -> dict[str, Any]:

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kos.comm.control.identity import CLAIM, claimed
+from kos.comm.control.identity import claimed
+from kos.environment import KOS_CLAIM
 from tests.comm.tcp_ranks import run_processes
 from tests.comm.test_jobs import environment, output, program
 from tests.launcher import MPIRUN, needs_mpirun, run_program, skip_without_semaphores
 
 CHILD = """
 import re, subprocess
-from kos.comm.control.identity import CLAIM
+from kos.environment import KOS_CLAIM
 INIT = "import kos; c = kos.init(timeout=60); print(f'child: rank {c.rank} of {c.size} on {c.backend_name}')"
 def child(command=(sys.executable, "-c", INIT), **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
@@ -149,7 +150,7 @@ assert child() == f"child: rank {comm.rank} of 2 on tcp"
 for attempt in range(2):
     with pytest.raises(kos.errors.BackendUnavailable):
         kos.init("mock", timeout=60)
-    assert CLAIM not in os.environ
+    assert KOS_CLAIM.name not in os.environ
 with kos.init(timeout=60) as comm:
     again = kos.init(timeout=60)  # a second group of the same process
     again.close()
@@ -157,16 +158,16 @@ with kos.init(timeout=60) as comm:
     grown = comm.shrink()
 refused(child())
 grown.abort()
-assert CLAIM not in os.environ
+assert KOS_CLAIM.name not in os.environ
 """,
     "the claim of a process that has ended": """
 comm = kos.init(timeout=60)
-pid, _, of = os.environ[CLAIM].partition(" ")
+pid, _, of = os.environ[KOS_CLAIM.name].partition(" ")
 assert pid == str(os.getpid())
 ended = subprocess.Popen(["true"])
 ended.wait(60)
-environment = {**os.environ, CLAIM: f"{ended.pid} {of}"}
-code = f"import os; from kos.comm.control.identity import claimed\\nwith claimed(False): print(os.environ[{CLAIM!r}])"
+environment = {**os.environ, KOS_CLAIM.name: f"{ended.pid} {of}"}
+code = f"import os; from kos.comm.control.identity import claimed\\nwith claimed(False): print(os.environ['KOS_CLAIM'])"
 said = child((sys.executable, "-c", code), env=environment)
 assert said.endswith(of) and not said.startswith(str(ended.pid)), said
 comm.close()
@@ -196,4 +197,4 @@ def test_processes_of_other_users_may_be_hidden(no_launcher):
     no_launcher.setenv("OMPI_COMM_WORLD_RANK", f"{os.getpid()}")  # no test of another process has it
     no_launcher.setattr(Path, "read_text", read_own)
     with claimed(True):
-        assert os.environ[CLAIM].startswith(f"{os.getpid()} ")
+        assert os.environ[KOS_CLAIM.name].startswith(f"{os.getpid()} ")

@@ -83,6 +83,12 @@ static void check(kos_group *g, start *s) {
     check_data(g, s);
 }
 
+static int dtype_of(const char *name) {
+    int dtype = 0;
+    while (strcmp(kos_name_of(dtype), name)) dtype++;
+    return dtype;
+}
+
 static void begin(kos_group *g, start *s, int number, unsigned *shared, unsigned *mine) {
     const uint64_t kind = (uint64_t)rand_r(shared);
     s->number = number;
@@ -101,7 +107,7 @@ static void begin(kos_group *g, start *s, int number, unsigned *shared, unsigned
     const uint64_t what = ((uint64_t)s->operation << 40 | (uint64_t)s->root << 32 | s->count) + 1;
     const kos_request request = {
         .fingerprint = what * UINT64_C(0x9E3779B97F4A7C15) >> 8,
-        .operation = s->operation, .dtype = KOS_UINT32, .op = KOS_SUM, .root = s->root, .count = s->count,
+        .operation = s->operation, .dtype = dtype_of("uint32"), .op = KOS_SUM, .root = s->root, .count = s->count,
         .dst = s->dst, .src = s->src, .tag = 5, .recv_tag = 5,
     };
     if (kos_prepare(g, &request, s->prepared))
@@ -123,7 +129,7 @@ static void begin(kos_group *g, start *s, int number, unsigned *shared, unsigned
 // A call that does not complete: a barrier that rank 0 does not begin, or a message.
 static void begin_hopeless(kos_group *g, start *s, int operation, uint64_t sequence) {
     const int peer = (g->rank + 1) % ranks;
-    const kos_request request = {.fingerprint = 1, .operation = operation, .dtype = KOS_UINT8, .count = MOST * 4,
+    const kos_request request = {.fingerprint = 1, .operation = operation, .dtype = dtype_of("uint8"), .count = MOST * 4,
                                  .dst = peer, .src = peer, .tag = 7, .recv_tag = 8};
     memset(&s->work, 0, sizeof s->work);
     if (kos_prepare(g, &request, s->prepared)
@@ -195,7 +201,7 @@ static void end_with_failures(kos_group *g, start *s) {
 
 // Every reduction on memory of exactly its size, with random bits: test_core_reduce.py checks the results.
 static void reduce_all(unsigned state) {
-    for (int dtype = 0; dtype < KOS_DTYPES; dtype++)
+    for (int dtype = 0; kos_bytes_of(dtype); dtype++)
         for (int op = 0; op < KOS_OPS; op++)
             for (size_t count = 0; count < 70; count += 1 + count / 8) {
                 kos_reduction r;

@@ -23,6 +23,7 @@ from kos.comm.control.listening import bound
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
+from kos.environment import KOS_HOST
 from kos.errors import RendezvousError
 from kos.launcher import OF_OTHERS, VARIABLES
 
@@ -61,7 +62,7 @@ def job_rendezvous(
 
 def env_rendezvous(timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> TCPRendezvous:
     """The ranks named by the environment.  Also raises RendezvousError for variables that are missing or wrong."""
-    return job_rendezvous(Place.read(environ), timeout, host=environ.get("KOS_HOST", ""))
+    return job_rendezvous(Place.read(environ), timeout, host=KOS_HOST.get(environ))
 
 
 @dataclass(frozen=True, slots=True)

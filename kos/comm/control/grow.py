@@ -38,6 +38,7 @@ from kos.comm.control.wire import (
     epoch_of,
     receive_greeting,
 )
+from kos.environment import KOS_JOIN
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError, from_record, to_record
 from kos.files import lacks_files, replace_file
 
@@ -405,7 +406,7 @@ def misfit(hello: Mapping[str, Any], terms: Mapping[str, Any]) -> str:
 
 def publish(group: Any) -> None:
     """Write the address of the group to the file that KOS_JOIN names, if it names one."""
-    if os.sep in (path := os.environ.get("KOS_JOIN", "")):
+    if os.sep in (path := KOS_JOIN.get()):
         try:
             replace_file(Path(path), group.address.encode())
         except OSError as error:

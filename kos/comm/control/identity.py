@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kos.environment import KOS_CLAIM
 from kos.errors import RendezvousError
 from kos.launcher import OF_MPI, OF_OTHERS, VARIABLES, launched_place, under_mpirun
 from kos.memory.ipc import namespace
@@ -27,8 +28,6 @@ _RUN = "TORCHELASTIC_RUN_ID"
 _JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _HYDRA = "hydra_pmi_proxy"  # each rank's parent under MPICH's mpirun, which does not name the job
 
-CLAIM = "KOS_CLAIM"
-"""The variable with the process that is the rank, and a digest of its job and rank."""
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()  # the open groups of this rank
 
 
@@ -74,11 +73,11 @@ def claimed(by_mpi: bool) -> Iterator[None]:
 
     Raises RendezvousError if this process has inherited the claim of another one, which runs.
     """
-    pid, _, of = os.environ.get(CLAIM, "").partition(" ")
+    pid, _, of = KOS_CLAIM.get().partition(" ")
     if of == (mine := _digest(by_mpi)) and pid != str(os.getpid()) and process(pid)[1]:
         raise RendezvousError(_refusal(by_mpi, pid))
     making = hold(lambda: None)  # keeps the claim if another group is closed meanwhile
-    os.environ[CLAIM] = f"{os.getpid()} {mine}"
+    os.environ[KOS_CLAIM.name] = f"{os.getpid()} {mine}"
     try:
         yield
     finally:
@@ -134,5 +133,5 @@ def release(group: Any) -> None:
     _holders.discard(group)
     MPI = sys.modules.get("mpi4py.MPI")
     kept = len(_holders) or (under_mpirun() and MPI is not None and MPI.Is_initialized())
-    if not kept and os.environ.get(CLAIM, "").startswith(f"{os.getpid()} "):  # not that of a parent
-        del os.environ[CLAIM]
+    if not kept and KOS_CLAIM.get().startswith(f"{os.getpid()} "):  # not that of a parent
+        del os.environ[KOS_CLAIM.name]

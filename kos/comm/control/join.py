@@ -27,6 +27,7 @@ from kos.comm.control.wire import (
     prepare,
     receive_greeting,
 )
+from kos.environment import KOS_HOST
 from kos.errors import CollectiveError, RendezvousError
 
 FOREIGN_SECONDS = 5.0  # limit for a member to answer where another address has another secret or protocol
@@ -57,7 +58,7 @@ def call_members(
             known = connection.mask(bytes.fromhex(answer["secret"]), sent=False)
             network = Network(known, host, host, is_loopback(host), plan["epoch"], host)
             group = TCPRendezvous(rank, len(plan["members"]), plan["timeout"], network, None)
-            group.family, group.join_secret, group.host = plan["family"], secret, os.environ.get("KOS_HOST", "")
+            group.family, group.join_secret, group.host = plan["family"], secret, KOS_HOST.get()
             assert calls.listener is not None
             try:
                 group.enter(plan, calls.listener, {0: connection})

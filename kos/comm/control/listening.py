@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import re
 import socket
 
+from kos.environment import KOS_BIND, KOS_PORTS
 from kos.errors import RendezvousError
 
 
@@ -19,7 +19,7 @@ def check() -> None:
 
 def ports() -> range:
     """The ports at which this process may listen; empty: those that the kernel chooses."""
-    text = os.environ.get("KOS_PORTS", "")
+    text = KOS_PORTS.get()
     found = re.fullmatch(r"(\d+)-(\d+)", text, re.ASCII)
     first, last = map(int, found.groups()) if found else (1, 0)
     if text and not 0 < first <= last < 1 << 16:
@@ -34,7 +34,7 @@ def bound() -> str:
 
 
 def _bind() -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    text = os.environ.get("KOS_BIND", "")
+    text = KOS_BIND.get()
     try:
         return ipaddress.ip_address(text.strip("[]")) if text else None
     except ValueError:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from tempfile import NamedTemporaryFile
 
+from kos.environment import KOS_SECRET
 from kos.errors import RendezvousError
 from kos.files import cache_folder
 
@@ -20,7 +21,8 @@ def load_secret(environ: Mapping[str, str]) -> bytes:
     ``KOS_SECRET``, unless they share the user's home.  Raises RendezvousError if the secret is empty, or its file
     cannot be used or is readable by others.
     """
-    secret = environ["KOS_SECRET"].encode(errors="surrogateescape") if "KOS_SECRET" in environ else _users_own(environ)
+    given = KOS_SECRET.name in environ
+    secret = KOS_SECRET.get(environ).encode(errors="surrogateescape") if given else _users_own(environ)
     if not secret:
         raise RendezvousError("KOS_SECRET: expected a secret, got an empty one")
     return secret

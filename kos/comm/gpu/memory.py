@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from kos.comm.contract import Backend, Message, Piece
 from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
+from kos.comm.operations import OPERATIONS, PARTS
 from kos.cuda import Kernel, driver
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import BoundKernel, Launch, resolved
@@ -35,25 +36,20 @@ def whole(buffer: Buffer | None) -> Piece:
 
 def exchange_of(o: Operation, rank: int, size: int) -> tuple[list[Piece], list[Piece]]:
     """The pieces that an operation without a reduction sends to each rank, and receives from each."""
-    send, recv, root, message = whole(o.send), whole(o.recv), o.root, o.message
-
-    def only(rank: int | None, piece: Piece) -> list[Piece]:
-        return [piece if r == rank else NONE for r in range(size)]
-
-    match o.name:
-        case "broadcast":
-            return [send if rank == root else NONE] * size, only(root, recv)
-        case "all_gather" | "all_gather_v":
-            return [send] * size, _parts(o.recv, o.recv_counts, size)
-        case "all_to_all" | "all_to_all_v":
-            return _parts(o.send, o.send_counts, size), _parts(o.recv, o.recv_counts, size)
-        case "gather" | "gather_v":
-            return only(root, send), _parts(o.recv, o.recv_counts, size)
-        case "scatter" | "scatter_v":
-            return _parts(o.send, o.send_counts, size), only(root, recv)
-        case "send" | "recv" | "send_recv":
-            return only(message.dst, send), only(message.src, recv)
-    raise NotImplementedError(f"expected an operation that exchanges pieces between GPUs, got {o.name}")
+    row, root, message, everyone = OPERATIONS.get(o.name), o.root or 0, o.message, range(size)
+    if row is None or row.reduces or o.name == "barrier":
+        raise NotImplementedError(f"expected an operation that exchanges pieces between GPUs, got {o.name}")
+    sends = _parts(o.send, o.send_counts, size) if row.input == PARTS else [whole(o.send)] * size
+    recvs = _parts(o.recv, o.recv_counts, size) if row.output == PARTS else [whole(o.recv)] * size
+    if row.message:
+        targets, sources = [peer == message.dst for peer in everyone], [peer == message.src for peer in everyone]
+    else:
+        targets = [row.pairs(rank, peer, root, size) for peer in everyone]
+        sources = [row.pairs(peer, rank, root, size) for peer in everyone]
+    return (
+        [piece if sent else NONE for piece, sent in zip(sends, targets, strict=True)],
+        [piece if got else NONE for piece, got in zip(recvs, sources, strict=True)],
+    )
 
 
 def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> list[Piece]:

@@ -34,9 +34,7 @@ _FIRST_TO_SHARE_GPUS = 23000  # NCCL 2.30
 SUM, PROD, MAX, MIN, AVG = range(5)
 BYTE = 1
 """ncclUint8, the type of data movement."""
-CODES = {"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclUint32": 3, "ncclInt64": 4, "ncclUint64": 5,
-         "ncclFloat16": 6, "ncclFloat32": 7, "ncclFloat64": 8, "ncclBfloat16": 9}  # fmt: skip
-CODE_OF: dict[DType, int] = {dtype: CODES[dtype.nccl] for dtype in DTYPES.values() if dtype.nccl in CODES}
+CODE_OF: dict[DType, int] = {dtype: dtype.nccl for dtype in DTYPES.values() if dtype.nccl is not None}
 """ncclDataType_t of the types that NCCL can add."""
 Call = tuple[Any, ...]
 """The name of one of NCCL's functions, and its arguments except the last one, which is the stream.  The address of an

@@ -24,6 +24,7 @@ from kos.comm.control.thread_rendezvous import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.matching import Envelope
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Operation
+from kos.comm.operations import COLLECTIVES, PARTS, Facts
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
@@ -31,10 +32,7 @@ from kos.errors import CollectiveMismatch, KosError, plural
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
-_COMPUTED = (
-    "all_reduce", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "all_gather", "gather", "scatter",
-    "all_to_all", "barrier", *GROUP_CALLS,
-)  # fmt: skip
+_COMPUTED = {"barrier", *GROUP_CALLS} | {name for name, row in COLLECTIVES.items() if not row.varies}
 """The collectives that ``compute`` supports: the pieces of all ranks have the same length.
 
 All others run by messages, as ``transport.py`` says.
@@ -329,21 +327,22 @@ def compute(works: Sequence[Work[Any]]) -> None:
         return
     if o.reduction is not None:
         results = _reduced(o.name, works)
-    elif o.name == "broadcast":
-        results = [works[o.root or 0].send] * len(works)
-    elif o.name == "scatter":
-        results = np.split(works[o.root or 0].send.copy(), len(works))
-    elif o.name == "all_to_all":
-        blocks = np.concatenate([each.send for each in works]).reshape(len(works), len(works), -1)
-        results = [blocks[:, rank].reshape(-1) for rank in range(len(works))]
     else:
-        results = [np.concatenate([each.send for each in works])] * len(works)
+        results = [_moved(COLLECTIVES[o.name], works, rank) for rank in range(len(works))]
     for work, result in zip(works, results, strict=True):
         if (mine := work.prepared.operation).recv is not None:
             if mine.reduction is not None:
                 mine.reduction.finish(result, work.recv)
             elif work.recv is not result:  # the root's array in a broadcast may be read-only
                 np.copyto(work.recv, result)
+
+
+def _moved(row: Facts, works: Sequence[Work[Any]], rank: int) -> Array:
+    """The result of rank ``rank`` in a collective that moves data; empty if it has none."""
+    n, root = len(works), works[0].prepared.operation.root or 0
+    inputs = [works[source].send for source in row.sources(rank, root, n)]
+    pieces = [np.split(x, n)[rank] for x in inputs] if row.input == PARTS else inputs
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0)])
 
 
 def _reduced(name: str, works: Sequence[Work[Any]]) -> list[Array]:

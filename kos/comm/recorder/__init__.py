@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from kos.comm.operation import ANY
+from kos.environment import KOS_RECORDER_DIR
 from kos.errors import InvalidArgument
 from kos.files import replace_file
 from kos.memory import Buffer
@@ -72,7 +73,7 @@ class Recorder:
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._open: set[int] = set()
-        self._directory = os.environ.get("KOS_RECORDER_DIR")
+        self._directory = KOS_RECORDER_DIR.get()
         self._failed = False
         recorders.add(self)
 
@@ -161,7 +162,7 @@ class Recorder:
 
     def try_dump(self, reason: str, *, always: bool = False) -> None:
         """Dump if KOS_RECORDER_DIR names a folder, or ``always``; errors are logged."""
-        if self._directory is not None or always:
+        if self._directory or always:
             try:
                 self.dump(reason=reason)
             except InvalidArgument as error:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
 from kos.comm.recorder import recorders
+from kos.environment import KOS_RECORDER_SIGNAL
 from kos.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def dump_on_env_signal() -> None:
 
     Raises InvalidArgument for an invalid signal.
     """
-    wanted = os.environ.get("KOS_RECORDER_SIGNAL")
+    wanted = KOS_RECORDER_SIGNAL.get()
     if not wanted:
         return
     known = {name: s for s in signal.Signals for name in (str(s.value), s.name, s.name.removeprefix("SIG"))}

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kos.comm.operations import COLLECTIVES, PARTS
 from kos.errors import KosError, plural
 
 Indices: TypeAlias = "np.ndarray | int"
 
-IN_PLACE = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
+IN_PLACE = tuple(name for name, row in COLLECTIVES.items() if row.in_place)
 """Collectives whose ranks all hold one vector in the space "data"; the others use "input" and "output"."""
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ROOTED = tuple(name for name, row in COLLECTIVES.items() if row.rooted)
 
 
 class ScheduleError(KosError):
@@ -163,13 +164,15 @@ class Schedule:
         """The length of each user space in units; for rooted collectives, on the root."""
         if self.collective in IN_PLACE:
             return {"data": 1}
-        return {"input": self.ranks if self.collective in ("reduce_scatter", "all_to_all", "scatter") else 1,
-                "output": self.ranks if self.collective in ("all_gather", "all_to_all", "gather") else 1}
+        row = COLLECTIVES[self.collective]
+        return {"input": self.ranks if row.input == PARTS else 1, "output": self.ranks if row.output == PARTS else 1}
 
     def spaces(self, rank: int) -> tuple[str, ...]:
         """The user buffers of ``rank``: only the root has a gather's output and a scatter's input."""
-        absent = {"gather": "output", "scatter": "input"}.get(self.collective) if rank != self.root else None
-        return tuple(space for space in self.units if space != absent)
+        row = COLLECTIVES[self.collective]
+        if rank == self.root or not row.rooted or row.in_place:
+            return tuple(self.units)
+        return ("output",) if row.root_gives else ("input",)
 
     def start(self, chunk: int, elements: int) -> int:
         """First element of ``chunk``, for ``elements`` in a unit."""

@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kos.comm.operations import COLLECTIVES, PARTS
 from kos.comm.schedules.schedule import Round, Schedule, ScheduleError, Step
 
 Slot = tuple[str, int]
@@ -161,21 +162,12 @@ class _Proof:
 def postcondition(schedule: Schedule) -> Iterator[tuple[int, str, int, int, int]]:
     """The final contents: (rank, space, chunk, original chunk, bit mask of ranks in it)."""
     n, parts, root = schedule.ranks, schedule.parts, schedule.root
-    everybody, each = (1 << n) - 1, [1 << rank for rank in range(n)]
+    row = COLLECTIVES[schedule.collective]
+    space = "data" if row.in_place else "output"
     for rank in range(n):
-        space, units = {  # of each unit of the space: (the unit it began as, ranks)
-            "all_reduce": ("data", [(0, everybody)]),
-            "reduce": ("data", [(0, everybody)] if rank == root else []),
-            "scan": ("data", [(0, 2 * each[rank] - 1)]),
-            "exscan": ("data", [(0, each[rank] - 1)] if rank else []),
-            "broadcast": ("data", [(0, each[root])]),
-            "reduce_scatter": ("output", [(rank, everybody)]),
-            "scatter": ("output", [(rank, each[root])]),
-            "all_to_all": ("output", [(rank, source) for source in each]),
-            "all_gather": ("output", [(0, source) for source in each]),
-            "gather": ("output", [(0, source) for source in each if rank == root]),
-        }[schedule.collective]
-        for unit, (began, ranks) in enumerate(units):
+        sources = [1 << source for source in row.sources(rank, root, n)]
+        began = rank if row.input == PARTS else 0  # the unit of the input that each unit of the result is of
+        for unit, ranks in enumerate([sum(sources)] if row.reduces and sources else sources):
             yield from ((rank, space, unit * parts + x, began * parts + x, ranks) for x in range(parts))
 
 

@@ -6,6 +6,7 @@ A ``Step`` describes one call.  ``contributions`` returns its inputs on all rank
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -17,26 +18,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kos.comm import PremulSum, ReduceOp
+from kos.comm import Communicator, PremulSum, ReduceOp
 from kos.comm.compression import FORMATS, Format
 from kos.comm.host_compressed import IN_PHASES
+from kos.comm.operations import COLLECTIVES, OPERATIONS, PART, PARTS
 from kos.comm.schedules import algorithms, collectives
 from kos.dtypes import dtype_of
 from kos.testing.conformance.values import Array, assert_bits, assert_numbers, poison, vector, wrong_elements
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
-MOVING = (
-    "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter",
-    "scatter_v", "send_recv",
-)  # fmt: skip
+REDUCING = tuple(name for name, row in COLLECTIVES.items() if row.reduces)
+MOVING = (*(name for name, row in COLLECTIVES.items() if not row.reduces), "send_recv")
 """Those that move data, in host memory and on GPUs.  ``send_recv`` is last: groups of one rank leave it out."""
-IN_PLACE = ("all_reduce", "reduce", "scan", "exscan", "broadcast")
-GATHERING = ("all_gather", "all_gather_v", "gather", "gather_v")
-SCATTERING = ("reduce_scatter", "reduce_scatter_v", "scatter", "scatter_v")
-EXCHANGING = ("all_to_all", "all_to_all_v")
-ROOTED = ("reduce", "broadcast", "gather", "gather_v", "scatter", "scatter_v")
-COMPRESSED = ("all_reduce", "reduce_scatter", "reduce_scatter_v", "all_gather", "all_gather_v", *EXCHANGING)
-ROOT_GIVES = ("broadcast", "scatter", "scatter_v")
+ROOTED = tuple(name for name, row in COLLECTIVES.items() if row.rooted)
+GATHERING, SCATTERING, EXCHANGING = (
+    tuple(name for name, row in COLLECTIVES.items() if (row.input, row.output) == shape)
+    for shape in ((PART, PARTS), (PARTS, PART), (PARTS, PARTS))
+)
+IN_PLACE = tuple(name for name, row in COLLECTIVES.items() if row.in_place)
+COMPRESSED = tuple(name for name, row in COLLECTIVES.items() if row.compresses)
 
 UFUNCS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
@@ -107,7 +106,7 @@ def shards(step: Step, n: int) -> list[list[int]]:
 def lengths(step: Step, n: int) -> list[int]:
     """The elements of each rank's input."""
     rows = shards(step, n)
-    return [sum(row) for row in rows] if step.name in (*SCATTERING, *EXCHANGING) else rows[0]
+    return [sum(row) for row in rows] if OPERATIONS[step.name].input == PARTS else rows[0]
 
 
 def in_place(step: Step, n: int, me: int, x: Array, out: Array) -> tuple[Array, Array]:
@@ -115,14 +114,14 @@ def in_place(step: Step, n: int, me: int, x: Array, out: Array) -> tuple[Array, 
 
     Those given, for an operation that has no such form or a rank that passes one array.
     """
-    counts, is_root = shards(step, n)[me], me == step.root % n
+    counts, whole = shards(step, n)[me], me == step.root % n or step.name not in ROOTED
     part = slice(sum(counts[:me]), sum(counts[: me + 1]))
     if step.name in IN_PLACE:
         return x, x
-    if step.name in GATHERING and (is_root or step.name.startswith("all")):
+    if step.name in GATHERING and whole:
         out[part] = x
         return out[part], out
-    return (x, x[part]) if step.name in SCATTERING and (is_root or step.name.startswith("reduce")) else (x, out)
+    return (x, x[part]) if step.name in SCATTERING and whole else (x, out)
 
 
 def contributions(seed: int, step: Step, n: int) -> list[Array]:
@@ -136,18 +135,14 @@ _inputs_lock = Lock()  # ranks that are threads need the same inputs: one genera
 
 def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
     """The parts of rank ``me``'s result, to be reduced or concatenated; None if it has no result."""
-    n, root = len(xs), step.root % len(xs)
-    if step.name in ("reduce", "gather", "gather_v") and me != root:
+    if step.name == "barrier":
         return None
-    if step.name in ("scan", "exscan"):
-        return xs[: me + (step.name == "scan")] or None
-    if step.name in ("broadcast", "send_recv"):
-        return [xs[root if step.name == "broadcast" else me - 1]]
-    if step.name in (*SCATTERING, *EXCHANGING):
-        starts = [list(pairwise(np.cumsum([0, *row])))[me] for row in shards(step, n)]
+    n, row = len(xs), OPERATIONS[step.name]
+    mine = xs
+    if row.input == PARTS:
+        starts = [list(pairwise(np.cumsum([0, *counts])))[me] for counts in shards(step, n)]
         mine = [x[start:end] for x, (start, end) in zip(xs, starts, strict=True)]
-        return [mine[root]] if step.name.startswith("scatter") else mine
-    return xs if step.name != "barrier" else None
+    return [mine[source] for source in row.sources(me, step.root % n, n)] or None
 
 
 def result(step: Step, xs: list[Array], me: int, exact: int = 1) -> Array | None:
@@ -274,19 +269,23 @@ def arguments(comm: Any, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[
         options["out"] = out
     if step.compress:
         options["compress"] = step.compress
-    table = shards(step, n)
-    counts, from_each = (table[me], [row[me] for row in table]) if step.sized else (None, None)
-    of_root = x if me == root or step.other != (step.name == "broadcast") else None
-    return {
-        "all_reduce": [x], "scan": [x, op], "exscan": [x, op],
-        "reduce": [x, root], "reduce_scatter": [x, out], "broadcast": [of_root, root],
-        "reduce_scatter_v": [x, counts, out, op], "all_gather": [x, out], "all_gather_v": [x, counts, out],
-        "all_to_all": [x, out], "all_to_all_v": [x, table[me], from_each, out],
-        "gather": [x, root, out if me == root else None], "scatter": [of_root, out, root],
-        "gather_v": [x, counts, root, out if me == root else None],
-        "scatter_v": [of_root, counts, out, root],
-        "barrier": [], "send_recv": [x, out, (me + 1) % n, (me - 1) % n],
-    }[step.name], options  # fmt: skip
+    table, row = shards(step, n), OPERATIONS[step.name]
+    if row.root_gives and me != root and step.other == row.in_place:
+        x = None
+    counts, from_each = (table[me], [each[me] for each in table]) if step.sized else (None, None)
+    values = {
+        "x": x, "op": op, "root": root, "counts": counts, "send_counts": table[me], "recv_counts": from_each,
+        "dst": (me + 1) % n, "src": (me - 1) % n,
+        "out": None if row.rooted and not row.root_gives and me != root else out,
+    }  # fmt: skip
+    return [values[name] for name in _positional(step.name) if name not in options and name in values], options
+
+
+@lru_cache
+def _positional(name: str) -> list[str]:
+    """The arguments of an operation that a call may pass without their names, but for the ``out`` of one in place."""
+    parameters = inspect.signature(getattr(Communicator, name)).parameters.values()
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
 
 
 def call(comm: Any, step: Step, x: Any, out: Any, **more: Any) -> Any:
@@ -347,12 +346,13 @@ class Trial:
 
 def forms(step: Step) -> list[Step]:
     """The other forms of a call: it makes its result, sizes travel first, it works in place."""
-    more = [replace(step, made=True)] if step.name in (*GATHERING, *EXCHANGING) and not step.compress else []
-    more += [replace(step, other=True)] if step.name in ROOT_GIVES else []
+    row = OPERATIONS[step.name]
+    more = [replace(step, made=True)] if row.output == PARTS and not step.compress else []
+    more += [replace(step, other=True)] if row.root_gives else []
     sizes = [step]
     if step.name.endswith("_v") and not step.compress:
         sizes.append(replace(step, sized=False))
         more.append(sizes[1])
-    if step.name not in (*EXCHANGING, "send_recv"):
+    if step.name in (*IN_PLACE, *GATHERING, *SCATTERING):
         more += [replace(each, in_place=True) for each in sizes]
     return more

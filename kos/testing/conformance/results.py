@@ -15,10 +15,11 @@ import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import FORMATS
+from kos.comm.operations import OPERATIONS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument
 from kos.testing.conformance import model
-from kos.testing.conformance.model import COMPRESSED, REDUCING, ROOT_GIVES, ROOTED, Step, Trial, forms
+from kos.testing.conformance.model import COMPRESSED, REDUCING, ROOTED, Step, Trial, forms
 from kos.testing.conformance.values import SIZES, assert_bits, assert_same_on_all_ranks, raises
 
 REPEATED = 7
@@ -39,7 +40,7 @@ def correct(
     several = range(1 + len(algorithms(step.name, ordered=ordered))) if every_schedule else [step.algorithm]
     for each in (replace(step, count=count, root=root, algorithm=number) for count in sizes
                  for root in range(comm.size if step.name in ROOTED else 1) for number in several):  # fmt: skip
-        for turn in range(3 if each.count == REPEATED and each.name in ROOT_GIVES else 1):
+        for turn in range(3 if each.count == REPEATED and OPERATIONS[each.name].root_gives else 1):
             _one_result(comm, seed + turn, each)
 
 

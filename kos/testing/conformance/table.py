@@ -106,7 +106,7 @@ def _of_results(full: bool, seed: int) -> Iterator[Case]:
         op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
         for name in ("reduce", "reduce_scatter"):
             yield row(Step(name, dtype=dtype, op=op, deterministic=True), "deterministic")
-        for name in ("reduce_scatter_v", "scan", "exscan", *MOVING):
+        for name in (*REDUCING[3:], *MOVING):
             yield row(Step(name, dtype=dtype, op=op), every_schedule=name == "all_gather")
     for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send_recv"):
         yield row(Step(name, dtype=_F4), "large", sizes=(values.LARGE,), every_schedule=name == "all_gather")

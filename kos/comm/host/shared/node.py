@@ -23,12 +23,14 @@ from kos.comm.host.shared.calls import LONGEST_CHECK_SECONDS, CallRing, Differen
 from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Message, Operation
+from kos.comm.operations import OPERATIONS
 from kos.comm.prepared import CoreCall, Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.dtypes import DTYPE_CODES, dtype_of_code
+from kos.environment import KOS_CPU_VENDOR
 from kos.errors import CollectiveMismatch, InvalidArgument, KosError
 
 Array = np.ndarray[Any, Any]
@@ -44,7 +46,7 @@ def cpu_vendor() -> str:
     On Xeons (Sapphire Rapids) writing a cache line that another core read last is not slow; on EPYCs (Zen 4) it is, so
     the reader marks such lines (``kos_mark`` in core.h).
     """
-    if forced := os.environ.get("KOS_CPU_VENDOR"):
+    if forced := KOS_CPU_VENDOR.get():
         return forced
     with suppress(OSError), open("/proc/cpuinfo") as cpus:
         if "GenuineIntel" in cpus.read(256):  # the start of the first one
@@ -52,13 +54,8 @@ def cpu_vendor() -> str:
     return "other"
 
 
-_OPERATIONS = {
-    name: code for code, name in enumerate((
-        "barrier", "broadcast", "reduce", "all_reduce", "all_gather", "gather", "scatter", "all_to_all",
-        "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv",
-    ))
-}  # fmt: skip
-"""In the order of ``core.h``, as the next two.  Operations that are not here run by messages (``transport.py``)."""
+_OPERATIONS = {name: row.core for name, row in OPERATIONS.items() if row.core is not None}
+"""By operation, its number in the core.  Operations that are not here run by messages (``transport.py``)."""
 _OPERATIONS |= dict.fromkeys(GROUP_CALLS, 0)  # to the core barriers
 _REDUCTIONS = {
     op: code for code, op in enumerate((
@@ -124,10 +121,9 @@ class Node:
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
         if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
-        name = o.name.removesuffix("_v")
         if o.name == "recv_bytes" or o.message.src == ANY:
             self._bind_receive(prepared)
-        if name not in _OPERATIONS or o.message.src == ANY:
+        if o.name not in _OPERATIONS or o.message.src == ANY:
             return
         dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
         prepared.launch = self.start
@@ -139,7 +135,7 @@ class Node:
         if o.name == "send_recv" and recv is not None:
             counts[1] = (recv.count,) * self.size
         call = self._core.prepare(
-            _OPERATIONS[name], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
+            _OPERATIONS[o.name], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
             o.name.endswith("_v"), *map(_packed, counts), message.dst or 0, message.src or 0, message.tag,
             message.recv_tag, prepared.fingerprint, prepared.sizeless,
         )  # fmt: skip
