@@ -119,14 +119,16 @@ def run_calls(library: ctypes.CDLL, count: Callable[[str, int, Any, Callable[[],
     from tests.comm.ranks import on_threads
 
     def rank(rendezvous: Any, name: str, group: Any) -> None:
-        host = HostBackend(rendezvous, ThreadTransport)
+        host: HostBackend | None = HostBackend(rendezvous, ThreadTransport)
+        engine = host.engine
         made: dict[str, Callable[[], Any]] = {
-            "nccl": lambda: NCCLBackend(rendezvous, host.engine, 0, Comm(group, rendezvous.rank)),
-            "peer": lambda: PeerBackend(rendezvous, host.engine, 0),
+            "nccl": lambda: NCCLBackend(rendezvous, engine, 0, Comm(group, rendezvous.rank)),
+            "peer": lambda: PeerBackend(rendezvous, engine, 0),
         }
         names = name.split("+")
-        backend = GPUBackend(rendezvous, [made[each]() for each in names], host if names[1:] else None)
-        with kos.Communicator(backend, rendezvous, {}, LIMIT) as comm:
+        host = host if names[1:] else None
+        backend = GPUBackend(rendezvous, [made[each]() for each in names], host)
+        with kos.Communicator(backend, rendezvous, {}, LIMIT, host=host) as comm:
             for operation in OPERATIONS if rendezvous.rank == 0 else ():
                 form, _, rest = operation.partition(f", {name}")
                 if form in FORMS and rest in ("", ", default stream", ", torch") and is_available(operation):

@@ -135,6 +135,7 @@ class Operations:
     device: int | None
     """The index in this process of the GPU whose memory the backend moves; None for host memory."""
     backend: Any
+    host: Any
     _group: Any
     """The communicator as the flight recorder knows it."""
     _batch: Any
@@ -211,7 +212,7 @@ class Operations:
         """
         group, operation, *shapes = known
         try:
-            prepared = self.backend.prepare(resized(operation, *shapes))
+            prepared = self._prepare_anew(resized(operation, *shapes))
         except MemoryError:  # the core runs the call without it; the texts of its errors name the other size
             return None
         work.prepared = prepared
@@ -268,6 +269,16 @@ class Operations:
         apart = not sent or not received or input_at + sent <= output_at or output_at + received <= input_at
         return APART if apart else (input_at - output_at) % (1 << 64), sent, received
 
+    def _prepare_anew(self, o: Operation) -> Prepared:
+        """Have the backend for the memory of ``o`` prepare it; a barrier runs on the GPUs if a stream waits for it."""
+        first, host = o.send or o.recv, self.host
+        on_gpu = o.options.on_stream if first is None else first.device is not None
+        if host is None or host is self.backend or on_gpu:
+            prepared: Prepared = self.backend.prepare(o)
+            return prepared
+        prepared = self.backend.compare_host_calls(host.prepare(o))
+        return prepared
+
     def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
         """A checked call: by the Prepared of its signature, or by a new one.
 
@@ -286,7 +297,7 @@ class Operations:
                 self._check_open()
             if o.options.compress:
                 host_compressed.check(o)
-            prepared = self.backend.prepare(o)
+            prepared = self._prepare_anew(o)
             prepared.description = self._group, prepared.operation
             if prepared.lasting and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
@@ -456,7 +467,8 @@ class Operations:
             shard = comm.reduce_scatter(x, compress="int8", residual=residual)
         """
         self._check_open()
-        return self.backend.exact_group_size(device is not None)
+        backend = self.host if device is None else self.backend
+        return 1 if backend is None else int(backend.exact_group_size())
 
     def _with_feedback(self, o: Operation, residual: Any, stream: Any) -> Operation:
         """The compressed reduction ``o`` with error feedback."""
@@ -897,7 +909,7 @@ class Operations:
 
     def _check_envelopes(self, what: str) -> None:
         if not self.backend.has_envelopes:
-            raise BackendUnavailable(f"{what}: expected a backend for host memory, got {self.backend.name}")
+            raise BackendUnavailable(f"{what}: expected a backend for host memory, got {self.backend_name}")
 
     def _refuse_batch(self, name: str) -> None:
         if self._batch is not None:

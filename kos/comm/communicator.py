@@ -7,7 +7,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,9 +18,10 @@ from kos.comm.batch import Batch
 from kos.comm.collectives import Operations
 from kos.comm.contract import Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.group_backend import GroupBackend
+from kos.comm.gpu.backend import GPUBackend
 from kos.comm.groups import Groups
 from kos.comm.handlers import interruptible, interruption
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.one_thread import one_thread
 from kos.comm.operation import CORE_OPERATIONS, Operation, Options
 from kos.comm.prepared import record_start
@@ -66,10 +67,15 @@ class Communicator(Groups):
     __slots__ = ("_active",)  # the core reads and writes it
 
     def __init__(
-        self, backend: GroupBackend, rendezvous: Rendezvous, probes: Mapping[str, Probe], timeout: float,
-        group: Group | None = None,
+        self, backend: GPUBackend | HostBackend, rendezvous: Rendezvous, probes: Mapping[str, Probe], timeout: float,
+        group: Group | None = None, host: HostBackend | None = None,
     ) -> None:  # fmt: skip
-        self.backend, self.backend_name = backend, backend.name
+        """``host`` runs the operations on host memory, if ``backend`` runs those of a GPU."""
+        self.backend: Any = backend
+        self.host = backend if isinstance(backend, HostBackend) else host
+        """What runs operations on host memory, including those of ``split`` and ``all_gather_bytes``."""
+        self._parts = tuple(dict.fromkeys(each for each in (backend, self.host) if each is not None))
+        self.backend_name = "+".join(dict.fromkeys("+".join(each.name for each in self._parts).split("+")))
         self.device, self._store = backend.device, backend.store
         self.rendezvous = rendezvous
         self.probes = probes
@@ -83,14 +89,16 @@ class Communicator(Groups):
         self._closed, self._why_closed = False, " is closed"
         self._progress: ProgressThread | None = None
         self._group = group or Group(
-            Recorder(self.rank, self.size, rendezvous.job), "world", list(range(self.size)), self.rank, backend.name
+            Recorder(self.rank, self.size, rendezvous.job), "world", [*range(self.size)], self.rank, self.backend_name
         )
         self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
         rendezvous.failures.owner = weakref.ref(self)
         if group is None:
             rendezvous.failures.status.publish_last_call(self.recorder.last_call)
-        self._tracing = backend.tracing = tracing(backend, self.recorder)
+        self._tracing = tracing(self.recorder, on_gpu=self.device is not None)
+        if self.host is not None:
+            self.host.tracing = self._tracing
         core, self._core_calls = (None, None) if self._tracing is not None else backend.core_calls()
         self._core_group: Any = core if core is not None and self._bind(core) else None
         if self._core_group is not None:
@@ -156,7 +164,8 @@ class Communicator(Groups):
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         seconds = self.rendezvous.timeout = check_timeout(seconds)
-        self.backend.set_timeout(seconds)
+        if self.device is not None:
+            self.backend.set_timeout(seconds)
         self._defaults = Options(seconds)
         self._store.clear()
 
@@ -180,7 +189,7 @@ class Communicator(Groups):
         A flag is set (not 0) when an operation on the GPU is ended early, before its stream continues.  A later kernel
         on the stream, also in a graph, can check whether the results so far are complete.  Empty without a GPU.
         """
-        return self.backend.abort_flags
+        return [] if self.device is None else list(self.backend.abort_flags)
 
     @interruptible
     def synchronize(
@@ -203,7 +212,7 @@ class Communicator(Groups):
             if self.device is None or not callable(until):
                 raise InvalidArgument(f"until: expected None, or a function where GPUs are used, got {until!r}")
             return self.backend.synchronize(limit, handle, until)
-        for work in self.backend.engine.works_of(self.backend):
+        for work in self.backend.engine.works_of(self._parts):
             work.wait(timeout)
         self.backend.synchronize(limit, handle)
 
@@ -305,7 +314,10 @@ class Communicator(Groups):
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
             rows.append((name, chosen, probe.reason))
-        return "\n".join([*_columns([*rows, *self.backend.details()]), *_columns(self.backend.route_table())])
+        rows += dict.fromkeys(row for part in reversed(self._parts) for row in part.details())
+        places = (" on GPUs", " on hosts") if self._parts[1:] else ("",)
+        routes = [row for part, place in zip(self._parts, places, strict=True) for row in _route_table(part, place)]
+        return "\n".join([*_columns(rows), *_columns(routes)])
 
     def close(self) -> None:
         """Wait for the operations in flight and free all resources.  Collective; a second call does nothing.
@@ -328,8 +340,9 @@ class Communicator(Groups):
         self._closed, self.rendezvous.call = True, "close"
         self._end_thread()
         try:
-            with self.backend.engine.paused():
-                self.backend.close()
+            with self.backend.engine.paused(), ExitStack() as rest:  # closes all, even if one fails
+                for part in reversed(self._parts):
+                    rest.callback(part.close)  # that for host memory comes last: it reports the end
         finally:
             self.rendezvous.close()
 
@@ -355,14 +368,17 @@ class Communicator(Groups):
         self._end_thread()
         engine = self.backend.engine
         with engine.paused():
-            self.backend.abort(reason)  # first: this notifies the other ranks of the reason
-            for work in engine.works_of(self.backend):
+            if self.device is not None:
+                self.backend.signal_end(reason)
+            for part in reversed(self._parts):
+                part.abort(reason)  # that for host memory comes first: it reports the reason to other ranks at once
+            for work in engine.works_of(self._parts):
                 work.cancel(CollectiveError("the communicator was aborted", call=work))
         self.recorder.close(self._group, f"aborted: {reason}")
 
     def _signal_end(self, reason: str) -> None:
         """Begin to end this communicator and what was split from it: on a GPU each end waits for all of them."""
-        if not self._closed:
+        if not self._closed and self.device is not None:
             self.backend.signal_end(reason)
         for group in list(self._groups):
             group._signal_end(reason)
@@ -397,13 +413,20 @@ class Communicator(Groups):
         self._check_open()
         first = next((work for work in works if work.collective), None)
         with nullcontext() if first is None else one_thread(self, first):
-            ordered = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
-            if self.backend.on_gpu:
-                self.backend.check_start(ordered)
-            for work in ordered:
+            if self.device is not None:
+                works = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
+                self.backend.check_start(works)
+            for work in works:
                 record_start(self, work)
             with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):
-                self.backend.start_all(ordered, overlap)
+                for backend, several in itertools.groupby(works, lambda work: work.backend):
+                    each = list(several)
+                    if backend.on_gpu:
+                        backend.start_all(each, overlap)
+                        continue
+                    if self.device is not None:
+                        self.backend.confirm(each[0])
+                    backend.start_all(each)
 
     def _interrupted(self, call: str, error: BaseException) -> None:
         """Abort this communicator if the handler of a signal raised ``error`` in ``call``; a group of one goes on.
@@ -425,7 +448,7 @@ class Communicator(Groups):
     def _end_interrupted(self, what: str) -> None:
         if self.size == 1:  # the call has ended
             self._active = None
-            for work in self.backend.engine.works_of(self.backend):
+            for work in self.backend.engine.works_of(self._parts):
                 self.backend.engine.remove(work)
         elif not self._closed:
             failures = self.rendezvous.failures
@@ -436,6 +459,24 @@ class Communicator(Groups):
     def _check_open(self) -> None:
         if self._closed:
             raise CollectiveError(f"<Communicator {self._label}>{self._why_closed}")
+
+
+_SHOWN = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+_SHOWN_BYTES = {"1 KB": 1 << 10, "32 KB": 1 << 15, "1 MB": 1 << 20, "32 MB": 1 << 25, "1 GB": 1 << 30}
+_BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, True), "symmetric, graph": (True, True)}
+
+
+def _route_table(part: GPUBackend | HostBackend, place: str) -> list[tuple[str, ...]]:
+    """The routes of the usual operations as the rows of a table."""
+    rows: list[tuple[str, ...]] = [(f"float32{place}", *_SHOWN_BYTES)]
+    for name in _SHOWN if part.size > 1 else ():
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for kind, how in _BUFFERS.items():
+            cells = tuple(part.route_of(name, nbytes, *how) for nbytes in _SHOWN_BYTES.values())
+            alike.setdefault(cells, []).append(kind)
+        labels = (name if "" in kinds else f"{name} ({'; '.join(kinds)})" for kinds in alike.values())
+        rows += [(label, *cells) for label, cells in zip(labels, alike, strict=True)]
+    return rows if rows[1:] else []
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

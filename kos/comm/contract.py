@@ -54,6 +54,10 @@ from kos.memory import Array as GPUArray
 from kos.memory import Buffer
 from kos.memory.windows import Run
 
+CHANGES = "it changes the membership"
+UNMADE = "its communicator could not be made"
+"""Reasons that ``abort`` and ``report_end`` get: why a survivor has closed the old communicator; why a new one ends."""
+
 Array = np.ndarray[Any, Any]
 Message = tuple[int, int, int]
 """A message in GPU memory: the other rank, the address, and the number of bytes, which is not 0."""
@@ -171,7 +175,7 @@ class Backend(ABC):
     def open(self, backend: Any) -> None:  # noqa: B027
         """kos calls this once ``backend``, which runs the operations, has opened the shared memory of the host.
 
-        It is a HostBackend or a GPUBackend.  Collective.
+        It is a HostBackend (``host/host_backend.py``) or a GPUBackend (``gpu/backend.py``).  Collective.
         """
 
     # Optional for host memory: how it runs.

@@ -17,11 +17,10 @@ import numpy as np
 
 from kos.comm.arguments import check_int, check_rank, check_ranks, check_shape, check_timeout, number_in
 from kos.comm.collectives import Operations
-from kos.comm.contract import Probe
+from kos.comm.contract import CHANGES, UNMADE, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.grow import CONFIRM_SECONDS, attempt_seconds
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
-from kos.comm.group_backend import CHANGES, UNMADE
 from kos.comm.handlers import interruptible
 from kos.comm.making import communicator
 from kos.comm.operation import Operation
@@ -45,6 +44,7 @@ class Groups(Operations):
     recorder: Recorder
     timeout: Any
     device: int | None
+    _parts: Sequence[Any]
     _requested = "auto", False
     """The backend that the program asked for, and whether with a progress thread."""
     _changing = False  # ended by a change of the membership, which is not complete
@@ -175,15 +175,14 @@ class Groups(Operations):
         Returns whether messages may still be queued on the GPU.
         """
         self.rendezvous.failures.refuse(call)
-        for work in self.backend.engine.works_of(self.backend):
+        for work in self.backend.engine.works_of(self._parts):
             if work.collective and not getattr(work.steps, "gi_running", False):
                 work.wait()
-        messages: bool = self.backend.settle(self.timeout)
-        return messages
+        return self.device is not None and bool(self.backend.settle(self.timeout))
 
     def _agree(self, control: Operation, call: str) -> None:
         """Check that the other ranks make the same control-plane call."""
-        if self.backend.carries_host:
+        if self.host is not None:
             self._start(control)
         else:
             with self._exchange(call):
@@ -390,7 +389,7 @@ class Groups(Operations):
         refused, data = not sends and data is not None, bytes(data) if sends else b""
         purpose = name if root is None else intern(f"{name} with root {root}{self._suffix}")
         gets = operation != "gather_v" or self.rank == root
-        if self.backend.carries_host:
+        if self.host is not None:
             everyone = np.empty(self.size * FRAME_BYTES, np.uint8)
             length = (-1 if refused else len(data)).to_bytes(_LENGTH_BYTES, "little", signed=True)
             frame = (length + data[: FRAME_BYTES - _LENGTH_BYTES]).ljust(FRAME_BYTES, b"\0")
@@ -405,7 +404,7 @@ class Groups(Operations):
             counts = [len(part) - 1 for part in parts]
         if -1 in counts:
             raise InvalidArgument(f"data: expected None on rank {counts.index(-1)}, which is not root {root}, got data")
-        if not self.backend.carries_host:
+        if self.host is None:
             return [part[1:] for part in parts] if gets else None
         out = np.empty(sum(counts) if gets else 0, np.uint8)
         send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
@@ -420,7 +419,7 @@ class Groups(Operations):
         return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
 
     def _all_gather_numbers(self, numbers: Sequence[int], purpose: str, timeout: float | None) -> list[list[int]]:
-        if not self.backend.carries_host:
+        if self.host is None:
             with self._exchange(purpose, timeout):
                 return [json.loads(row) for row in self.rendezvous.allgather(json.dumps(numbers).encode())]
         mine, everyone = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
@@ -454,18 +453,21 @@ class Groups(Operations):
         Returns None if ``rendezvous`` is None.
         """
         if rendezvous is None:
-            self.backend.split(None, color, key)
+            if self.device is not None:
+                self.backend.split(None, color, key, None)
             return None
         with ExitStack() as undo:
             undo.callback(rendezvous.abort, None)
             with rendezvous.reporting():
-                backend = self.backend.split(rendezvous, color, key)
-                assert backend is not None
-                undo.callback(backend.abort, UNMADE)
-                backend.gpu_array_hint = self.backend.gpu_array_hint
-                group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, backend.name)
+                backend = host = None if self.host is None else self.host.split(rendezvous)
+                if host is not None:
+                    undo.callback(host.abort, UNMADE)
+                if self.device is not None:
+                    backend = self.backend.split(rendezvous, color, key, host)
+                    undo.callback(backend.abort, UNMADE)
+                group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, self.backend_name)
                 kind: Any = type(self)
-                made: Self = kind(backend, rendezvous, self.probes, self.timeout, group)
+                made: Self = kind(backend, rendezvous, self.probes, self.timeout, group, host)
                 made._requested = self._requested
                 undo.pop_all()
         return made

@@ -15,13 +15,12 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from kos.comm.contract import Backend, Probe
+from kos.comm.contract import UNMADE, Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.hierarchical import HierarchicalBackend
 from kos.comm.gpu.routes import PHASES
-from kos.comm.group_backend import UNMADE, GroupBackend
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.registry import BACKENDS, probe_all
 from kos.comm.tuning import for_group, preferred_on_hosts
@@ -52,8 +51,8 @@ def communicator(
             rendezvous.device = device
         if agreed:  # members have GPUs, of which newcomers take others
             rendezvous.requested_gpus = [each.decode() for each in rendezvous.allgather(requested_gpu(device).encode())]
-        probes, made = _make_backend(backend, rendezvous, device, progress_thread, undo)
-        comm = kind(made, rendezvous, probes, timeout)
+        probes, made, host = _make_backends(backend, rendezvous, device, progress_thread, undo)
+        comm = kind(made, rendezvous, probes, timeout, host=host)
         comm._requested = backend, progress_thread
         if progress_thread:
             comm._progress = ProgressThread(made.engine)
@@ -80,10 +79,10 @@ def _on_every_rank(error: Error) -> Error:
     return error
 
 
-def _make_backend(
+def _make_backends(
     backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
-) -> tuple[dict[str, Probe], GroupBackend]:
-    """The probes, and the backend of the communicator of ``init``, whose parts ``undo`` aborts."""
+) -> tuple[dict[str, Probe], Any, HostBackend | None]:
+    """The probes, and the backends of the communicator of ``init``, which ``undo`` ends."""
     probes, requested, sees, preferred = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
@@ -105,7 +104,7 @@ def _make_backend(
             host = HostBackend(rendezvous, kind)
         undo.push(partial(_end, host.close, partial(host.abort, UNMADE)))
         if progress_thread:
-            host.check_threads()
+            host.transport.check_threads()
     with rendezvous.reporting(), ExitStack() as unmade:
         routes: list[Backend] = []
         engine = Engine() if host is None else host.engine
@@ -116,10 +115,8 @@ def _make_backend(
             unmade.callback(routes[0].abort, UNMADE)
         made: Any = GPUBackend(rendezvous, routes, host) if routes else host
         unmade.pop_all()
-    if host is None:
+    if routes:
         undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
-    elif routes:
-        undo.callback(made.abort_routes, UNMADE)
     if backend == "auto" and made.device is None:
         why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
         if requested is not None:
@@ -131,7 +128,7 @@ def _make_backend(
     if rendezvous.nccl and "nccl" not in made.name.split("+"):
         text = f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}"
         raise _on_every_rank(InvalidArgument(text))
-    return probes, made
+    return probes, made, host
 
 
 def _reasons(probes: dict[str, Probe]) -> str:

@@ -19,7 +19,7 @@ from os.path import dirname, sep
 from sys import _getframe
 from threading import get_ident
 from time import time_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from kos.comm.one_thread import check_one_thread
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
@@ -27,6 +27,7 @@ from kos.comm.recorder import LAST_SLOT
 from kos.comm.work import Steps, Work
 from kos.cuda.kernels import Address
 from kos.cuda.streams import is_captured
+from kos.errors import KosError
 from kos.memory import Buffer, windows
 
 MOST_STORED = 2048
@@ -124,7 +125,7 @@ class Prepared:
                     backend.check_start((work,))
                 record_start(comm, work)
                 if backend.failures.first is not None:
-                    backend.refuse(work)
+                    refuse(work)
                 if comm._tracing is None:
                     steps = self.launch(work)
                 else:
@@ -222,6 +223,16 @@ def _arguments(o: Operation, group_suffix: str) -> str:
     if o.options.purpose:
         text += f", for {o.options.purpose}"
     return text
+
+
+def refuse(work: Work[Any]) -> NoReturn:
+    """Raise the first failure of its communicator in ``work``, whose record exists already."""
+    try:
+        work.backend.failures.refuse(work.name)
+    except KosError as error:
+        work.record_failure(error)
+        raise
+    raise AssertionError(f"{work}: refused without a reason")
 
 
 def record_start(comm: Any, work: Work[Any]) -> None:

@@ -1,7 +1,7 @@
 """The texts of timeouts: what an error says about a wait that took too long, and about the ranks that are late.
 
 The caller passes the names of the late ranks.  ``FailureLog`` (failures.py) decides which ranks the error names;
-``GroupBackend.late`` (group_backend.py) knows which ranks delay a call.
+``HostBackend.late`` and ``GPUBackend.late`` know which ranks delay a call.
 """
 
 from __future__ import annotations

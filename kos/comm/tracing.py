@@ -8,13 +8,12 @@ KOS_RECORDER_TIMING=1: entries of the recorder have ``duration_ms`` for operatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from kos.comm.group_backend import GroupBackend, Tracer
 from kos.comm.recorder import Recorder
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -22,8 +21,11 @@ from kos.cuda.streams import Event, capture_of
 from kos.environment import KOS_NVTX, KOS_RECORDER_TIMING
 from kos.errors import BackendUnavailable, KosError, install, is_on
 
+Tracer = Callable[[Sequence[Work[Any]], bool, bool], AbstractContextManager[Any]]
+"""A ``with`` block around the launch of Works; whether they are a batch, and whether with ``async_op``."""
 
-def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
+
+def tracing(recorder: Recorder, on_gpu: bool) -> Tracer | None:
     """The tracer of the launches of a communicator that the environment requests; None if it requests none.
 
     Raises BackendUnavailable for KOS_NVTX without the package nvtx, and InvalidArgument for values other than 0 and 1.
@@ -31,7 +33,7 @@ def tracing(backend: GroupBackend, recorder: Recorder) -> Tracer | None:
     tracers: list[Tracer] = []
     if is_on(KOS_NVTX):
         tracers.append(_ranges())
-    if is_on(KOS_RECORDER_TIMING) and backend.device is not None:
+    if is_on(KOS_RECORDER_TIMING) and on_gpu:
         tracers.append(partial(_timed, recorder))
     if not tracers:
         return None

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kos.comm.group_backend import GroupBackend
 from kos.errors import KosError
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,8 @@ _lock = threading.RLock()  # reentrant: the garbage collector may remove a backe
 _checking = threading.Lock()  # held while ``find_failure`` runs
 watched: weakref.WeakSet[Any] = weakref.WeakSet()
 """The backends that the thread checks."""
-_callbacks: weakref.WeakKeyDictionary[GroupBackend, list[Callback]] = weakref.WeakKeyDictionary()
-_calling: weakref.WeakSet[GroupBackend] = weakref.WeakSet()  # whose callbacks are being called
+_callbacks: weakref.WeakKeyDictionary[Any, list[Callback]] = weakref.WeakKeyDictionary()
+_calling: weakref.WeakSet[Any] = weakref.WeakSet()  # whose callbacks are being called
 _logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # errors of checks, by backend
 _thread: threading.Thread | None = None
 _stop = threading.Event()
@@ -52,20 +51,20 @@ def add(backend: Any) -> None:
         _start()
 
 
-def remove(backend: GroupBackend) -> None:
+def remove(backend: Any) -> None:
     """Stop watching ``backend``."""
     with _lock:
         watched.discard(backend)
 
 
-def on_failure(backend: GroupBackend, callback: Callback) -> None:
+def on_failure(backend: Any, callback: Callback) -> None:
     """Call ``callback(error)`` once, on the watchdog's thread, when ``backend`` has failed."""
     with _lock:
         _callbacks.setdefault(backend, []).append(callback)
         _start()
 
 
-def has_callbacks(backend: GroupBackend) -> bool:
+def has_callbacks(backend: Any) -> bool:
     """Whether ``backend`` has callbacks of ``on_failure`` that are not called yet, or are being called."""
     return backend in _callbacks or backend in _calling  # in this order: ``_tick`` moves it from one to the other
 

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from time import time_ns
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
@@ -118,10 +118,10 @@ class Engine:
             work._steps = None
         self.active.clear()
 
-    def works_of(self, backend: Any) -> list[Work[Any]]:
-        """The operations of ``backend`` that the program has not waited for: failed messages, then those in flight."""
+    def works_of(self, backends: Collection[Any]) -> list[Work[Any]]:
+        """The operations of ``backends`` that the program has not waited for: failed messages, then those in flight."""
         with self.lock:
-            return [work for work in [*self.unreported, *self.active] if backend.owns(work)]
+            return [work for work in [*self.unreported, *self.active] if work.backend in backends]
 
     def outstanding(self) -> list[Work[Any]]:
         """The operations in flight, in the order of their launch."""
@@ -271,7 +271,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
 
     @property
     def backend(self) -> Any:
-        """The ``kos.comm.group_backend.GroupBackend`` that runs it."""
+        """The HostBackend or GPUBackend that runs it."""
         return self.prepared.backend
 
     @property

@@ -101,7 +101,7 @@ def _call(comm: kos.Communicator, name: str, tree: Any, result: Callable[[Shape]
         return _launch(comm, name, xs, [np.empty(s, x.dtype) for s, x in zip(shapes, xs, strict=True)], arguments)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        if not comm.backend.carries_host:
+        if comm.host is None:
             raise InvalidArgument(f"comm: expected a backend that moves host memory in jit, got {comm.backend_name}")
         kinds = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
         results = io_callback(on_host, kinds, *leaves, ordered=True)

@@ -208,8 +208,8 @@ def gpu_alone(request, monkeypatch):
         host = HostBackend(rendezvous, ThreadTransport)
         routes = [NCCLBackend(rendezvous, host.engine, 0, Comm(group, 0))] if kind != "peer" else []
         routes += [PeerBackend(rendezvous, host.engine, 0)] if kind != "nccl" else []
-        backend = GPUBackend(rendezvous, routes, host if kind == "auto" else None)
-        with kos.Communicator(backend, rendezvous, {}, WAIT) as comm:
+        host = host if kind == "auto" else None
+        with kos.Communicator(GPUBackend(rendezvous, routes, host), rendezvous, {}, WAIT, host=host) as comm:
             body(comm, fake.driver)
 
     with no_gpus(monkeypatch, 1) as fake:

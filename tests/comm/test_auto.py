@@ -97,7 +97,7 @@ def run(
         made = [
             KINDS[name](rendezvous, memory.engine, 0, Comm(group, rendezvous.rank)) for name, group in groups.items()
         ]
-        comm = kos.Communicator(GPUBackend(rendezvous, made, memory), rendezvous, {}, timeout)
+        comm = kos.Communicator(GPUBackend(rendezvous, made, memory), rendezvous, {}, timeout, host=memory)
         body(comm, Log(comm))
 
     on_threads(size, rank, timeout, lambda: [group.barrier.abort() for group in groups.values()])
@@ -156,7 +156,7 @@ def test_a_call_of_peer_waits_until_nccl_is_connected(fake):
         memory = HostBackend(rendezvous, ThreadTransport)
         nccl, ready = NCCLBackend(rendezvous, memory.engine, 0), Comm(group, rendezvous.rank)
         routes = [nccl, Peer(rendezvous, memory.engine, 0, ready)]
-        comm = kos.Communicator(GPUBackend(rendezvous, routes, memory), rendezvous, {}, 20.0)
+        comm = kos.Communicator(GPUBackend(rendezvous, routes, memory), rendezvous, {}, 20.0, host=memory)
         log = Log(comm)
         comm.all_reduce(np.zeros(9, np.float32))
         comm.backend.set_timeout(0.1)
@@ -242,7 +242,7 @@ def test_register_uses_the_first_backend_that_accepts_the_memory(comm, log, /):
 @on_each_rank(run, host=SharedOnly)
 def test_a_batch_starts_its_backends_in_one_order(comm, log, /):
     """Calls start in the order of their numbers, whichever backend runs them, because ranks compare their progress."""
-    calls, node = comm.backend.host.calls, comm.backend.host.node
+    calls, node = comm.host.calls, comm.host.node
     assert comm.backend.shared.calls is calls
     begun = []
     announce, core = calls.announce, node._core
@@ -309,7 +309,7 @@ def test_a_route_that_does_not_carry_an_operation_is_not_chosen(comm, log, /, op
 def test_host_arrays_go_through_the_core(comm, log, /):
     """They use no messages, and the calls on the GPUs are checked first."""
     backend = comm.backend
-    backend.host.transport.launch = None
+    comm.host.transport.launch = None
     confirmed = []
     confirm = backend.confirm
     backend.confirm = lambda work: (confirmed.append(work.sequence), confirm(work))[1]

@@ -27,7 +27,7 @@ def test_each_backend_is_closed_if_the_close_of_another_fails(comm, log, /):
         ended.append(name)
         raise CollectiveError(name)
 
-    for part in (*backend.routes, backend.host):
+    for part in (*backend.routes, comm.host):
         part.close = lambda *_, name=part.name: fails(name)
     with pytest.raises(CollectiveError):
         comm.close()
@@ -87,11 +87,11 @@ def test_survivors_of_a_shrink_use_both_backends(comm, log, /):
 @on_each_rank(run)
 def test_an_abort_is_reported_before_it_waits(comm, log, /):
     backend = comm.backend
-    backend.host.abort = lambda reason: log.append(f"mock: {reason}")
+    comm.host.abort = lambda reason: log.append(f"mock: {reason}")
     for route in backend.routes:
         route.abort = lambda reason, name=route.name: log.append(f"waits of {name}")
         route.drained = lambda final, name=route.name: log.append(f"{name}: {final}")
-    backend.abort("enough")
+    comm.abort(reason="enough")
     waits = ["waits of nccl", "waits of peer"]
     assert log == [*waits, "mock: enough", "nccl: True", "peer: True"]
 

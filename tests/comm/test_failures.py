@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.contract import UNMADE
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.group_backend import UNMADE
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves

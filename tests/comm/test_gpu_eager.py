@@ -354,7 +354,7 @@ def test_of_two_backends_python_orders_each_turn(peers):
         host = HostBackend(rendezvous, ThreadTransport)
         nccl = NCCLBackend(rendezvous, host.engine, 0, Comm(group, rendezvous.rank))
         routes = [nccl, PeerBackend(rendezvous, host.engine, 0)]
-        with kos.Communicator(GPUBackend(rendezvous, routes, host), rendezvous, {}, WAIT) as comm:
+        with kos.Communicator(GPUBackend(rendezvous, routes, host), rendezvous, {}, WAIT, host=host) as comm:
             x, ways = on_gpu(np.ones(4, np.float32)), [{}, {"deterministic": True}]
             parts = set()
             for options in ways:

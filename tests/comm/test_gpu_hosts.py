@@ -42,7 +42,7 @@ def nccl(rendezvous: Rendezvous) -> kos.Communicator:
 def auto(rendezvous: Rendezvous) -> kos.Communicator:
     host = HostBackend(rendezvous, TCPTransport if rendezvous.mpi_comm is None else MPITransport)
     backend = of_nccl(rendezvous, Comm(Group(1), 0), host)
-    return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
+    return kos.Communicator(backend, rendezvous, {}, TIMEOUT, host=host)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_failure_reaches_the_other_hosts(run, kind, hosts):
         comm.all_reduce(on_gpu())
         wait_for_looks(comm)
         if comm.rank == 0:
-            comm.backend.abort("of the test")
+            comm.abort(reason="of the test")
             return ""
         error = heard.wait()
         assert error.ranks == (0,)

@@ -98,7 +98,7 @@ def communicator(
     backend = GPUBackend(rendezvous, [nccl, phases], host)
     if routes is not None and phases.table is not None:
         backend.use(replace(phases.table, routes=routes))
-    return kos.Communicator(backend, rendezvous, {}, timeout)
+    return kos.Communicator(backend, rendezvous, {}, timeout, host=host)
 
 
 @pytest.fixture

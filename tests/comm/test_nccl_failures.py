@@ -312,7 +312,7 @@ def test_a_split_that_ends_too_late_is_ended(fake, late, alone):
     assert backend.allocate(4, np.float32) is not None  # the array is gone, but other ranks may use the window
     backend.timeout = 0.1
     with pytest.raises(CollectiveTimeout, match="nccl: init"):
-        backend.split(alone, 0)
+        backend.split(alone, 0, 0, None)
     late.set()
     assert late.is_ended()
     for thread in threading.enumerate():

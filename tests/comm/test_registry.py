@@ -23,7 +23,7 @@ class Another(ThreadTransport):
 
 
 class Partial(Backend):
-    """A class that lacks methods of GroupBackend is refused, and the error names them."""
+    """A class that lacks methods of Backend is refused, and the error names them."""
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.contract import CHANGES
 from kos.comm.control.mpi_rendezvous import wait_for_all
 from kos.comm.control.thread_rendezvous import RANK_THREAD, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.comm.failures import FailureLog
-from kos.comm.group_backend import CHANGES
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, CollectiveTimeout, RankLost, RendezvousError
 from kos.testing import spawn

@@ -154,7 +154,7 @@ def test_operations_on_a_host_have_no_duration(clock, batch):
 
     def body(rendezvous):
         host = HostBackend(rendezvous, ThreadTransport)
-        with kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), host), rendezvous, {}, WAIT) as comm:
+        with kos.Communicator(of_nccl(rendezvous, Comm(Group(1), 0), host), rendezvous, {}, WAIT, host=host) as comm:
             with comm.batch() if batch else nullcontext():
                 comm.broadcast(np.ones(2))
                 comm.all_reduce(Array.zeros(4, np.float32, 0), kos.PremulSum(2.0))

@@ -61,7 +61,7 @@ def fails(comm: kos.Communicator, kind: type[KosError], match: str) -> None:
 
 
 def kill(comm: kos.Communicator, rank: int) -> None:
-    calls = comm.backend.host.calls
+    calls = comm.host.calls
     calls.segment.words[calls.segment.line(rank) + PID] = (1 << 22) + 1  # no process has it
 
 

@@ -9,9 +9,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from typing import Any
 
 from kos.comm import watchdog
-from kos.comm.group_backend import GroupBackend
 from kos.comm.waits import start_in_thread
 from kos.cuda import driver
 from kos.errors import CudaError, KosError
@@ -23,11 +23,11 @@ _HALTED_SECONDS = 1.0
 """How long a failed communicator waits for the GPU before others that wait for the same stopped rank fail too."""
 ENDED = "what was in flight was ended, and its results are undefined"
 
-_aborting: dict[GroupBackend, float] = {}
+_aborting: dict[Any, float] = {}
 """Failed backends that wait for their GPU to become idle, and when each began."""
 
 
-def wait_for_idle(backend: GroupBackend, drain: Callable[[], None]) -> None:
+def wait_for_idle(backend: Any, drain: Callable[[], None]) -> None:
     """Run ``drain``, which waits until the GPU is idle, on a thread; the others are checked meanwhile."""
     began = _aborting[backend] = time.monotonic()
     drained = start_in_thread(drain)
@@ -39,7 +39,7 @@ def wait_for_idle(backend: GroupBackend, drain: Callable[[], None]) -> None:
         watchdog.check_others()
 
 
-def raise_if_stuck(backend: GroupBackend, now: float) -> None:
+def raise_if_stuck(backend: Any, now: float) -> None:
     """Raise if another communicator failed because of a rank of this one, and the GPU does not become idle.
 
     In that case this communicator waits for the rank in calls whose start the watchdog does not see, such as those
@@ -56,12 +56,12 @@ def raise_if_stuck(backend: GroupBackend, now: float) -> None:
             raise failure.copy(f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
 
 
-def lost(backend: GroupBackend, error: KosError) -> bool:
+def lost(backend: Any, error: KosError) -> bool:
     """Whether ``error`` makes the GPU of this rank unusable."""
     if not isinstance(error, CudaError):
         return False
     try:
-        with driver.on_device(backend.device):  # type: ignore[arg-type]
+        with driver.on_device(backend.device):
             return driver.broken() is not None
     except CudaError:  # it cannot even be made current
         return True

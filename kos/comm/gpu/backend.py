@@ -1,7 +1,7 @@
-"""GPUBackend: runs the operations of a communicator whose ranks have GPUs.
+"""GPUBackend: runs the operations of a communicator on arrays of GPUs.
 
-It has one or several routes for memory of the GPU (``routes.py``): ``nccl``, ``peer``, a backend of another package,
-and phases between hosts.  It also has a backend for host memory, if the communicator moves host memory.
+It has one or several routes (``routes.py``): ``nccl``, ``peer``, a backend of another package, and phases between
+hosts.
 
 A call queues its operation on one stream, and returns.  This is the stream of its arrays, or the stream that the
 program passes.  With ``async_op=True``, the operation is queued on a stream of the communicator, behind the work that
@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from kos.comm import watchdog
-from kos.comm.contract import Backend, Message, Resolved
+from kos.comm.contract import UNMADE, Backend, Message, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation, with_feedback
 from kos.comm.gpu.devices import check_float8
@@ -33,7 +33,7 @@ from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import PHASES, Choices, is_copy, nothing, single_rank_route
 from kos.comm.gpu.watched import WatchedBackend
 from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
-from kos.comm.group_backend import UNMADE, GroupBackend
+from kos.comm.host.host_backend import HostBackend
 from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared, without_memory
 from kos.comm.tuning import Table, for_group
@@ -48,21 +48,22 @@ from kos.memory.windows import Run
 
 
 class GPUBackend(WatchedBackend):
-    """Runs operations on arrays of one GPU by its ``routes``, and operations on host memory by ``host``."""
+    """Runs operations on arrays of one GPU by its ``routes``."""
 
-    on_gpu = True
+    on_gpu: ClassVar[bool] = True
+    has_envelopes: ClassVar[bool] = False
     work: ClassVar[type[Work[Any]]] = DeviceWork
 
     def __init__(
-        self, rendezvous: Rendezvous, routes: Sequence[Backend], host: GroupBackend | None = None
+        self, rendezvous: Rendezvous, routes: Sequence[Backend], host: HostBackend | None = None
     ) -> None:
-        """``routes`` belong to this group and GPU.  If this raises, the caller aborts them.  Collective."""
+        """``routes`` belong to this group and GPU.  If this raises, the caller aborts them.  Collective.
+
+        ``host`` runs the communicator's operations on host memory, if it has any: its ring compares the calls of both.
+        """
         routes = sorted(routes, key=lambda route: route.name)
         super().__init__(rendezvous, routes, host)
-        if host is not None:
-            self.inner = (host,)
-        names = [*(route.name for route in routes if route.name != PHASES), *(part.name for part in self.inner)]
-        self.name = "+".join(dict.fromkeys(names))
+        self.name = "+".join(route.name for route in routes if route.name != PHASES)
         self.choices = Choices(routes, next((route.table for route in routes if route.table is not None), None))
         self.order = Order(self.streams) if len(routes) > 1 or routes[0].serial else None
         self._lock = threading.RLock()  # for ``order``; reentrant, because a finalizer may make a call
@@ -83,20 +84,20 @@ class GPUBackend(WatchedBackend):
             raise
         watchdog.add(self)
 
-    @property
-    def carries_host(self) -> bool:
-        return self.host is not None
-
     def set_timeout(self, seconds: float) -> None:
-        super().set_timeout(seconds)
+        """Follow the communicator's timeout."""
+        self.timeout = seconds
         for route in self.routes:
             route.set_timeout(seconds)
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> GPUBackend | None:
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None, key: int, host: HostBackend | None
+    ) -> GPUBackend | None:
+        """The backend of a group of these ranks, beside its ``host``.  None without a ``rendezvous``.
+
+        Every rank calls it.  After a loss, every surviving rank does so after ``abort``.
+        """
         with ExitStack() as undo:
-            host = None if self.host is None else self.host.split(rendezvous, color, key)
-            if host is not None:
-                undo.callback(host.abort, UNMADE)
             routes, engine = list[Backend](), self.engine if host is None else host.engine
             for route in self.routes:
                 make = route.split(rendezvous, color, key)
@@ -117,32 +118,24 @@ class GPUBackend(WatchedBackend):
         self.store.clear()
 
     def details(self) -> list[tuple[str, str, str]]:
+        """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         calls, table = self.shared.calls, self.choices.table
         used = "no" if calls is None or calls.segment.size == 1 else "in use"
-        rows = [] if self.host is None else self.host.details()
-        rows.append(("shared memory", used, self.shared.segment))
+        rows = [("shared memory", used, self.shared.segment)]
         rows += [] if table is None else [("tuning table", "in use", table.source)]
-        return list(dict.fromkeys([*rows, *(row for route in self.routes for row in route.details())]))
+        return [*rows, *(row for route in self.routes for row in route.details())]
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""
         return self.choices.route_of(name, nbytes, symmetric, graph)
-
-    def route_table(self, place: str = "") -> list[tuple[str, ...]]:
-        if self.host is None:
-            return super().route_table(place)
-        return super().route_table(" on GPUs") + self.host.route_table(" on hosts")
 
     # Preparing calls.
 
     def prepare(self, o: Operation) -> Prepared:
         """Choose the route of an operation.  Raises InvalidArgument for arrays on another device, and for tags.
 
-        A barrier runs on the GPUs if a stream is to wait for it.
         """
         first, message = o.send or o.recv, o.message
-        on_host = not o.options.on_stream if first is None else first.device is None
-        if on_host and self.host is not None:
-            return self._prepare_on_host(self.host, o)
         route, fixed = self.choices.of(o) if len(self.routes) > 1 else (self.routes[0], True)
         if first is not None and first.device != self.device:
             raise InvalidArgument(
@@ -173,8 +166,8 @@ class GPUBackend(WatchedBackend):
         prepared.fixed = fixed
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
-    def _prepare_on_host(self, host: GroupBackend, o: Operation) -> Prepared:
-        prepared = host.prepare(o)
+    def compare_host_calls(self, prepared: Prepared) -> Prepared:
+        """Have calls on host memory compared with those on the GPU."""
         prepared.launch = partial(self._launch_on_host, prepared.launch)  # of the core or the transport
         self.shared.compare_host_calls(prepared)
         return prepared
@@ -204,6 +197,7 @@ class GPUBackend(WatchedBackend):
                 messages += more
 
     def core_calls(self) -> tuple[Any, Any]:
+        """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
         if self.shared.calls is None:
             return None, None
         calls = EagerCalls(self.shared.calls.core, self.shared, self)
@@ -264,22 +258,12 @@ class GPUBackend(WatchedBackend):
         return launch(work)
 
     def in_order(self, works: Sequence[Work[Any]]) -> list[Work[Any]]:
-        """The Works grouped by route.  Those on host memory come last."""
-        parts: list[Any] = [*self.routes, *self.inner]
-        return sorted(works, key=lambda work: parts.index(work.prepared.route))
+        """The Works of a batch grouped by route.  Those on host memory come last."""
+        return sorted(works, key=lambda work: [*self.routes, work.prepared.route].index(work.prepared.route))
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
+        """Start the Works of a batch on the GPU, one route after another; with ``overlap``, on a separate stream."""
         self.failures.refuse(works[0].name)
-        for backend, several in itertools.groupby(works, lambda work: work.backend):
-            mine = list(several)
-            if backend is self:
-                self._start_together(mine, overlap)
-            else:
-                self.confirm(mine[0])
-                backend.start_all(mine, overlap)
-
-    def _start_together(self, works: Sequence[Work[Any]], overlap: bool) -> None:
-        """Start the Works of a batch on the GPU, one route after another."""
         self._last = works[-1]
         try:
             for each in works:
@@ -415,15 +399,16 @@ class GPUBackend(WatchedBackend):
         return self._scratch.address(nbytes, stream, part)
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
+        """An array in the memory that the routes move fastest.  Collective."""
         return self.choices.ordered.allocate(shape, dtype)
 
     def views(self, x: Buffer) -> list[Any]:
+        """The memory of each rank that corresponds to ``x``, which is an array of ``allocate`` or a part of one."""
         return self.choices.ordered.views(x)
 
-    def exact_group_size(self, on_gpu: bool) -> int:
-        if on_gpu:
-            return max(route.exact_group_size for route in self.routes)
-        return 1 if self.host is None else self.host.exact_group_size(False)
+    def exact_group_size(self) -> int:
+        """See ``Communicator.exact_group_size``."""
+        return max(route.exact_group_size for route in self.routes)
 
     def register(self, buffer: Buffer) -> Array:
         """Register by the route of ``allocate``, or by another one if it refuses.  All ranks accept or refuse alike."""

@@ -26,14 +26,13 @@ from dataclasses import replace
 from typing import Any
 
 from kos.comm.compression import shards
-from kos.comm.contract import Backend, Probe, Resolved
+from kos.comm.contract import UNMADE, Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import bind_feed_back
 from kos.comm.gpu.links import table_between
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.routes import PHASES, nothing
-from kos.comm.group_backend import UNMADE
 from kos.comm.host_compressed import IN_PHASES
 from kos.comm.operation import Operation, Options
 from kos.comm.reduction import ReduceOp, resolve

@@ -18,7 +18,6 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.notices import Channel
 from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.order import Streams
-from kos.comm.group_backend import GroupBackend
 from kos.comm.host.host_backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.prepared import Prepared, described
@@ -39,7 +38,7 @@ class CommState:
 
     __slots__ = ("__dict__", "__weakref__", "last")  # the core writes it
 
-    def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: GroupBackend | None) -> None:
+    def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: HostBackend | None) -> None:
         self.failures = failures
         self._backend = backend
         self.streams = Streams(backend.device)
@@ -55,7 +54,7 @@ class CommState:
         self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
         self._look_at = 0.0  # when the watchdog looks for such ranks again
         self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it first did
-        if isinstance(host, HostBackend) and host.calls is not None:
+        if host is not None and host.calls is not None:
             self.calls, self.segment = host.calls, host.shared_memory
         else:
             segment, self.segment = open_segment(rendezvous)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from kos.comm import watchdog
+from kos.comm import timeouts, watchdog
 from kos.comm.contract import Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
@@ -23,7 +23,8 @@ from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import Marks, unstarted
-from kos.comm.group_backend import GroupBackend
+from kos.comm.host.host_backend import HostBackend
+from kos.comm.prepared import Store
 from kos.comm.waits import Backoff
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -37,18 +38,22 @@ _MARKS = 16
 """The number of calls in flight whose deadlines the watchdog checks."""
 
 
-class WatchedBackend(GroupBackend):
+class WatchedBackend:
     """The state of one communicator on the GPU ``device``, while its ``routes`` queue work there.
 
     ``host`` is the backend that carries the same communicator's host memory, if there is one.
     """
 
-    __slots__ = ("_last",)  # the core writes it
+    __slots__ = ("__dict__", "__weakref__", "_last")  # the core writes the last
     device: int
 
-    def __init__(self, rendezvous: Rendezvous, routes: Sequence[Backend], host: GroupBackend | None) -> None:
-        super().__init__(rendezvous, routes[0].engine if host is None else host.engine)
-        self.routes, self.host = tuple(routes), host
+    def __init__(self, rendezvous: Rendezvous, routes: Sequence[Backend], host: HostBackend | None) -> None:
+        self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
+        self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
+        self.timeout = rendezvous.timeout
+        """Seconds that an operation without a timeout of its own may take."""
+        self.engine, self.store = routes[0].engine if host is None else host.engine, Store()
+        self.routes = tuple(routes)
         """What may carry a call.  ``nccl`` is ended before ``peer``, which waits for the whole GPU."""
         assert routes[0].device is not None
         self.device = routes[0].device
@@ -69,9 +74,6 @@ class WatchedBackend(GroupBackend):
     def streams(self) -> Streams:
         """The streams of the communicator's callers, for all its routes."""
         return self.shared.streams
-
-    def waiter(self) -> Any:
-        return Backoff() if self.host is None else self.host.waiter()
 
     # Waiting on the host.
 
@@ -147,6 +149,10 @@ class WatchedBackend(GroupBackend):
                 piece.close()
 
     def settle(self, timeout: float) -> bool:
+        """Wait on the host for collectives that are queued; returns whether messages may still be queued.
+
+        It does not wait for messages, nor for what is queued behind them.
+        """
         last = self._last or unstarted("synchronize", self)
         several = {each: keeper for each, keeper in self.streams.keepers.items() if not is_captured(each)}
         for each, keeper in several.items():
@@ -163,7 +169,13 @@ class WatchedBackend(GroupBackend):
     # Who is late.
 
     def late(self, work: Work[Any]) -> Late:
-        return self.shared.late(work, super().late(work).words)
+        """Which ranks ``work`` waits for, as far as known, and how an error says that."""
+        message, words = work.operation.message, timeouts.UNKNOWN
+        if not work.collective:
+            words = timeouts.unsent(f"rank {message.src}", message.recv_tag)
+            if message.src is None:
+                words = timeouts.unreceived(f"rank {message.dst}")
+        return self.shared.late(work, words)
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """The error of a call whose time is up.  Kernels of its route end, and report what they waited for."""
@@ -218,6 +230,10 @@ class WatchedBackend(GroupBackend):
         if late or self in self.failures.status.queued:
             self.failures.status.post_queued(self, [self.failures.world[rank] for rank in late])
 
+    def find_failure(self) -> KosError | None:
+        """The failure of this communicator, if it can be found without a call.  Called by the watchdog's thread."""
+        return self.failures.first
+
     def to_error(self, work: Work[Any], error: Exception) -> KosError:
         """The failure to raise for ``error``.  Aborts calls in flight, and reports the failure to the other ranks."""
         shared, failures = self.shared, self.failures
@@ -249,8 +265,7 @@ class WatchedBackend(GroupBackend):
     @property
     def abort_flags(self) -> list[int]:
         """As ``Communicator.abort_flags``; kernels that can end early set a flag of their own."""
-        of_routes = (flag for route in self.routes for flag in route.abort_flags)
-        return [*super().abort_flags, self.shared.abort_flag, *of_routes]
+        return [self.shared.abort_flag, *(flag for route in self.routes for flag in route.abort_flags)]
 
     def signal_abort(self, reason: str) -> None:
         """Begin to end everything that waits for other ranks.  Does not wait for it."""
@@ -281,20 +296,14 @@ class WatchedBackend(GroupBackend):
     def signal_end(self, reason: str) -> None:
         """Report the end to the other ranks, and signal waiting kernels to end, before anything is freed."""
         self.unwatch()
-        if self.host is None:
-            self.shared.report_end(reason)
-        elif self.streams.keepers:
+        if self.streams.keepers:
             self.shared.post_end(reason)
+        else:
+            self.shared.report_end(reason)
         self.signal_abort(reason)
 
     def abort(self, reason: str) -> None:
-        self.signal_end(reason)
-        if self.host is not None:  # it comes first, because it reports to the other ranks at once
-            self.host.abort(reason)
-        self.abort_routes(reason)
-
-    def abort_routes(self, reason: str) -> None:
-        """Abort everything except the backend for host memory."""
+        """End everything in flight without waiting for other ranks; report the reason to them."""
         self.unwatch()
         self.shared.report_end(reason)
         with self.shared.lock:
@@ -304,11 +313,10 @@ class WatchedBackend(GroupBackend):
             self.abort_device(reason, final=True)
 
     def close(self) -> None:
+        """Free the resources.  Collective; nothing may be in flight."""
         self.unwatch()
         reporters = self.failures.reporters
         with ExitStack() as rest:  # closes all, from the last line to the first, even if one fails
-            if self.host is not None:
-                rest.callback(self.host.close)  # it reports the end
             rest.callback(self._scratch.close)
             rest.callback(self.shared.close)
             for route in reversed(self.routes):

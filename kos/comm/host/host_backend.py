@@ -12,35 +12,57 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import time_ns
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from kos._core import native
 from kos.comm import timeouts
-from kos.comm.contract import Backend
+from kos.comm.contract import UNMADE, Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
-from kos.comm.group_backend import UNMADE, GroupBackend, ends_group
 from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_nodes, open_segment
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
-from kos.comm.prepared import Fingerprints, Prepared, without_memory
+from kos.comm.prepared import Fingerprints, Prepared, Store, refuse, without_memory
 from kos.comm.recorder import COMPLETED
 from kos.comm.schedules import runnable
+from kos.comm.tracing import Tracer
 from kos.comm.transport import ScheduledCalls
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work, raising
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
-from kos.memory import Buffer
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    KosError,
+    RankLost,
+)
+from kos.memory import Array, Buffer
 
 
-class HostBackend(GroupBackend):
+class HostBackend:
     """Runs the operations of a group over the transport that ``make(rendezvous, engine)`` returns."""
+
+    on_gpu: ClassVar[bool] = False
+    device: ClassVar[int | None] = None
+    work: ClassVar[type[Work[Any]]] = Work
+    """The class of what its calls start."""
+    gpu_array_hint = "nccl, peer and auto support it"
+    """The end of the error for an array on a GPU."""
+    tracing: Tracer | None = None
+    """What traces the launch of each operation of a batch."""
 
     def __init__(
         self, rendezvous: Rendezvous, make: Callable[[Rendezvous, Engine], Backend], engine: Engine | None = None
     ) -> None:
-        super().__init__(rendezvous, engine)
+        self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
+        self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
+        self.engine, self.store = engine or Engine(), Store()
         self.transport = make(rendezvous, self.engine)
         self.name = self.transport.name
         self._segment: Segment | None = None
@@ -88,12 +110,14 @@ class HostBackend(GroupBackend):
         if rendezvous.local_size == self.size:
             self.arrays = SharedArrays(rendezvous)
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> HostBackend | None:
-        if rendezvous is None:
-            return None
-        return HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
+    def split(self, rendezvous: Rendezvous) -> HostBackend:
+        """The backend of a group of these ranks.  Waiting for its operations also advances those of this backend."""
+        made = HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
+        made.gpu_array_hint = self.gpu_array_hint
+        return made
 
     def core_calls(self) -> tuple[Any, Any]:
+        """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
         return (None, None) if self.node is None else (self.node.calls.core, self.node)
 
     @property
@@ -102,23 +126,28 @@ class HostBackend(GroupBackend):
         return self._segment is not None and self._segment.size > 1
 
     def details(self) -> list[tuple[str, str, str]]:
+        """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         if not self.transport.processes:
             return []
         return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
-        return super().allocate(shape, dtype) if self.arrays is None else self.arrays.allocate(shape, dtype)
+        """An array that the other ranks map, if all are on one host."""
+        return np.empty(shape, dtype) if self.arrays is None else self.arrays.allocate(shape, dtype)
+
+    def register(self, buffer: Buffer) -> Array:
+        """Raise InvalidArgument: only memory of GPUs is registered."""
+        raise InvalidArgument(f"register: expected a backend for GPUs, got {self.name}, which moves any host memory")
 
     def views(self, x: Buffer) -> list[Any]:
+        """The memory of each rank that corresponds to ``x``, which is an array of ``allocate`` or a part of one."""
         if self.arrays is None:
             raise BackendUnavailable(f"views: expected ranks that share memory, got {self.name} on several hosts")
         return list(self.arrays.views(x))
 
-    def exact_group_size(self, on_gpu: bool) -> int:
+    def exact_group_size(self) -> int:
+        """See ``Communicator.exact_group_size``."""
         return self.scheduled.local
-
-    def check_threads(self) -> None:
-        self.transport.check_threads()
 
     # How operations run.
 
@@ -139,6 +168,7 @@ class HostBackend(GroupBackend):
         return self.transport.sleep(0.001 if inside else seconds)
 
     def prepare(self, o: Operation) -> Prepared:
+        """How calls like ``o`` run, on any arrays; sends nothing.  Raises InvalidArgument for one that cannot run."""
         options, buffer = o.options, o.send or o.recv
         if buffer is not None and buffer.device is not None:
             raise InvalidArgument(
@@ -156,9 +186,11 @@ class HostBackend(GroupBackend):
 
     @property
     def has_envelopes(self) -> bool:
+        """Whether it offers ``recv`` from any rank, ``send_bytes``, ``recv_bytes`` and ``probe``."""
         return self.node is not None or type(self.transport).arrived is not Backend.arrived
 
     def poll_message(self, src: int, tag: int) -> Envelope | None:
+        """The envelope of the next message from ``src``, a rank or ANY, None if none has arrived; raises failures."""
         try:
             with self.engine.lock:
                 self.engine.poll()  # receives that are posted come first
@@ -212,16 +244,25 @@ class HostBackend(GroupBackend):
         """The error of ``work``, whose communicator another thread has aborted."""
         return CollectiveError("the communicator was aborted", call=work)
 
-    def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
-        if (node := self.node) is None:
-            return super().start_all(works, overlap)
-        node.batch = True
+    def start_all(self, works: Sequence[Work[Any]]) -> None:
+        """Launch the Works of a batch together."""
+        node = self.node
+        if node is not None:
+            node.batch = True
         try:
-            super().start_all(works, overlap)
+            for work in works:
+                if self.failures.first is not None:
+                    refuse(work)
+                with nullcontext() if self.tracing is None else self.tracing((work,), False, False):
+                    steps = work.prepared.launch(work)
+                if steps is not None:
+                    self.engine.begin(work, steps)
         finally:
-            node.batch = False
+            if node is not None:
+                node.batch = False
 
-    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, *_: bool) -> str:
+        """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""
         if self.node is not None:
             return f"{self.name} shared memory"
         if self.transport.is_native(name, nbytes):
@@ -231,14 +272,17 @@ class HostBackend(GroupBackend):
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
+        """All operations that the program has not waited for are complete."""
         self.transport.synchronize(self)
 
     # Which ranks are late.
 
     def may_sleep(self, work: Work[Any]) -> bool:
+        """Whether polling for ``work`` can move no data until another rank begins the call."""
         return work.collective and self.calls is not None and bool(self.calls.missing(work))
 
     def late(self, work: Work[Any]) -> Late:
+        """Which ranks ``work`` waits for, as far as known, and how an error says that."""
         if self._aborting:  # another thread frees what is read here
             return Late(words=timeouts.UNKNOWN)
         names, left = self.failures.names, work.core_work  # of a collective in shared memory
@@ -283,6 +327,7 @@ class HostBackend(GroupBackend):
     # Failures.
 
     def to_error(self, work: Work[Any], error: Exception) -> KosError:
+        """The error to raise for a failed operation, whose memory may be freed afterwards."""
         error = self.transport.explain(work, error)
         if self._aborting:  # another thread frees what it uses
             return self._aborted(work)
@@ -310,6 +355,7 @@ class HostBackend(GroupBackend):
         return min((work.sequence for work in mine), default=self.begun)
 
     def find_failure(self) -> KosError | None:
+        """The failure of this communicator, if it can be found without a call.  Called by the watchdog's thread."""
         return self.failures.find()
 
     def report_end(self, reason: str) -> None:
@@ -317,6 +363,7 @@ class HostBackend(GroupBackend):
         self.failures.report_end(reason, self.stops_at())
 
     def abort(self, reason: str) -> None:
+        """End everything in flight without waiting for other ranks; report the reason to them."""
         self._aborting = True  # operations that end from now on are not reported
         reason = self.transport.abort(reason)
         self.report_end(reason)
@@ -324,6 +371,7 @@ class HostBackend(GroupBackend):
         self._free()
 
     def close(self) -> None:
+        """Free the resources.  Collective; nothing may be in flight."""
         self._free()
         self.transport.close(self._begun)
 
@@ -333,6 +381,15 @@ class HostBackend(GroupBackend):
             calls, self.calls, self.node = self.calls, None, None
             if calls is not None:
                 calls.close()
+
+
+def ends_group(work: Work[Any], error: Exception) -> bool:
+    """Whether the ranks of the group are out of step after that error.
+
+    This is so after a collective, and after a send that may still be received.
+    """
+    sends = work.operation.message.dst is not None
+    return work.collective or (sends and not isinstance(error, CollectiveMismatch | RankLost))
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.contract import Backend, Probe, Request
+from kos.comm.contract import CHANGES, Backend, Probe, Request
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_rendezvous import NAMING_SECONDS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.group_backend import CHANGES
 from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, LAST_CHECKS, TAG, MPIMessage, as_bytes
 from kos.comm.host.shared.calls import CHECK_SECONDS
 from kos.comm.host.tcp import TCPTransport

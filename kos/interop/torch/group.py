@@ -245,7 +245,7 @@ class ProcessGroupKos(Reconfigurable):
         self.send_all()
         self._scalars.clear()
         if self._host is not None:
-            for work in self._host.backend.engine.works_of(self._host.backend):
+            for work in self._host.backend.engine.works_of(self._host._parts):
                 if work.operation.message.src == ANY:  # nobody need send for it
                     work.cancel(CollectiveError("recv: the process group was closed"))
         for comm in filter(None, (self._gpu, self._host)):

@@ -16,7 +16,6 @@ import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.compression import CARRIED, FORMATS
-from kos.comm.group_backend import GroupBackend
 from kos.dtypes import DTYPES
 from kos.testing.conformance import failures, intact, order, results, values
 from kos.testing.conformance.model import MOVING, REDUCING, Step
@@ -28,10 +27,6 @@ def _every_backend(comm: Communicator) -> bool:
 
 def _has_envelopes(comm: Communicator) -> bool:
     return bool(comm.backend.has_envelopes)
-
-
-def _has_views(comm: Communicator) -> bool:
-    return type(comm.backend).views is not GroupBackend.views
 
 
 class Case(NamedTuple):
@@ -148,7 +143,7 @@ def _of_order(full: bool, seed: int) -> Iterator[Case]:
         yield _row(order.messages_keep_their_order, dtype, seed=seed, ranks=2, host=True)
     for check in (order.messages_from_any_rank, order.receives_keep_their_order):
         yield _row(check, ranks=2, host=True, needs=_has_envelopes)
-    yield _row(order.views_put_and_get, host=True, needs=_has_views)
+    yield _row(order.views_put_and_get, host=True)
 
 
 def _of_failures(full: bool) -> Iterator[Case]:
