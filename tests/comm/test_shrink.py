@@ -233,7 +233,7 @@ def test_the_failure_of_the_lowest_rank_determines_whom_shrink_leaves_out(in_cal
         late = threading.current_thread().name == f"{RANK_THREAD}2" and in_call(0, "shrink").is_set()
         return time.monotonic() + 1000.0 * late
 
-    monkeypatch.setattr("kos.comm.control.thread_rendezvous.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("kos.comm.control.grow.time", SimpleNamespace(monotonic=monotonic))
     done = threading.Event()
 
     def body(comm):

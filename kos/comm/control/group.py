@@ -19,7 +19,7 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.base import Location, Rendezvous
-from kos.comm.control.grow import GRACE_SECONDS, Change, publish, to_text
+from kos.comm.control.grow import GRACE_SECONDS, TCPChange, publish, to_text
 from kos.comm.control.hub import (
     CLOSE,
     CLOSE_SECONDS,
@@ -180,7 +180,7 @@ class TCPRendezvous(Rendezvous):
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
     ) -> TCPRendezvous:  # fmt: skip
         with self.waiting(), self._opening():
-            return Change(self, call, newcomers, whole, terms, began).run()
+            return TCPChange(self, call, newcomers, whole, terms, began).run()
 
     def lose_newcomers(self, ranks: Sequence[int]) -> bool:
         members = [] if self.newer is None else self.newer[1]

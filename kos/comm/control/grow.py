@@ -1,4 +1,6 @@
-"""Changes of the membership of a group: ``shrink``, ``grow`` and ``replace`` all use the protocol in this file.
+"""Changes of the membership of a group: ``shrink``, ``grow`` and ``replace`` all use the rules in this file.
+
+Ranks that are threads apply the rules to memory that they share (``thread_rendezvous.py``).  Others use this protocol:
 
 A *view* is what a rank knows of the membership: the epoch, and the address at which each member listens.
 
@@ -24,6 +26,7 @@ import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from kos.comm import timeouts
@@ -38,6 +41,7 @@ from kos.comm.control.wire import (
     epoch_of,
     receive_greeting,
 )
+from kos.comm.failures import FailureLog
 from kos.environment import KOS_JOIN
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost, RendezvousError, from_record, to_record
 from kos.files import lacks_files, replace_file
@@ -52,23 +56,105 @@ _BEAT_SECONDS = 0.5  # between two heartbeats of a leader
 _SHOWN = 8  # addresses that ``address`` offers to newcomers
 
 
-class Change:
-    """One change of the membership of ``group``, on one of its ranks.
+class MembershipChange:
+    """The rules of one change of the membership of a group, on one of its ranks.  All kinds of groups share them.
 
-    ``call`` is the program's call, which must be the same on all members.  ``newcomers`` is the number of ranks that
-    join; None means as many as were lost.  With ``whole``, no member may be lost.  ``terms`` is sent to newcomers.
-    ``began`` is the time at which an earlier attempt of the same call began, if there was one.
+    ``members`` are the ranks of the group of ``failures``, as the control plane names them.  ``call`` is the program's
+    call, which must be the same on all members.  ``newcomers`` is the number of ranks that join; None means as many as
+    were lost.  With ``whole``, no member may be lost.  ``terms`` is sent to newcomers.  ``began`` is the time at which
+    an earlier attempt of the same call began, if there was one.
 
-    A call has one deadline: its rank's start of the call plus the timeout.  The leader uses the earliest deadline of
-    all members that have called.  It waits for members that the failure blames for half of the time only, and leaves
-    the other half to the rest of the protocol.
+    A call has one deadline: its rank's start of the call plus the timeout.  The lowest rank leads.  It uses the
+    earliest deadline of all members that have called.  It waits for members that the failure blames for half of the
+    time only, and leaves the other half to the rest of the protocol.
     """
+
+    def __init__(
+        self, failures: FailureLog, members: Sequence[Any], timeout: float, call: str, newcomers: int | None,
+        whole: bool, terms: Mapping[str, Any], began: float | None,
+    ) -> None:  # fmt: skip
+        self.failures, self.of_group, self.timeout, self.call = failures, members, timeout, call
+        self.newcomers, self.whole, self.terms = newcomers, whole, dict(terms)
+        known = failures.first, failures.status.last
+        blamed = {rank for failure in known if failure is not None for rank in (*failure.ranks, *failure.unasked)}
+        self.blamed: set[Any] = self.named(blamed)
+        self.left_out = set[Any]()
+        self.began = time.monotonic() if began is None else began
+        self.deadline = self.until = self.began + timeout
+        self.over = False  # whether the time for newcomers, ``until``, is over
+        if began is not None:
+            self.extend()
+
+    def extend(self) -> None:
+        """Give the members time to call again, for another attempt or to learn that the time is over."""
+        now = time.monotonic()
+        self.over = now > self.until
+        self.deadline = max(self.deadline, now + GRACE_SECONDS)
+
+    def waits_until(self, missing: Collection[Any]) -> float:
+        """Until when the leader waits for the ``missing`` members, or for newcomers if no member is missing."""
+        blamed = bool(missing) and not self.whole and self.blamed.issuperset(missing)
+        return min(self.began + self.timeout / 2, self.deadline) if blamed else self.deadline
+
+    def wanted(self, present: Collection[Any]) -> int:
+        """The number of newcomers that join the members that are ``present``."""
+        return len({*self.of_group}.difference(present)) if self.newcomers is None else self.newcomers
+
+    def check_lost(self, lost: Collection[Any], ends: Mapping[int, str] = MappingProxyType({})) -> None:
+        """Raise if members are ``lost``, and none may be: once all others have called, so that all get this error.
+
+        ``ends`` has the reasons of world ranks, as far as they are known.
+        """
+        if self.whole and lost:
+            rank, name = min(map(self.of_group.index, lost)), self.call.partition(" ")[0]
+            raise self.failures.lost(rank, ends.get(self.failures.world[rank], "its process ended"), name)
+
+    def check_call(self, me: Any, other: Any, theirs: str) -> None:
+        """Raise if the member ``other`` made another call than ``me``."""
+        if theirs != self.call:
+            text = f"{self.names([me])} called {self.call} but {self.names([other])} called {theirs}"
+            raise CollectiveMismatch(text, ranks=self.ranks(me, other), expected=self.call, got=theirs)
+
+    def leave_out(self, missing: Sequence[Any]) -> None:
+        """Leave out the missing members if the failure blames each of them; raise if another one is missing."""
+        if self.whole or (others := [each for each in missing if each not in self.blamed]):
+            raise self.late(missing if self.whole else others)
+        self.left_out.update(missing)
+
+    def named(self, world: Collection[int]) -> set[Any]:
+        """The members of these world ranks."""
+        return {each for rank, each in zip(self.failures.world, self.of_group, strict=True) if rank in world}
+
+    def names(self, members: Sequence[Any], several: bool = False) -> str:
+        """The names of members in errors.  A newcomer of a failed attempt has no rank, so its address is given."""
+        ranks = [self.of_group.index(each) for each in members if each in self.of_group]
+        names = [self.failures.names(ranks, several)] if ranks else []
+        names += [f"the newcomer at {place_name(*each)}" for each in members if each not in self.of_group]
+        return " and ".join(names)
+
+    def ranks(self, *members: Any) -> list[int]:
+        """The world ranks of these members.  A newcomer of a failed attempt has none."""
+        return self.failures.in_world(self.of_group.index(each) for each in members if each in self.of_group)
+
+    def late(self, missing: Sequence[Any]) -> KosError:
+        text = timeouts.late(f"{self.call.partition(' ')[0]}: {self.names(missing, True)}", within=self.timeout)
+        return RendezvousError(text, ranks=self.ranks(*missing))
+
+    def too_few(self, came: int, wanted: int, address: str, refused: Sequence[str] = ()) -> KosError:
+        return RendezvousError(timeouts.too_few(self.call, came, wanted, address, self.timeout, refused))
+
+    def out(self, me: Any, epoch: str = "") -> KosError:
+        return RankLost(f"{timeouts.left_out(self.call, self.names([me]))}{epoch}", ranks=self.ranks(me))
+
+
+class TCPChange(MembershipChange):
+    """A change of the membership of ``group``, whose ranks are connected by TCP.  Members are named by address."""
 
     def __init__(
         self, group: Any, call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any], began: float | None
     ) -> None:
-        self.group, self.call, self.newcomers, self.whole, self.terms = group, call, newcomers, whole, dict(terms)
-        self.me = group.members[group.rank]
+        super().__init__(group.failures, group.members, group.timeout, call, newcomers, whole, terms, began)
+        self.group, self.me = group, group.members[group.rank]
         self.epoch: int
         self.members: list[Address]
         self.epoch, self.members = group.newer or (group.epoch, group.members)
@@ -76,16 +162,8 @@ class Change:
         self._refused_before = len(group.joining.refused)
         self._probes: dict[Address, socket.socket] = {}
         self._hub: socket.socket | None = None  # on the new rank 0: the listener of the new hub
-        failures = group.failures.first, group.failures.status.last
-        blamed = {rank for failure in failures if failure is not None for rank in (*failure.ranks, *failure.unasked)}
-        self.blamed = group.silent | self._addresses(blamed)
-        stopped = {each for each in self.blamed if self._stopped(each)}
-        self.left_out = stopped | group.gone_newcomers
-        self.began = time.monotonic() if began is None else began
-        self.deadline = self.until = self.began + group.timeout
-        self.over = False  # whether the time for newcomers, ``until``, is over
-        if began is not None:
-            self._extend()
+        self.blamed |= group.silent
+        self.left_out = {each for each in self.blamed if self._stopped(each)} | group.gone_newcomers
 
     def run(self) -> Any:
         """Make the change.  Returns the new group, whose ranks have exchanged their places."""
@@ -95,12 +173,12 @@ class Change:
                 leader = self._leader()
                 rank, plan, connections = self._lead() if leader is None else self._follow(*leader)
             except RendezvousError as error:
-                group.silent |= self._addresses(error.ranks)
+                group.silent |= self.named(error.ranks)
                 raise
             except ConnectionError:  # the leader has ended, or is not ready
                 time.sleep(POLL_SECONDS / 2)
                 if time.monotonic() > self.deadline:
-                    raise self._late([each for each in self.members if each != self.me]) from None
+                    raise self.late([each for each in self.members if each != self.me]) from None
                 continue
             finally:
                 self._forget_probes()
@@ -110,15 +188,9 @@ class Change:
             except (CollectiveError, RendezvousError) as error:
                 if group.lose_newcomers(error.ranks):
                     self.left_out |= group.gone_newcomers
-                    self._extend()
+                    self.extend()
                 elif time.monotonic() > self.deadline:
                     raise
-
-    def _extend(self) -> None:
-        """Give the members time to call again, for another attempt or to learn that the time is over."""
-        now = time.monotonic()
-        self.over = now > self.until
-        self.deadline = max(self.deadline, now + GRACE_SECONDS)
 
     def _leader(self) -> tuple[Address, socket.socket] | None:
         """The lowest live rank and a connection to it; None if it is this rank."""
@@ -173,7 +245,7 @@ class Change:
                 self.left_out.add(leader)
                 group.silent.add(leader)
                 raise ConnectionError from error
-            raise self._late([leader]) from None
+            raise self.late([leader]) from None
         except BaseException:
             sock.close()
             raise
@@ -191,11 +263,11 @@ class Change:
                 if now > beat:  # a heartbeat: the others wait as long as this rank leads
                     self._post({})
                     beat = now + _BEAT_SECONDS
-                known = missing and not self.whole and self.blamed.issuperset(missing)
-                if now <= (min(self.began + group.timeout / 2, self.deadline) if known else self.deadline):
+                if now <= self.waits_until(missing):
                     self._admit()
                 elif missing:
-                    self._leave_out(missing)
+                    self.blamed.update(filter(self._stopped, missing))
+                    self.leave_out(missing)
                 else:
                     raise self._too_few()
             self._hub = group.listen() if self.came or self._wanted() else None  # an error goes to all members
@@ -217,16 +289,9 @@ class Change:
         others = [each for each in self.members if each != self.me and each not in self.came]
         missing = [each for each in others if each not in self.left_out and self._lives(each)]
         gone = {*others}.difference(missing).intersection(self.group.members)
-        if self.whole and gone and not missing:  # raised now, so that all live members get this error
-            rank = min(map(self.group.members.index, gone))
-            raise self.group.failures.lost(rank, "its process ended", self.call)
+        if not missing:
+            self.check_lost(gone)
         return missing
-
-    def _wanted(self) -> int:
-        """The number of newcomers that join."""
-        if self.newcomers is not None:
-            return self.newcomers
-        return sum(each not in self.came and each != self.me for each in self.group.members)
 
     def _lives(self, address: Address) -> bool:
         """Whether the member still listens.  A connection to it ends when its process ends."""
@@ -296,23 +361,16 @@ class Change:
         if address not in self.members:
             send_message(connection, {"out": self.epoch})
             return connection.close()
-        if hello["call"] != self.call:
-            me, other = (self._names([each]) for each in (self.me, address))
-            text, got = f"{me} called {self.call} but {other} called {hello['call']}", hello["call"]
-            error = CollectiveMismatch(text, ranks=self._ranks(self.me, address), expected=self.call, got=got)
+        try:
+            self.check_call(self.me, address, hello["call"])
+        except CollectiveMismatch as error:
             send_message(connection, {"error": to_record(error)})
-            raise error
+            raise
         self.came[address] = connection
         self.deadline = min(self.deadline, time.monotonic() + hello["seconds"])
         self.until = min(self.until, self.deadline)
         self.left_out.discard(address)
         self.left_out |= {each for each in _addresses(hello["left out"]) if each not in (self.me, *self.came)}
-
-    def _leave_out(self, missing: Sequence[Address]) -> None:
-        """Leave out the missing ranks if each is stopped or blamed for the failure; raise if another one is missing."""
-        if self.whole or (others := [each for each in missing if each not in self.blamed and not self._stopped(each)]):
-            raise self._late(missing if self.whole else others)
-        self.left_out.update(missing)
 
     def _send_plan(self, joining: Sequence[Newcomer]) -> tuple[int, Any, Any]:
         """Send the new view to all ranks.  They accept no other view from this leader."""
@@ -340,11 +398,6 @@ class Change:
         for connection in self.came.values():
             send_message(connection, message)
 
-    def _addresses(self, world: Collection[int]) -> set[Address]:
-        """The addresses of these world ranks."""
-        ranks = zip(self.group.failures.world, self.group.members, strict=True)
-        return {each for rank, each in ranks if rank in world}
-
     def _stopped(self, address: Address) -> bool:
         """Whether a member of this host is known to be stopped by a signal or a debugger."""
         group, status = self.group, self.group.failures.status
@@ -353,37 +406,18 @@ class Change:
         rank = group.failures.world[group.members.index(address)]
         return status.halted(rank) and not status.ended(rank)
 
-    # Errors.
-
-    def _names(self, addresses: Sequence[Address], several: bool = False) -> str:
-        """The names of members in errors.  A newcomer of a failed attempt has no rank, so its address is given."""
-        members = self.group.members
-        ranks = [members.index(each) for each in addresses if each in members]
-        names = [self.group.failures.names(ranks, several)] if ranks else []
-        names += [f"the newcomer at {place_name(*each)}" for each in addresses if each not in members]
-        return " and ".join(names)
-
-    def _ranks(self, *addresses: Address) -> list[int]:
-        """The world ranks of these members.  A newcomer of a failed attempt has none."""
-        members, world = self.group.members, self.group.failures.world
-        return [world[members.index(each)] for each in addresses if each in members]
-
-    def _late(self, missing: Sequence[Address]) -> KosError:
-        text = timeouts.late(f"{self.call.partition(' ')[0]}: {self._names(missing, True)}", within=self.group.timeout)
-        return RendezvousError(text, ranks=self._ranks(*missing))
+    def _wanted(self) -> int:
+        return self.wanted({*self.came, self.me})
 
     def _too_few(self) -> KosError:
         group = self.group
         rejected = [] if group.joining.door is None else group.joining.door.rejected
         others = (f"another secret: {caller}" for caller in rejected)
         refused, came = [*group.joining.refused[self._refused_before :], *others], len([*group.joining])
-        return RendezvousError(timeouts.too_few(self.call, came, self._wanted(), group.address, group.timeout, refused))
+        return self.too_few(came, self._wanted(), group.address, refused)
 
     def _out(self, epoch: int) -> KosError:
-        group = self.group
-        me = group.failures.names([group.rank], False)
-        text = timeouts.left_out(self.call, me)
-        return RankLost(f"{text} (epoch {epoch})", ranks=[group.failures.world[group.rank]])
+        return self.out(self.me, f" (epoch {epoch})")
 
 
 def attempt_seconds(left: float) -> float:

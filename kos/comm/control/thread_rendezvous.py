@@ -6,16 +6,16 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.grow import GRACE_SECONDS, misfit
+from kos.comm.control.grow import MembershipChange, misfit
 from kos.comm.failures import FailureLog
 from kos.comm.peer_status import PeerStatus
-from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 T = TypeVar("T")
 THREADS = "threads:"
@@ -38,8 +38,9 @@ def rank_thread(run: Callable[[int], None], rank: int) -> threading.Thread:
 class ThreadWorld:
     """The state shared by all threads of one ``spawn``: a lock, a condition per rank, and what is known of each."""
 
-    def __init__(self, size: int, watch: Any = None) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, size: int, watch: Any = None, earlier: ThreadWorld | None = None) -> None:
+        self.lock: threading.RLock = threading.RLock() if earlier is None else earlier.lock
+        """Worlds that follow one another share it, because newcomers may wait for any of them."""
         self.single = False  # a process without a launcher, which no newcomer can reach
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: KosError | None = None  # a deadlock, which every rank raises in any group
@@ -100,8 +101,8 @@ class ThreadGroup:
         self.logs = [FailureLog(self.members, r, self.world.statuses[m]) for r, m in enumerate(self.members)]
         self._shared: dict[Any, Any] = {}
         self.left_out: set[int] = set()  # ranks that the others have continued without
-        self.joining: list[dict[str, Any]] = []  # newcomers that wait: their hello, to which the answer is added
-        self.answered = threading.Condition(self.world.lock)  # of newcomers: an answer, or another group to wait for
+        self.joining: dict[int, dict[str, Any]] = {}  # the hello of each newcomer that waits; the answer is added to it
+        self.answered = threading.Condition(self.world.lock)  # of newcomers
         self.address = f"{THREADS}{next(_numbers)}"
         _groups[self.address] = self
 
@@ -117,11 +118,15 @@ class ThreadGroup:
         if self._shared.get(key) is known:
             del self._shared[key]
 
-    def answer(self, newcomer: dict[str, Any], **answer: Any) -> None:
+    def answer(self, newcomer: int, **answer: Any) -> None:
         """Send a newcomer its answer, which ends its wait; the caller holds the lock of the world."""
-        self.joining = [each for each in self.joining if each is not newcomer]
-        newcomer.update(answer)
+        self.joining.pop(newcomer).update(answer)
         self.answered.notify_all()
+
+    def succeed(self, earlier: ThreadGroup) -> None:
+        """Take over the address and the newcomers of an earlier group; the caller holds the lock of both worlds."""
+        self.address, self.joining, self.answered = earlier.address, earlier.joining, earlier.answered
+        _groups[self.address] = self
 
     def for_each_log(self, call: Callable[[FailureLog], None]) -> None:
         """Call ``call`` with the failure log of each rank, and wake all ranks."""
@@ -225,41 +230,18 @@ class ThreadRendezvous(Rendezvous):
         self, call: str, newcomers: int | None = 0, whole: bool = False,
         terms: Mapping[str, Any] = MappingProxyType({}), began: float | None = None,
     ) -> Rendezvous:  # fmt: skip
-        """The first rank that finds all other members and the newcomers here determines the outcome for all.
-
-        As on other backends, the earliest deadline of the ranks here counts.  After half of the time, the missing ranks
-        are left out if failures that the lowest rank knows name all of them.  With ``whole``, no rank is left out.
-        """
-        group, known = self.threads, (self.failures.first, self.failures.status.last)
-        now = time.monotonic()
-        until = self.timeout + (now if began is None else began)
-        half, deadline = until - self.timeout / 2, until if began is None else max(until, now + GRACE_SECONDS)
-        blamed = {rank for failure in known if failure is not None for rank in failure.ranks}
+        """The ranks that call share what each one calls; whichever rank finds the change complete makes the group."""
+        group = self.threads
+        mine = MembershipChange(self.failures, range(self.size), self.timeout, call, newcomers, whole, terms, began)
         with self.waiting(), group.world.lock:
             if self.rank in group.left_out:
-                text = timeouts.left_out(call, self.failures.names([self.rank], False))
-                raise RankLost(text, ranks=self.failures.in_world([self.rank]))
-            attempt: tuple[dict[int, str], dict[int, tuple[float, float, set[int]]], list[Any]] = group.shared(
-                "change", lambda: ({}, {}, [])
-            )
-            calls, limits, outcome = attempt
-            calls[self.rank], limits[self.rank] = call, (half, deadline, blamed)
+                raise mine.out(self.rank)
+            calls, outcome = attempt = group.shared("change", lambda: (dict[int, MembershipChange](), list[Any]()))
+            calls[self.rank] = mine
             group.notify_all()
             while not outcome:
                 try:
-                    if group.world.failure is not None:
-                        raise group.world.failure.copy()
-                    (half, _, blamed), missing = limits[min(calls)], self._missing(calls)
-                    now, deadline = time.monotonic(), min(each[1] for each in limits.values())
-                    blamed_only = bool(missing) and not whole and blamed.issuperset(self.failures.in_world(missing))
-                    ends = min(half, deadline) if blamed_only else deadline
-                    leaves, late = blamed_only and now >= ends, now >= deadline
-                    awaited = [] if leaves else missing
-                    if (made := self._outcome(calls, call, newcomers, whole, terms, late, awaited)) is None:
-                        group.wait(self.rank, deadline if leaves else ends, call, missing)
-                    else:
-                        group.left_out.update(missing)  # none, or those that the others leave
-                        outcome.append(made)
+                    self._advance(calls, outcome)
                 except KosError as error:
                     outcome.append(error.copy())
             group.forget("change", attempt)
@@ -268,46 +250,45 @@ class ThreadRendezvous(Rendezvous):
                 raise result.copy()
             return self._child(result, sorted(calls).index(self.rank))
 
-    def _missing(self, calls: Mapping[int, str]) -> list[int]:
+    def _advance(self, calls: dict[int, MembershipChange], outcome: list[Any]) -> None:
+        """Add the new group to ``outcome`` if the change of the ranks that have called is complete; else wait."""
+        group, leader = self.threads, min(calls)
+        if group.world.failure is not None:
+            raise group.world.failure.copy()
+        change = calls[leader]
+        for rank, theirs in calls.items():
+            change.check_call(leader, rank, theirs.call)
+        change.deadline = min(theirs.deadline for theirs in calls.values())
+        absent = {*range(self.size)}.difference(calls, group.left_out, change.left_out)
+        missing = [rank for rank in sorted(absent) if group.members[rank] not in group.world.ends]
+        change.check_lost(absent.difference(missing), group.world.ends)  # a rank that calls later finds the same
+        if not missing:
+            for newcomer, hello in list(group.joining.items()):
+                if problem := misfit(hello, change.terms):
+                    group.answer(newcomer, refused=problem)
+            if len(group.joining) >= (wanted := change.wanted(calls)):
+                outcome.append(self._complete(change, sorted(calls), wanted))
+                return
+        if time.monotonic() <= (until := change.waits_until(missing)):
+            group.wait(self.rank, until, change.call, missing)
+        elif missing:
+            change.leave_out(missing)
+        else:
+            raise change.too_few(len(group.joining), wanted, self.address)
+
+    def _complete(self, change: MembershipChange, ranks: list[int], newcomers: int) -> ThreadGroup:
+        """The group of these ranks and of the newcomers that have waited longest."""
         group = self.threads
-        others = (rank for rank in range(self.size) if rank not in calls and rank not in group.left_out)
-        return [rank for rank in others if group.members[rank] not in group.world.ends]
-
-    def _outcome(
-        self, calls: Mapping[int, str], call: str, newcomers: int | None, whole: bool, terms: Mapping[str, Any],
-        late: bool, missing: Sequence[int],
-    ) -> ThreadGroup | None:  # fmt: skip
-        """The new group, once it is complete: no rank is ``missing``.  ``late``: at the timeout.
-
-        The caller holds the lock of the world.
-        """
-        group, name = self.threads, call.partition(" ")[0]
-        if (other := next((rank for rank, theirs in calls.items() if theirs != call), None)) is not None:
-            raise self.failures.other_calls((self.rank, call), (other, calls[other]))
-        lost = [rank for rank in range(self.size) if rank not in calls and rank not in missing]
-        if whole and lost:  # a rank that calls later finds the same
-            raise self.failures.lost(lost[0], group.world.ends[group.members[lost[0]]], name)
-        wanted = len(lost) if newcomers is None else newcomers
-        for each in list(group.joining):
-            if problem := misfit(each, terms):
-                group.answer(each, refused=problem)
-        if late and missing:
-            text = timeouts.late(f"{name}: {self.failures.names(missing, True)}", within=self.timeout)
-            raise RendezvousError(text, ranks=self.failures.in_world(missing))
-        if late and len(group.joining) < wanted:
-            raise RendezvousError(timeouts.too_few(call, len(group.joining), wanted, self.address, self.timeout))
-        if missing or len(group.joining) < wanted:
-            return None
-        members = [group.members[rank] for rank in sorted(calls)]
-        if call == "shrink":
+        group.left_out |= change.left_out.difference(ranks)
+        members = [group.members[rank] for rank in ranks]
+        if change.call == "shrink":
             made = ThreadGroup(len(members), group.world, members)
         else:
-            made = ThreadGroup(len(members) + wanted)
+            made = ThreadGroup(size := len(members) + newcomers, ThreadWorld(size, earlier=group.world))
             group.world.successors.append((made.world, members))
-        made.address, _groups[group.address] = group.address, made
-        group.answered.notify_all()
-        for place, each in enumerate(group.joining[:wanted], len(members)):
-            group.answer(each, group=made, rank=place, terms=terms, timeout=self.timeout, call=call)
+        made.succeed(group)
+        for place, each in enumerate([*group.joining][:newcomers], len(members)):
+            group.answer(each, group=made, rank=place, terms=change.terms, timeout=change.timeout, call=change.call)
         return made
 
     def _child(self, group: ThreadGroup, rank: int) -> Rendezvous:
@@ -320,23 +301,17 @@ class ThreadRendezvous(Rendezvous):
 
 def join_threads(address: str, hello: dict[str, Any], timeout: float) -> tuple[ThreadRendezvous, dict[str, Any]]:
     """The group of threads that admits this one, and the terms that it sends.  Raises RendezvousError."""
-    deadline = time.monotonic() + timeout
-    while not hello.keys() & {"refused", "group"}:
-        if (group := _groups.get(address)) is None:
-            raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
-
-        def is_over(group: ThreadGroup = group) -> bool:
-            return all(each is not hello for each in group.joining) or _groups.get(address) is not group
-
-        with group.world.lock:
-            group.joining.append(hello)
-            group.notify_all()
-            try:
-                if not group.answered.wait_for(is_over, deadline - time.monotonic()):
-                    waited = "its ranks have not called grow or replace"
-                    raise RendezvousError(timeouts.not_admitted(address, timeout, waited))
-            finally:  # also if this thread is interrupted
-                group.joining = [each for each in group.joining if each is not hello]
+    if (group := _groups.get(address)) is None:
+        raise RendezvousError(f"join: expected the address of a group of this process, got {address!r}")
+    with group.world.lock:
+        group.joining[me := next(_numbers)] = hello
+        _groups.get(address, group).notify_all()  # the group that has followed it, if there is one
+        try:
+            if not group.answered.wait_for(lambda: me not in group.joining, timeout):
+                waited = "its ranks have not called grow or replace"
+                raise RendezvousError(timeouts.not_admitted(address, timeout, waited))
+        finally:  # also if this thread is interrupted
+            group.joining.pop(me, None)
     if "refused" in hello:
         raise RendezvousError(f"join: {hello['refused']}")
     rendezvous = ThreadRendezvous(hello["group"], hello["rank"], hello["timeout"])
