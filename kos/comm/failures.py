@@ -172,7 +172,7 @@ class FailureLog:
             self.reporters.append(reporter)
 
     def cut_short(self) -> None:
-        """Note that a signal's handler has ended a step of this group half-way.  Its communicator is aborted next."""
+        """Record that a signal handler has ended a step of this group half-way.  Its communicator is aborted next."""
         self.status.cut_short.append(self)
 
     # Questions.
