@@ -40,11 +40,10 @@ from kos.bench.report import provenance, to_json
 from kos.comm.gpu.eager import pack
 from kos.commands import program
 from kos.cuda import create_stream, driver
-from kos.cuda.kernels import Launch
+from kos.cuda.kernels import Launch, launches_of
 from kos.errors import BackendUnavailable, KosError
 from kos.files import check_writable
 from kos.memory import Array
-from kos.memory.windows import InWindows
 
 HERE = Path(__file__).parent
 Call = Callable[[], Any]
@@ -121,9 +120,7 @@ class Timer:
         backend._last = None
         run()
         work = backend._last
-        run = work.prepared.run
-        bare = run.launch if isinstance(run, InWindows) else run
-        known = self._comm._core_group is not None and work.prepared.route.launches(bare, work.stream)
+        known = self._comm._core_group is not None and launches_of(work.prepared.run, work.stream)
         return (known, work) if known else None
 
     def row(self, make: Callable[..., Call], *arrays: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _stand_ins(library: ctypes.CDLL) -> Iterator[None]:
         patch.setattr(watchdog, "TICK", LIMIT)
         patch.setattr(engine, "load_kernel", NoKernel)
         patch.setattr(driver, "address", lambda name: address(functions.get(name, "nothing")))
-        patch.setattr(nccl_binding, "_address_of", lambda operation: address("nothing"))
+        patch.setattr(nccl_binding, "address_of", lambda operation: address("nothing"))
         for name in ("all_reduce", "all_gather"):
             patch.setattr(FakeNCCL, name, lambda *arguments: None)
         if any(name.endswith("torch") and is_available(name) for name in OPERATIONS):

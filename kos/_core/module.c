@@ -177,6 +177,7 @@ static PyMethodDef functions[] = {
     {"readable", is_readable, METH_O, NULL},
     {"arrays", take_arrays, METH_O, NULL},
     {"windows", take_windows, METH_O, NULL},
+    {"factors", take_factors, METH_O, NULL},
     {"encode", codec_encode, METH_VARARGS, NULL},
     {"decode", codec_decode, METH_VARARGS, NULL},
     {0},

@@ -13,6 +13,15 @@ static cached_call moved;  // in the older table, where a call was
 
 // --- Keys ------------------------------------------------------------------------------------------------------------
 
+static PyTypeObject *factor_type;
+
+// factors(type): objects of that type, kos.PremulSum, are compared by their field ``factor``.
+PyObject *take_factors(PyObject *self, PyObject *type) {
+    if (!factor_type)
+        factor_type = (PyTypeObject *)Py_NewRef(type);
+    Py_RETURN_NONE;
+}
+
 static int is_integer(PyObject *x, uint64_t *value) {
     int overflow = 1;
     if (Py_TYPE(x) == &PyLong_Type)
@@ -20,30 +29,59 @@ static int is_integer(PyObject *x, uint64_t *value) {
     return !overflow;
 }
 
+// The words of a float, or of an object that is compared by its factor; 0 if the factor is no number.
+static __attribute__((noinline)) int add_number(uint64_t *word, PyObject *x) {
+    PyObject **factor = Py_TYPE(x) == factor_type ? slot_of(x, "factor") : NULL;
+    const uint64_t kind = factor ? FACTOR : 0;
+    x = factor ? *factor : x;
+    word[1] = INTEGER | kind;
+    if (x && Py_TYPE(x) == &PyFloat_Type) {
+        const double value = PyFloat_AsDouble(x);
+        memcpy(word, &value, sizeof value);
+        word[1] = FLOAT | kind;
+        return 1;
+    }
+    return x && is_integer(x, word);
+}
+
 // Writes the words of an argument that is not an array of NumPy, kos or torch, and returns where the next ones begin.
-// Counts are compared by value, because the program may change the list.  Returns NULL if a list cannot be compared.
+// Numbers are compared by value.  So are counts, because the program may change the list.  Returns NULL for what cannot
+// be compared.
 static uint64_t *add_plain(uint64_t *word, PyObject *x, char **data) {
-    if (Py_TYPE(x) == &PyBytes_Type) {  // an array to send
+    const PyTypeObject *type = Py_TYPE(x);
+    word[0] = (uintptr_t)x;
+    word[1] = OBJECT;
+    if (type == &PyLong_Type) {
+        int overflow;
+        const long long number = PyLong_AsLongLongAndOverflow(x, &overflow);
+        if (!overflow) {
+            word[0] = (uint64_t)number;
+            word[1] = INTEGER;
+        }
+        return word + 2;
+    }
+    const int is_list = type == &PyList_Type;
+    if (is_list || type == &PyTuple_Type) {
+        const Py_ssize_t length = is_list ? PyList_Size(x) : PyTuple_Size(x);
+        if (length > KOS_MAX_RANKS)
+            return NULL;
+        for (Py_ssize_t i = 0; i < length; i++)
+            if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
+                return NULL;
+        word[0] = (uint64_t)length;
+        word[1] = COUNTS;
+        return word + 2 + length;
+    }
+    if (type == &PyBytes_Type) {  // an array to send
         word[0] = (uintptr_t)&PyBytes_Type;
         word[1] = UINT64_C(2) << SHAPE_AT;
         word[2] = (uint64_t)PyBytes_Size(x);
         *data = PyBytes_AsString(x);
         return word + 3;
     }
-    const int is_list = Py_TYPE(x) == &PyList_Type, is_tuple = Py_TYPE(x) == &PyTuple_Type;
-    const Py_ssize_t length = is_list ? PyList_Size(x) : is_tuple ? PyTuple_Size(x) : 0;
-    word[0] = (uintptr_t)x;
-    word[1] = is_integer(x, word) ? INTEGER : OBJECT;
-    if (!is_list && !is_tuple)
-        return word + 2;
-    if (length > KOS_MAX_RANKS)
-        return NULL;
-    for (Py_ssize_t i = 0; i < length; i++)
-        if (!is_integer(is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i), &word[2 + i]))
-            return NULL;
-    word[0] = (uint64_t)length;
-    word[1] = COUNTS;
-    return word + 2 + length;
+    if (type == &PyFloat_Type || type == factor_type)
+        return add_number(word, x) ? word + 2 : NULL;
+    return word + 2;
 }
 
 // The key of a call, and where its arrays are.

@@ -64,6 +64,9 @@ def arrays(example: Any, /) -> bool:
 def windows(ranges: bytes, /) -> None:
     """The windows of this process: an address and a number of bytes each, as uint64."""
 
+def factors(kind: type, /) -> None:
+    """Compare arguments of that type, ``kos.PremulSum``, by their ``factor``."""
+
 class Group:
     direct: int
     spin_ns: int

@@ -144,7 +144,8 @@ typedef struct {
     int on_gpu;    // whether it has an array on a GPU
     uint64_t word[MOST_WORDS];
 } call_key;
-enum { OBJECT, INTEGER, COUNTS };  // kinds but those of arrays, which have 1 + the dimensions << 16
+enum { OBJECT, INTEGER, FLOAT, COUNTS, FACTOR };  // kinds but those of arrays, which have 1 + the dimensions << 16;
+                                                  // FACTOR is added to that of a number
 
 typedef struct {
     PyObject *core_call;  // the CoreCall; it holds references to all objects of this call and of its key
@@ -169,6 +170,7 @@ typedef struct {
 } call_cache;
 
 void take_ndarrays(PyTypeObject *type);  // the type of NumPy's arrays
+PyObject *take_factors(PyObject *self, PyObject *type);
 // The key of a call, and where its arrays are.
 void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, PyObject *names);
 uint64_t identity_of(PyObject *x);  // the objects that the key has of an array

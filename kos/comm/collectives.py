@@ -1,9 +1,9 @@
 """The operations of a communicator: each checks its arguments and makes an Operation of them.
 
-Calls with the same cache key run in the same way, whatever memory their arrays use.  ``_cache_key`` computes the key
-(in the core, ``make_key`` of ``module_cache.c``).  The first call with a key is checked and prepared: arguments →
-buffers → ``Operation`` → ``Backend.prepare`` → ``Prepared`` (``_prepare``).  Later calls with this key are started
-without checks.  The core stores the keys that it can compare, and ``Store.calls`` stores all other keys.
+Calls with the same cache key run in the same way, whatever memory their arrays use.  The core computes the key
+(``make_key`` of ``module_cache.c``).  The first call with a key is checked and prepared: arguments → buffers →
+``Operation`` → ``Backend.prepare`` → ``Prepared`` (``_prepare``).  The core starts later calls with this key without
+checks.  Without the core, every call is checked.
 
 ``collectives.pyi`` has the overloads of each operation.  ``python tests/stubs.py`` writes it.
 """
@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy import may_share_memory, ndarray  # faster than np.ndarray, as numpy has a __getattr__
+from numpy import ndarray  # faster than np.ndarray, as numpy has a __getattr__
 
 from kos._core import native
 from kos.comm import host_compressed
@@ -47,14 +47,14 @@ from kos.comm.compression import check_compress, shards
 from kos.comm.handlers import interruptible
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, CORE_OPERATIONS, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
-from kos.comm.prepared import APART, BY_CAPTURE, CachedCall, CoreCall, Prepared, Store, resized
+from kos.comm.prepared import APART, BY_CAPTURE, CoreCall, Prepared, Store, resized
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import BackendUnavailable, InvalidArgument, KosError, ignored
 from kos.memory import Array, Buffer, as_buffer, windows
 from kos.memory.buffer import handle_and_keeper
-from kos.memory.libraries import library_of, plain_array
+from kos.memory.libraries import library_of
 
 Op = ReduceOp | PremulSum
 
@@ -88,37 +88,14 @@ def _document(call: Callable[..., Any]) -> None:
 def _operation(check: Callable[..., Any]) -> Callable[..., Any]:
     """An operation of the communicator.  ``check`` checks the arguments of a call, and returns its Work to start.
 
-    A call whose key is known is not checked again.  If the core was built, only the calls that it cannot compare come
-    here.
+    Where the core makes the calls of a communicator, it calls ``_start_uncached`` instead.
     """
     name = check.__name__
 
     @functools.wraps(check)
     def operation(comm: Any, *args: Any, **options: Any) -> Any:
         try:
-            arguments = (*args, *options.values()) if options else args
-            key, arrays, stream = _cache_key(name, args, options)
-            try:
-                cached, work = comm._store.calls.get(key), None
-            except TypeError:  # an argument that cannot be hashed is refused later
-                key = cached = work = None
-            try:
-                if cached is not None:
-                    prepared, x, out = cached
-                    given = None if x < 0 else arrays[x]
-                    into, array = (None, None) if out < 0 else (arrays[out], arguments[out])
-                    work = comm._cached_work(prepared, given, into, array, stream)
-                if work is None:
-                    work = check(comm, *args, **options)
-            except (MemoryError, OverflowError) as error:
-                raise comm._lacks_memory(name, error) from error
-            if work is None:
-                return None
-            if cached is None and key is not None:
-                new = _cached_call(work, arguments, *_input_and_output(work))
-                if new is not None:
-                    comm._store.add_call(key, new)
-            return work.prepared.start(comm, work)
+            return comm._start_uncached(check, args, options, False)[0]
         except BaseException as error:
             comm._interrupted(name, error)
             raise
@@ -217,52 +194,73 @@ class Operations:
         return prepared.description
 
     def _start_uncached(
-        self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
+        self, check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
     ) -> tuple[Any, CoreCall | None]:
-        """Start a call that the core has not cached.
+        """Check a call, and start it.
 
         Returns the result of the call, and the CoreCall by which the core starts later calls with the same key.  The
-        CoreCall is None if the core cannot compare such calls; ``operation`` then compares them in Python.
+        CoreCall is None if the call has no key, or if a later call with the same key might have to run differently.
         """
-        arguments = *args, *options.values()
-        if not has_key or (self._batch is not None and self.device is not None) or not _are_fixed(arguments, options):
-            return operation(self, *args, **options), None
         try:
-            work = operation.__wrapped__(self, *args, **options)  # type: ignore[attr-defined]
+            work = check(self, *args, **options)
         except (MemoryError, OverflowError) as error:
-            raise self._lacks_memory(operation.__name__, error) from error
+            raise self._lacks_memory(check.__name__, error) from error
         if work is None:
             return None, None
-        ends, core_call = _input_and_output(work), None
+        has_key = has_key and (self._batch is None or self.device is None)
+        send, recv, core_call = work.held, work.array if work.prepared.gets else None, None
         result = work.prepared.start(self, work)
-        with ignored(Exception):  # the call itself has succeeded
-            if (cached := _cached_call(work, arguments, *ends)) is not None:
-                core_call = self._describe_to_core(work, cached, ends, arguments, options)
+        if has_key:
+            with ignored(Exception):  # the call itself has succeeded
+                core_call = self._core_call(work, send, recv, (*args, *options.values()), options)
         return result, core_call
 
-    def _describe_to_core(
-        self, work: Work[Any], cached: CachedCall, ends: tuple[Any, Any], arguments: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> CoreCall | None:  # fmt: skip
-        """The CoreCall of calls like ``work``; None if no later call can be like it."""
-        prepared, x, out = cached
+    def _core_call(
+        self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> CoreCall | None:
+        """The CoreCall of calls like ``work``, or None as in ``_start_uncached``.
+
+        ``send`` and ``recv`` are the arrays that the call read and wrote, as the caller passed them; None where this
+        rank has none.
+        """
+        prepared, objects = work.prepared, _objects(arguments, options.get("stream"))
+        if objects is None or work.convert is not None or not prepared.lasting or not _is_repeatable(work):
+            return None
+        o, x, out, unused = prepared.operation, -1, -1, []
+        for number, each in enumerate(arguments):
+            if each is None:
+                continue
+            if each is send and x < 0:
+                x = number
+            if each is recv and out < 0:
+                out = number
+            if each is not send and each is not recv and hasattr(each, "shape"):
+                unused.append(each)
+        is_new = out < 0 and type(send) is type(recv) is ndarray
+        if (x < 0 and send is not None) or (out < 0 and recv is not None and not is_new):
+            return None
+        if unused and ((prepared.gets and o.name != "scatter") or any(map(_may_be_number, unused))):
+            return None  # it may depend on the values of a further array
+        if o.name.endswith("_v"):
+            counts = sum(type(each) in (list, tuple) for each in arguments)
+            if unused or counts != 1 + (o.name == "all_to_all_v"):
+                return None  # the ranks exchange sizes first
+        start, end = 0 if send is None else _pointer(send), 0 if recv is None else _pointer(recv)
+        sent = 0 if o.send is None else o.send.count * o.send.dtype.itemsize
+        received = 0 if o.recv is None else o.recv.count * o.recv.dtype.itemsize
+        apart = not sent or not received or start + sent <= end or end + received <= start
+        overlap = APART if apart else (start - end) % (1 << 64), sent, received
+        streams = [options.get("stream"), *[each.stream for each in arguments if type(each) is Array]]
+        how = self._core_calls.describe(work, x, out, overlap, streams)
+        if how is None:
+            return None
+        call, reads, writes, guards = how
         example: Work[Any] = prepared.work(prepared)
         example.stream, example.queue = work.stream, work.queue
-        start, end = (0 if each is None else _pointer(each) for each in ends)
-        core_call = CoreCall(
-            None, prepared, prepared.description, example, work.queue, prepared.waits, x, out, x, out,
-            *self._overlap(prepared.operation, start, end), (*map(_identity, arguments), *options), None,
+        return CoreCall(
+            call, prepared, prepared.description, example, work.queue, prepared.waits, reads, writes, x, out, *overlap,
+            (*objects, *options), guards,
         )  # fmt: skip
-        owners = options.get("stream"), *(each.stream for each in arguments if type(each) is Array)
-        described: CoreCall | None = self._core_calls.describe(core_call, work, owners)
-        return described
-
-    @staticmethod
-    def _overlap(o: Operation, input_at: int, output_at: int) -> tuple[int, int, int]:
-        """``distance``, ``input_bytes`` and ``output_bytes`` of a CoreCall, from the addresses of input and output."""
-        sent, received = (0 if each is None else each.count * each.dtype.itemsize for each in (o.send, o.recv))
-        apart = not sent or not received or input_at + sent <= output_at or output_at + received <= input_at
-        return APART if apart else (input_at - output_at) % (1 << 64), sent, received
 
     def _prepare_anew(self, o: Operation) -> Prepared:
         """Have the backend for the memory of ``o`` prepare it; a barrier runs on the GPUs if a stream waits for it."""
@@ -297,9 +295,10 @@ class Operations:
             if prepared.lasting and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
         on_host = first is None or first.device is None
-        work: Work[Any] = prepared.work(prepared, *(
-            (end and end.flat) if on_host else 0 if end is None else end.pointer for end in (send, recv)
-        ))
+        if on_host:
+            work: Work[Any] = prepared.work(prepared, send and send.flat, recv and recv.flat)
+        else:
+            work = prepared.work(prepared, 0 if send is None else send.pointer, 0 if recv is None else recv.pointer)
         work.stream, work.queue, work.held = handle, keeper, send and send.array
         if recv is not None:
             work.array, work.convert = recv.array, recv.convert
@@ -939,71 +938,13 @@ def _array_key(x: Buffer) -> tuple[Any, ...]:
     return x.dtype, x.shape, x.readonly, x.device, windows.place(x.pointer) if windows.memories else x.pointer & 15
 
 
-_CONTIGUOUS, _FLAGS = 1, 0x501
-"""Flags of an ndarray: C-contiguous; and also aligned and writeable."""
-_COMPARED = frozenset({int, bool, str, ReduceOp})
-_PLAIN = _COMPARED | {float, type(None), PremulSum}
-_INTEGERS = frozenset({int})
-_NO_KEY: tuple[None, tuple[Any, ...], None] = None, (), None
-
-
-def _cache_key(
-    name: str, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...] | None, Sequence[Any], Any]:
-    """The cache key of a call, as ``make_key`` in ``module_cache.c``; None if the call cannot be cached.
-
-    An array is compared by its properties and by its overlap with the first array, and every other argument by type
-    and value.  Also returns the arguments, with arrays on GPUs as ``Array``, and the stream of a call on GPUs.
-    """
-    key: list[Any] = [name]
-    arrays: Any = args
-    stream = first = of_first = None
-    if options:
-        stream = options.get("stream")
-        key += len(args), *options, stream is None
-        arrays = *args, *options.values()
-    for x in arrays:
-        kind = type(x)
-        if kind is ndarray:
-            flags = x.flags.num & _FLAGS
-            if stream is not None or not flags & _CONTIGUOUS:
-                return _NO_KEY
-            if first is None:
-                first = x
-                key += x.dtype, x.shape, flags
-            elif x is first:
-                key.append("same")
-            else:
-                distance = _pointer(first) - _pointer(x) if may_share_memory(first, x) else None
-                key += x.dtype, x.shape, flags, distance
-        elif kind in _PLAIN:
-            key += kind, x
-        elif kind is list or kind is tuple:
-            if not _INTEGERS.issuperset(map(type, x)):
-                return _NO_KEY
-            key.append(tuple(x))
-        elif x is not stream:
-            array = x if kind is Array else plain_array(x)
-            if array is None or type(first) is ndarray or getattr(array.owner, "closed", False):
-                return _NO_KEY
-            if array is not x:
-                arrays = [array if each is x else each for each in arrays]
-            place = windows.place(array.pointer) if windows.memories else array.pointer & 15
-            key += array.dtype, array.shape, array.readonly, array.device, place
-            if first is None:
-                first, of_first = array, x
-                stream = array.stream if stream is None else stream
-            elif array.stream is not first.stream and options.get("stream") is None:
-                return _NO_KEY
-            else:
-                key.append("same" if x is of_first else _distance_on_gpu(first, array))
-    return tuple(key), arrays, stream
-
-
-def _distance_on_gpu(x: Array, y: Array) -> int | None:
-    """The bytes from ``x`` to ``y``; None if they do not overlap."""
-    apart = x.pointer + x.nbytes <= y.pointer or y.pointer + y.nbytes <= x.pointer
-    return None if apart else x.pointer - y.pointer
+_FLAGS = 0x501
+"""Flags of an ndarray: C-contiguous, aligned and writeable."""
+_COMPARED = frozenset({int, bool, float, str, type(None), ReduceOp})
+if native is not None:
+    native.factors(PremulSum)
+_MOST_DIMENSIONS = 4
+"""The dimensions of the arrays that the core reads."""
 
 
 def _flat(x: Any) -> np.ndarray[Any, Any]:
@@ -1022,35 +963,13 @@ def _pointer(x: Any) -> int:
     return x.pointer if type(x) is Array else int(x.data_ptr())
 
 
-def _input_and_output(work: Work[Any]) -> tuple[Any, Any]:
-    """The arrays that a checked call reads and writes, as the caller passed them; None where this rank has none."""
-    return work.held, work.array if work.prepared.gets else None
-
-
-def _cached_call(work: Work[Any], arguments: Sequence[Any], send: Any, recv: Any) -> CachedCall | None:
-    """The CachedCall of calls like ``work``.  ``send`` and ``recv`` are the results of ``_input_and_output``.
-
-    Returns None if a later call with the same key might have to run differently.  There are three such cases: each call
-    allocates its result on a GPU, where the result may be in a window; the ranks exchange sizes first; or the call may
-    depend on the values of a further array.
-    """
+def _is_repeatable(work: Work[Any]) -> bool:
+    """Whether later calls of the same key run as ``work``, inside and outside of a graph."""
     prepared = work.prepared
-    o = prepared.operation
-    sized = sum(type(x) in (list, tuple) for x in arguments) == 1 + (o.name == "all_to_all_v")
-    if not prepared.lasting or work.convert is not None or (o.name.endswith("_v") and not sized):
-        return None
-    x, out = (-1 if end is None else _place(end, arguments) for end in (send, recv))
-    if out is None and type(send) is type(recv) is ndarray:
-        out = -1  # a new array
-    unused = [each for each in arguments if hasattr(each, "shape") and each is not send and each is not recv]
-    may_ignore = not o.name.endswith("_v") and (not prepared.gets or o.name == "scatter")
-    may_ignore = may_ignore and not any(map(_may_be_number, unused))
-    if x is None or out is None or (unused and not may_ignore):
-        return None
-    waits_on_host = o.name == "barrier" and prepared.backend.on_gpu and prepared.waits and not o.options.on_stream
-    if waits_on_host or (not prepared.fixed and streams.is_captured(work.stream)):
-        return None
-    return prepared, x, out
+    waits_on_host = prepared.backend.on_gpu and prepared.waits and not prepared.operation.options.on_stream
+    return not (prepared.name == "barrier" and waits_on_host) and (
+        prepared.fixed or not streams.is_captured(work.stream)
+    )
 
 
 def _may_be_number(x: Any) -> bool:
@@ -1058,39 +977,37 @@ def _may_be_number(x: Any) -> bool:
     return x.shape == () or (type(x) is not np.ndarray and hasattr(type(x), "__index__") and math.prod(x.shape) == 1)
 
 
-def _place(x: Any, arguments: Sequence[Any]) -> int | None:
-    """The index of the argument that is ``x``; None if no argument is."""
-    return next((i for i, each in enumerate(arguments) if each is x), None)
+def _objects(arguments: Sequence[Any], stream: Any) -> list[Any] | None:
+    """The objects in the key of a call, which the core compares by identity; None if it cannot compare an argument.
 
-
-def _are_fixed(arguments: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Whether the core can compare these arguments: by identity, by value, or by the properties of an array."""
-    stream = options.get("stream")
+    It compares numbers, their lists and factors by value, and arrays by their properties.
+    """
     if stream is not None and library_of(stream):  # torch makes a new object for a stream each time
-        return False
-    return all(
-        x is stream or x is None or type(x) in _COMPARED or type(x) is bytes or (_is_readable(x) and len(x.shape) <= 4)
-        or (type(x) in (list, tuple) and _INTEGERS.issuperset(map(type, x)))
-        for x in arguments
-    )  # fmt: skip
+        return None
+    objects = list[Any]()
+    for each in arguments:
+        kind = type(each)
+        if kind is ndarray or (kind not in _COMPARED and _is_readable(each)):
+            if len(each.shape) > _MOST_DIMENSIONS:
+                return None
+            objects += (each.dtype, each.stream) if kind is Array else (each.dtype if kind is ndarray else kind,)
+        elif kind is list or kind is tuple:
+            if set(map(type, each)) - {int}:
+                return None
+        elif kind in _COMPARED or each is stream or kind is PremulSum:
+            objects.append(each)
+        elif kind is not bytes:
+            return None
+    return objects
 
 
 def _is_readable(x: Any) -> bool:
     """Whether the core can read this array.  It reads arrays of NumPy and kos, and tensors of one type of torch."""
-    if type(x) is np.ndarray or type(x) is Array:
+    if type(x) is Array:
         return True
     if library_of(x) != "torch" or type(x) is not sys.modules["torch"].Tensor:
         return False
     return hasattr(type(x), "__dlpack_c_exchange_api__") and bool(native.tensors(type(x)))
-
-
-def _identity(x: Any) -> Any:
-    """The object that the core compares by identity for an argument, if any.  It compares counts by value."""
-    if type(x) in (list, tuple, bytes):
-        return None
-    if type(x) is Array:
-        return x.dtype, x.stream
-    return x.dtype if type(x) is np.ndarray else type(x) if _is_readable(x) else x
 
 
 def _input(x: Any, stream: Any) -> Buffer:

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from kos.comm.matching import Envelope
 from kos.comm.operation import Operation, Options
-from kos.comm.prepared import CachedCall, CoreCall, Prepared, Store
+from kos.comm.prepared import CoreCall, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.work import Work
 from kos.errors import KosError
@@ -31,14 +31,11 @@ class Operations:
     def _start_cached(self, prepared: Prepared, stream: Any, x: Any, out: Any) -> Any: ...
     def _resize(self, work: Work[Any], known: tuple[Any, ...]) -> tuple[Any, ...]: ...
     def _start_uncached(
-        self, operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
+        self, check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
     ) -> tuple[Any, CoreCall | None]: ...
-    def _describe_to_core(
-        self, work: Work[Any], cached: CachedCall, ends: tuple[Any, Any], arguments: tuple[Any, ...],
-        options: dict[str, Any]
+    def _core_call(
+        self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> CoreCall | None: ...
-    @staticmethod
-    def _overlap(o: Operation, input_at: int, output_at: int) -> tuple[int, int, int]: ...
     def _prepare_anew(self, o: Operation) -> Prepared: ...
     def _prepare(self, o: Operation, op: Any = ..., stream: Any = ...) -> Work[Any]: ...
     def _start(self, operation: Operation) -> Any: ...

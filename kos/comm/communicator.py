@@ -121,7 +121,7 @@ class Communicator(Groups):
         """Have the core make the operations that subclasses have not changed."""
         for name in CORE_OPERATIONS:
             if getattr(type(self), name) is (function := getattr(Operations, name)):
-                start = functools.partial(self._start_uncached, function)
+                start = functools.partial(self._start_uncached, function.__wrapped__)
                 setattr(self, name, self._core_group.method(name, start, function.__doc__ or ""))
         self._store.core = self._core_group
 

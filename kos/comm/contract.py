@@ -48,7 +48,6 @@ from kos.comm.tuning import Table
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
 from kos.cuda import Kernel, load_kernel
-from kos.cuda.kernels import Launch
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Array as GPUArray
 from kos.memory import Buffer
@@ -368,13 +367,6 @@ class Backend(ABC):
 
     def entered(self, stream: int) -> None:  # noqa: B027
         """kos calls this after it has ordered ``stream`` behind earlier launches, before the next launch on it."""
-
-    def launches(self, run: Run, stream: int) -> Sequence[Launch] | None:
-        """The launches that ``run`` queues on ``stream`` outside of a graph, which the compiled core can then repeat.
-
-        None if the core cannot make these launches.  kos drops them when it frees scratch memory or changes windows.
-        """
-        return None
 
     def inspect(self, work: Work[Any]) -> None:
         """Raise an error of ``work`` if the library or a kernel has reported a failure.  Never waits."""

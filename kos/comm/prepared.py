@@ -133,17 +133,16 @@ class Prepared:
                         steps = self.launch(work)
             if steps is not None:
                 backend.engine.begin(work, steps)
-            return self._result(work) if self.waits else work
+            if not self.waits:
+                return work
+            if work.steps is not None or work._error is not None:
+                return work.wait()
+            work.reported = True
+            array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
+            return array if work.convert is None else work.convert(array)
         finally:
             if collective:
                 comm._active = None
-
-    def _result(self, work: Work[Any]) -> Any:
-        if work.steps is not None or work._error is not None:
-            return work.wait()
-        work.reported = True
-        array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
-        return array if work.convert is None else work.convert(array)
 
 
 def without_memory(o: Operation) -> Operation:
@@ -207,7 +206,7 @@ def _arguments(o: Operation, group_suffix: str) -> str:
     """`` of float32[4] by SUM``; ``group_suffix`` follows the number of a rank."""
     text, message, buffer = "", o.message, o.send or o.recv
     if buffer is not None:
-        text += f" of {buffer}"
+        text += f" of {buffer.dtype.name}{list(buffer.shape)}"
     if o.reduction is not None:
         text += f" by {o.reduction.op.name}"
     if o.options.compress:
@@ -300,7 +299,9 @@ def sized(sizeless: int, count: int) -> int:
 
 def _description(prepared: Prepared, fingerprint: int) -> bytes:
     """What ``described`` reads, at most ``TEXT_BYTES``."""
-    for length in (200, 100, 50):  # of each text
+    text = json.dumps([fingerprint, prepared.arguments, prepared.values]).encode()
+    is_long = len(text) > TEXT_BYTES or "counts" in prepared.values
+    for length in (200, 100, 50) if is_long else ():  # of each text
         brief = {name: _brief(value, length) for name, value in prepared.values.items()}
         text = json.dumps([fingerprint, shortened(prepared.arguments, length), brief]).encode()
         if len(text) <= TEXT_BYTES:
@@ -362,13 +363,6 @@ For such a signature, the key of the Prepared also says whether the stream is be
 """
 
 
-CachedCall = tuple[Prepared, int, int]
-"""How a call is repeated on other arrays: its Prepared, and the indices of its input and output among the arguments.
-
-An index is -1 if this rank has no such array, or if the output is a new array.
-"""
-
-
 class CoreCall(NamedTuple):
     """How the compiled core repeats a cached call.  ``read_call`` in ``module_cache.c`` reads the fields in this order.
 
@@ -427,11 +421,6 @@ class Store(dict[Any, Prepared]):
     core: Any = None
     """The ``kos._core.native.Group`` whose cached calls use these Prepareds, or None."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[Any, CachedCall] = {}
-        """The cached calls that the core does not know, by cache key (``collectives._cache_key``)."""
-
     def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
         """Store the Prepared of a call on ``stream``."""
         if len(self) >= MOST_STORED:
@@ -441,15 +430,8 @@ class Store(dict[Any, Prepared]):
             signature = signature, is_captured(stream)
         self[signature] = prepared
 
-    def add_call(self, key: Any, cached: CachedCall) -> None:
-        """Cache a call.  If there are too many, all others are dropped."""
-        if len(self.calls) >= MOST_STORED:
-            self.calls.clear()
-        self.calls[key] = cached
-
     def clear(self) -> None:
         """Drop all."""
         super().clear()
-        self.calls.clear()
         if self.core is not None:
             self.core.forget()

@@ -100,6 +100,26 @@ def copy_launch(target: Any, source: Any, nbytes: int) -> Launch:
     return Launch(driver.address("cuMemcpyDtoDAsync_v2"), (target, source, nbytes, STREAM), error, sys.maxsize)
 
 
+class Plan(functools.partial[None]):
+    """A function of a stream and two addresses that queues a call, and the launches that do the same."""
+
+    launches: Callable[[int], list[Launch] | None]
+    """What the compiled core queues on a stream instead; None if it cannot."""
+
+    @classmethod
+    def of(cls, launches: Callable[[int], list[Launch] | None], run: Callable[..., None], *arguments: Any) -> Plan:
+        """``run`` with ``arguments`` before the stream and the addresses."""
+        plan = cls(run, *arguments)
+        plan.launches = launches
+        return plan
+
+
+def launches_of(run: Any, stream: int) -> list[Launch] | None:
+    """The launches that ``run`` queues on ``stream`` outside of a graph; None if the core cannot make them."""
+    launches: Callable[[int], list[Launch] | None] | None = getattr(run, "launches", None)
+    return None if launches is None else launches(stream)
+
+
 class KernelCache:
     """Compiled kernels on disk, shared by all processes of the user.
 
@@ -333,14 +353,14 @@ class BoundKernel:
         """The error of a launch that the driver has refused with ``status``."""
         return driver.error_of(f"launch of {self._kernel.name}: cuLaunchKernelEx", cu.CUresult(status))
 
-    def as_launch(self) -> Launch:
+    def launches(self, stream: int) -> list[Launch]:
         """The launch for the compiled core, which needs this object meanwhile."""
         words: list[Any] = self._words[: len(self._words) // 2]
         for i, number, offset in self._addresses:
             words[i] = Address(number, offset, 0)
         config = ctypes.string_at(int(self._config.getPtr()), _CONFIG_BYTES)
         about: dict[str, Any] = {"kernel": int(self._kernel._function), "config": config}
-        return Launch(driver.address("cuLaunchKernelEx"), words, self.error, streams.PER_THREAD, **about)
+        return [Launch(driver.address("cuLaunchKernelEx"), words, self.error, streams.PER_THREAD, **about)]
 
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:

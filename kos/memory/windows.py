@@ -12,6 +12,7 @@ from typing import Any
 
 from kos.cuda.driver import cu
 from kos.cuda.graphs import CapturedGraph, captured_graph
+from kos.cuda.kernels import Launch, launches_of
 from kos.cuda.streams import LEGACY
 
 Run = Callable[..., None]
@@ -80,6 +81,10 @@ class InWindows:
             for memory in self._memories:
                 memory.add(graph)
         self.launch(stream, send, recv)
+
+    def launches(self, stream: int) -> list[Launch] | None:
+        """Those of the launch outside of a graph."""
+        return launches_of(self.launch, stream)
 
 
 memories: dict[int, WindowMemory] = {}

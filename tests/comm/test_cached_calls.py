@@ -242,8 +242,8 @@ class Program:
     def may_hit(self, arrays: Arrays) -> bool:
         """Whether the core makes calls like this one once it knows one."""
         call, step = arrays.call, arrays.call.step
-        fixed = step.sized and call.counts in (list, tuple) and "timeout" not in dict(call.options)
-        plain = (not step.made or arrays.out is None) and not (step.op is ReduceOp.PREMUL_SUM and step.name in REDUCING)
+        fixed = step.sized and call.counts in (list, tuple)
+        plain = not step.made or arrays.out is None
         on_side = "async_op" not in dict(call.options) if self.on_gpu else not (arrays.has_shard or arrays.is_empty)
         return fixed and plain and on_side
 
@@ -312,7 +312,8 @@ class Program:
         call, known = arrays.call, self.known.get(self.key(arrays))
         if not self.may_hit(arrays):
             return 0, 0
-        if not self.cached(call.step) or (self.on_gpu and arrays.is_empty):
+        scaled = call.step.op is ReduceOp.PREMUL_SUM and call.step.name in REDUCING
+        if not self.cached(call.step) or scaled or (self.on_gpu and arrays.is_empty):
             return 0, TIMES
         if not self.on_gpu:
             return TIMES - (known is None), TIMES  # the first one too, if a call of another size is known

@@ -12,6 +12,7 @@ from kos.errors import InvalidArgument
 from kos.testing import spawn
 from tests.comm import shared_ranks
 from tests.comm.ranks import on_each_rank
+from tests.comm.tcp_ranks import TCPRanks
 
 
 @pytest.fixture
@@ -30,10 +31,14 @@ def test_arrays_are_not_held_and_the_cache_is_bounded(alone):
     assert {each() for each in arrays} == {None} and 0 < len(alone.backend.store) <= MOST_STORED
 
 
-def test_later_results_are_new_arrays_and_their_calls_are_not_checked(alone, monkeypatch):
-    first = alone.all_gather(x := np.ones(3))
-    monkeypatch.setattr("kos.comm.collectives.output", None)  # a call that is checked gets its result from there
-    assert (alone.all_gather(2 * x) == [[2] * 3]).all() and (first == 1).all()
+@shared_ranks.needs_core
+def test_later_results_are_new_arrays_and_their_calls_are_not_checked(monkeypatch):
+    def make_calls(comm):
+        first = comm.all_gather(x := np.ones(3))
+        monkeypatch.setattr("kos.comm.collectives.output", None)  # a call that is checked gets its result from there
+        assert (comm.all_gather(2 * x) == [[2] * 3]).all() and (first == 1).all()
+
+    TCPRanks(1).run(make_calls)
 
 
 @pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])

@@ -14,10 +14,10 @@ from typing import Any
 
 from kos._core import native
 from kos.comm.gpu.routes import is_copy
-from kos.comm.prepared import CoreCall, Guards
+from kos.comm.prepared import Guards
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.kernels import RECV, SEND, Address, Launch, copy_launch
+from kos.cuda.kernels import Address, Launch, launches_of
 from kos.cuda.streams import LEGACY, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
@@ -51,20 +51,22 @@ class EagerCalls:
         """Whether the fields of an ``Array`` lie where the core expects them."""
         return bool(native.arrays(Array(1 << 40, (2, 3), "float32", 5, owner=self, stream=self.core, readonly=True)))
 
-    def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall | None:
-        """Return ``core_call`` with the packed launches of calls like ``work``, and their guards.
+    def describe(
+        self, work: Work[Any], x: int, out: int, overlap: tuple[int, int, int], streams: Sequence[Any]
+    ) -> tuple[Any, int, int, Any] | None:
+        """The packed launches of calls like ``work``, the arguments ``x`` and ``out`` that they read, and the guards.
 
-        ``streams`` has the owner of the stream of each argument.  If the core cannot make the launches, ``core_call``
-        is returned without them.  Returns None if no later call can be like this one.
+        ``overlap`` is that of a CoreCall.  ``streams`` has the owner of the stream of each argument.  There are no
+        launches if the core cannot make them.  Returns None if no later call can be like this one.
         """
         prepared = work.prepared
         if work.stream > LEGACY and is_captured(work.stream):  # graphs may have other routes
             return None
-        self._limit_streams([core_call.stream, *streams])
-        ends = (core_call.reads, work.send), (core_call.writes, work.recv)
-        if prepared.backend is not self._backend or not prepared.waits or any(at >= 0 and not end for at, end in ends):
-            return core_call
-        return self._with_launches(core_call, work)
+        self._limit_streams([work.queue, *streams])
+        starts = prepared.backend is self._backend and prepared.waits
+        starts = starts and (x < 0 or bool(work.send)) and (out < 0 or bool(work.recv))
+        call, guards = self._with_launches(work, overlap) if starts else (None, None)
+        return call, x, out, guards
 
     def _limit_streams(self, owners: list[Any]) -> None:
         """Clear the cache before its calls hold too many streams: a program may create one per call."""
@@ -74,20 +76,21 @@ class EagerCalls:
             self.core.forget()
         self._streams |= new
 
-    def _with_launches(self, core_call: CoreCall, work: Work[Any]) -> CoreCall:
-        """Return ``core_call`` with its launches, packed for the core, and their guards.
+    def _with_launches(self, work: Work[Any], overlap: tuple[int, int, int]) -> tuple[Any, Any]:
+        """The launches of calls like ``work``, packed for the core, and their guards.
 
-        ``core_call`` is returned unchanged if the core cannot make the launches, or if nothing keeps the stream alive.
+        Both are None if the core cannot make the launches, or if nothing keeps the stream alive.
         """
         prepared, stream, owner = work.prepared, work.stream, work.queue
         o, route = prepared.operation, prepared.route
         if o.options.purpose or work.convert is not None or (type(owner) is int and stream > LEGACY):
-            return core_call
-        launches = _launches(work)
+            return None, None
+        no_copy = work.send == work.recv and is_copy(prepared.run)  # of an array to itself
+        launches = [] if no_copy else launches_of(prepared.run, stream)
         if launches is None or len(launches) > _MOST_LAUNCHES:
-            return core_call
+            return None, None
         if any(len(each.arguments) > native.MOST_WORDS for each in launches):
-            return core_call
+            return None, None
         handle = owner.__cuda_stream__() if owner is not None and may_close(owner) else None
         needs_context = any(stream <= each.context_up_to for each in launches)
         context = int(driver.primary_context(prepared.backend.device)) if needs_context else 0
@@ -97,11 +100,11 @@ class EagerCalls:
         current = driver.address("cuCtxGetCurrent") if context else 0
         room = launches[0].room if launches else (0, 0, 0)
         numbers = len(launches), prepared.fingerprint, stream, route.failed_word, *room, context, current, captured
-        overlap = core_call.input_bytes, core_call.output_bytes, core_call.distance
-        plan = struct.pack("=13Q", *numbers, *overlap) + b"".join(map(pack, launches))
+        distance, *nbytes = overlap
+        plan = struct.pack("=13Q", *numbers, *nbytes, distance) + b"".join(map(pack, launches))
         party = prepared.backend.party(prepared)
         guards = Guards(self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared)
-        return core_call._replace(call=bytearray(native.PLAN_AT) + plan, guards=guards)
+        return bytearray(native.PLAN_AT) + plan, guards
 
     def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:
         """Raise the error of a launch that the core could not make."""
@@ -116,15 +119,3 @@ def pack(launch: Launch) -> bytes:
     patches = [n for i, x in enumerate(arguments) if type(x) is Address for n in (i, x.number, x.offset)]
     header = struct.pack("=5Q", launch.function, launch.kernel, len(words), len(patches) // 3, launch.closes)
     return header + launch.config + struct.pack(f"={len(words)}Q{len(patches)}q", *words, *patches)
-
-
-def _launches(work: Work[Any]) -> list[Launch] | None:
-    """The launches of calls like ``work``; None if the core cannot make them."""
-    prepared = work.prepared
-    run = prepared.run.launch if isinstance(prepared.run, InWindows) else prepared.run
-    if prepared.backend.size > 1 or not is_copy(run):
-        launches: list[Launch] | None = prepared.route.launches(run, work.stream)
-        return launches
-    o = prepared.operation
-    nbytes = o.recv.nbytes if o.send and o.recv and work.send != work.recv else 0
-    return [copy_launch(RECV, SEND, nbytes)] if nbytes else []

@@ -16,7 +16,7 @@ from kos.comm.operation import Operation
 from kos.comm.operations import OPERATIONS, PARTS
 from kos.cuda import Kernel, driver
 from kos.cuda.driver import call, cu, relaxed_capture
-from kos.cuda.kernels import BoundKernel, Launch, resolved
+from kos.cuda.kernels import Launch, launches_of, resolved
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
@@ -201,8 +201,7 @@ class InScratch(ABC):
         """The launches of a call on ``stream``; None if the core cannot make one of them."""
         found = list[Launch]()
         for run in self._steps(stream):
-            of_step = [run.as_launch()] if isinstance(run, BoundKernel) else self._route.launches(run, stream)
-            if of_step is None:
+            if (of_step := launches_of(run, stream)) is None:
                 return None
             found += of_step
         return found

@@ -32,7 +32,7 @@ from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import InScratch, Scratch, Windows, exchange_of, messages_of
-from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, Call, launches_in_group, make_in_group, native_call
+from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, Call, group_of, launches_in_group, make_in_group, native_call
 from kos.comm.gpu.nccl_staging import MESSAGES, Copy, as_messages, copy, stage, windows_of
 from kos.comm.gpu.routes import nothing
 from kos.comm.gpu.works import unstarted
@@ -42,7 +42,7 @@ from kos.comm.waits import start_in_thread, wait_at_exit
 from kos.comm.work import Engine, Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
-from kos.cuda.kernels import RECV, SEND, Launch, copy_launch
+from kos.cuda.kernels import RECV, SEND, Launch, Plan, copy_launch
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer
@@ -332,22 +332,6 @@ class NCCLBackend(Backend):
         self.bounded(lambda: launch(stream, send, recv), timeout, str(self.backend._last))
         self._connected.add(kind)
 
-    def launches(self, run: Any, stream: int) -> list[Launch] | None:
-        if isinstance(run, InScratch):
-            return run.launches(stream)
-        function = run.func if isinstance(run, partial) else None
-        if function is binding.native_launch:
-            return [binding.launch_of((run.args[1], SEND, RECV, *run.args[2]))]
-        if function is make_in_group:
-            return launches_in_group(run.args[0])
-        # The rest of the last page of the program's registered memory counts as registered, and may have other arrays.
-        partly = any(each.nbytes % PAGESIZE for each in list(self._windows.memories.values()) if each.owner is not None)
-        if function != self._exchange or partly:
-            return None
-        sends, recvs = (messages_of(each, (SEND, RECV)) for each in run.args)
-        before, calls, after = self._staged(sends, recvs, stream)
-        return [*starmap(copy_launch, before), *launches_in_group(calls), *starmap(copy_launch, after)]
-
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group.  Operations that also launch kernels of kos follow one by one."""
         alone = [work for work in works if work.operation.residual or isinstance(self._innermost(work), InScratch)]
@@ -420,7 +404,7 @@ class NCCLBackend(Backend):
         assert o.send is not None and o.send_counts is not None
         send, recv, size = o.send.pointer, 0 if o.recv is None else o.recv.pointer, o.send.dtype.itemsize
         parts = zip(accumulate(o.send_counts, initial=0), o.send_counts, strict=False)
-        return partial(make_in_group, [
+        return group_of([
             ("reduce", send + start * size, recv, count * per, code, op, root, self._comm)
             for root, (start, count) in enumerate(parts) if count
         ])  # fmt: skip
@@ -480,13 +464,21 @@ class NCCLBackend(Backend):
         return before, calls, after
 
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
-        return partial(self._exchange, sends, recvs)
+        return Plan.of(partial(self._exchange_launches, sends, recvs), self._exchange, sends, recvs)
+
+    def _exchange_launches(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> list[Launch] | None:
+        # The rest of the last page of the program's registered memory counts as registered, and may have other arrays.
+        if any(each.nbytes % PAGESIZE for each in list(self._windows.memories.values()) if each.owner is not None):
+            return None
+        arrays = SEND, RECV
+        before, calls, after = self._staged(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
+        return [*starmap(copy_launch, before), *launches_in_group(calls), *starmap(copy_launch, after)]
 
     def _exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
         self.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
 
     def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run:
-        return partial(make_in_group, [("all_gather", send, recv, nbytes, BYTE, self._comm)])
+        return group_of([("all_gather", send, recv, nbytes, BYTE, self._comm)])
 
 
 def _bare(work: Work[Any]) -> Any:

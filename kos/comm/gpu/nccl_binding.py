@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from kos.comm.failures import EndedEarly
 from kos.comm.reduction import ReduceOp
 from kos.cuda.driver import call, cu
-from kos.cuda.kernels import STREAM, Address, Launch
+from kos.cuda.kernels import RECV, SEND, STREAM, Address, Launch, Plan
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, install
 
@@ -128,13 +127,19 @@ def real_type(dtype: DType) -> DType:
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
 
 
-def native_call(operation: str, *arguments: Any) -> partial[None]:
-    """The launch of an operation of NCCL: ``arguments`` are those between the two addresses and the stream."""
-    return partial(native_launch, getattr(library(), _NAMES.get(operation, operation)), operation, arguments)
+def native_call(operation: str, *arguments: Any) -> Plan:
+    """The plan of an operation of NCCL: ``arguments`` are those between the two addresses and the stream."""
+    function, call = getattr(library(), _NAMES.get(operation, operation)), (operation, SEND, RECV, *arguments)
+    return Plan.of(lambda stream: [launch_of(call)], _call_function, function, arguments)
 
 
-def native_launch(function: Any, operation: str, arguments: Any, stream: int, send: int, recv: int) -> None:
+def _call_function(function: Any, arguments: Any, stream: int, send: int, recv: int) -> None:
     function(send, recv, *arguments, stream)
+
+
+def group_of(calls: Sequence[Call]) -> Plan:
+    """The plan of calls of NCCL in one group."""
+    return Plan.of(lambda stream: launches_in_group(calls), make_in_group, calls)
 
 
 def make_in_group(calls: Sequence[Call], stream: int, *arrays: int) -> None:

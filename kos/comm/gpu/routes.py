@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
 
 from kos.comm.contract import Backend, Resolved
 from kos.comm.operation import AUTO, Operation
@@ -17,6 +16,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import Table, merged
 from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
+from kos.cuda.kernels import RECV, SEND, Plan, copy_launch
 from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
 from kos.memory.windows import InWindows, Run
@@ -112,9 +112,13 @@ def single_rank_route(o: Operation, device: int) -> Resolved | None:
         return None
     if o.options.algorithm != AUTO:
         return None
-    if send is None or recv is None or send is recv:
-        return partial(_copy, device, 0), None, True
-    return partial(_copy, device, recv.nbytes), None, True
+    nbytes = 0 if send is None or recv is None or send is recv else recv.nbytes
+    launches = [copy_launch(RECV, SEND, nbytes)] if nbytes else []
+    return _Copy.of(lambda stream: launches, _copy, device, nbytes), None, True
+
+
+class _Copy(Plan):
+    """The call of a group of one rank, which copies or does nothing."""
 
 
 def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:
@@ -128,4 +132,4 @@ def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:
 
 def is_copy(run: Run) -> bool:
     """Whether calls of ``run``, in a group of one rank, only copy or do nothing."""
-    return getattr(run.launch if isinstance(run, InWindows) else run, "func", None) is _copy
+    return isinstance(run.launch if isinstance(run, InWindows) else run, _Copy)

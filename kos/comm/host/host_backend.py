@@ -118,7 +118,7 @@ class HostBackend:
 
     def core_calls(self) -> tuple[Any, Any]:
         """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
-        return (None, None) if self.node is None else (self.node.calls.core, self.node)
+        return (None, None) if self.calls is None else (self.calls.core, self.messages)
 
     @property
     def shares_memory(self) -> bool:

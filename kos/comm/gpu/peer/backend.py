@@ -41,7 +41,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Engine, Work
 from kos.cuda import Kernel, driver
-from kos.cuda.kernels import BoundKernel, Launch
+from kos.cuda.kernels import BoundKernel, Launch, Plan
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
@@ -253,10 +253,12 @@ class PeerBackend(Backend):
             # communicators on this GPU: it goes beside them.  It holds few multiprocessors (``OVERLAPPED_BLOCKS``).
             launch = run
         elif exclusive:
-            launch = partial(self._launch_exclusive, run)
+            launch = Plan.of(lambda stream: self._launches(run, stream), self._launch_exclusive, run)
         else:
-            launch = partial(self._launch, run, occupancy)
-            launch = partial(self._launch_when_loaded, launch, set()) if first else launch
+            loaded = set() if first else {True}
+            launches = lambda stream: self._launches(run, stream, occupancy) if loaded else None  # noqa: E731
+            launch = Plan.of(launches, self._launch, run, occupancy)
+            launch = Plan.of(launches, self._launch_when_loaded, launch, loaded) if first else launch
         return launch, kernel, True
 
     def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
@@ -360,19 +362,12 @@ class PeerBackend(Backend):
             launch = partial(self._launch_exclusive, run) if exclusive else partial(self._launch, run, occupancy)
             self.backend.queue_run(self, launch, at)
 
-    def launches(self, run: Any, stream: int) -> list[Launch] | None:
-        launch = self._loaded(run)
-        if launch is None or not isinstance(launch.args[0], BoundKernel):
+    def _launches(self, run: Any, stream: int, *occupancy: Occupancy) -> list[Launch] | None:
+        """The launch of ``run``, if that is one kernel, with the ``occupancy`` of a launch that is not exclusive."""
+        if not isinstance(run, BoundKernel):
             return None
-        rooms = ((self._room.buffer_info()[0], *each) for each in launch.args[1:])  # none if it is exclusive
-        return [launch.args[0].as_launch()._replace(room=next(rooms, (0, 0, 0)))]
-
-    def _loaded(self, run: Any) -> partial[None] | None:
-        """The launch of ``run`` if all ranks have loaded its kernel.  None otherwise, and if it queues no kernel."""
-        if isinstance(run, partial) and run.func == self._launch_when_loaded and run.args[1]:
-            run = run.args[0]
-        known = isinstance(run, partial) and run.func in (self._launch, self._launch_exclusive)
-        return run if known else None
+        rooms = [(self._room.buffer_info()[0], *each) for each in occupancy] or [(0, 0, 0)]
+        return [each._replace(room=rooms[0]) for each in run.launches(stream)]
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         self._engine.wait_before_load(path, name, **macros)

@@ -24,7 +24,7 @@ from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import ANY, AUTO, COLLECTIVE_TAGS, GROUP_CALLS, Message, Operation
 from kos.comm.operations import OPERATIONS
-from kos.comm.prepared import CoreCall, Prepared
+from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
 from kos.comm.transport import wrong_message
@@ -185,25 +185,19 @@ class Node:
         """Whether a message has a receive, which comes after those that wait with its tag."""
         return message.src is not None and message.recv_tag in self.waiting
 
-    def describe(self, core_call: CoreCall, work: Work[Any], streams: Sequence[Any] = ()) -> CoreCall:
-        """Return ``core_call`` with the call that the core makes for calls like ``work``.
+    def describe(self, work: Work[Any], x: int, out: int, *_: Any) -> tuple[Any, int, int, None]:
+        """The call that the core makes for calls like ``work``, and the arguments that it reads and writes.
 
-        ``core_call`` is returned unchanged if the core cannot start such calls, for example because they run by a
-        schedule, or because their result is a new array.
+        ``x`` and ``out`` are the arguments that are the input and output of the operation, or -1.  The call is None if
+        the core cannot start such calls, for example because they run by a schedule, or return a new array.
         """
-        prepared = work.prepared
-        if prepared.run is None or prepared.launch == self._start_scaled:
-            return core_call
-        if not core_call.waits and self._engine.thread is not None:
-            return core_call
-        if any(end is not None and not end.size for end in (work.send, work.recv)):
-            return core_call
-        if prepared.gets and core_call.output < 0:
-            return core_call
+        prepared, send, recv = work.prepared, work.send, work.recv
+        starts = prepared.run is not None and prepared.launch != self._start_scaled
+        starts = starts and (prepared.waits or self._engine.thread is None) and (out >= 0 or not prepared.gets)
+        if not starts or (send is not None and not send.size) or (recv is not None and not recv.size):
+            return None, x, out, None
         call, puts, gets = prepared.run
-        return core_call._replace(
-            call=call, reads=core_call.reads if puts else -1, writes=core_call.writes if gets else -1
-        )
+        return call, x if puts else -1, out if gets else -1, None
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
