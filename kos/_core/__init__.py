@@ -23,7 +23,7 @@ try:
         unavailable = "the compiled core is off: KOS_CORE=0"
     else:
         module = import_module("kos._core.native")
-        if getattr(module, "DTYPES", None) != [*DTYPES]:
+        if not hasattr(module, "dtype") or any(module.dtype(code) != name for code, name in enumerate(DTYPES)):
             raise ImportError("it was built for other dtypes: install kos again")
         native = module
 except ModuleNotFoundError:

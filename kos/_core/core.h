@@ -151,7 +151,7 @@ typedef struct {
 
 enum kos_op { KOS_SUM, KOS_PROD, KOS_MIN, KOS_MAX, KOS_AVG, KOS_BAND, KOS_BOR, KOS_BXOR, KOS_OPS };
 
-enum { KOS_FLOAT32 = 1 };  // in the table of reduce.c; float16 and bfloat16 follow
+enum { KOS_FLOAT32 = 1 };  // a dtype; float16 and bfloat16 follow
 
 typedef void (*kos_combine)(void *out, const void *a, const void *b, size_t count);  // out may be a or b
 
@@ -423,7 +423,7 @@ int64_t kos_clock(void);
 
 // reduce.c
 unsigned kos_bytes_of(int dtype);  // of an element; 0: no dtype
-const char *kos_name_of(int dtype);
+const char *kos_name_of(int dtype);  // that in kos/dtypes.py; "": no dtype
 int kos_reduction_of(int dtype, int op, kos_reduction *r);  // 0, or -1: the dtype has no such operation
 // Reduces the inputs in their order; `out` may be one of them.  `ranks` divides an average.
 void kos_reduce(const kos_reduction *r, void *out, const void *const *in, int inputs, size_t count, int ranks);

@@ -171,7 +171,10 @@ static const struct { const char *name; long value; } constants[] = {
     CONSTANT(MOST_WORDS), CONSTANT(PLAN_AT),
 };
 
+static PyObject *dtype(PyObject *self, PyObject *code) { return PyUnicode_FromString(kos_name_of(PyLong_AsLong(code))); }
+
 static PyMethodDef functions[] = {
+    {"dtype", dtype, METH_O, NULL},
     {"layout", layout, METH_O, NULL},
     {"tensors", take_tensors, METH_O, NULL},
     {"readable", is_readable, METH_O, NULL},
@@ -184,18 +187,6 @@ static PyMethodDef functions[] = {
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
-static int add_dtypes(PyObject *m) {
-    PyObject *names = PyList_New(0);
-    int error = !names || PyModule_AddObjectRef(m, "DTYPES", names);
-    for (int dtype = 0; !error && kos_bytes_of(dtype); dtype++) {
-        PyObject *name = PyUnicode_FromString(kos_name_of(dtype));
-        error = !name || PyList_Append(names, name);
-        Py_XDECREF(name);
-    }
-    Py_XDECREF(names);
-    return error;
-}
-
 PyMODINIT_FUNC PyInit_native(void) {
     PyObject *m = PyModule_Create(&module), *group = PyType_FromSpec(&group_spec);
     work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
@@ -206,7 +197,7 @@ PyMODINIT_FUNC PyInit_native(void) {
         || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);
-    if (error || add_dtypes(m))
+    if (error)
         Py_CLEAR(m);
     return m;
 }

@@ -21,7 +21,9 @@ AWAITS_READ: int
 AWAITS_MESSAGE: int
 MOST_WORDS: int
 PLAN_AT: int
-DTYPES: list[str]
+
+def dtype(code: int, /) -> str:
+    """The name of the dtype with this number; "" for none."""
 
 def layout(size: int, /) -> tuple[int, int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, resized calls, texts and mailboxes, and of the whole."""

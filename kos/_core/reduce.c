@@ -181,7 +181,7 @@ static const struct {
 enum { DTYPES = sizeof dtypes / sizeof *dtypes };
 
 unsigned kos_bytes_of(int dtype) { return dtype >= 0 && dtype < DTYPES ? dtypes[dtype].rest.bytes : 0; }
-const char *kos_name_of(int dtype) { return dtypes[dtype].name; }
+const char *kos_name_of(int dtype) { return kos_bytes_of(dtype) ? dtypes[dtype].name : ""; }
 
 int kos_reduction_of(int dtype, int op, kos_reduction *r) {
     if (dtype < 0 || dtype >= DTYPES || op < 0 || op >= KOS_OPS || !dtypes[dtype].combine[op])
