@@ -168,7 +168,7 @@ class FailureLog:
             reporter.report_end(sequence, reason, cause)
 
     def cut_short(self) -> None:
-        """Note that a signal's handler has ended a step of this group half-way.  Its communicator is aborted next."""
+        """Record that a signal handler has ended a step of this group half-way.  Its communicator is aborted next."""
         self.status.cut_short.append(self)
 
     # Questions.

@@ -159,7 +159,7 @@ class Rendezvous(ABC):
 
     @contextmanager
     def reporting_memory(self) -> Iterator[None]:
-        """As ``reporting``, but only if this rank lacks memory."""
+        """Like ``reporting``, but only for a lack of memory on this rank."""
         try:
             yield
         except (MemoryError, OverflowError) as error:

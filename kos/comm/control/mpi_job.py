@@ -41,7 +41,7 @@ _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their 
 _keeping = threading.Lock()
 # Communicators to be freed, and the request of a barrier of their ranks; each is of the thread that takes it.
 _closing = deque[tuple[Any, Any]]()
-_at_exit: list[Any] = []  # the socket that shows other ranks that this one has come to its exit handler
+_at_exit: list[Any] = []  # the socket that tells other ranks that this rank has reached its exit handler
 abort_code: int | None = None  # exit code of a rank that aborted its communicator because of an exception
 starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
 _loss = False  # whether a rank was lost, and the job continues without it
@@ -261,7 +261,7 @@ def _exit_job() -> None:
     if _loss and abort_code is None:
         return
     goes_on, world = fault_tolerant(), MPI.COMM_WORLD
-    with contextlib.suppress(OSError):  # no file descriptor is left; others then take it for missing
+    with contextlib.suppress(OSError):  # no file descriptor is left; other ranks then report this rank as missing
         _at_exit.append(mpi_start.arrived(world.rank, "exit"))
     grace = _EXIT_GRACE if goes_on or starting or abort_code is not None else None
     together, began = False, time.monotonic()

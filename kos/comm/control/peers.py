@@ -1,4 +1,4 @@
-"""Connections between every two ranks of a group, for ``tcp``: each rank calls the lower and admits the higher ones."""
+"""Connections between all ranks of a group, for ``tcp``: each rank connects to lower ranks and accepts higher ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kos.errors import KosError, RendezvousError
 from kos.files import lacks_files
 
 _REPORT_SECONDS = 5.0
-"""In which a rank that another one does not reach may report the reason."""
+"""How long to wait for a failure report of a rank that was not reached.  The report may name the reason."""
 
 
 def connect_all(
