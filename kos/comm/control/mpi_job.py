@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 
 from kos.comm.control import mpi_start
 from kos.comm.control.grow import GRACE_SECONDS
-from kos.comm.waits import CHECK_SECONDS, Backoff
+from kos.comm.waits import Backoff, wait_until
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 from kos.launcher import OF_MPI, under_mpirun
 
@@ -118,17 +119,10 @@ def wait_request(request: Any, timeout: float | None, look: Callable[[], None] =
 
     Meanwhile ``look`` is called, which may raise.
     """
-    deadline, look_at = None if timeout is None else time.monotonic() + timeout, 0.0
-    backoff = Backoff()
-    while not request.Test():
-        if time.monotonic() > look_at:
-            look()
-            look_at = time.monotonic() + CHECK_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
-            keep_unfinished(request)
-            return False
-        backoff.pause()
-    return True
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    if not (done := bool(wait_until(request.Test, deadline, look, Backoff().pause))):
+        keep_unfinished(request)
+    return done
 
 
 def failed_ranks(comm: Any) -> list[int]:

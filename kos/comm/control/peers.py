@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.wire import Connection, admit_all
 from kos.comm.failures import FailureLog
+from kos.comm.waits import wait_until
 from kos.errors import KosError, RendezvousError
 from kos.files import lacks_files
 
@@ -52,10 +54,8 @@ def connect_all(
 
 def _await_report(group: Any, peer: int) -> None:
     """Raise the failure that a rank reports within ``_REPORT_SECONDS``: it may be why that rank was not reached."""
-    until = time.monotonic() + _REPORT_SECONDS
-    while time.monotonic() < until and not group.failures.status.ended(group.failures.world[peer]):
-        group.look_for_failure()
-        time.sleep(0.01)
+    ended = partial(group.failures.status.ended, group.failures.world[peer])
+    wait_until(ended, time.monotonic() + _REPORT_SECONDS, group.look_for_failure)
 
 
 def unreached(failures: FailureLog, peer: int, error: Exception) -> KosError:
