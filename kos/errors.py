@@ -221,8 +221,8 @@ def by_handler(error: BaseException | None) -> bool:
     if isinstance(error, KeyboardInterrupt):
         return True
     trace = None if error is None else error.__traceback__
-    if trace is None:
-        return False
+    if trace is None or (trace.tb_next is None and trace.tb_frame.f_code.co_filename.startswith(f"{_PACKAGE}{os.sep}")):
+        return False  # raised where it was caught, as by a socket that would block
     installed = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next

@@ -14,15 +14,6 @@ static cached_call moved;  // in the older table, where a call was
 
 // --- Keys ------------------------------------------------------------------------------------------------------------
 
-static PyTypeObject *factor_type;
-
-// factors(type): objects of that type, kos.PremulSum, are compared by their field ``factor``.
-PyObject *take_factors(PyObject *self, PyObject *type) {
-    if (!factor_type)
-        factor_type = (PyTypeObject *)Py_NewRef(type);
-    Py_RETURN_NONE;
-}
-
 static int is_integer(PyObject *x, uint64_t *value) {
     int overflow = 1;
     if (Py_TYPE(x) == &PyLong_Type)
