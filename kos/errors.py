@@ -6,16 +6,17 @@ of ``KosError``.  An error that corresponds to a builtin one also inherits from 
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from kos.commands import near, pip_install
@@ -211,22 +212,40 @@ def raised_as(kind: type[KosError], expected: str, *errors: type[Exception]) -> 
 
 
 def by_handler(error: BaseException | None) -> bool:
-    """Whether the handler of a signal raised ``error``: Ctrl-C, or a frame had the frame that it interrupted."""
+    """Whether a signal handler raised ``error``.
+
+    This is so for KeyboardInterrupt, and if the traceback has the code of a handler that is installed.  It is also so
+    if a local variable of a frame in the traceback is the frame before it: a handler gets the interrupted frame as an
+    argument.
+    """
     if isinstance(error, KeyboardInterrupt):
         return True
     trace = None if error is None else error.__traceback__
+    if trace is None or (trace.tb_next is None and trace.tb_frame.f_code.co_filename.startswith(f"{_PACKAGE}{os.sep}")):
+        return False  # raised where it was caught, as by a socket that would block
+    installed = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code in installed:
+            return True
         if (before := frame.f_back) is None or Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
             continue
-        for given in frame.f_locals.values():  # of a handler, the number of the signal and the frame
+        for given in frame.f_locals.values():  # a handler has the signal number and the frame, or both in a tuple
             if given is before or (type(given) is tuple and any(each is before for each in given)):
                 return True
     return False
 
 
+def _code_of(handler: Any) -> CodeType | None:
+    """The code of a handler; None if it is not Python's."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    return getattr(function, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+
+
 class ignored(suppress):
-    """As ``suppress``, but what the handler of a signal raises is raised."""
+    """Like ``suppress``, but exceptions that a signal handler raises are not suppressed."""
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         return bool(super().__exit__(kind, error, trace)) and not by_handler(error)
@@ -268,7 +287,7 @@ def without_own_frames(call: Callable[P, T]) -> Callable[P, T]:
     For calls before a hook of kos is set.  KOS_DEBUG=1 leaves the frames in.
     """
 
-    @wraps(call)
+    @functools.wraps(call)
     def short(*args: P.args, **options: P.kwargs) -> T:
         try:
             return call(*args, **options)

@@ -102,7 +102,7 @@ def lacks_files(error: BaseException) -> bool:
 
 
 def lack_of_files(error: OSError) -> str:
-    """What an error says of a lack of files, for which it does not matter which file was to be opened."""
+    """The text of an error about a lack of file descriptors.  It does not name the file that was to be opened."""
     text = os.strerror(error.errno or 0)
     if error.errno != errno.EMFILE:
         return text

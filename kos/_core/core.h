@@ -90,8 +90,8 @@ typedef struct {
     _Atomic uint64_t closed, pid, started;
 } kos_line;
 
-// A call of another size than the one that Python has prepared and described.  It is that of the ring of fingerprints if
-// the stamps are equal.  Other calls do not write here.
+// An entry for a call that the core prepared from a call of another size, which Python has described.  The entry
+// belongs to the call in the ring of fingerprints if the stamps are equal.  Other calls do not write an entry.
 typedef struct {
     _Atomic uint64_t stamp;
     _Atomic uint64_t described;  // the fingerprint of the call that is described
@@ -413,7 +413,7 @@ kos_layout kos_layout_of(int size);
 int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size);  // 0, -1: unfit memory, -2: no memory
 void kos_free(kos_group *g);  // what kos_open has allocated
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint);  // that this rank begins that call
-// Publishes, before kos_publish, that the call is as the one with the fingerprint `described`, but of that count.
+// Publishes, before kos_publish, that the call equals the one with the fingerprint `described`, apart from its count.
 void kos_publish_resized(kos_group *g, uint64_t sequence, uint64_t fingerprint, uint64_t described, uint64_t count);
 // FAILED if a rank has begun another call with this number or an earlier one; else PENDING.
 kos_result kos_compare(kos_group *g, uint64_t sequence, uint64_t fingerprint);
@@ -452,8 +452,8 @@ void kos_mail_start(kos_group *g, kos_work *w);
 int kos_mail_step(kos_group *g, kos_work *w);  // as kos_step
 void kos_mail_cancel(kos_group *g, kos_work *w);
 void kos_mail_advance(kos_group *g);            // takes what has arrived
+int kos_is_kept(const kos_arrival *a);  // whether its data has arrived, so that a receive completes at once
 // The first message with that tag from that rank that has arrived and has no receive; NULL: none, or a closed group.
-int kos_is_kept(const kos_arrival *a);  // whether its data is here, so that a receive is complete at once
 const kos_arrival *kos_mail_first(kos_group *g, int rank, uint64_t tag);
 
 // call.c
@@ -462,8 +462,8 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
 // For a Work that is the only one: advances it once, and then for at most so many nanoseconds.
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most);
 void kos_spin_queued(kos_group *g, kos_work *w);  // the same for one that is in the queue
-// Waits at most so many nanoseconds for the message that a receive from any rank, or of any length, takes.  Returns NULL
-// if none has arrived, or if the group has failed.  If several ranks have sent one, they take turns.
+// Waits at most `most` nanoseconds for a message that matches a receive from any rank or of any length.  Returns NULL
+// if none has arrived, or if the group has failed.  If several ranks have sent one, they are served in turn.
 const kos_arrival *kos_await(kos_group *g, const kos_prepared *p, int64_t most, int *rank);
 int kos_alone(const kos_group *g);              // whether no Work is outstanding, so that a wait may spin
 void kos_enqueue(kos_group *g, kos_work *w);

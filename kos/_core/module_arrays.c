@@ -1,4 +1,5 @@
-// The arrays of calls: of kos (kos.memory.Array) and of torch, or whatever has DLPack's C exchange API.
+// The arrays of calls: of kos (kos.memory.Array) and of torch, or whatever has DLPack's C exchange API.  Also the type of
+// factors.
 #include "objects.h"
 
 // The start of kos.memory.Array, whose slots are in alphabetical order; take_arrays checks it.
@@ -17,7 +18,7 @@ typedef struct {
 
 enum { COMPLEX = 5 };  // of DLPack
 
-PyTypeObject *array_type, *tensor_type;
+PyTypeObject *array_type, *tensor_type, *factor_type;
 static const exchange_api *tensor_api;  // of that type
 static PyObject *windows;
 
@@ -114,4 +115,11 @@ PyObject *is_readable(PyObject *self, PyObject *x) {
     array_words words;
     tensor t;
     return PyBool_FromLong(Py_TYPE(x) == tensor_type && is_plain(x) && read_tensor(x, &words, &t));
+}
+
+// factors(type): objects of that type, kos.PremulSum, are compared by their field ``factor``.
+PyObject *take_factors(PyObject *self, PyObject *type) {
+    if (!factor_type)
+        factor_type = (PyTypeObject *)Py_NewRef(type);
+    Py_RETURN_NONE;
 }

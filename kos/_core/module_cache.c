@@ -1,9 +1,10 @@
-// The calls that an operation knows: their keys, and a hash table of them.
+// The cache of calls of an operation: their keys, and a hash table.
 //
-// A call is first looked up by a key that has the shapes of its arrays.  If it is not known, another key without the
-// sizes finds a call that differs in its sizes only, and the core prepares it anew: a stream of calls whose sizes always
-// change needs no Python either.  The table keeps two generations: when one is full, it becomes the older one, and what
-// has not been used since the last time is dropped.
+// A call is first looked up by a key that contains the shapes of its arrays.  If this key is not in the cache, a second
+// key without sizes may find a call that differs only in its sizes.  The core then prepares the new call from that one,
+// so calls whose sizes always change need no Python either.  There are two hash tables, a current and an older one.  A
+// full current table becomes the older one, and the calls of the previous older table are dropped.  A call that is
+// found in the older table moves to the current one.
 #include "objects.h"
 
 enum { MOST_CALLS = KNOWN_CALLS / 2, SHAPE_AT = 16, ANY_SHAPE = 0xff };
@@ -12,15 +13,6 @@ static PyTypeObject *ndarray_type;
 static cached_call moved;  // in the older table, where a call was
 
 // --- Keys ------------------------------------------------------------------------------------------------------------
-
-static PyTypeObject *factor_type;
-
-// factors(type): objects of that type, kos.PremulSum, are compared by their field ``factor``.
-PyObject *take_factors(PyObject *self, PyObject *type) {
-    if (!factor_type)
-        factor_type = (PyTypeObject *)Py_NewRef(type);
-    Py_RETURN_NONE;
-}
 
 static int is_integer(PyObject *x, uint64_t *value) {
     int overflow = 1;

@@ -52,7 +52,7 @@ static PyObject *in_flight(Group *g, const cached_call *k, PyObject *send, PyObj
 // Has Python prepare a call of another size, whose Work the program gets.  Returns 0, or -1 with an exception.
 static int prepare_work(Operation *o, Group *g, const call_key *key, PyObject *work, PyObject *known) {
     PyObject *description = PyObject_CallMethodObjArgs(g->objects[COMM], s_resize, work, known, NULL);
-    if (description && o->generation == g->generation)
+    if (description && description != Py_None && o->generation == g->generation)
         cache_adopt(&o->cache, key, ((State *)work)->fields[PREPARED], description);
     Py_XDECREF(description);
     return description ? 0 : -1;

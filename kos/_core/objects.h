@@ -93,7 +93,7 @@ typedef struct {
     uint64_t what, kind, stream;
 } array_words;
 
-extern PyTypeObject *work_type, *state_type, *operation_type, *array_type, *tensor_type;
+extern PyTypeObject *work_type, *state_type, *operation_type, *array_type, *tensor_type, *factor_type;
 extern PyType_Spec work_spec, state_spec, operation_spec;
 
 void work_ended(kos_work *w);
@@ -170,7 +170,6 @@ typedef struct {
 } call_cache;
 
 void take_ndarrays(PyTypeObject *type);  // the type of NumPy's arrays
-PyObject *take_factors(PyObject *self, PyObject *type);
 // The key of a call, and where its arrays are.
 void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, PyObject *names);
 uint64_t identity_of(PyObject *x);  // the objects that the key has of an array
@@ -188,6 +187,7 @@ int cache_traverse(const call_cache *c, visitproc visit, void *arg);
 PyObject *take_arrays(PyObject *self, PyObject *example);
 PyObject *take_tensors(PyObject *self, PyObject *type);
 PyObject *take_windows(PyObject *self, PyObject *ranges);
+PyObject *take_factors(PyObject *self, PyObject *type);
 PyObject *is_readable(PyObject *self, PyObject *x);
 // Whether calls may use an array (which must not be freed) or a tensor (see readable()).  May run Python code.
 int is_plain(PyObject *x);

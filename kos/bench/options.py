@@ -105,7 +105,7 @@ def _check_table(parser: Parser, options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if name not in ("write_table", "others", "max_bytes", "json") and value != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"--write-table: expected no flags but -e, --with and --json beside it, got {flag}")
+            raise ConfigError(f"--write-table: expected only the flags -e, --with and --json with it, got {flag}")
     if not SMALLEST <= (options.max_bytes or SMALLEST) <= LARGEST:
         raise ConfigError(f"-e/--max-bytes: expected a size from 1K to 4G with --write-table, got {options.max_bytes}")
 

@@ -181,13 +181,18 @@ class Operations:
             raise self._lacks_memory(prepared.name, error) from error
         return NotImplemented if work is None else work.prepared.start(self, work)
 
-    def _resize(self, work: Work[Any], known: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _resize(self, work: Work[Any], known: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Prepare the call of ``work``, which the core has begun by the Prepared of a call of another size.
 
-        ``known`` is what the core has recorded of it.  Returns the description of the call for the recorder.
+        ``known`` is what the core has recorded of it.  Returns the description of the call for the recorder; None
+        without memory for it.
         """
         group, operation, *shapes = known
-        work.prepared = prepared = self._prepare_anew(resized(operation, *shapes))
+        try:
+            prepared = self._prepare_anew(resized(operation, *shapes))
+        except MemoryError:  # the core runs the call without it; the texts of its errors name the other size
+            return None
+        work.prepared = prepared
         prepared.description = group, prepared.operation
         if work.record[0] is known:  # type: ignore[index]  # else a later call has overwritten it
             work.record[0] = prepared.description  # type: ignore[index]

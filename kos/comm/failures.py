@@ -167,8 +167,12 @@ class FailureLog:
         for reporter in self.reporters.copy():
             reporter.report_end(sequence, reason, cause)
 
+    def add_reporter(self, reporter: Any) -> None:
+        if reporter not in self.reporters:
+            self.reporters.append(reporter)
+
     def cut_short(self) -> None:
-        """Note that a signal's handler has ended a step of this group half-way.  Its communicator is aborted next."""
+        """Record that a signal handler has ended a step of this group half-way.  Its communicator is aborted next."""
         self.status.cut_short.append(self)
 
     # Questions.
@@ -184,7 +188,7 @@ class FailureLog:
         if sequence is not None:
             for rank, (first, why, cause) in self.left.copy().items():
                 if first <= sequence and not (begun and first == 0 and why in DEATHS):
-                    raise self.lost(rank, why, what, cause)
+                    raise self.lost(rank, why, what, cause) if self.earliest is None else self.earliest[1].copy()
 
     def refuse(self, what: object) -> None:
         """Raise the first failure, if there is one, in a later call, ``what``."""

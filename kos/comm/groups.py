@@ -37,7 +37,7 @@ from kos.errors import CollectiveError, InvalidArgument, KosError, OutOfMemory, 
 from kos.memory import as_buffer
 
 FRAME_BYTES, _LENGTH_BYTES = 128, 8
-"""Of the first exchange of ``all_gather_bytes`` and the like: the bytes of a rank, and of the length among them."""
+"""Sizes in the first exchange of ``all_gather_bytes`` and the like: bytes per rank, and the bytes of its length."""
 
 
 class Groups(Operations):
@@ -388,7 +388,7 @@ class Groups(Operations):
     def _exchange_bytes(
         self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
     ) -> list[bytes] | None:
-        """As ``_bytes``.  Lengths and the first bytes of all ranks travel first, then all bytes if one has more."""
+        """Like ``_bytes``.  Lengths and the first bytes of all ranks travel first, then all bytes if one has more."""
         self._refuse_batch(name)
         sends = operation != "broadcast" or self.rank == root
         if sends and not isinstance(data, bytes | bytearray | memoryview):

@@ -1,7 +1,7 @@
-"""What the handler of a signal raises within a call: it leaves the call as itself, and the communicator is aborted.
+"""Exceptions of signal handlers within a call: the call raises them unchanged, and its communicator is aborted.
 
 Python runs handlers between any two instructions of the main thread, so their exceptions may end any step half-way.
-kos installs no handler, and does not delay them.  ``interruptible`` is around the methods of a communicator.  The core
+kos installs no handlers, and does not delay them.  ``interruptible`` wraps the methods of a communicator.  The core
 and ``Work`` call ``Communicator._interrupted`` themselves.
 """
 
@@ -21,9 +21,11 @@ _CALLED = tuple(str(_PACKAGE / name) for name in ("comm", "cuda", "memory"))
 
 
 def interruption(error: BaseException) -> BaseException | None:
-    """What the handler of a signal raised: ``error``, or one of its causes that kos has caught in this call."""
+    """The exception that a signal handler raised: ``error``, or one of its causes that kos has caught in this call."""
     found: BaseException | None = error
-    while found is not None:
+    seen: set[int] = set()  # a program's errors may be causes of each other
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
         trace = found.__traceback__
         caught = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_CALLED)
         if (caught or found is error) and by_handler(found):
@@ -33,7 +35,7 @@ def interruption(error: BaseException) -> BaseException | None:
 
 
 def interruptible(method: Method) -> Method:
-    """Abort the communicator if the handler of a signal raises in this method of it."""
+    """Wrap a method of a communicator: abort the communicator if a signal handler raises within the method."""
 
     @functools.wraps(method)
     def call(comm: Any, *args: Any, **options: Any) -> Any:

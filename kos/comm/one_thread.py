@@ -1,8 +1,8 @@
 """Refuses two threads that call one communicator at once, with both lines of the program.
 
 All ranks must call the collectives of a communicator in one order.  Threads that order their calls, by a lock, a queue
-or ``join``, never overlap.  Collectives that overlap therefore have no order.  So a communicator keeps the collective
-that a thread is in, and the thread (``Communicator._active``).  Another thread that starts a collective raises.
+or ``join``, never overlap.  Collectives that overlap therefore have no order.  So a communicator stores
+the collective in progress and its thread (``Communicator._active``).  If another thread starts a collective, it raises.
 
 Messages in host memory are matched by rank and tag, not by the order of calls.  Any thread may wait for a Work.
 """

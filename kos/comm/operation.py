@@ -13,7 +13,7 @@ from kos.memory import Buffer
 T = TypeVar("T")
 
 POINT_TO_POINT = frozenset(name for name, row in OPERATIONS.items() if row.message)
-"""Those that only wait for a message."""
+"""Messages: operations of two ranks."""
 CORE_OPERATIONS = (*(name for name in OPERATIONS if name != "probe"), "_all_gather_frames")
 """Operations that the compiled core may start by itself (``kos/_core/module_eager.c``).  Python starts all others."""
 GROUP_CALLS = ("split", "group", "grid", "duplicate")

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kos.comm.waits import wait_until
 from kos.errors import CollectiveTimeout, KosError, from_record, to_record
 
 _END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
@@ -246,9 +247,7 @@ class PeerStatus:
 
     def await_end(self, rank: int) -> None:
         """Wait for a moment, so that other hosts also know that the rank has ended.  They first receive its failure."""
-        deadline = time.monotonic() + _END_SECONDS
-        while self.is_connected and not self.ended(rank) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: self.ended(rank) or not self.is_connected, time.monotonic() + _END_SECONDS)
 
     def runs(self, rank: int) -> bool:
         """Whether that rank is known to run: neither ended nor stopped."""

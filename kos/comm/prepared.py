@@ -333,7 +333,7 @@ def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tup
 
 
 def described_resized(text: bytes, sequence: int, count: int, own: int) -> tuple[str, dict[str, Any]]:
-    """As ``described``, of a call of another ``count`` than the one described; of a v-form: of so many elements.
+    """Like ``described``, for a call with another ``count`` than the described one; of a v-form, of so many elements.
 
     ``own`` is the fingerprint of the call itself.
     """

@@ -1,4 +1,4 @@
-"""Polling with backoff, and blocking calls in daemon threads, with a timeout."""
+"""Polling until a deadline, with backoff, and blocking calls in daemon threads, with a timeout."""
 
 from __future__ import annotations
 
@@ -55,6 +55,23 @@ class Backoff:
             time.sleep(self.SLEEP)
 
 
+def wait_until(
+    poll: Callable[[], T], deadline: float, look: Callable[[], None] | None = None,
+    pause: Callable[[], None] = lambda: time.sleep(0.001),
+) -> T:  # fmt: skip
+    """Poll until the result is true; returns it, or the last one after ``deadline``, a time of ``time.monotonic``.
+
+    Every ``CHECK_SECONDS``, ``look`` is called, which may raise.  ``pause`` waits between two polls.
+    """
+    look_at = 0.0
+    while not (found := poll()) and (now := time.monotonic()) <= deadline:
+        if look is not None and now > look_at:
+            look()
+            look_at = now + CHECK_SECONDS
+        pause()
+    return found
+
+
 def start_in_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
     """Begin a call that may never return, on a daemon thread called ``name``."""
     future: Future[T] = Future()
@@ -80,9 +97,7 @@ def wait_at_exit(future: Future[Any]) -> None:
 
 @atexit.register  # early, and so it runs after the handlers that stop other threads
 def _wait_at_exit() -> None:
-    deadline = time.monotonic() + EXIT_SECONDS
-    while _awaited and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not _awaited, time.monotonic() + EXIT_SECONDS)
 
 
 os.register_at_fork(after_in_child=lambda: _awaited.clear())  # whose threads are not in the child

@@ -185,7 +185,7 @@ _Base: Any = type("State", (), {}) if native is None else native.State
 
 
 class _Documented(type):
-    """Has ``help`` and ``dir`` list the public names of a class alone; those of the core have no underscore."""
+    """Has ``help`` and ``dir`` list only the public names of a class; private names of the core have no underscore."""
 
     def __dir__(cls) -> list[str]:
         return ["done", "result", "synchronize", "wait"]

@@ -28,7 +28,7 @@ class Source(NamedTuple):
     data_settings: Mapping[str, Any] | None = None
     """The settings by which the run that saved the checkpoint reads its data."""
     updates: int = 0
-    """The steps until then that were not skipped."""
+    """How many of these steps were not skipped."""
 
 
 def find_source(run: RunContext) -> Source:

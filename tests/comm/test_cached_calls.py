@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -452,6 +453,32 @@ def make_calls_of_new_sizes(comm: kos.Communicator, dtype: Any) -> None:
         comm.all_to_all_v(np.concatenate(pieces[me]), counts[me].tolist(), counts[:, me].tolist(), out)
         assert hits(comm) - before == (number > 0)
         assert_bits(out, np.concatenate([row[me] for row in pieces]), str(counts))
+
+
+@shared_ranks.needs_core
+@pytest.mark.parametrize("async_op", [False, True])
+@on_each_rank(TCPRanks(2).run)
+def test_a_call_of_a_new_size_goes_on_without_memory_for_its_texts(comm, /, async_op, monkeypatch):
+    """Python describes such a call after the core has begun it."""
+
+    def call(n: int) -> np.ndarray:
+        x = np.full(n, comm.rank + 1)
+        work = comm.all_reduce(x, async_op=async_op)
+        return work.wait() if async_op else work
+
+    def lacks(operation: Operation) -> Any:
+        raise MemoryError
+
+    call(3)
+    if comm.rank == 0:
+        monkeypatch.setattr(comm.backend, "prepare", lacks)
+        works = [call(n) for n in (4, 5)]
+        monkeypatch.undo()
+    else:
+        time.sleep(0.1)  # rank 0 most likely waits
+        works = [call(n) for n in (4, 5)]
+    assert [each.tolist() for each in works] == [[3] * 4, [3] * 5]
+    assert call(5).tolist() == [3] * 5 and call(4).tolist() == [3] * 4
 
 
 @shared_ranks.needs_core

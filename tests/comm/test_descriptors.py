@@ -64,7 +64,7 @@ def test_a_rank_without_file_descriptors_for_a_group_is_named_on_all(lacking):
     *outcomes, failure = results[0][1].split("\n")[:-1]
     failed = [each for each in outcomes if each != "null"]
     assert {*failed} == {f'["RendezvousError", [{lacking}], true]'} and failure == "None", results
-    assert 5 < len(failed) < 30 and outcomes[-1] == "null"  # in the end there were enough
+    assert 1 < len(failed) < 30 and outcomes[-1] == "null"  # in the end there were enough
 
 
 LEADER = """

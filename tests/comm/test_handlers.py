@@ -21,6 +21,7 @@ import kos
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.host import tcp_messages
+from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import InvalidArgument, RankLost
 from tests.comm.ranks import SIZE, TIMEOUT
 from tests.comm.tcp_ranks import both_ranks, environment, free_port, run_processes
@@ -220,22 +221,78 @@ OWN = [TimeoutError, ValueError, InvalidArgument, RankLost, SystemExit]
 
 
 @pytest.mark.parametrize("alarm", OWN, indirect=True)
-@pytest.mark.parametrize("within", ["fill", "islice"], ids=["reading", "sending"])
+@pytest.mark.parametrize("within", ["reading", "sending"])
 def test_errors_that_kos_catches_leave_the_call_too(alarm, apart, within, before_call, request):
     raised = request.node.callspec.params["alarm"]
     with both_ranks() as (one, other):
         other.send_bytes(b"", 0)
         one.recv_bytes(1)
         armed = [one]
-        if within == "fill":
+        if within == "reading":
             other.send_bytes(b"later", 0)
-        before_call(tcp_messages, within, lambda *_: armed and armed.pop() and alarm())
+        where = (tcp_messages.Link, "progress") if within == "reading" else (tcp_messages, "islice")
+        before_call(*where, lambda *_: armed and armed.pop() and alarm())
         with pytest.raises(raised, match="of the program") as caught:
-            one.recv_bytes(1) if within == "fill" else one.send_bytes(b"x", 1)
+            one.recv_bytes(1) if within == "reading" else one.send_bytes(b"x", 1)
         assert caught.type is raised and not armed
         told = f"rank 0 is gone: (recv_bytes|send_bytes) was interrupted by {raised.__name__}: of the program"
         with pytest.raises(RankLost, match=told):
             other.recv_bytes(0, tag=1)
+
+
+def _raises(*_: Any) -> None:
+    raise Deadline("of the program")
+
+
+def _forgets(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise Deadline("of the program")
+
+
+class _Handler:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        raise Deadline("of the program")
+
+    def method(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        raise Deadline("of the program")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [_forgets, _Handler(), _Handler().method, partial(_forgets), pytest.param(_raises, id="after the recorder")],
+)
+def test_handlers_of_every_form_abort(handler, apart, before_call):
+    """Also those that do not keep the frame that they interrupt, and that which the recorder's handler calls."""
+    before = signal.signal(signal.SIGALRM, handler)
+    if handler is _raises:
+        dump_on_signal(signal.SIGALRM)
+    try:
+        with both_ranks() as (one, other):
+            armed = [one]
+            before_call(tcp_messages, "fill", lambda *_: armed and armed.pop() and signal.raise_signal(signal.SIGALRM))
+            other.send_bytes(b"later", 0)
+            with pytest.raises(Deadline):
+                one.recv_bytes(1)
+            assert one.failure is not None and not armed
+            with pytest.raises(RankLost, match="rank 0 is gone: recv_bytes was interrupted by Deadline"):
+                other.recv_bytes(0, tag=1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_errors_that_cause_each_other():
+    """``raise ... from`` of errors that were kept; the call that they leave ends."""
+    first, second = ValueError("1"), ValueError("2")
+    first.__cause__, second.__cause__ = second, first
+
+    class Root:
+        def __index__(self):
+            raise first
+
+    with kos.init(timeout=TIMEOUT) as comm, pytest.raises(ValueError, match="1"):
+        comm.broadcast(np.ones(1), Root())
 
 
 def test_what_the_program_handles_is_no_interrupt(alarm):

@@ -37,8 +37,9 @@ def assert_nothing_is_left(comm: kos.Communicator) -> None:
         assert backend.calls.core.held() == (0, 0, 0)
         return
     for end in backend.transport.peers.values():
-        assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)
-        known = comm.rendezvous.allgather(json.dumps([end._credits, end._freed]).encode())
+        link = end.link
+        assert not (end._posted or end._arrived or link.incoming or [*link.sending()])
+        known = comm.rendezvous.allgather(json.dumps([end.credits, end.freed]).encode())
         (credits, _), (_, freed) = (json.loads(known[rank]) for rank in (comm.rank, 1 - comm.rank))
         assert credits + freed == tcp_messages.CREDIT_BYTES, "some are lost"
 

@@ -191,7 +191,7 @@ def test_a_rank_that_stalls_is_named(late, within, monkeypatch):
                 rendezvous.allgather(b"")
             assert time.monotonic() - began >= 0.3
         elif within:
-            rendezvous._connection.sock.send(b"\0")
+            rendezvous.connection.sock.send(b"\0")
         named.wait(20)
 
     run_ranks(3, body)
@@ -201,7 +201,7 @@ def test_a_rank_that_does_not_read_delays_no_other_rank():
     came = threading.Event()
 
     def body(rendezvous):
-        connection = rendezvous._connection
+        connection = rendezvous.connection
         if rendezvous.rank == 2:
             receive = connection.receive
             connection.receive = lambda: (came.wait(20), receive())[1]
@@ -232,7 +232,7 @@ def of_two(timeout: float) -> tuple[TCPRendezvous, Connection]:
     """Rank 1 of two, and the hub's end of its connection."""
     mine, hubs = pair()
     rendezvous = TCPRendezvous(1, 2, timeout, Network(b"s", "127.0.0.1", "", loopback=True), None)
-    rendezvous._connection = mine
+    rendezvous.connection = mine
     return rendezvous, hubs
 
 
@@ -270,7 +270,7 @@ def test_the_ranks_beside_a_lost_hub_are_looked_for_on_its_host(monkeypatch):
     hubs.close()
     network = Network(b"s", "hub", "10.0.0.2", loopback=False, name="hub")
     rendezvous = TCPRendezvous(2, 3, 1.0, network, None)
-    rendezvous._connection, rendezvous._addresses = mine, [("", 1), ("", 2), ("10.0.0.2", 3)]
+    rendezvous.connection, rendezvous._addresses = mine, [("", 1), ("", 2), ("10.0.0.2", 3)]
     with pytest.raises(RankLost, match="rank 0 is gone"):
         rendezvous.allgather(b"")
     assert asked == [("hub", 1), ("hub", 2), ("10.0.0.2", 3)]

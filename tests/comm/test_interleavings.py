@@ -46,10 +46,10 @@ def test_a_report_of_the_watchdog_beside_a_message():
     while left:
         with both_ranks() as (comm, other):
             with contextlib.suppress(RankLost):  # it may know of the failure first
-                transport = comm.backend.transport
+                channel = comm.rendezvous.channel
                 left = interleaving(
                     lambda comm=comm: comm.send(np.ones(1), dst=1),
-                    lambda transport=transport: transport.report_failure(_failure(0), 0),
+                    lambda channel=channel: channel.report_failure(_failure(0), 0),
                 )
             if not left:
                 break
@@ -106,10 +106,10 @@ def test_deaths_that_arrive_while_a_call_reads_them():
     interleaving, left = Interleaving("control/notices.py", "control/group.py"), True
     while left:
         place = TCPRendezvous(1, 4, TIMEOUT, Network(b"", "127.0.0.1", "127.0.0.1", True), None)
-        channel = place.open_channel()
+        channel = place.channel
         place.inbox.deaths[2] = "its process ended"
         left = interleaving(
-            lambda channel=channel: [*channel.read_reports()],
+            lambda channel=channel: channel.record_deaths(),
             lambda place=place: place.inbox.deaths.setdefault(3, "it ended too"),
         )
 

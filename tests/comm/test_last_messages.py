@@ -31,7 +31,7 @@ def end(comm: kos.Communicator) -> None:
     """As the end of the process: the connections close without a word."""
     transport: Any = comm.backend.transport
     for peer in transport.peers.values():
-        peer.sock.shutdown(socket.SHUT_RDWR)
+        peer.link.sock.shutdown(socket.SHUT_RDWR)
 
 
 def notice_end(comm: kos.Communicator, work: Any) -> None:
@@ -120,7 +120,7 @@ def test_what_a_slow_rank_has_not_received_yet_survives_the_abort_of_its_sender(
 
     def body(comm):
         transport = comm.backend.transport
-        sock = transport.peers[1 - comm.rank].sock
+        sock = transport.peers[1 - comm.rank].link.sock
         if comm.rank == 0:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
             assert posted.wait(TIMEOUT)
@@ -156,7 +156,7 @@ def mpi(mpi_library, monkeypatch):
     vars(mpi_library).update(Status=Mock(), ERRORS_RETURN=0, IN_PLACE=0, INT64_T=0, MAX=0, ANY_TAG=0, BYTE=0)
     monkeypatch.setattr("kos.comm.host.mpi.await_request", lambda *given: None)
     place = SimpleNamespace(
-        rank=0, size=3, failures=FailureLog(range(3), 0), ranks_per_host=1, mpi_comm=comm, open_channel=lambda: None
+        rank=0, size=3, failures=FailureLog(range(3), 0), ranks_per_host=1, mpi_comm=comm, channel=None, deaths=dict
     )
     transport = MPITransport(place, Engine())
     transport.open(SimpleNamespace(one_host=False))

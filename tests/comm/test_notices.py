@@ -22,8 +22,8 @@ WAIT = 20.0  # seconds
 
 def die(rendezvous: TCPRendezvous) -> None:
     """As the kernel does when the process dies."""
-    assert rendezvous._connection is not None
-    rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)
+    assert rendezvous.connection is not None
+    rendezvous.connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_hub_that_does_not_forward_a_notice_in_time():
@@ -46,17 +46,16 @@ def test_a_notice_that_is_awaited_has_been_forwarded():
     """What its sender tells other ranks afterwards arrives later.  Without a hub, the sender waits for no answer."""
 
     def body(rendezvous):
-        channel = rendezvous.open_channel()
-        assert channel is not None
+        channel = rendezvous.channel
         rendezvous.barrier()
         for number in range(50):
             if rendezvous.rank == 1:
-                channel.send(["first", number], wait=True)
+                channel.send("first", number, wait=True)
                 told.put(number)
                 assert read.get(timeout=WAIT) == number
             elif rendezvous.rank == 2:
                 assert told.get(timeout=WAIT) == number
-                assert channel.receive() == [["first", number]]
+                assert channel.receive("first") == [[1, number]]
                 read.put(number)
         rendezvous.barrier()
         if rendezvous.rank == 0:
@@ -64,7 +63,7 @@ def test_a_notice_that_is_awaited_has_been_forwarded():
         elif rendezvous.rank == 1:
             until(lambda: 0 in rendezvous.deaths())
             began = time.monotonic()
-            channel.send(["last"], wait=True)
+            channel.send("last", wait=True)
             assert time.monotonic() - began < FORWARD_SECONDS / 2
 
     told, read = queue.Queue[int](), queue.Queue[int]()
@@ -72,22 +71,21 @@ def test_a_notice_that_is_awaited_has_been_forwarded():
 
 
 def test_notices_reach_all_others_in_order():
-    """Two backends send notices during and between exchanges, and each gets only its own."""
+    """Notices of two topics are sent during and between exchanges."""
 
     def body(rendezvous):
-        me, channels = rendezvous.rank, [rendezvous.open_channel() for _ in range(2)]
+        me, channel, topics = rendezvous.rank, rendezvous.channel, ("one", "other")
         rendezvous.barrier()
         for number in range(20):
-            for which, channel in enumerate(channels):
-                assert channel is not None
-                channel.send([me, which, number])
+            for topic in topics:
+                channel.send(topic, topic, number)
             if number == 10:
                 rendezvous.barrier()
-        for which, channel in enumerate(channels):
+        for topic in topics:
             got = list[list[int]]()
-            until(lambda channel=channel, got=got: got.extend(channel.receive()) or len(got) == 40)
+            until(lambda topic=topic, got=got: got.extend(channel.receive(topic)) or len(got) == 40)
             for other in {0, 1, 2} - {me}:
-                assert [notice for notice in got if notice[0] == other] == [[other, which, n] for n in range(20)]
+                assert [notice for notice in got if notice[0] == other] == [[other, topic, n] for n in range(20)]
         rendezvous.barrier()
 
     run_ranks(3, body)
@@ -98,17 +96,16 @@ def test_a_notice_arrives_while_a_rank_waits_in_an_exchange():
     came = threading.Event()
 
     def body(rendezvous):
-        channel = rendezvous.open_channel()
-        assert channel is not None
+        channel = rendezvous.channel
         if rendezvous.rank == 1:
             waiting = threading.Thread(target=rendezvous.barrier)
             waiting.start()
-            until(rendezvous.inbox.notices[1].__len__)
-            assert channel.receive() == [["of rank 0"]]
+            until(rendezvous.inbox.notices["any"].__len__)
+            assert channel.receive("any") == [[0, "of rank 0"]]
             came.set()
             waiting.join(WAIT)
         else:
-            channel.send(["of rank 0"])
+            channel.send("any", "of rank 0")
             assert came.wait(WAIT)
             rendezvous.barrier()
 
@@ -119,16 +116,15 @@ def test_a_notice_that_is_not_urgent_is_for_those_that_stay():
     closed = threading.Event()
 
     def body(rendezvous):
-        channel, forwarded = rendezvous.open_channel(), 0
-        assert channel is not None
+        channel, forwarded = rendezvous.channel, 0
         rendezvous.barrier()
         if rendezvous.rank == 1:
-            channel.send(["it closes"], soon=False)
+            channel.send("any", soon=False)
             rendezvous.close()
             closed.set()
         elif rendezvous.rank == 2:
             assert closed.wait(WAIT)
-            forwarded = len(until(channel.receive))
+            forwarded = len(until(lambda: channel.receive("any")))
         return forwarded
 
     assert run_ranks(3, body) == [0, 0, 1]
@@ -158,8 +154,7 @@ def test_a_failed_group_still_carries_notices_and_deaths(first):
     heard = threading.Barrier(2)
 
     def body(rendezvous):
-        channel = rendezvous.open_channel()
-        assert channel is not None
+        channel = rendezvous.channel
         rendezvous.barrier()
         if rendezvous.rank == 3:
             if first == "a death":
@@ -171,10 +166,10 @@ def test_a_failed_group_still_carries_notices_and_deaths(first):
         with pytest.raises((RankLost, RendezvousError)):
             rendezvous.barrier()
         if rendezvous.rank == 2:
-            channel.send(["after it"])
+            channel.send("any", "after it")
             die(rendezvous)
             return
-        assert until(channel.receive) == [["after it"]]
+        assert until(lambda: channel.receive("any")) == [[2, "after it"]]
         assert until(lambda: 2 in rendezvous.deaths())
         if rendezvous.rank == 0:
             heard.wait(WAIT)
@@ -187,16 +182,15 @@ def test_the_hub_serves_until_all_have_closed():
     closed = threading.Event()
 
     def body(rendezvous):
-        channel = rendezvous.open_channel()
-        assert channel is not None
+        channel = rendezvous.channel
         rendezvous.barrier()
         if rendezvous.rank == 0:
             rendezvous.close()
             closed.set()
             return
         assert closed.wait(WAIT)
-        channel.send([rendezvous.rank])
-        assert until(channel.receive) == [[3 - rendezvous.rank]]
+        channel.send("any")
+        assert until(lambda: channel.receive("any")) == [[3 - rendezvous.rank]]
         assert rendezvous.deaths() == {}
         with pytest.raises(RankLost, match="rank 0 is gone: it closed the group"):
             rendezvous.barrier()

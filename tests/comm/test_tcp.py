@@ -291,7 +291,7 @@ def test_a_rank_that_breaks_the_protocol_is_named():
     def body(rendezvous):
         rendezvous.barrier()
         if rendezvous.rank == 1:
-            rendezvous._connection.sock.send(struct.pack("!II", 0xFFFFFFFF, 0) + bytes(32))
+            rendezvous.connection.sock.send(struct.pack("!II", 0xFFFFFFFF, 0) + bytes(32))
             return
         with pytest.raises(RankLost, match="rank 1 is gone: message: expected at most"):
             rendezvous.barrier()

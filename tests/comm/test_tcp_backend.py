@@ -172,7 +172,7 @@ def test_a_message_that_another_operation_has_read_ends_a_wait(monkeypatch):
             if len(polls) == 2:
                 ask.set()
                 assert sent.wait(TIMEOUT)
-                assert select.select([transport.peers[1].sock], [], [], TIMEOUT)[0]
+                assert select.select([transport.peers[1].link.sock], [], [], TIMEOUT)[0]
                 Epoll.slept.clear()
             progress()
 
@@ -208,7 +208,7 @@ def test_a_rank_that_is_done_and_closes_names_its_last_call(count):
     TCPRanks(2).run(body)
 
 
-def test_no_thread_polls_connections_that_are_being_closed(ranks, before_call):
+def test_no_thread_polls_connections_that_are_being_closed(before_call):
     """A thread that uses another group polls the connections of all groups of its rank."""
     engines, polled = dict[Any, Any](), list[bool]()
 
@@ -225,7 +225,7 @@ def test_no_thread_polls_connections_that_are_being_closed(ranks, before_call):
         comm.duplicate().abort()
 
     before_call(Peer, "close", closing)
-    ranks.run(body)
+    TCPRanks(3).run(body)
     assert polled
     assert not any(polled)
 

@@ -13,9 +13,9 @@ from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
 
 def die(rendezvous: TCPRendezvous) -> None:
     """What the others see of a process that is killed."""
-    rendezvous._connection.close()
+    rendezvous.connection.close()
     rendezvous._listener.close()
-    rendezvous._connection = None
+    rendezvous.connection = None
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -14,10 +14,10 @@ from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, nccl_ranks
 
-SECONDS = 80  # of a run, which takes some 6
+SECONDS = 240  # of a run, which takes some 6 alone; where others share the GPU, loading kernels takes long
 STEPS = 8
 FLAGS = f"""
---preset tiny --device cuda --steps {STEPS} --eval-batches 2 --save-every 0 --sample-tokens 4 --timeout 20
+--preset tiny --device cuda --steps {STEPS} --eval-batches 2 --save-every 0 --sample-tokens 4 --timeout 60
 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --num-key-value-heads 4
 --vocab-size 4096 --batch-size 8 --micro-batch-size 1 --seq-len 256 --lr 5e-4 --warmup-steps 2 --schedule constant
 --check-replicas 4

@@ -147,7 +147,7 @@ def test_the_comparison_names_the_tensor_and_two_ranks(zero, where, ranks, text,
     what = {"weights": table, "exp_avg_sq": f"exp_avg_sq of {table}"}[where]
     for told in spawn(run, 4, timeout=100):
         assert told.startswith(f"step 6: --check-replicas: expected the same bits on all ranks that hold {what}")
-        assert told.endswith("got others on rank {} than on rank {}".format(*ranks))
+        assert told.endswith("got different bits on rank {} than on rank {}".format(*ranks))
 
 
 @pytest.mark.parametrize("changes", [

@@ -74,6 +74,8 @@ class Rendezvous(ABC):
     mpi: Any = None
     """The ranks in a communicator of MPI (``MPIRanks``); None if they are not processes of an MPI job."""
     connect: Callable[..., dict[int, Any]] | None = None
+    channel: Channel | None = None
+    """Notices to and from all other ranks; None where ranks have no hub."""
     device: int | None = None
     """The index in this process of the requested GPU."""
     requested_gpus: Sequence[str] = ()
@@ -90,6 +92,16 @@ class Rendezvous(ABC):
     @property
     def mpi_comm(self) -> Any:
         return None
+
+    @property
+    def epoch(self) -> int:
+        """The number of changes of the membership before this group was made."""
+        return 0
+
+    @property
+    def number(self) -> int:
+        """A number of this group, which no other group of the job has that was split from the same."""
+        return 0
 
     @property
     def failures(self) -> FailureLog:
@@ -159,7 +171,7 @@ class Rendezvous(ABC):
 
     @contextmanager
     def reporting_memory(self) -> Iterator[None]:
-        """As ``reporting``, but only if this rank lacks memory."""
+        """Like ``reporting``, but only for a lack of memory on this rank."""
         try:
             yield
         except (MemoryError, OverflowError) as error:
@@ -205,10 +217,6 @@ class Rendezvous(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
-
-    def open_channel(self) -> Channel | None:
-        """Notices to and from all other ranks, for one backend; None where ranks have none.  Collective."""
-        return None
 
     def deaths(self) -> dict[int, str]:
         """The ranks whose process has ended, as far as is known, and how that was found.  Does not wait."""

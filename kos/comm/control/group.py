@@ -60,7 +60,7 @@ class TCPRendezvous(Rendezvous):
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
         self._given_local_rank, self._purpose, self.found_by = local_rank, b"", ""
-        self._connection: Connection | None = None  # to the hub, while the group is open
+        self.connection: Connection | None = None  # to the hub, while the group is open
         self._listener: socket.socket | None = None  # for connections of other ranks, and for shrink
         self._place: list[Any] = []  # where it listens, and this rank runs
         self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
@@ -72,7 +72,7 @@ class TCPRendezvous(Rendezvous):
         self.gone_newcomers = set[Address]()  # newcomers that were lost in an earlier change
         self.newer: tuple[int, list[Address]] | None = None  # a later epoch that this rank knows, and its members
         self.inbox, self._sending = Inbox(), threading.RLock()
-        self._channels = 0  # number of channels opened
+        self.channel: Channel = Channel(self)
         self._receiving = threading.Lock()
         if size == 1:
             self.threads = ThreadGroup(1)
@@ -81,8 +81,11 @@ class TCPRendezvous(Rendezvous):
 
     @property
     def epoch(self) -> int:
-        """The number of changes of the membership before this group was made."""
         return self.network.epoch
+
+    @property
+    def number(self) -> int:
+        return int(self.family[:16], 16)
 
     def _exchange(self, message: bytes) -> list[bytes]:
         answer = self._request(DATA + message)
@@ -98,7 +101,7 @@ class TCPRendezvous(Rendezvous):
     def post(self, message: bytes) -> None:
         """Send a message to the hub, from any thread."""
         with self._sending:
-            if (connection := self._connection) is not None:  # another thread may close the group
+            if (connection := self.connection) is not None:  # another thread may close the group
                 self._whole(lambda: send(connection, message))
 
     def _whole(self, step: Callable[[], None]) -> None:
@@ -111,29 +114,23 @@ class TCPRendezvous(Rendezvous):
             raise
 
     def deaths(self) -> dict[int, str]:
-        if (connection := self._connection) is not None:
+        if (connection := self.connection) is not None:
             self._whole(lambda: self.inbox.poll(connection))
         return self.inbox.deaths.copy()  # another thread may read from the hub
 
     def send_notice(self, kind: str, what: Any, timeout: float = 0.0) -> list[int]:
-        connection, notice = self._connection, [self.rank, kind, what]
-        if connection is None or self._channel(0).send(notice, wait=timeout > 0, timeout=timeout) or self.rank == 0:
+        connection = self.connection
+        sent = connection is None or self.channel.send("status", kind, what, wait=timeout > 0, timeout=timeout)
+        if connection is None or sent or self.rank == 0:
             return []  # on rank 0, the hub is a thread of this process: it is busy, but no rank is silent
         return self.failures.in_world(silent_ranks(self.failures, connection.sock))
 
     def receive_notices(self, status: PeerStatus) -> None:
         world = self.failures.world
         with self._receiving:  # the inbox's lock is held while another thread waits in an exchange
-            for rank, kind, what in self._channel(0).receive():
+            for rank, kind, what in self.channel.receive("status"):
                 status.handle_notice(world[rank], kind, what)
             status.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
-
-    def open_channel(self) -> Channel | None:
-        self._channels += 1
-        return self._channel(self._channels)
-
-    def _channel(self, number: int) -> Channel:
-        return Channel(number, self.post, self.deaths, self.inbox, self.failures)
 
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
@@ -148,7 +145,7 @@ class TCPRendezvous(Rendezvous):
                 self.together(partial(child.join_hub, *hub) if child is not None and several else nothing)
         except BaseException as error:
             if child is not None:
-                if child._connection is not None:  # a rank that had the answer may wait there
+                if child.connection is not None:  # a rank that had the answer may wait there
                     child._cut_short(error)
                 child._free(True, None)
             raise
@@ -172,7 +169,7 @@ class TCPRendezvous(Rendezvous):
     # Changes of the membership.
 
     def check_change(self, call: str) -> None:
-        if self._connection is None if self.size > 1 else self.failures.over is not None:
+        if self.connection is None if self.size > 1 else self.failures.over is not None:
             raise BackendUnavailable(f"{call}: expected a group that is open, got one that was closed")
 
     def change(
@@ -261,7 +258,7 @@ class TCPRendezvous(Rendezvous):
         usual, self.timeout = self.timeout, plan["confirm"]
         try:
             if self.rank > 0:
-                self._connection = connections[0]
+                self.connection = connections[0]
             elif hub is not None:
                 self._serve(hub, b"", "", True, connections)
             self._known_locations, self.timeout = self._locations, usual
@@ -314,7 +311,7 @@ class TCPRendezvous(Rendezvous):
         try:
             yield
         except BaseException as error:
-            if self._connection is not None:
+            if self.connection is not None:
                 if self.failures.over is None:  # else the others know
                     self._cut_short(error)
                 self.close()
@@ -342,7 +339,7 @@ class TCPRendezvous(Rendezvous):
         with self._opening():
             if self._hub is None:
                 with self.waiting():
-                    self._connection = self._call_hub(host, ports, self._purpose)
+                    self.connection = self._call_hub(host, ports, self._purpose)
             self._listener = self.network.listen()
             self._place = [self.network.host, self._listener.getsockname()[1], *self._own_location()]
         return b""
@@ -382,7 +379,7 @@ class TCPRendezvous(Rendezvous):
             raise
         # At the end of the process, the hub still sends the last answers if the group was not closed.
         self._stop_hub = weakref.finalize(self, stop, connection, hub, os.getpid())
-        self._connection, self._hub = connection, hub
+        self.connection, self._hub = connection, hub
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         """Call at each port until the hub of this group answers."""
@@ -418,7 +415,7 @@ class TCPRendezvous(Rendezvous):
     def _free(self, orderly: bool, code: int | None) -> None:
         if self.mpi is not None:
             self.mpi.free(orderly, code)
-        connection, self._connection, self.inbox.closed = self._connection, None, True
+        connection, self.connection, self.inbox.closed = self.connection, None, True
         if self._listener is not None:
             self._listener.close()
         self.joining.close()
@@ -440,7 +437,7 @@ class TCPRendezvous(Rendezvous):
 
     def _request(self, message: bytes) -> bytes:
         """The hub's answer to the messages of all ranks."""
-        connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
+        connection, deadline = self.connection, time.monotonic() + self.timeout + GRACE_SECONDS
         if connection is None:
             raise self._closed_by_another_thread()
         if self._hub is not None:
@@ -461,7 +458,7 @@ class TCPRendezvous(Rendezvous):
                 silent = silent_ranks(self.failures, connection.sock)
                 raise self.absent(silent, "rendezvous", timeouts.REPLY, several=False) from error
             except (OSError, ValueError) as error:
-                if self._connection is None or isinstance(error, ValueError):  # it has no descriptor any more
+                if self.connection is None or isinstance(error, ValueError):  # it has no descriptor any more
                     raise self._closed_by_another_thread() from error
                 look_beside_hub(self.failures, self.members if self._addresses else ())
                 raise self.failures.lost(0, CONNECTION_CLOSED, "rendezvous") from error

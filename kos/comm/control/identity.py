@@ -1,4 +1,4 @@
-"""The rank that a launcher assigned to this process, and the claim that keeps programs that it starts from taking it.
+"""The rank that a launcher assigned to this process, and a claim: programs that it starts cannot take it.
 
 Programs that a rank starts inherit the launcher's environment variables.  With these, ``kos.init`` would make each such
 program the same rank.  MPI would then wait forever, or a process that reads the other's messages would crash.

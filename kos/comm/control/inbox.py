@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 from kos.comm.control.hub import CLOSED, CONNECTION_CLOSED, DIED, FAILURES, FORWARDED, NOTICE
@@ -18,11 +19,13 @@ class Inbox:
     def __init__(self) -> None:
         self.failure: bytes | None = None  # the hub's first message of a failure
         self.deaths: dict[int, str] = {}  # the ranks whose process has ended, and how that was found
-        self.notices: defaultdict[int, deque[list[Any]]] = defaultdict(deque)  # by channel
+        self.notices: defaultdict[str, deque[list[Any]]] = defaultdict(deque)  # by topic
+        self.handlers: dict[str, Callable[..., None]] = {}  # of topics whose notices are handled as they are read
         self.forwarded = set[int]()  # the tokens of this rank's notices that the hub has sent to the others
         self.lock = threading.RLock()  # held while a thread reads
         self.exchanging = False  # the thread that holds ``lock`` waits for an answer, and keeps what else arrives
         self.closed = False  # rank 0, or this one, has closed the group: the end of the connection is not its death
+        self.ended = False  # nothing more can arrive
         self._receiving: Waiting[bytes] | None = None  # of a message that has arrived in part
 
     def answer(self, connection: Connection) -> Waiting[bytes]:
@@ -41,6 +44,7 @@ class Inbox:
         except (OSError, RendezvousError) as error:
             if by_handler(error):
                 raise
+            self.ended = True
             if not self.closed and self.failure is None:
                 self.deaths.setdefault(0, CONNECTION_CLOSED)
         finally:
@@ -69,8 +73,11 @@ class Inbox:
         """The message if it is an answer to an exchange; else it is kept here."""
         kind = message[:1]
         if kind == NOTICE:
-            channel, notice = json.loads(message[1:])
-            self.notices[channel].append(notice)
+            topic, *notice = json.loads(message[1:])
+            if (handle := self.handlers.get(topic)) is not None:
+                handle(*notice)
+            else:
+                self.notices[topic].append(notice)
         elif kind == FORWARDED:
             self.forwarded.add(json.loads(message[1:]))
         elif kind == CLOSED:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 
 from kos.comm.control import mpi_start
 from kos.comm.control.grow import GRACE_SECONDS
-from kos.comm.waits import CHECK_SECONDS, Backoff
+from kos.comm.waits import Backoff, wait_until
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 from kos.launcher import OF_MPI, under_mpirun
 
@@ -40,7 +41,7 @@ _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their 
 _keeping = threading.Lock()
 # Communicators to be freed, and the request of a barrier of their ranks; each is of the thread that takes it.
 _closing = deque[tuple[Any, Any]]()
-_at_exit: list[Any] = []  # the socket that shows other ranks that this one has come to its exit handler
+_at_exit: list[Any] = []  # the socket that tells other ranks that this rank has reached its exit handler
 abort_code: int | None = None  # exit code of a rank that aborted its communicator because of an exception
 starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
 _loss = False  # whether a rank was lost, and the job continues without it
@@ -118,17 +119,10 @@ def wait_request(request: Any, timeout: float | None, look: Callable[[], None] =
 
     Meanwhile ``look`` is called, which may raise.
     """
-    deadline, look_at = None if timeout is None else time.monotonic() + timeout, 0.0
-    backoff = Backoff()
-    while not request.Test():
-        if time.monotonic() > look_at:
-            look()
-            look_at = time.monotonic() + CHECK_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
-            keep_unfinished(request)
-            return False
-        backoff.pause()
-    return True
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    if not (done := bool(wait_until(request.Test, deadline, look, Backoff().pause))):
+        keep_unfinished(request)
+    return done
 
 
 def failed_ranks(comm: Any) -> list[int]:
@@ -267,7 +261,7 @@ def _exit_job() -> None:
     if _loss and abort_code is None:
         return
     goes_on, world = fault_tolerant(), MPI.COMM_WORLD
-    with contextlib.suppress(OSError):  # no file descriptor is left; others then take it for missing
+    with contextlib.suppress(OSError):  # no file descriptor is left; other ranks then report this rank as missing
         _at_exit.append(mpi_start.arrived(world.rank, "exit"))
     grace = _EXIT_GRACE if goes_on or starting or abort_code is not None else None
     together, began = False, time.monotonic()

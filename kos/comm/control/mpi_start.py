@@ -61,7 +61,7 @@ def start(rc: Any, timeout: float | None) -> None:
 
 
 def arrived(rank: int, where: str) -> socket.socket:
-    """A socket by which the other ranks of this host know, while it is open, that this rank has come to ``where``."""
+    """A socket by which the other ranks of this host know, while it is open, that this rank has reached ``where``."""
     here = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if sys.platform == "linux":
         with suppress(OSError):
@@ -97,7 +97,7 @@ def _end(timeout: float, rank: int, size: int, frame: FrameType | None) -> None:
 
 
 def missing(rank: int, size: int, where: str) -> str:
-    """The names of the ranks that have not come to ``where``; "" where some may be on other hosts."""
+    """The names of the ranks that have not reached ``where``; "" if some ranks may be on other hosts."""
     ranks = [other for other in range(size) if other != rank and not _has_come(other, where)]
     local = next((os.environ[name] for name in _LOCAL_SIZE if name in os.environ), "")
     known = ranks and local == str(size) and job() and sys.platform == "linux"
@@ -105,7 +105,7 @@ def missing(rank: int, size: int, where: str) -> str:
 
 
 def _has_come(rank: int, where: str) -> bool:
-    """Whether the rank, of this host, has come to ``where``."""
+    """Whether the rank, which is on this host, has reached ``where``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, suppress(OSError):
         sock.connect(_name(rank, where))
         return True

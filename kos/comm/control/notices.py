@@ -1,17 +1,19 @@
-"""Notices: short messages of a rank to all others of a group through its hub, for which no rank waits."""
+"""Notices: short messages of a rank to all others of a group through its hub, for which no rank waits.
+
+They carry the failures and ends of ranks between processes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kos.comm.control.hub import NOTICE
-from kos.comm.control.inbox import Inbox
-from kos.comm.failures import FailureLog
 from kos.errors import KosError, from_record, to_record
 
 FORWARD_SECONDS = 2.0  # limit for the hub's answer that a notice has been forwarded
@@ -20,79 +22,83 @@ _tokens = itertools.count()
 
 
 class Channel:
-    """Notices of one backend of a group.  It is a reporter of the failure log of the group.
+    """The notices of ``group``, a TCPRendezvous.  It is a reporter of the group's failure log.
 
-    ``number`` is the same on all ranks.  ``post`` sends a message to the hub, ``deaths`` is that of the rendezvous,
-    and reads into ``inbox``.
+    The failures and ends that other ranks report are recorded as soon as a thread reads them.
     """
 
-    def __init__(
-        self, number: int, post: Callable[[bytes], None], deaths: Callable[[], dict[int, str]], inbox: Inbox,
-        failures: FailureLog,
-    ) -> None:  # fmt: skip
-        self._number, self._post, self.deaths, self._inbox, self._failures = number, post, deaths, inbox, failures
+    def __init__(self, group: Any) -> None:
+        self._group = group
         self.holds: Callable[[], bool] = lambda: False
         """Whether another rank may still read memory of this one: a report is then forwarded before it goes on."""
+        group.inbox.handlers.update(failure=self._failed, end=self._left)
 
     def send(
-        self, notice: list[Any], soon: bool = True, wait: bool = False, timeout: float = FORWARD_SECONDS
+        self, topic: str, *what: Any, soon: bool = True, wait: bool = False, timeout: float = FORWARD_SECONDS
     ) -> bool:
         """Send a notice, of JSON's types; unless ``soon``, ranks that close the group at once do not get it.
 
         With ``wait``, return once the hub has forwarded it to the other ranks, or is closed or lost; False if neither
         happens within ``timeout`` seconds.
         """
-        token = next(_tokens) if wait else None
-        self._post(NOTICE + json.dumps([soon, token, self._number, notice]).encode())
+        token, inbox = next(_tokens) if wait else None, self._group.inbox
+        self._group.post(NOTICE + json.dumps([soon, token, topic, self._group.rank, *what]).encode())
         deadline = time.monotonic() + timeout
-        while token is not None and token not in self._inbox.forwarded:
-            if 0 in self.deaths() or self._inbox.closed:
+        while token is not None and token not in inbox.forwarded:
+            if 0 in self._group.deaths() or inbox.closed:
                 return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0002)
-        self._inbox.forwarded.discard(token)
+        inbox.forwarded.discard(token)
         return True
 
-    def receive(self) -> list[list[Any]]:
-        """The notices that have arrived; those of one rank are in its order."""
-        self.deaths()
+    def receive(self, topic: str) -> list[list[Any]]:
+        """The notices of that topic that have arrived, each after the rank of its sender; those of one in its order."""
+        self._group.deaths()
         arrived = list[list[Any]]()
         with contextlib.suppress(IndexError):
             while True:
-                arrived.append(self._inbox.notices[self._number].popleft())
+                arrived.append(self._group.inbox.notices[topic].popleft())
         return arrived
 
-    # Methods that the failure log calls, because this is one of its reporters.
+    def record_deaths(self) -> None:
+        """Record the ranks whose process has ended.  Any thread may do so."""
+        for rank, why in self._group.deaths().items():
+            self._group.failures.record_left(rank, 0, why)
 
-    def notify(self, kind: str, sequence: int, *what: Any) -> None:
-        """Send a notice about a collective."""
-        self.send([self._failures.rank, kind, sequence, *what])
+    # A wait for events of sockets polls the connection to the hub too.
 
-    def read_reports(self) -> Iterator[tuple[int, str, int, list[Any]]]:
-        """Record the reports and deaths that have arrived.  Yields (rank, kind, collective, rest) of other notices."""
-        for rank, kind, sequence, *what in self.receive():
-            if kind == "failed":
-                self._failures.record(sequence, from_record(what))
-            elif kind == "gone":
-                why, cause = what
-                self._failures.record_left(rank, sequence, why, None if cause is None else from_record(cause))
-            else:
-                yield rank, kind, sequence, what
-        for rank, why in self.deaths().items():
-            self._failures.record_left(rank, 0, why)
+    @property
+    def sock(self) -> socket.socket | None:
+        """The connection to the hub; None once the group is closed."""
+        connection = self._group.connection
+        return None if connection is None else connection.sock
+
+    def progress(self, poller: Any) -> None:
+        """Read what has arrived."""
+        self._group.deaths()
+        if self._group.inbox.ended and self.sock is not None:
+            poller.remove(self)
+
+    # Reports of failures.
+
+    def _failed(self, rank: int, sequence: int, *record: Any) -> None:
+        self._group.failures.record(sequence, from_record(record))
+
+    def _left(self, rank: int, sequence: int, why: str, cause: list[Any] | None) -> None:
+        self._group.failures.record_left(rank, sequence, why, None if cause is None else from_record(cause))
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         """Make the other ranks raise the failure from collective ``sequence`` on."""
-        notice = [self._failures.rank, "failed", sequence, *to_record(failure, _CHARACTERS)]
-        self.send(notice, wait=self.holds())
+        self.send("failure", sequence, *to_record(failure, _CHARACTERS), wait=self.holds())
 
     def report_end(self, sequence: int, why: str, cause: KosError | None, soon: bool = True) -> None:
         """Report that this rank begins no collective from ``sequence`` on; ``soon`` is as in ``send``."""
-        record = None if cause is None else to_record(cause)
-        self.send([self._failures.rank, "gone", sequence, why[:_CHARACTERS], record], soon, self.holds())
+        record = None if cause is None else to_record(cause, _CHARACTERS)
+        self.send("end", sequence, why[:_CHARACTERS], record, soon=soon, wait=self.holds())
 
     def find_failure(self) -> KosError | None:
         """The loss of a rank whose process has ended.  Any thread may ask."""
-        gone = self.deaths().items()
-        return next((self._failures.lost(rank, why, None, None, 0.0) for rank, why in gone), None)
+        failures = self._group.failures
+        return next((failures.lost(rank, why, None, None, 0.0) for rank, why in self._group.deaths().items()), None)

@@ -1,20 +1,22 @@
-"""Connections between every two ranks of a group, for ``tcp``: each rank calls the lower and admits the higher ones."""
+"""Connections between all ranks of a group, for ``tcp``: each rank connects to lower ranks and accepts higher ones."""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.wire import Connection, admit_all
 from kos.comm.failures import FailureLog
+from kos.comm.waits import wait_until
 from kos.errors import KosError, RendezvousError
 from kos.files import lacks_files
 
 _REPORT_SECONDS = 5.0
-"""In which a rank that another one does not reach may report the reason."""
+"""How long to wait for a failure report of a rank that was not reached.  The report may name the reason."""
 
 
 def connect_all(
@@ -52,10 +54,8 @@ def connect_all(
 
 def _await_report(group: Any, peer: int) -> None:
     """Raise the failure that a rank reports within ``_REPORT_SECONDS``: it may be why that rank was not reached."""
-    until = time.monotonic() + _REPORT_SECONDS
-    while time.monotonic() < until and not group.failures.status.ended(group.failures.world[peer]):
-        group.look_for_failure()
-        time.sleep(0.01)
+    ended = partial(group.failures.status.ended, group.failures.world[peer])
+    wait_until(ended, time.monotonic() + _REPORT_SECONDS, group.look_for_failure)
 
 
 def unreached(failures: FailureLog, peer: int, error: Exception) -> KosError:

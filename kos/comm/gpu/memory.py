@@ -263,9 +263,9 @@ class Windows:
         return [number for number, memory in dropped if memory is not None and not memory.in_graphs()]
 
     def unused_everywhere(self, backend: Any) -> list[int]:
-        """The windows of ``backend`` that have neither arrays nor graphs on any rank.  Collective.
+        """The windows of ``backend`` that no array and no graph of any rank uses.  Collective.
 
-        None if messages are queued on a rank, because CUDA would wait for them before it frees memory.
+        Empty if messages are queued on a rank, because CUDA would wait for them before it frees memory.
         """
         mine = self.unused()
         if mine and backend.settle(backend.timeout):

@@ -66,10 +66,9 @@ class CommState:
         self._channel: Channel | None = None
         self._sent = -1  # the number of calls when they were last sent to other hosts
         alone = self.calls is None or self.calls.segment.size < rendezvous.size
-        if rendezvous.size > 1 and any(rendezvous.allgather(b"1" if alone else b"")):
-            self._channel = rendezvous.open_channel()
-        if self._channel is not None:
-            failures.reporters.append(self._channel)
+        if rendezvous.size > 1 and alone and rendezvous.channel is not None:
+            self._channel = rendezvous.channel
+            failures.add_reporter(self._channel)
 
     @property
     def abort_flag(self) -> int:
@@ -110,11 +109,12 @@ class CommState:
         if self._channel is None or self.calls is None:
             return
         first = self.calls.segment.rank == 0
-        for rank, kind, start, what in self._channel.read_reports():
-            if first and kind == "compare":
-                self._send_calls()
-            elif first and kind == "calls":
-                self._compare(rank, start, *what)
+        self._channel.record_deaths()
+        if self._channel.receive("compare") and first:
+            self._send_calls()
+        for calls in self._channel.receive("calls"):
+            if first:
+                self._compare(*calls)
 
     def _send_calls(self) -> None:
         """Send the last calls of this rank to other hosts.  It does so once, because many hosts may ask."""
@@ -124,7 +124,7 @@ class CommState:
         self._sent = self.calls.begun
         start, marks = self.calls.since(0)
         texts = {mark: self.calls.texts[mark].decode() for mark in marks if mark in self.calls.texts}
-        self._channel.notify("calls", start, marks, texts)
+        self._channel.send("calls", start, marks, texts)
 
     def _compare(self, rank: int, first: int, theirs: list[int], texts: dict[str, str]) -> None:
         """Report the first of the calls of that rank, from the ``first``-th on, that differs from this rank's."""
@@ -219,7 +219,7 @@ class CommState:
         late = isinstance(error, CollectiveTimeout) and not self.missing(o)
         between_hosts = self._channel is not None and (early or late)
         if between_hosts and self._channel is not None:
-            self._channel.notify("compare", 0)
+            self._channel.send("compare")
             if self.calls is not None and self.calls.segment.rank == 0:
                 self._send_calls()
         deadline = time.monotonic() + _REPORT_SECONDS
@@ -281,8 +281,6 @@ class CommState:
         """Leave the segment, and report nothing more through the hub; waits for a look of the watchdog."""
         closed(self)
         with self.lock:
-            (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
-            if channel is not None:
-                self.failures.reporters.remove(channel)
+            calls, self.calls, self._channel = self.calls, None, None
             if calls is not None and self._owns_calls:
                 calls.close()

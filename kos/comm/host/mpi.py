@@ -72,7 +72,7 @@ class MPITransport(Backend):
         self._MPI = mpi_job.load_mpi()
         self._status = self._MPI.Status()
         self._rendezvous = rendezvous
-        self._channel: Channel | None = None
+        self._channel: Channel | None = None  # if there are several hosts
         self._comms: list[Any] = []  # private communicators: for native collectives, and for the comparison of calls
         self.active: set[MPIMessage] = set()
         self._given_up: list[Any] = []  # the requests of cancelled sends, which MPI may still hold
@@ -102,10 +102,10 @@ class MPITransport(Backend):
     def open(self, backend: Any) -> None:
         if not backend.one_host:
             self._comms = [self._dup(self._rendezvous), self._dup(self._rendezvous)]
-            self._channel = self._rendezvous.open_channel()
+            self._channel = self._rendezvous.channel
         if self._channel is not None:
             self._channel.holds = self.sending
-            self.failures.reporters.append(self._channel)
+            self.failures.add_reporter(self._channel)
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
@@ -222,7 +222,7 @@ class MPITransport(Backend):
             if not described:
                 described = True
                 if self._channel is not None:
-                    self._channel.notify("call", work.sequence, text.decode())
+                    self._channel.send("call", work.sequence, text.decode())
             self._compare(work, text)
             return False
 
@@ -297,7 +297,8 @@ class MPITransport(Backend):
 
     def _read_notices(self) -> None:
         if self._channel is not None:
-            for peer, _, sequence, (text,) in self._channel.read_reports():
+            self._channel.record_deaths()
+            for peer, sequence, text in self._channel.receive("call"):
                 self._described[sequence, peer] = text.encode()
 
     def end_of(self, peer: int, processes: bool = True) -> KosError | None:
@@ -309,7 +310,7 @@ class MPITransport(Backend):
         if failures.earliest is not None:
             return failures.earliest[1].copy()
         _, why, cause = failures.left.get(peer, (0, None, None))
-        deaths = {} if self._channel is None else self._channel.deaths()
+        deaths = {} if self._channel is None else self._rendezvous.deaths()
         if why is None and 0 in deaths:
             return failures.lost(0, deaths[0])  # whatever happens to the peer, nobody reports it
         if calls is not None and peer in calls.segment.ranks:

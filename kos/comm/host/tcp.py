@@ -9,8 +9,9 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
+from kos.comm.host.tcp_messages import CALL, CLOSE, CLOSED_HERE, REASON_LENGTH, Link, Peer, Poller
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
@@ -35,29 +36,30 @@ _CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are
 
 
 class TCPTransport(Backend):
-    """The connections of a group whose ranks found each other over TCP, and the descriptions of its collectives by tag.
+    """A group whose ranks found each other over TCP, and the descriptions of its collectives by tag.
 
-    ``poller`` polls the connections of this rank in all groups.
+    ``poller`` polls the connections of this rank in all groups.  ``links`` has those of the group that was split, by
+    rank of the world, which this one then shares.
     """
 
     name = "tcp"
     processes = True
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None,
+        links: Mapping[int, Link] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         super().__init__(rendezvous, engine)
         self.poller = poller or Poller()
         self._slept_at = 0  # the mark of the poller at the last ``sleep``
-        self.lost: Peer | None = None  # the first rank lost without CLOSE, or that aborted in the earliest collective
-        self._aborting = False
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
         self._complete: deque[int] = deque()  # the tags of those that are complete
         self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
         self._group = ""
-        assert rendezvous.connect is not None
-        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
-        for peer in self.peers.values():
-            self.poller.add(peer)
+        self._rendezvous, self._links = rendezvous, links
+        self.group = 0  # the number of this group in frames
+        self.peers: dict[int, Peer] = {}  # empty if all ranks share memory
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -65,6 +67,20 @@ class TCPTransport(Backend):
             how = "start with torchrun, srun, or RANK, WORLD_SIZE, …"
             return Probe(False, f"the ranks did not connect over TCP ({how})")
         return Probe(True, "sockets between the ranks")
+
+    def open(self, backend: Any) -> None:
+        connect, channel = self._rendezvous.connect, self._rendezvous.channel
+        if backend.one_host or connect is None or channel is None:
+            return
+        world, links, self._links = self.failures.world, self._links, {}
+        if links:
+            self.group = self._rendezvous.number
+        else:
+            links = {world[rank]: Link(connection.sock, self.poller) for rank, connection in connect().items()}
+        self.peers = {rank: Peer(rank, self, links[world[rank]]) for rank in range(self.size) if rank != self.rank}
+        self.poller.add(channel)
+        self.failures.add_reporter(channel)
+        self._rendezvous.barrier()  # all ranks are connected and know the number of the group, or none goes on
 
     def waiter(self) -> Any:
         return self.poller
@@ -75,7 +91,9 @@ class TCPTransport(Backend):
         return True
 
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Backend]:
-        return partial(TCPTransport, poller=self.poller)
+        links = {self.failures.world[rank]: peer.link for rank, peer in self.peers.items()}
+        is_split = rendezvous.epoch == self._rendezvous.epoch
+        return partial(TCPTransport, poller=self.poller, links=links if is_split else {})
 
     def tag(self, sequence: int) -> int:
         return COLLECTIVE_TAGS + sequence  # needs no wrap-around, unlike MPI's tags
@@ -92,7 +110,7 @@ class TCPTransport(Backend):
 
     def awaited(self, tag: int) -> list[int]:
         awaited = (rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.sends(tag))
-        cut_off = [rank for rank, peer in self.peers.items() if peer.gone is None and is_cut_off(peer.sock)]
+        cut_off = [rank for rank, peer in self.peers.items() if peer.gone is None and is_cut_off(peer.link.sock)]
         lost = [rank for rank, peer in self.peers.items() if peer.is_lost]  # others may wait for them
         return self.failures.on_hosts_of(cut_off) if cut_off else lost or sorted(awaited)
 
@@ -180,13 +198,8 @@ class TCPTransport(Backend):
     def fail(self, tag: int, failure: KosError) -> None:
         """Make all ranks raise the same error in that collective and later ones."""
         self.failures.record(tag - COLLECTIVE_TAGS, failure)
-        data = json.dumps(to_record(failure, REASON_LENGTH)).encode()
-        for peer in self.peers.values():
-            peer.send_control(FAILED, tag, data)
-
-    def report_failure(self, failure: KosError, sequence: int) -> None:
-        with self.engine.lock:  # the watchdog reports too
-            self.fail(COLLECTIVE_TAGS + sequence, failure)
+        if (channel := self._rendezvous.channel) is not None:
+            channel.report_failure(failure, tag - COLLECTIVE_TAGS)
 
     def find_failure(self) -> KosError | None:
         """The first known failure of the group, or the loss of a rank that has not closed its communicator."""
@@ -198,35 +211,30 @@ class TCPTransport(Backend):
         if (failure := self.failures.earliest) is not None:
             return failure[1].copy()
         ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, CLOSED_HERE))
-        lost = self.lost or next(ended, None)
-        return None if lost is None else lost.loss()
+        return None if (lost := next(ended, None)) is None else lost.loss()
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
-        kind, why = (ABORT, str(self.failures.first or reason)) if self._aborting else (CLOSE, reason)
-        self._disconnect(kind, why, cause, sequence)
+        self._disconnect(reason, cause)
 
     def abort(self, reason: str) -> str:
-        self._aborting = True
-        return reason
+        return str(self.failures.first or reason) if self.peers else reason
 
     def close(self, begun: int) -> None:
         with self.engine.lock:
             self.poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing(), begun)
+        self._disconnect(WHY_CLOSED, self.failures.closing())
         if self.mismatched and self.failures.earliest is not None:  # of a call that was complete on this rank
             raise self.failures.earliest[1].copy()
 
-    def _disconnect(self, kind: int, why: str, cause: KosError | None, sequence: int) -> None:
+    def _disconnect(self, why: str, cause: KosError | None) -> None:
         """Report why, and close all connections."""
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
             self._linger(lambda: self.mismatched and self.failures.earliest is None)
-            if (failure := self.failures.earliest) is not None:  # perhaps only this rank has received it
-                self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
             data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
             for rank, peer in self.peers.items():
-                if kind == CLOSE and self._complete:  # a rank that waits in another call reports both
+                if self._complete and why == WHY_CLOSED:  # a rank that waits in another call reports both
                     self.describe(rank, self._complete[-1])
-                peer.send_control(kind, self.tag(sequence), data)
+                peer.send_control(CLOSE, 0, data)
             self._linger(lambda: any(peer.busy for peer in self.peers.values()))
             self.poller.progress()  # if data is unread, Linux closes by a reset, and discards what is not sent yet
             for peer in self.peers.values():

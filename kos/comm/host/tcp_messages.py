@@ -1,4 +1,4 @@
-"""Messages of the tcp transport: one authenticated connection between every two ranks of a group.
+"""Messages of the tcp transport: one authenticated connection between every two ranks, which all of their groups share.
 
 Short messages are eager: they are sent at once, and the receiver buffers them if no receive is posted yet.  A sender
 has ``CREDIT_BYTES`` of credits for them.  Long messages, and short ones beyond the credits, use the rendezvous
@@ -12,21 +12,19 @@ A message carries its dtype, or the fingerprint of its collective where ranks do
 from __future__ import annotations
 
 import json
-import math
 import select
 import socket
 import struct
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from kos.comm.control.hub import holds_data
-from kos.comm.control.wire import Waiting, fill
 from kos.comm.failures import RECENT_SECONDS
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.transport import remove, take, wrong_message
@@ -45,8 +43,8 @@ _SLEEP_SECONDS = 0.05  # the longest poll: another thread may consume the awaite
 
 CLOSED_HERE = "this rank closed the communicator"
 
-HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, dtype or fingerprint
-EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, ABORT, CLOSE = range(1, 10)
+HEADER = struct.Struct("!B3xIQQQQ")  # kind, number of the long message, group, tag, bytes, dtype or fingerprint
+EAGER, RTS, CTS, REFUSE, DATA, CALL, CLOSE = range(1, 8)
 
 
 class Poller:
@@ -55,25 +53,26 @@ class Poller:
     def __init__(self) -> None:
         self._epoll, self._events = select.epoll(), 0
         # Weak: connections end with their communicator, and epoll removes closed sockets.
-        self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
+        self._links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def add(self, peer: Peer) -> None:
-        self._peers[peer.sock.fileno()] = peer
-        self._epoll.register(peer.sock, select.EPOLLIN)
+    def add(self, link: Any) -> None:
+        """Poll the connection ``link.sock``: of a Link, or the Channel of a group."""
+        self._links[link.sock.fileno()] = link
+        self._epoll.register(link.sock, select.EPOLLIN)
 
-    def want_write(self, peer: Peer, wanted: bool) -> None:
-        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+    def want_write(self, link: Link, wanted: bool) -> None:
+        self._epoll.modify(link.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
-    def remove(self, peer: Peer) -> None:
-        del self._peers[peer.sock.fileno()]
-        self._epoll.unregister(peer.sock)
+    def remove(self, link: Any) -> None:
+        del self._links[link.sock.fileno()]
+        self._epoll.unregister(link.sock)
 
     def progress(self) -> None:
         """Read and write without waiting."""
         for descriptor, _ in self._epoll.poll(0):
             self._events += 1
-            if (peer := self._peers.get(descriptor)) is not None:
-                peer.progress()
+            if (link := self._links.get(descriptor)) is not None:
+                link.progress(self)
 
     def mark(self) -> int:
         """See ``Backend.waiter``."""
@@ -118,36 +117,26 @@ Arrival = tuple[int, int, memoryview | None, int]
 class _Outgoing:
     """Bytes to be sent: a header, and its data if that follows at once."""
 
-    __slots__ = ("begun", "kind", "message", "views")
+    __slots__ = ("begun", "kind", "message", "peer", "views")
 
-    def __init__(self, kind: int, views: list[memoryview], message: TCPMessage | None) -> None:
-        self.kind, self.views, self.message = kind, views, message
+    def __init__(self, kind: int, peer: Peer, views: list[memoryview], message: TCPMessage | None) -> None:
+        self.kind, self.peer, self.views, self.message = kind, peer, views, message
         self.begun = False
 
 
 class Peer:
-    """The connection to one rank of a group."""
+    """A rank of a group, and its messages; ``link`` is the connection to it."""
 
-    def __init__(self, rank: int, transport: Any, sock: socket.socket) -> None:
-        self.rank, self.transport, self.sock = rank, transport, sock
-        self.gone: str | None = None  # the reason, once the rank has closed or is lost
-        self.ends_at = math.inf  # the tag of the first collective that it has not completed, once it has reported that
-        self._cause: KosError | None = None  # the failure that made it abort
-        self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
+    def __init__(self, rank: int, transport: Any, link: Link) -> None:
+        self.rank, self.transport, self.link = rank, transport, link
+        self.gone = link.lost  # the reason, once the rank has closed or is lost
+        self.closed = False  # whether it has closed its communicator, and not crashed
+        self._cause: KosError | None = None  # the failure because of which it closed it
         self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
         self._arrived: dict[int, deque[Arrival]] = {}  # messages without a receive, by tag
-        self._outgoing: deque[_Outgoing] = deque()
-        self._announced: dict[int, TCPMessage] = {}  # sends that wait for a CTS, by number
-        self._incoming: dict[int, TCPMessage] = {}  # receives whose data is in flight, by number; 0: of a short message
-        self._credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
-        self._freed = 0  # credits to be returned to the peer
-        self._count = 0
-        self._accepted = 0  # bytes of ``_outgoing`` that the socket has accepted since these were last shortened
-        self._wants_write = False
-        self._reader = self._read()
-
-    def __del__(self) -> None:
-        self.sock.close()
+        self.credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
+        self.freed = 0  # credits to be returned to the other side
+        link.peers[transport.group] = self
 
     def check(self, tag: int) -> None:
         """Raise if an incomplete message with that tag can no longer complete.
@@ -155,31 +144,23 @@ class Peer:
         If another rank than this peer aborts, the wait ends too.  If the process of another rank ends, the wait goes
         on: that rank may have sent all of its data, and the ranks that wait for it report its end.
         """
-        failures, collective = self.transport.failures, tag >= COLLECTIVE_TAGS
-        failures.raise_reported(tag - COLLECTIVE_TAGS if collective else None)
-        lost = self.transport.lost if self.gone is None else self
-        if lost is None:
-            return
-        if lost is not self and (failures.earliest is not None or (tag if collective else sys.maxsize) < lost.ends_at):
-            return  # the lost rank may have completed this collective; else the ranks that wait for it report it
-        failures.raise_reported(None)
-        raise lost.loss()
+        failures = self.transport.failures
+        failures.raise_reported(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
+        if self.gone is not None:
+            failures.raise_reported(None)
+            raise self.loss()
+        if tag < COLLECTIVE_TAGS and failures.left.keys() - {self.rank}:  # what this one has sent is received first
+            failures.raise_reported(sys.maxsize)
 
     def loss(self) -> KosError:
         """The error of a call that waits for this peer, which is gone."""
-        return self.transport.failures.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
+        window = 0.0 if self.closed else RECENT_SECONDS
+        return self.transport.failures.lost(self.rank, str(self.gone), None, self._cause, window)
 
     def send(self, array: Array, tag: int) -> TCPMessage:
         self.check(tag)
         message = TCPMessage(self, tag, array)
-        nbytes = len(message.view)
-        if nbytes <= EAGER_BYTES and nbytes + OVERHEAD_BYTES <= self._credits:
-            self._credits -= nbytes + OVERHEAD_BYTES
-            self._queue(EAGER, tag, 0, nbytes, message.call, message.view, message)
-        else:
-            self._count = self._count % 0xFFFFFFFF + 1
-            self._announced[self._count] = message
-            self._queue(RTS, tag, self._count, nbytes, message.call, None, message)
+        self.link.send(message)
         return message
 
     def receive(self, array: Array, tag: int) -> TCPMessage:
@@ -191,30 +172,147 @@ class Peer:
             self._match(message, arrival)
         return message
 
+    def posted(self, tag: int, nbytes: int, call: int) -> TCPMessage | None:
+        """The receive of that tag if it fits a message."""
+        first = self._posted[tag][0] if tag in self._posted else None
+        return first if first is not None and len(first.view) == nbytes and first.call == call else None
+
+    def received(self, message: TCPMessage) -> None:
+        """The data of ``message``, which is posted unless it was cancelled, is complete."""
+        if message.tag in self._posted and self._posted[message.tag][0] is message:
+            take(self._posted, message.tag)
+        message.complete = True
+
     def arrived(self, tag: int) -> tuple[int, int] | None:
         """Bytes and dtype of the first message of the program with that tag that has no receive; None without one."""
         return self._arrived[tag][0][:2] if tag in self._arrived else None
 
     def send_control(self, kind: int, tag: int, data: bytes, call: int = 0) -> None:
         """Queue a control message about the group, and send it if the socket allows."""
-        self._queue(kind, tag, 0, len(data), call, memoryview(data))
+        self.link.queue(kind, self, tag, 0, len(data), call, memoryview(data))
 
     def receives(self, tag: int) -> bool:
         """Whether a message with that tag is still to be received."""
-        return tag in self._posted or any(message.tag == tag for message in self._incoming.values())
+        return tag in self._posted or any(m.tag == tag and m.peer is self for m in self.link.incoming.values())
 
     def sends(self, tag: int) -> bool:
         """Whether a message with that tag is still to be sent: it waits for a CTS, or for room in the socket."""
-        outgoing = (item.message for item in self._outgoing if item.message is not None)
-        return any(message.tag == tag for message in (*self._announced.values(), *outgoing))
+        return any(message.tag == tag and message.peer is self for message in self.link.sending())
 
     def cancel(self, cancelled: Callable[[TCPMessage], bool]) -> None:
         """Cancel messages; their memory is free afterwards."""
-        if self._accepted and self.gone is None:  # a signal's handler has ended ``_send``
-            self._flush()
         remove(self._posted, cancelled)
+        self.link.cancel(lambda message: message.peer is self and cancelled(message))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the rank ended without a report of how far it came."""
+        return self.gone not in (None, CLOSED_HERE) and not self.closed
+
+    @property
+    def busy(self) -> bool:
+        """Whether data for a live peer is still queued here, or in the send buffer of a socket that is then closed."""
+        return self.gone is None and self.link.holds_data_of(self)
+
+    def close(self) -> None:
+        self.gone = self.gone or CLOSED_HERE
+        self.cancel(lambda message: True)
+        self._arrived.clear()
+        self.link.leave(self)
+
+    def close_by_peer(self, why: str, cause: KosError | None) -> None:
+        """The rank has closed its communicator."""
+        self.gone, self.closed, self._cause = self.gone or why, True, cause
+
+    def arrive(self, tag: int, arrival: Arrival) -> None:
+        if tag >= COLLECTIVE_TAGS and arrival[1]:
+            self.transport.compare(tag, self.rank, arrival[1])
+        message = take(self._posted, tag)
+        if message is None:
+            self._arrived.setdefault(tag, deque()).append(arrival)
+        else:
+            self._match(message, arrival)
+
+    def refused(self, message: TCPMessage, expected: int, call: int) -> None:
+        """The rank's receive does not fit ``message`` of this one."""
+        wanted = expected, dtype_of_code(call) if message.tag < COLLECTIVE_TAGS else message.dtype
+        got, transport = (len(message.view), message.dtype), self.transport
+        message.error = wrong_message(transport.failures, self.rank, wanted, transport.rank, got)
+
+    def _match(self, message: TCPMessage, arrival: Arrival) -> None:
+        """Match a receive with its message."""
+        got, call, data, number = arrival
+        collective, expected = message.tag >= COLLECTIVE_TAGS, len(message.view)
+        fits = expected == got and message.call == call
+        if not fits and not (collective and message.call != call):  # all ranks raise that mismatch
+            dtype = message.dtype if collective else dtype_of_code(call)
+            transport, wanted = self.transport, (expected, message.dtype)
+            message.error = wrong_message(transport.failures, transport.rank, wanted, self.rank, (got, dtype))
+        if data is not None:
+            if fits:
+                message.view[:] = data
+                message.complete = True
+            self.freed += got + OVERHEAD_BYTES
+        elif fits:
+            self.link.grant(message, number)
+        elif message.error is not None:
+            self.link.queue(REFUSE, self, message.tag, number, expected, message.call)
+
+
+class Link:
+    """The connection to one process.  All groups with a rank in it share it: ``peers`` has that rank by group."""
+
+    def __init__(self, sock: socket.socket, poller: Poller) -> None:
+        self.sock, self._poller = sock, poller
+        self.peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
+        self.lost: str | None = None  # why the connection has ended
+        self.incoming: dict[int, TCPMessage] = {}  # receives whose data is in flight, by number; 0: of a short message
+        self._outgoing: deque[_Outgoing] = deque()
+        self._announced: dict[int, TCPMessage] = {}  # sends that wait for a CTS, by number
+        self._count = 0
+        self._accepted = 0  # bytes of ``_outgoing`` that the socket has accepted since these were last shortened
+        self._wants_write = False
+        self._header = self._buffer = memoryview(bytearray(HEADER.size))
+        self._frame: tuple[int, int, Peer | None, int, int, int] | None = None  # that is read, once its header is known
+        self._message: TCPMessage | None = None  # whose memory the frame is read into; None: into ``_buffer``
+        self._got = 0  # bytes of it, or of the header, that have been read
+        self._received: int | None = None  # further ones that the socket has given since
+        self._kept = self._buffer  # the last message that was buffered: freed pages return to the system
+        poller.add(self)
+
+    def __del__(self) -> None:
+        self.sock.close()
+
+    def send(self, message: TCPMessage) -> None:
+        nbytes = len(message.view)
+        if nbytes <= EAGER_BYTES and nbytes + OVERHEAD_BYTES <= message.peer.credits:
+            message.peer.credits -= nbytes + OVERHEAD_BYTES
+            self.queue(EAGER, message.peer, message.tag, 0, nbytes, message.call, message.view, message)
+        else:
+            self._count = self._count % 0xFFFFFFFF + 1
+            self._announced[self._count] = message
+            self.queue(RTS, message.peer, message.tag, self._count, nbytes, message.call, None, message)
+
+    def grant(self, message: TCPMessage, number: int) -> None:
+        """Ask for the data of an announced message.
+
+        Credits return only with a CTS: a sender that waits for none may have closed, and writing to it would make TCP
+        discard its last messages.
+        """
+        self.incoming[number], peer = message, message.peer
+        freed, peer.freed = peer.freed, 0
+        self.queue(CTS, peer, message.tag, number, freed, message.call)
+
+    def sending(self) -> Iterator[TCPMessage]:
+        """The messages that are not sent yet."""
+        yield from self._announced.values()
+        yield from (item.message for item in self._outgoing if item.message is not None)
+
+    def cancel(self, cancelled: Callable[[TCPMessage], bool]) -> None:
+        if self._accepted and self.lost is None:  # a signal's handler has ended ``_send``
+            self._flush()
         self._announced = {number: message for number, message in self._announced.items() if not cancelled(message)}
-        for message in self._incoming.values():
+        for message in self.incoming.values():
             if cancelled(message):
                 message.view = memoryview(bytearray(len(message.view)))
         for item in list(self._outgoing):
@@ -225,73 +323,63 @@ class Peer:
                 continue
             self._outgoing.remove(item)
             if item.kind == EAGER:
-                self._credits += len(item.message.view) + OVERHEAD_BYTES
+                item.peer.credits += len(item.message.view) + OVERHEAD_BYTES
 
-    def progress(self) -> None:
+    def holds_data_of(self, peer: Peer) -> bool:
+        """See ``Peer.busy``."""
+        if len(self.peers) > 1:
+            return any(item.peer is peer for item in self._outgoing)
+        return bool(self._outgoing) or holds_data(self.sock, _SIOCOUTQNSD)
+
+    def leave(self, peer: Peer) -> None:
+        """A group closes its use of the link.  The last one closes the link."""
+        if self.peers.pop(peer.transport.group, None) is not None and not self.peers:
+            self._close(CLOSED_HERE)
+
+    def _close(self, why: str) -> None:
+        if self.lost is None:
+            self.lost = why
+            self._poller.remove(self)
+            self.sock.close()
+
+    def progress(self, poller: Poller) -> None:
         """Read and send without waiting."""
         try:
-            next(self._reader)
-            self._flush()
-        except StopIteration as closed:
-            self._lose(closed.value, orderly=True)
+            self._read()
+            if self._outgoing:
+                self._flush()
         except BaseException as error:
             if by_handler(error) or not isinstance(error, OSError | RendezvousError | ValueError):
-                self._reader = self._discard()
-                self.transport.failures.cut_short()
                 raise
             self._fail(error)
 
-    def _discard(self) -> Waiting[str]:
-        """Read what nobody can use: a signal's handler has ended ``_read`` within a message."""
-        data = memoryview(bytearray(1 << 16))
-        while True:
-            yield from fill(self.sock, lambda: data)
-
     def _fail(self, error: BaseException) -> None:
         """Lose the peer because of an error of its connection."""
-        if isinstance(error, OSError):
-            failures = self.transport.failures
-            world, why = failures.world[self.rank], "its connection was closed"
-            failures.status.await_end(world)  # why it ended may arrive later, through the hub
-            self._lose(why)
-            hosts = failures.status.hosts
+        live = [peer for peer in self.peers.values() if peer.gone is None]
+        why = "its connection was closed" if isinstance(error, OSError) else str(error)
+        died = bool(live) and isinstance(error, OSError)
+        if died:
+            failures = live[0].transport.failures
+            world, status = failures.world[live[0].rank], failures.status
+            status.await_end(world)  # why it ended may arrive later, through the hub
+        for peer in live:
+            peer.gone = why
+        self._close(why)
+        if died:
+            hosts = status.hosts
             if world in hosts and hosts[world] == hosts[min(hosts)]:  # that of the hub: nobody else reports it
-                failures.status.ends.setdefault(world, why)
-            failures.ended_with(self.rank, self.transport.poller.progress)
-        else:
-            self._lose(str(error))
+                status.ends.setdefault(world, why)
+            failures.ended_with(live[0].rank, self._poller.progress)
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the rank ended without a report of how far it came."""
-        return self.gone not in (None, CLOSED_HERE) and self.ends_at == math.inf
-
-    @property
-    def busy(self) -> bool:
-        """Whether data for a live peer is still queued, in this object or in the send buffer of its socket."""
-        return self.gone is None and (bool(self._outgoing) or holds_data(self.sock, _SIOCOUTQNSD))
-
-    def close(self) -> None:
-        if self.gone is None:
-            self._lose(CLOSED_HERE, orderly=True)
-
-    def _lose(self, why: str, orderly: bool = False) -> None:
-        self.gone = why
-        lost = self.transport.lost
-        if not orderly and (lost is None or self.ends_at < lost.ends_at):
-            self.transport.lost = self
-        self.transport.poller.remove(self)
-        self.sock.close()
-
-    def _queue(
-        self, kind: int, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
+    def queue(
+        self, kind: int, peer: Peer, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
         message: TCPMessage | None = None,
     ) -> None:  # fmt: skip
         """Queue a header and its ``data``, and send them if the socket allows; does nothing for a lost rank."""
-        if self.gone is not None:
+        if peer.gone is not None:
             return
-        header = memoryview(HEADER.pack(kind, tag, number, nbytes, call))
-        self._outgoing.append(_Outgoing(kind, [header, data] if data else [header], message))
+        header = memoryview(HEADER.pack(kind, number, peer.transport.group, tag, nbytes, call))
+        self._outgoing.append(_Outgoing(kind, peer, [header, data] if data else [header], message))
         if not self._wants_write:
             self._flush()
 
@@ -300,11 +388,11 @@ class Peer:
             self._send()
         except BaseException:  # such as that of a signal's handler: the rest is sent by the next ``progress``
             self._wants_write = True
-            self.transport.poller.want_write(self, True)
+            self._poller.want_write(self, True)
             raise
         if self._wants_write != bool(self._outgoing):
             self._wants_write = bool(self._outgoing)
-            self.transport.poller.want_write(self, self._wants_write)
+            self._poller.want_write(self, self._wants_write)
 
     def _send(self) -> None:
         """Send what is queued, as far as the socket allows.
@@ -333,94 +421,80 @@ class Peer:
                         raise
                     break
 
-    def _read(self) -> Waiting[str]:
-        """Read all messages until the peer closes; yields when there is nothing to read."""
-        header = memoryview(bytearray(HEADER.size))
+    def _read(self) -> None:
+        """Read what has arrived.  Raises ConnectionError at the end.
+
+        As in ``_send``, what a signal's handler raises leaves the position in the stream right.  Only the message that
+        is handled meanwhile may be lost, whose group is then aborted.
+        """
         while True:
-            yield from fill(self.sock, lambda: header)
-            kind, tag, number, nbytes, call = HEADER.unpack(header)
-            if kind == EAGER and nbytes <= EAGER_BYTES:
-                posted = self._posted.get(tag)
-                if posted is not None and len(posted[0].view) == nbytes and posted[0].call == call:
-                    self._incoming[0] = posted[0]
-                    take(self._posted, tag)
-                    yield from self._read_into(0)
-                    self._freed += nbytes + OVERHEAD_BYTES
-                else:
-                    buffered = yield from self._bytes(nbytes)  # held until the next: freed pages return to the system
-                    self._arrive(tag, (nbytes, call, buffered, 0))
-            elif kind == RTS:
-                self._arrive(tag, (nbytes, call, None, number))
-            elif kind == CTS:
-                self._credits += nbytes
-                if (message := self._announced.pop(number, None)) is not None:  # else it was cancelled
-                    self._queue(DATA, tag, number, len(message.view), call, message.view, message)
-            elif kind == REFUSE:
-                if (message := self._announced.pop(number, None)) is not None:
-                    expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
-                    got = len(message.view), message.dtype
-                    transport = self.transport
-                    message.error = wrong_message(transport.failures, self.rank, expected, transport.rank, got)
-            elif kind == DATA and number in self._incoming and len(self._incoming[number].view) == nbytes:
-                yield from self._read_into(number)
-            elif kind in (CALL, FAILED, ABORT, CLOSE) and nbytes <= CONTROL_BYTES:
-                data = bytes((yield from self._bytes(nbytes)))
-                if kind == CALL:
-                    self.transport.compare(tag, self.rank, call, data)
-                    continue
-                record = json.loads(data)
-                if kind == FAILED:
-                    self.transport.failures.record(tag - COLLECTIVE_TAGS, from_record(record))
-                    continue
-                why, cause = record
-                self._cause = None if cause is None else from_record(cause)
-                self._cause_window = 0.0 if kind == CLOSE and cause is None else None
-                self.ends_at = tag
-                if kind == CLOSE:
-                    return str(why)
-                raise RendezvousError(why)
+            message, buffer = self._message, self._buffer
+            view = buffer if message is None else message.view
+            if self._received is not None:
+                if not self._received:
+                    raise ConnectionError("the connection was closed")
+                self._got, self._received = self._got + self._received, None
+            elif self._got < len(view):
+                try:
+                    (self._received,) = map(self.sock.recv_into, [view[self._got :]])
+                except BlockingIOError:  # ``by_handler`` takes long
+                    return
+            elif (frame := self._frame) is None:
+                self._begin_frame(*HEADER.unpack(self._header))
             else:
-                raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
+                try:
+                    self._frame, self._message, self._buffer, self._got = None, None, self._header, 0
+                    self._end_frame(*frame, message, buffer)
+                except BaseException as error:
+                    if by_handler(error) and frame[2] is not None:
+                        frame[2].transport.failures.cut_short()
+                    raise
 
-    def _read_into(self, number: int) -> Waiting[None]:
-        message = self._incoming[number]
-        yield from fill(self.sock, lambda: message.view)
-        del self._incoming[number]
-        message.complete = True
+    def _begin_frame(self, kind: int, number: int, group: int, tag: int, nbytes: int, call: int) -> None:
+        """Prepare to read what follows a header."""
+        peer, message, follows = self.peers.get(group), None, 0
+        if kind == EAGER and nbytes <= EAGER_BYTES:
+            message, follows = None if peer is None else peer.posted(tag, nbytes, call), nbytes
+            if message is not None:
+                self.incoming[0] = message
+        elif kind == DATA and number in self.incoming and len(self.incoming[number].view) == nbytes:
+            message = self.incoming[number]
+        elif kind in (CALL, CLOSE) and nbytes <= CONTROL_BYTES:
+            follows = nbytes
+        elif kind not in (RTS, CTS, REFUSE):
+            raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
+        buffer = memoryview(bytearray(follows if message is None else 0))
+        frame = kind, number, peer, tag, nbytes, call
+        self._frame, self._message, self._buffer, self._got = frame, message, buffer, 0
 
-    def _bytes(self, nbytes: int) -> Waiting[memoryview]:
-        data = memoryview(bytearray(nbytes))
-        yield from fill(self.sock, lambda: data)
-        return data
-
-    def _arrive(self, tag: int, arrival: Arrival) -> None:
-        if tag >= COLLECTIVE_TAGS and arrival[1]:
-            self.transport.compare(tag, self.rank, arrival[1])
-        message = take(self._posted, tag)
-        if message is None:
-            self._arrived.setdefault(tag, deque()).append(arrival)
+    def _end_frame(
+        self, kind: int, number: int, peer: Peer | None, tag: int, nbytes: int, call: int, message: TCPMessage | None,
+        buffer: memoryview,
+    ) -> None:  # fmt: skip
+        """Handle a frame that has been read whole.  Frames of a group that this rank has closed are dropped."""
+        if message is not None:
+            del self.incoming[number]
+            message.peer.received(message)
+            if kind == EAGER:
+                message.peer.freed += nbytes + OVERHEAD_BYTES
+        elif kind == CTS:
+            if peer is not None:
+                peer.credits += nbytes
+            if (sent := self._announced.pop(number, None)) is not None:  # else it was cancelled
+                self.queue(DATA, sent.peer, tag, number, len(sent.view), call, sent.view, sent)
+        elif kind == REFUSE:
+            if (sent := self._announced.pop(number, None)) is not None:
+                sent.peer.refused(sent, nbytes, call)
+        elif peer is None:
+            return
+        elif kind == EAGER:
+            self._kept = buffer
+            peer.arrive(tag, (nbytes, call, buffer, 0))
+        elif kind == RTS:
+            peer.arrive(tag, (nbytes, call, None, number))
+        elif kind == CALL:
+            peer.transport.compare(tag, peer.rank, call, bytes(buffer))
         else:
-            self._match(message, arrival)
-
-    def _match(self, message: TCPMessage, arrival: Arrival) -> None:
-        """Match a receive with its message."""
-        got, call, data, number = arrival
-        collective, expected = message.tag >= COLLECTIVE_TAGS, len(message.view)
-        fits = expected == got and message.call == call
-        if not fits and not (collective and message.call != call):  # all ranks raise that mismatch
-            dtype = message.dtype if collective else dtype_of_code(call)
-            transport, wanted = self.transport, (expected, message.dtype)
-            message.error = wrong_message(transport.failures, transport.rank, wanted, self.rank, (got, dtype))
-        if data is not None:
-            if fits:
-                message.view[:] = data
-                message.complete = True
-            self._freed += got + OVERHEAD_BYTES
-        elif fits:
-            self._incoming[number] = message
-            # Credits return only with a CTS: a sender that waits for none may have closed, and writing to it would make
-            # TCP discard its last messages.
-            self._queue(CTS, message.tag, number, self._freed, message.call)
-            self._freed = 0
-        elif message.error is not None:
-            self._queue(REFUSE, message.tag, number, expected, message.call)
+            why, cause = json.loads(bytes(buffer))
+            self.incoming = {n: each for n, each in self.incoming.items() if each.peer is not peer}  # nothing follows
+            peer.close_by_peer(str(why), None if cause is None else from_record(cause))

@@ -132,7 +132,7 @@ _NAMED = {list: "a list", int: "an integer"}
 _LLAMAS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False, "pad_token_id": None}
 """What transformers takes for settings that are not there."""
 _MAY_BE_NULL = ("num_key_value_heads", "sliding_window", "pad_token_id")
-"""Settings for which null is not the same as a setting that is not there."""
+"""Settings for which null differs from a missing setting."""
 _OTHER_WEIGHTS = (".gguf", ".pth", ".safetensors")
 _ROWS = 4096  # of a matrix, read at once
 _POINTER = b"version https://git-lfs"
@@ -194,7 +194,7 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
     else:
         null = {key: settings[key] for key in _MAY_BE_NULL if key in settings}
         defaults = _LLAMAS | FAMILIES[kind].defaults
-        if defaults["pad_token_id"] not in range(given["vocab_size"]):  # transformers could not make such a model
+        if defaults["pad_token_id"] not in range(given["vocab_size"]):  # transformers could not create such a model
             del defaults["pad_token_id"]
         shape = _of_family(FAMILIES[kind], {**defaults, **null, **given})
         shape |= _rope({**FAMILIES[kind].defaults, **given}, shape["max_position_embeddings"], source)

@@ -37,12 +37,15 @@ from kos.train.optim import LearningRate, by_axes
 
 _log = logging.getLogger(__name__)
 
-BEFORE = {"documents": "cross"}
-"""What runs did that have no such setting in their description, where it is not the default of today."""
-ALIKE: dict[str, Callable[[Any], Any]] = {
+OLD_DEFAULTS = {"documents": "cross"}
+"""The behaviour of runs whose description lacks a setting, if it differs from the default of today."""
+NORMALIZE: dict[str, Callable[[Any], Any]] = {
     "fit": lambda value: value or "cut", "elastic": lambda value: value is None, "groups": list,
 }  # fmt: skip
-"""Of some settings, what two values have in common that change no bits.  ``fit`` None is the default for text."""
+"""Functions of the values of some settings.  Two values with equal results give the same bits.
+
+``fit`` None is the default for text.
+"""
 
 
 def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], object]) -> Checkpoint | None:
@@ -117,13 +120,13 @@ def warn_of_residuals(path: Path, found: Residuals | None, config: TrainConfig, 
 
 
 def warn_of_updates(found: Checkpoint) -> int:
-    """The updates of a checkpoint that has no number of them: all steps, as its run counted.
+    """The number of updates to assume for a checkpoint that does not store it: all steps, as its run counted.
 
     Logs a warning if steps may have been skipped.
     """
     if found.config.get("config", {}).get("skip_outliers"):
-        steps = "steps that were skipped count as updates, for the bias correction of AdamW, as in its run"
-        _log.warning("%s: expected the number of updates, got none, as of kos 0.3: %s", found.path, steps)
+        steps = "steps that were skipped count as updates in the bias correction of AdamW, as they did in kos 0.3"
+        _log.warning("%s: expected the number of updates, got none (kos 0.3): %s", found.path, steps)
     return found.step
 
 
@@ -262,7 +265,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         ours |= {name: theirs[name] for name in same}
 
     def other(what: Changes) -> list[str]:
-        """The names of the options that change this and have other values."""
+        """The names of the options that have other values now, of those whose ``changes`` is ``what``."""
         names = [key for key, field in KEYS.items() if changes_of(field) == what and key in ours]
         return [key.rpartition(".")[2] for key in names if theirs[key] != ours[key]]
 
@@ -280,7 +283,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     if now["ranks"] > 1 and not other_layout and not config.deterministic:
         changed += other("order")
     new, end = rates[1](found.step), min(found.step, was.steps - 1)
-    old = min((rates[0](step) for step in (found.step, end)), key=lambda rate: abs(rate - new))  # or that of its end
+    old = min((rates[0](step) for step in (found.step, end)), key=lambda rate: abs(rate - new))  # or of its last step
     if found.step < config.steps and max(old, new) > 1.1 * min(old, new):
         jumps = f"{'rises' if new > old else 'falls'} from {old:.2e} to {new:.2e} at step {found.step + 1}"
         even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
@@ -296,17 +299,20 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
 
 
 def _settings(about: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that ``about`` describes, by the names of ``KEYS``, as far as its model may differ."""
+    """The settings of the run that ``about`` describes, by the names of ``KEYS``.
+
+    Of the model, only settings that may differ between a run and its checkpoint.
+    """
     given = flatten("", about.get("config", {}) | about.get("derived", {}))
     given["backend"] = about.get("backend", now["backend"])  # the one that was chosen
     may_differ = {f"model.{name}" for name in FAMILIES[now["config"]["model"]["model_type"]].may_differ}
     names = [key for key in KEYS if not key.startswith("model.") or key in may_differ]
-    values = {key: given.get(key, BEFORE.get(key, KEYS[key].get_default())) for key in names}
-    return values | {key: alike(values[key]) for key, alike in ALIKE.items()}
+    values = {key: given.get(key, OLD_DEFAULTS.get(key, KEYS[key].get_default())) for key in names}
+    return values | {key: normalize(values[key]) for key, normalize in NORMALIZE.items()}
 
 
 def _differ(old: LearningRate, new: LearningRate, step: int) -> bool:
-    """Whether two schedules differ in a step that the first has left: in one of about a thousand, or the last."""
+    """Whether two schedules differ from ``step`` on.  Compares about a thousand of these steps, and the last."""
     left = range(step, min(old.steps, new.steps))
     return any(old(at) != new(at) for at in (*left[:: max(1, len(left) // 1000)], *left[-1:]))
 

@@ -77,11 +77,11 @@ Changes = Literal["bits", "nothing", "rate", "order", "layout", "data", "state"]
 
 bits    the results of steps
 nothing no result of a step
-rate    the learning rates of the steps that are left
+rate    the learning rates of the remaining steps
 order   the order in which ranks add, unless the run is deterministic
 layout  the number of ranks on an axis
-data    what is read, of which the data's fingerprint tells
-state   which tensors have a state, and which: the checkpoint is refused
+data    the data that is read; the fingerprint of the data detects a change
+state   which tensors have optimizer state, or the kind of this state: the checkpoint is refused
 """
 
 
@@ -94,7 +94,7 @@ def option(default: Any = ..., unset: str = "", changes: Changes = "bits", **con
 
 
 def changes_of(field: FieldInfo) -> Changes:
-    """What another value of this field changes.  One that is no flag changes bits."""
+    """What another value of this field changes: ``bits`` if the field is not a flag."""
     declared: Any = field.json_schema_extra
     return declared["changes"] if isinstance(declared, dict) else "bits"
 
@@ -134,9 +134,9 @@ class ModelSection(Section, use_attribute_docstrings=True):
     mlp_bias: bool = option(False)
     """Add biases to the matrices of the MLP (llama, smollm3)."""
     sliding_window: int | None = option(None, "no window", ge=1)
-    """The most keys that a token sees, its own included (mistral, qwen2, qwen3, smollm3)."""
+    """Tokens that a token attends to at most, including itself (mistral, qwen2, qwen3, smollm3)."""
     pad_token_id: int | None = option(None, "none", ge=-(2**63), lt=2**63)
-    """Token of padding: its row of the embedding starts as zeros, and lookups of it do not train that row."""
+    """Padding token: its row of the embedding starts as zeros, and lookups do not train this row."""
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] | None = None
 

@@ -1,7 +1,7 @@
 """The values of ``--optimizer``: their update rules, and the parameter groups of a run with them.
 
-``config`` is a ``TrainConfig`` (``kos.train.config.options``), which imports this module.  Its
-command line needs the names alone, so that update rules are imported when they are used.
+``config`` is a ``TrainConfig`` (``kos.train.config.options``), which imports this module.  The
+command line needs only the names of optimizers, so update rules are imported when they are used.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 and the keys of a ``--config`` file are made from its fields.  Wrong values end as ``ConfigError``, one
 line that names the flag or the file's key, what was expected and what was got.
 
-The command line needs the fields alone: what a model and an optimizer need is imported where it is used.
+The command line needs only the fields.  Modules of models and optimizers are therefore imported where they are used.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     momentum: float = option(0.95, ge=0, lt=1)
     """Muon's momentum (Nesterov's)."""
     min_lr: float | None = option(None, "--lr / 10", changes="rate", ge=0)
-    """Learning rate towards which the schedule decays: the step after the last one would have it."""
+    """Learning rate to which the schedule decays. It would be reached in the step after the last one."""
     schedule: Literal["cosine", "wsd", "constant"] = option("cosine", changes="rate")
     """Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant."""
     warmup_steps: int | None = option(0, "3% of the steps", changes="rate", ge=0, lt=2**63)
@@ -268,8 +268,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     show_data: int = option(0, changes="nothing", ge=0)
     """Only print the first N sequences (of each source) as text, with «» around what the loss counts; 0 trains."""
     check_replicas: int = option(0, changes="nothing", ge=0)
-    """Compare the weights and the optimizer's state between the ranks that hold the same ones, every N steps, and end
-    the run if any bits differ; 0 does not compare."""
+    """Every N steps, compare the copies of weights and optimizer state that several ranks hold, and end the run if any
+    bits differ; 0 does not compare."""
     debug: bool = option(False, changes="nothing")
     """Show tracebacks of errors."""
     timeout: float = option(300.0, changes="nothing", gt=0)

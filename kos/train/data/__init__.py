@@ -1,4 +1,4 @@
-"""What the command line says of data: it imports no reader."""
+"""What the command line needs to know about data.  Imports no reader."""
 
 KINDS = "text, .jsonl, .csv, .tsv, .parquet, .json, a folder of kos tokenize, or token files"
 """The kinds of data that kos reads, for help and errors."""

@@ -39,10 +39,10 @@ class Parts(list[tuple[str, bool]]):
     """The parts of a document that a template has rendered: (text, whether the loss counts it)."""
 
     lost = 0
-    """The number of messages of which the document lacks a part."""
+    """The number of messages of which the template left out a part."""
 
     lacking: Sequence[str] = ()
-    """For each answer that does not begin with the whole generation prompt: the rest of this prompt."""
+    """The missing end of the generation prompt, for each answer that does not begin with the whole prompt."""
 
 
 _Rendered = tuple[str, list[Span]]
@@ -108,16 +108,17 @@ class ChatTemplate:
         If the template has ``{% generation %}`` blocks, the text in these blocks counts.  Otherwise the turns of the
         assistant count.  To find a turn, the template renders the messages before it with the generation prompt, and
         then the messages up to and including it.  What the second text adds to the first is the turn, whichever fields
-        of the message it comes from.  If the second text does not begin with the first, the turn begins where the first
-        differs from the texts of all answers.  An answer does not count if its message or ``line`` has ``weight`` 0 or
-        ``train`` false.  The template also receives the fields ``tools`` and ``chat_template_kwargs`` of ``line``.
+        of the message it comes from.  If the second text does not begin with the first, the turn begins after the part
+        of the generation prompt that all answers have.  An answer does not count if its message or ``line`` has
+        ``weight`` 0 or ``train`` false.  The template also receives the fields ``tools`` and ``chat_template_kwargs``
+        of ``line``.
 
         Raises DataError, whose text begins with ``where``, if
 
         - ``messages`` is not a list of messages, each with a role and either text or tool calls,
         - the template cannot render them, or does not use one of their keys or the tools,
-        - the template writes nothing of a message, as that of a role which it does not know, or not the whole content
-          of one without tool calls, unless ``allow_lost`` is set, or
+        - the template leaves out a message, such as one with a role that it does not know, or leaves out content of a
+          message without tool calls, unless ``allow_lost`` is set, or
         - the template has no blocks and renders a turn differently once later messages follow.
         """
         render = self._renderer(line, where)
@@ -192,7 +193,7 @@ class ChatTemplate:
     def _counted_spans(
         self, render: _Render, messages: Sequence[Any], counted: Collection[int], spans: list[Span], where: str
     ) -> list[Span]:
-        """Those of all ``{% generation %}`` blocks that belong to the answers ``counted``."""
+        """The ``{% generation %}`` blocks that belong to the answers ``counted``; ``spans`` are all blocks."""
         answers = _answers(messages)
         if len(counted) == len(answers):
             return spans
@@ -206,9 +207,9 @@ class ChatTemplate:
         self, whole: str, messages: Sequence[Any], counted: Collection[int], turns: Sequence[Span], where: str,
         allowed: bool,
     ) -> set[int]:  # fmt: skip
-        """The numbers of the messages of which ``whole`` lacks text.
+        """The numbers of the messages of which the template left out a part in ``whole``.
 
-        DataError unless this is ``allowed``, for content of a message without tool calls.
+        Unless this is ``allowed``, raises DataError if it left out content of a message without tool calls.
         """
         stops = [stop for _, stop in turns] if len(turns) == len(counted) else []
         places = [*pairwise([0, *stops])] if stops else [(0, len(whole)) for _ in counted]
@@ -240,10 +241,10 @@ class ChatTemplate:
         raise DataError(f"{where}: expected {expected}, got another text up to message {number}; {how}")
 
     def _start(self, render: _Render, whole: str, messages: Sequence[Any], number: int) -> tuple[int, str]:
-        """Where an answer begins in ``whole``, and the end of the generation prompt that ``whole`` lacks before it.
+        """Where an answer begins in ``whole``, and the missing end of the generation prompt before it ("" if complete).
 
-        Other answers to the same messages, with MARK as their texts, show which part of the prompt belongs to all of
-        them: the first characters of an answer may happen to be those of the rest.
+        The first characters of an answer may happen to equal the rest of the prompt.  So other answers to the same
+        messages, whose text is MARK, show which part of the prompt all answers have.
         """
         earlier, message = messages[: number - 1], messages[number - 1]
         asked = render(earlier, add_generation_prompt=True)[0] if earlier else whole
@@ -271,7 +272,7 @@ class ChatTemplate:
     def _unwritten(
         self, render: _Render, messages: Sequence[Any], where: str, allowed: bool = False, **how: bool
     ) -> set[int]:
-        """The numbers of the messages that the template leaves out.  DataError unless this is ``allowed``.
+        """The numbers of the messages that the template leaves out; raises DataError unless this is ``allowed``.
 
         A message with tool calls may be written without its content, as in LLaMA 3.1's template.
         """

@@ -348,7 +348,7 @@ def _validation_files(files: Sequence[File]) -> list[File]:
 def _cut(content: Any, part: Fraction) -> tuple[Any, Any]:
     """The beginning and the last ``part``, as in nanoGPT's prepare.py: of records, of a single text, or of tokens.
 
-    Of a single record whose documents are in parts, nothing is held out.
+    Nothing is held out if there is only one record and its documents have parts.
     """
     if (size := len(content)) == 1 and isinstance(content, Records):
         (text, *_) = content

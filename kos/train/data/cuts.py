@@ -1,8 +1,9 @@
-"""Where the text before a tokenizer may be cut: only where the tokens of the pieces are those of the whole text.
+"""Finds the places where a long text may be cut before it is tokenized.
 
-This is known of tokenizers that consist of certain parts.  All other tokenizers are given whole documents.  Some of the
-known parts add something to the start of a text, as Metaspace of Llama 2 adds ▁.  With such a tokenizer, each piece but
-the first is encoded together with the character before it, whose tokens are then left out.
+A cut is allowed only if the tokens of the pieces are the tokens of the whole text.  This module knows this for
+tokenizers that consist of certain components.  All other tokenizers receive whole documents.  Some of these components
+add something to the start of a text: Metaspace of Llama 2 adds ▁. With such a tokenizer, each piece except the first is
+encoded together with the character before it, and the tokens of this character are then removed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 ANYWHERE = re.compile(r"(?s)(?<=.)")
 _WORDS = re.compile(r"(?<=\S)\n(?=[^\W_])|(?<=[0-9A-Za-z])(?=\r\n)")
-"""Where pre-tokenizers of words split: after a line's end, or before one of two characters.
+"""Where pre-tokenizers that match words always split: after a line end ``\n``, or before ``\r\n``.
 
-GPT-2's splits ``\r`` from ``\n`` before a letter, but not at the end of a text.
+The pre-tokenizer of GPT-2 splits ``\r`` from ``\n`` before a letter, but not at the end of a text.
 """
 _LINES = re.compile(r"\n(?=[^\W_])")
-"""Where a vocabulary without tokens of two lines splits."""
+"""Where a tokenizer splits if no token of its vocabulary spans two lines."""
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,12 +39,12 @@ at ``_WORDS``, and what they match does not depend on earlier matches.
 """
 
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Prepend")
-_IN_LINES = ("Digits", "Punctuation", "Metaspace")
-"""Pre-tokenizers that split only at certain characters: none of them ends a line or is a letter."""
+_WITHIN_LINES = ("Digits", "Punctuation", "Metaspace")
+"""Pre-tokenizers that split only at certain characters, which are neither line ends nor letters."""
 
 
 def where_to_cut(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """The pattern that matches before each place for a cut, for the content of a ``tokenizer.json``; None: no place."""
+    """A pattern whose matches end where a text may be cut, for the content of a ``tokenizer.json``; None: nowhere."""
     added, steps = tokenizer.get("added_tokens") or (), _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
     local = all(map(_is_local, _steps(tokenizer.get("normalizer"), "normalizers")))
     if not local or any(token.get("lstrip") or {*"\r\n"} & {*token["content"]} for token in added):
@@ -54,11 +55,11 @@ def where_to_cut(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
     levels = [number for number, step in enumerate(steps) if step["type"] == "ByteLevel"]
     if "words" in (kinds[: levels[0] + 1] if levels else kinds):  # after ByteLevel, no character ends a line
         return None if added and adds_to_start(tokenizer) else _WORDS  # a space may come before "\n" after a token
-    return _LINES if _is_of_lines(tokenizer["model"], bool(levels)) else None
+    return _LINES if _splits_at_lines(tokenizer["model"], bool(levels)) else None
 
 
 def adds_to_start(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer for which there is a place to cut may add something to the start of a text."""
+    """Whether a tokenizer may add something to the start of a text.  Valid if ``where_to_cut`` is not None."""
     steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
     adds = {"ByteLevel": ("add_prefix_space", False), "Metaspace": ("prepend_scheme", "never")}
     options = [(step, *adds[step["type"]]) for step in steps if step["type"] in adds]
@@ -79,13 +80,13 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, An
 
 
 def _is_local(normalizer: Mapping[str, Any]) -> bool:
-    """Whether a normalizer changes each line alone, except for a prefix of the text."""
+    """Whether a normalizer changes each line independently of the others, apart from a prefix of the text."""
     replaced = normalizer.get("pattern", {}).get("String", "\n")
     return normalizer["type"] in _NORMALIZERS or (normalizer["type"] == "Replace" and not {*"\r\n"} & {*replaced})
 
 
 def _kind(step: Mapping[str, Any]) -> str | None:
-    """``words``: a pre-tokenizer that splits at ``_WORDS``; ``lines``: one that needs only one line.  None: unknown."""
+    """``words``: this pre-tokenizer splits at ``_WORDS``.  ``lines``: it treats each line alone.  None: unknown."""
     kind, pattern = step["type"], step.get("pattern", {})
     if kind == "Split" and "Regex" in pattern:
         isolates = (step["behavior"], step["invert"]) in (("Isolated", False), ("Removed", True))
@@ -93,15 +94,15 @@ def _kind(step: Mapping[str, Any]) -> str | None:
     if kind in ("Whitespace", "WhitespaceSplit") or (kind == "ByteLevel" and step.get("use_regex", True)):
         return "words"
     in_line = kind == "Split" and not {*"\r\n"} & {*pattern.get("String", "\n")}
-    return "lines" if in_line or kind in (*_IN_LINES, "ByteLevel") else None
+    return "lines" if in_line or kind in (*_WITHIN_LINES, "ByteLevel") else None
 
 
-def _is_of_lines(model: Mapping[str, Any], byte_level: bool) -> bool:
-    """Whether the model is BPE, and no token has the end of a line and then a letter or digit."""
+def _splits_at_lines(model: Mapping[str, Any], byte_level: bool) -> bool:
+    """Whether the model is BPE, and no token has a letter or digit after a line end."""
     vocab, end = model["vocab"], "Ċ" if byte_level else "\n"
     if end not in vocab and model.get("byte_fallback"):
         end = "<0x0A>"
     two_lines = re.compile(rf"(?s){re.escape(end)}(?!\Z|[\s▁ĊĠčĉ]|{re.escape(end)})")
     other = any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"))
-    is_bpe = model["type"] == "BPE" and end in vocab  # a character that the vocabulary has not may vanish
+    is_bpe = model["type"] == "BPE" and end in vocab  # a character that is not in the vocabulary may vanish
     return is_bpe and not other and not any(map(two_lines.search, vocab))

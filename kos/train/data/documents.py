@@ -60,9 +60,9 @@ class Document:
     text_field: str | None = None
     """The ``--text-field`` that has the chat; None: another field."""
     lost: int = 0
-    """The number of messages of which the chat template does not write all text."""
+    """The number of messages of which the chat template left out a part."""
     lacking: Sequence[str] = ()
-    """The end of the generation prompt, for each answer that counts and lacks it."""
+    """The missing end of the generation prompt, for each counted answer that does not begin with the whole prompt."""
 
     def __len__(self) -> int:
         return sum(len(text) for text, _ in self.parts)

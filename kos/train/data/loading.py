@@ -30,7 +30,7 @@ from kos.train.data.tokenizers import (
 from kos.train.data.tokens import Separator, Shards, Tokens, unmasked
 
 TOKENS_VERSION = 2
-"""Increases if the same text and settings give other tokens, other pieces or another split than before."""
+"""Increase this number if the same text and settings give other tokens, other pieces or another split than before."""
 
 _BEGINS = ("train.npy", "val.npy")
 """The files in what is kept of token files that hold where documents begin."""

@@ -1,4 +1,4 @@
-"""What of the messages of a chat is not in the text that a chat template makes of it."""
+"""Finds content of messages that a chat template leaves out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ Span = tuple[int, int]
 
 
 def lost(whole: str, messages: Sequence[Mapping[str, Any]], turns: Mapping[int, Span]) -> dict[int, str]:
-    """The fields of messages of which ``whole``, the text of the chat, lacks a part, by the number of the message.
+    """Compare the messages of a chat with ``whole``, the text that the template makes of them.
 
-    ``turns`` are the numbers of the answers to check, and where the text of each is.  All other messages are checked
-    too, except other answers, whose text a template may leave out.
+    Returns the incomplete messages: the number of each, and the field of which ``whole`` lacks a part.  ``turns`` maps
+    the number of each answer to check to the (start, stop) of its text in ``whole``.  Messages of all other roles are
+    checked too.  Answers that are not in ``turns`` are not checked: a template may leave out their text.
     """
     found = dict[int, str]()
     for number, message in enumerate(messages, 1):
@@ -28,7 +29,7 @@ def lost(whole: str, messages: Sequence[Mapping[str, Any]], turns: Mapping[int, 
 
 
 def _has(text: str, content: str) -> bool:
-    """Whether ``content`` is in ``text``: apart from spaces, as it is or escaped as in JSON."""
+    """Whether ``content`` is in ``text``, either unchanged or escaped as in a JSON string.  Spaces are ignored."""
     content = content.strip()
     if content in text:
         return True

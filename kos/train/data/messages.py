@@ -13,7 +13,7 @@ from kos.train.config import unique_keys
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"}
-"""ShareGPT's names of roles, and ours.  ShareGPT's messages have the keys ``from`` and ``value``.
+"""ShareGPT's names of roles, and the names of kos.  ShareGPT's messages have the keys ``from`` and ``value``.
 
 A message from ``function_call`` has the tool calls of an assistant as JSON: one, or a list.
 """
@@ -40,7 +40,7 @@ def counts(given: Mapping[str, Any], where: str) -> bool:
 
 
 def checked(number: int, given: Any, where: str, uses: Callable[[str], bool], path: Path) -> dict[str, Any]:
-    """Check one message, and return it with kos's names of keys and roles, without the keys that are None.
+    """Check one message.  Returns it with kos's names of keys and roles, without keys whose value is None.
 
     ``uses`` tells whether the chat template, which is in ``path``, uses a key.
     """

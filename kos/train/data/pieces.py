@@ -14,14 +14,14 @@ Documents = Iterable[str | Document | Text]
 Parts = list[tuple[str, bool]]  # of a text, and whether the loss counts each
 
 PIECE = 1 << 20
-"""Characters that a Hugging Face tokenizer is given at once: longer text is cut where that changes no token."""
+"""The most characters of a piece for a Hugging Face tokenizer.  Longer text is cut where this changes no token."""
 
 PORTION = PIECE * len(os.sched_getaffinity(0))
 """Characters that it encodes at once, on all cores: each needs some 50 bytes."""
 
 
 class Piece(NamedTuple):
-    """A piece of a document: its share of the document's parts, and whether it is the last one."""
+    """A piece of a document.  ``parts`` are the document's parts within it.  ``last``: it is the last piece."""
 
     parts: Parts
     before: str
@@ -31,9 +31,10 @@ class Piece(NamedTuple):
 
 
 def cut(texts: Iterable[str], where: re.Pattern[str]) -> Iterator[str]:
-    """One text, which comes in parts of any length, in pieces, each of which ends where ``where`` matches.
+    """Cut one text into pieces.  ``texts`` are consecutive parts of it, of any length.
 
-    A piece ends at the last such place within PIECE characters, or at the first one after them.
+    Each piece ends where a match of ``where`` ends: at the last one within PIECE characters, or else at the first one
+    after them.
     """
     rest, at, searched = "", 0, 0
     for text in texts:
@@ -63,7 +64,7 @@ def _last(where: re.Pattern[str], text: str, start: int, stop: int) -> int | Non
 
 
 def pieces_of(documents: Documents, where: re.Pattern[str] | None) -> Iterator[Piece]:
-    """The pieces of documents, of each at least one: cut ``where`` it matches, or whole documents."""
+    """The pieces of documents, at least one of each.  They are cut at ``where``; None: each document is one piece."""
     for document in documents:
         parts = document.parts if isinstance(document, Document) else ()
         bounds = [0, *itertools.accumulate(len(text) for text, _ in parts)]

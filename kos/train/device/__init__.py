@@ -75,7 +75,7 @@ class Device(Runner):
 
     @property
     def applied(self) -> int:
-        """How many steps are over on this rank, those that were skipped included."""
+        """The number of steps that this rank has completed, including skipped ones."""
         return int(self.step.optimizer.step_count)
 
     def apply(self) -> None:
@@ -303,9 +303,9 @@ class Device(Runner):
         self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None,
         updates: int = 0,
     ) -> None:  # fmt: skip
-        """Fill this rank's weights, optimizer state and residual, those of ``step``; waits for no other rank.
+        """Fill this rank's weights, optimizer state and residual, after ``step`` steps; does not wait for other ranks.
 
-        ``updates`` of the steps until then were not skipped.
+        ``updates`` of these steps were not skipped.
         """
         what = "preparing the weights" if state is None else "loading the checkpoint"
         self.state.read(weights, state, step, partial(self.show, what), residual, updates)

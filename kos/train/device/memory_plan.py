@@ -94,7 +94,7 @@ def plan_buckets(
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
     regions, places = [*by_axes(groups).items()], model.placements(*parts)
     if model.tie_word_embeddings and any(part.first for part in parts) != any(part.last for part in parts):
-        regions = [part for each in regions for part in _apart(*each, model.embedding)]
+        regions = [part for each in regions for part in _split_off(*each, model.embedding)]
     # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
     order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
     shapes = {name: places[name].local for _, names in regions for name in order if name in names}
@@ -109,7 +109,7 @@ def plan_buckets(
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank
-        whole, layout = model.placements(), mesh.layout  # so that all stages of a pipeline have buckets of one size
+        whole, layout = model.placements(), mesh.layout  # so that all stages of a pipeline have buckets of equal size
         trained = sum(math.prod(whole[name].shape) for _, names in regions for name in names)
         nbytes = max(BUCKET_BYTES, itemsize * trained // (layout.pp * layout.tp) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
@@ -120,8 +120,8 @@ def plan_buckets(
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
 
 
-def _apart(axes: tuple[str, ...], names: set[str], table: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
-    """A region of a stage, and after it one of its own for a ``table`` that another stage holds too."""
+def _split_off(axes: tuple[str, ...], names: set[str], table: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """Split a region of a stage: the ``table``, which another stage holds too, gets a region of its own."""
     yield axes, names - {table}
     if table in names:
         yield axes, {table}

@@ -1,4 +1,4 @@
-"""``--check-replicas``: ranks that hold the same weights, or the same state, compare hashes of them."""
+"""``--check-replicas``: ranks that hold copies of the same weights or optimizer state compare hashes of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check_replicas(device: Device, step: int) -> None:
             first, expected = seen.setdefault(name, (rank, digest))
             if digest != expected:
                 text = f"step {step}: --check-replicas: expected the same bits on all ranks that hold {name}"
-                raise on_every_rank(TrainingError(f"{text}, got others on rank {rank} than on rank {first}"))
+                raise on_every_rank(TrainingError(f"{text}, got different bits on rank {rank} than on rank {first}"))
 
 
 def _held(device: Device) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """What this rank holds, each with a name that is the same on all ranks that hold the same elements."""
+    """The bytes that this rank holds, with their names.  Ranks with a copy of the same elements use the same name."""
     step, placements = device.step, device.state.placements
     optimizer, to_host, weights = step.optimizer, step.models[0].ops.to_host, device.whole_weights()
     of_tensor = dict[str, str]()

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A section of a configuration, with typed values; unknown keys are refused.
 
-    Its validator is built when it is first needed, which the command line's ``--help`` does not.
+    Its validator is built at the first use, because ``--help`` does not need it.
     """
 
     model_config = ConfigDict(

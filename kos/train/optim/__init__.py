@@ -57,7 +57,7 @@ class UpdateRule:
     """The decay rates of the two moments whose bias ``prepare`` corrects on GPUs.  0 means no correction."""
 
     def step(self, number: int, lr: float, decay: float) -> Update:
-        """The function that updates a block on a host in update ``number``, counted from 1.  Skipped steps have none.
+        """The function that updates a block on a host in update ``number``, counted from 1; skipped steps do not count.
         """
         raise NotImplementedError
 
@@ -179,7 +179,7 @@ class Optimizer:
     ) -> None:  # fmt: skip
         self.rule, self.weights, self.tp, self.arena = rule, weights, tp, arena or Arena()
         self.step_count = self.updates = 0
-        """The steps so far, which the learning rate follows, and those that were not skipped."""
+        """``step_count``: all steps so far, which set the learning rate.  ``updates``: those that were not skipped."""
         self.learning_rate, self.grad_clip, self.skip_outliers = learning_rate, grad_clip, skip_outliers
         self.counted, self.exact = weights.shapes.keys() if counted is None else counted, exact
         self.last_norm = self.last_lr = 0.0

@@ -79,7 +79,7 @@ class CudaOptimizer:
 
     @property
     def step_count(self) -> int:
-        """The steps so far, which the learning rate follows; waits for the device."""
+        """The steps so far, including skipped ones, which set the learning rate; waits for the device."""
         return int(self.read()["step"])
 
     @property
@@ -133,7 +133,7 @@ class CudaOptimizer:
         self._launch("finish_norm", flat, rows, 1024, self.partial, stride, self.scalars)
         if others.size > 1:
             sums = self.scalars[SCALARS.index("sum_of_squares") :][:rows]
-            # In rank order: ranks that hold the same weights are in different groups of ``others``, and need one norm.
+            # In rank order: copies of the same weights are in different groups of ``others``, and need equal norms.
             others.comm.all_reduce(sums, deterministic=others.size > 2)
 
     def invalidate_if_aborted(self, gradients: Parameters, addresses: Array, report: Array) -> None:

@@ -182,7 +182,7 @@ def make_buckets(
 
 
 def buckets_of(region: slice, layout: Parameters, largest: int, least: int) -> list[slice]:
-    """The buckets of a region of a layout, whose sizes depend on the region alone."""
+    """The buckets of a region of a layout.  Their sizes depend only on the region."""
     begins = (span.start for span in layout.spans.values() if region.start <= span.start < region.stop)
     return make_buckets(region.stop, layout.multiple, largest, least, region.start, max(begins, default=region.start))
 
@@ -256,7 +256,7 @@ class DataParallel:
         self.replicas, _, self.others = first = reductions[0]
         self.gradients, self.ops, self.exact, self.sharded, self.twice = gradients, ops, exact, sharded, twice
         self.more, spans = [each for each in reductions if each.replicas != self.replicas], gradients.spans
-        """The further reductions, over other ranks than the first."""
+        """The reductions whose ranks differ from those of the first reduction."""
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
         even = [buckets_of(region, gradients, *sizes) for region in gradients.regions]
         self._owners: dict[int, int] = {}  # start of a whole bucket -> its rank
@@ -264,7 +264,7 @@ class DataParallel:
             ranks = self.replicas.size
             small = [buckets_of(region, gradients, *(size // ranks for size in sizes)) for region in gradients.regions]
             every = [cut_around(uncut, gradients, buckets, gradients.multiple // ranks) for buckets in small]
-            # The last region first: its owners then do not depend on the other ones.
+            # The last region comes first, so that its owners do not depend on the other regions.
             self._owners = share_out([bucket for buckets in reversed(every) for bucket in buckets], ranks)
         else:
             every = even

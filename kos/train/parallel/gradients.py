@@ -1,15 +1,17 @@
 """The sums of a rank's gradients, between the backward and the optimizer.
 
-A gradient is summed over the micro-batches of a rank, and over dp and cp (``kos.train.parallel.data``). After that, a
-tensor that ranks of tp or of a pipeline hold too is summed over these ranks. Such tensors are those that every rank of
-tp holds whole if each has the term of its own rows, heads of keys and values of which there are fewer than ranks of tp,
-and an embedding tied to the head, on both ends of a pipeline.
+A gradient is summed over the micro-batches of a rank, and over dp and cp (``kos.train.parallel.data``). Some tensors
+have copies on several ranks of tp or of a pipeline. Their gradients are then summed over these ranks. Such tensors are:
 
-The order matters, because all ranks that hold a tensor must have the same bits of it. Over dp, the order of additions
-depends on the place of an element in its bucket and on the hosts of the ranks, which differ from group to group. So the
-ranks of a group agree, but two groups do not. The last sum therefore comes after that, and in rank order. Compressed
-gradients are summed in the other order, so that these ranks have one residual. Then the first rank sends its sum to the
-others.
+- tensors that every rank of tp holds whole, if each rank has only the terms of its own rows;
+- key/value heads, if there are fewer heads than ranks of tp;
+- a tied embedding, on the first and the last stage of a pipeline.
+
+The order of these sums matters, because all copies must have the same bits. In the sum over dp, the order of additions
+depends on the place of an element in its bucket and on the hosts of the ranks. Both may differ between dp groups. So
+the ranks of one dp group have equal sums, but two dp groups may not. The sum over copies therefore comes last, and adds
+in rank order. Compressed gradients are summed over copies first, so that all copies have equal compression residuals.
+After the sum over dp, the first rank then broadcasts its result to the other holders.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class GradientSums:
         """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
         self.copied = {name for name in self.gradients if placements[name].copies > 1}
         self._holders = dict[str, Communicator]()
-        """Of a tensor that ranks other than those of ``parallel`` hold too, all these ranks."""
+        """For each tensor with copies outside the ranks of ``parallel``: the communicator of its holders."""
         if tensor.size > 1 and parallel.tree is None:
             self._holders |= dict.fromkeys(self.replicated, tensor.axis.comm)
             self._holders |= dict.fromkeys(self.copied, tensor.copies.comm) if self.copied else {}
@@ -95,7 +97,7 @@ class GradientSums:
                 holders.all_reduce(flat[piece], deterministic=holders.size > 2)
 
     def _spans(self) -> Iterator[tuple[slice, Communicator]]:
-        """The tensors of ``_holders``, those together that are neighbours in memory (``plan_buckets``)."""
+        """The spans of the tensors of ``_holders``.  Neighbours with the same holders are joined (``plan_buckets``)."""
         last, of_last = slice(0, 0), None
         for name, span in self.gradients.spans.items():
             holders = self._holders.get(name)

@@ -154,7 +154,7 @@ class Mesh:
         return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)))
 
     def reductions(self, groups: Iterable[Collection[str]]) -> list[Reduction]:
-        """Those of parameter groups with these axes.  If their ranks differ, the norm is one sum over all ranks."""
+        """The reductions of parameter groups with these axes.  If their ranks differ, the norm is one sum over all."""
         found = [*map(self.reduction, groups)]
         same = len({each.replicas for each in found}) == 1
         return found if same else [each._replace(others=self._axis(*AXES)) for each in found]

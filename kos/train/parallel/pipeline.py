@@ -43,7 +43,7 @@ class Pipeline:
         self.axis, self.schedule, self.actions = axis, schedule, schedule.actions[axis.rank]
         self._links: dict[tuple[int, int, bool], Communicator] = {}
         self.ends: Communicator | None = None
-        """The first and the last stage, on the two ranks that have them; None: one rank has both, or this has none."""
+        """The ranks of the first and the last stage.  None if one rank has both, or if this rank has neither."""
         self._buffers: dict[bool, list[Buffer]] = {True: [], False: []}  # by direction: True for forwards
         if axis.size == 1:
             return

@@ -27,8 +27,8 @@ extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, 
     store(out + item * W, x);
 }
 
-// out (n,) = keys of tokens for a table that begins at token `first`: 0 before it and for the token `padding`,
-// vocabulary + 1 beyond it, and those of its rows from 1 on.
+// out (n,) = the sort key of each token, for a table whose first row is token `first`: 1 for the first row, 2 for the
+// next, and so on; 0 for tokens before the table and for the token `padding`; vocabulary + 1 for tokens after it.
 extern "C" __global__ void count_from(const int* tokens, int n, int first, unsigned vocabulary, int padding, int* out) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
