@@ -271,7 +271,8 @@ def test_handlers_of_every_form_abort(handler, apart, before_call):
     try:
         with both_ranks() as (one, other):
             armed = [one]
-            before_call(tcp_messages, "fill", lambda *_: armed and armed.pop() and signal.raise_signal(signal.SIGALRM))
+            where = tcp_messages.Link, "progress"
+            before_call(*where, lambda *_: armed and armed.pop() and signal.raise_signal(signal.SIGALRM))
             other.send_bytes(b"later", 0)
             with pytest.raises(Deadline):
                 one.recv_bytes(1)
