@@ -110,7 +110,7 @@ class Format:
             q = q.astype(np.float16).astype(np.float32)
             codes[:] = q.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
             codes[codes == 0x80] = 0
-            for bits, named in ((0x7F, q == np.inf), (0xFF, q == -np.inf), (0x80, np.isnan(q))):
+            for bits, named in ((0x7F, np.isposinf(q)), (0xFF, np.isneginf(q)), (0x80, np.isnan(q))):
                 codes[named] = bits
             return
         scales |= special[:, 0].astype(np.uint16) << 15
