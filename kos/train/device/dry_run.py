@@ -13,7 +13,7 @@ step and the bytes that a rank sends on each axis (``kos.train.tools.plan``):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -47,7 +47,7 @@ from kos.train.ops.numpy_attention import view_of_keys_and_values
 from kos.train.optim import MatrixRule, UpdateRule, elements, state_of
 from kos.train.optim.muon import BATCH
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
-from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh, Reduction
+from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.train import REPORT, Step
@@ -182,12 +182,6 @@ class TimedMesh(Mesh):
 
     def copies(self, count: int) -> Axis:
         return self._link("tp", super().copies(count))
-
-    def reduction(self, axes: Collection[str] = DENSE) -> Reduction:
-        found = super().reduction(axes)
-        if axes == DENSE:
-            return found
-        return found._replace(replicas=self._link("gradients", found.replicas, self._network.local(self.layout, *axes)))
 
 
 class DryRun(Step):
@@ -352,7 +346,7 @@ def plan_memory(
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
-        "versions for servers": _published(run, buckets, ranks) * DTYPES[dtype if has_copy else master].itemsize,
+        "versions for servers": _published(run, ranks) * DTYPES[dtype if has_copy else master].itemsize,
         **others,
     }
     # If the backward is split in two halves, recomputed activations stay in memory between them.
@@ -377,7 +371,7 @@ def plan_memory(
     return MemoryPlan(uses, arena, free // sharing, where, [*filter(savings.get, savings)], scratch, slot)
 
 
-def _published(run: DryRun, buckets: Buckets, ranks: int) -> int:
+def _published(run: DryRun, ranks: int) -> int:
     """With ``--publish``, this rank's elements in both versions.  ``ranks`` divide what all of them hold."""
     if run.config.publish is None:
         return 0
@@ -387,7 +381,7 @@ def _published(run: DryRun, buckets: Buckets, ranks: int) -> int:
     if merged:
         adapted = (x.size for name, x in run.frozen.items() if name.removesuffix("weight") + A in every)
         return 2 * frozen + sum(adapted) // ranks  # the merged weights, and both versions
-    return 2 * (frozen + run.gradients.flat.size // (1 if run.parallel.more and not buckets.sharded else ranks))
+    return 2 * (frozen + run.gradients.flat.size // ranks)
 
 
 def _of_gpu(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kos.comm import compression
@@ -11,7 +11,7 @@ from kos.dtypes import DTYPES
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.optim import BLOCK, by_axes
+from kos.train.optim import BLOCK
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.data import Buckets
 from kos.train.parallel.mesh import Mesh
@@ -70,14 +70,15 @@ def plan_buckets(
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
-    regions, places = [*by_axes(groups).items()], model.placements(*parts)
-    if model.tie_word_embeddings and any(part.first for part in parts) != any(part.last for part in parts):
-        regions = [part for each in regions for part in _split_off(*each, model.embedding)]
+    regions, places = [{name for group in groups for name in group.names}], model.placements(*parts)
+    tied_apart = model.tie_word_embeddings and any(part.first for part in parts) != any(part.last for part in parts)
+    if tied_apart and model.embedding in regions[0]:
+        regions = [regions[0] - {model.embedding}, {model.embedding}]
     # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
     order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
-    shapes = {name: places[name].local for _, names in regions for name in order if name in names}
+    shapes = {name: places[name].local for names in regions for name in order if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
-    ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(axes for axes, _ in regions)))
+    ranks = reduction.replicas.size
     sharded = config.zero == 1 and ranks > 1
     uncut = frozenset(name for group in groups if group.rule for name in group.names)
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
@@ -88,7 +89,7 @@ def plan_buckets(
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank
         whole, layout = model.placements(), mesh.layout  # so that all stages of a pipeline have buckets of equal size
-        trained = sum(math.prod(whole[name].shape) for _, names in regions for name in names)
+        trained = sum(math.prod(whole[name].shape) for names in regions for name in names)
         nbytes = max(BUCKET_BYTES, itemsize * trained // (layout.pp * layout.tp) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
@@ -96,10 +97,3 @@ def plan_buckets(
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
         staging += 2 * nbytes * (mesh.exact("cuda") > 1)  # terms of exact sums, and with ZeRO-1 their results
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
-
-
-def _split_off(axes: tuple[str, ...], names: set[str], table: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
-    """Split a region of a stage: the ``table``, which another stage holds too, gets a region of its own."""
-    yield axes, names - {table}
-    if table in names:
-        yield axes, {table}
