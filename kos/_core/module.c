@@ -18,6 +18,16 @@ static PyObject *group_publish(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+// compare(sequence, fingerprint): compares that call of this rank, and those before it, with the calls of other ranks.
+// Returns the first call that differs and the rank that has made it, or None.
+static PyObject *group_compare(PyObject *self, PyObject *args) {
+    kos_group *g = &((Group *)self)->core;
+    unsigned long long sequence, fingerprint;
+    const int known = PyArg_ParseTuple(args, "KK:compare", &sequence, &fingerprint), open = known && !kos_is_over(g);
+    const kos_result r = open ? kos_compare(g, sequence, fingerprint) : KOS_RESULT(KOS_PENDING);
+    return r.status == KOS_FAILED ? Py_BuildValue("Ki", r.word, r.rank) : known ? Py_NewRef(Py_None) : NULL;
+}
+
 // fail(sequence): fails that call and later ones on all ranks, unless the failure of an earlier call does.
 static PyObject *group_fail(PyObject *self, PyObject *argument) {
     kos_group *g = &((Group *)self)->core;
@@ -134,6 +144,7 @@ static PyMethodDef group_methods[] = {
     {"prepare", group_prepare, METH_VARARGS, NULL},
     {"start", (PyCFunction)(void *)group_start, METH_FASTCALL, NULL},
     {"publish", group_publish, METH_VARARGS, NULL},
+    {"compare", group_compare, METH_VARARGS, NULL},
     {"fail", group_fail, METH_O, NULL},
     {"failure", group_failure, METH_NOARGS, NULL},
     {"held", group_held, METH_NOARGS, NULL},

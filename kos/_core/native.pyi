@@ -96,6 +96,11 @@ class Group:
         """
     def publish(self, sequence: int, fingerprint: int, /) -> None:
         """Publish a call that the core does not run."""
+    def compare(self, sequence: int, fingerprint: int, /) -> tuple[int, int] | None:
+        """Compare that call of this rank, and those before it, with the calls of the other ranks so far.
+
+        Returns the first call that differs, and the rank that made it; None if none differs.
+        """
     def fail(self, sequence: int, /) -> None:
         """Fail that call and later ones on all ranks, unless an earlier failure does."""
     def failure(self) -> int:

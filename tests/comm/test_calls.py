@@ -1,5 +1,6 @@
 """Ranks compare many calls at a time, while the compared ranks continue or end."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from kos.comm.host.shared import CallRing
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.prepared import Fingerprints
 from kos.comm.work import Work
+from kos.errors import CollectiveMismatch
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import needs_core, run
 from tests.comm.works import work_of
@@ -59,36 +61,36 @@ class Words:
         self.words[place] = word
 
 
-@pytest.mark.parametrize("looks", ["compare", "check"])
 @on_each_rank(together)
-def test_a_rank_that_goes_on_while_its_calls_are_read(calls, /, looks):
-    """A rank that waits for no other rank goes on, so the call that is read may no longer be on record."""
+def test_a_rank_that_has_gone_on(calls, /):
+    """A rank that waits for no other rank goes on, so the call that is compared may no longer be on record."""
     mine, theirs = calls
     for sequence in range(5):
         mine.announce(varied(sequence))
-    for sequence in range(RING - 1):  # none of which overwrites another
+    for sequence in range(RING + 20):
         theirs.announce(varied(sequence))
-
-    def go_on():
-        for sequence in range(RING - 1, RING + 20):
-            theirs.announce(varied(sequence))
-
-    mine.words = Words(mine, go_on, mine.segment.line(1) + ARRIVED)
-    o = varied(4)
-    if looks == "compare":
-        assert mine.compare(o, 0) == 5
-    else:
-        theirs.words[theirs._ring + 4] = 0  # as it was found the first time
-        assert mine.check(o) is None
+    assert mine.check(varied(4))
 
 
 @on_each_rank(together)
-def test_a_rank_that_announces_its_call_while_it_is_checked(calls, /):
+def test_a_rank_that_announces_its_call_after_a_check(calls, /):
     mine, theirs = calls
     mine.announce(call(0))
-    assert mine.check(call(0)) == 1
-    mine.words = Words(mine, lambda: theirs.announce(call(0)), mine.segment.ring(1))
-    assert mine.check(call(0)) is None
+    assert not mine.check(call(0))
+    theirs.announce(call(0))
+    assert mine.check(call(0))
+
+
+@on_each_rank(together)
+def test_a_rank_that_announces_another_call_during_a_check(calls, /):
+    """Whether all ranks have begun a call is known only once the call was compared with theirs."""
+    mine, theirs = calls
+    mine.announce(varied(0))
+    mine.words = Words(mine, lambda: theirs.announce(call(0, 1)), mine.segment.line(1) + ARRIVED)
+    with contextlib.suppress(CollectiveMismatch):
+        assert not mine.check(varied(0))
+    with pytest.raises(CollectiveMismatch):
+        mine.check(varied(0))
 
 
 @on_each_rank(together)
@@ -115,4 +117,4 @@ def test_own_calls_that_are_no_longer_on_record(calls, /):
         calls[0].announce(varied(sequence))
     for sequence in range(11):
         calls[1].announce(varied(sequence))
-    assert calls[0].compare(varied(10), 0) == 11
+    assert calls[0].check(varied(10))

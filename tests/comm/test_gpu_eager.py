@@ -274,7 +274,6 @@ def test_every_64th_call_compares(gpu, /, fake):
         comm.all_reduce(x)
     at = comm.backend.shared.calls.core.compare_at
     assert at > 300 and 390 <= hits(comm) <= 403
-    assert comm.backend.shared._confirmed > 300
 
 
 @on_each_rank("gpu_run")

@@ -49,7 +49,6 @@ class CommState:
         self.ended = False
         """Whether what was in flight has been ended, because of ``failures.first``."""
         self._abort_flag: np.ndarray[Any, Any] | None = None  # made when asked
-        self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
         self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
         self._look_at = 0.0  # when the watchdog looks for such ranks again
@@ -102,7 +101,7 @@ class CommState:
         calls, last = self.calls, self.last  # another thread may end the communicator
         if calls is not None and last is not None:
             calls.core.compare_at = last.sequence + _UNCONFIRMED
-            self._confirmed = calls.compare(last, self._confirmed)
+            calls.confirm(last)
 
     def _read_reports(self) -> None:
         """Record the reports of other hosts.  If one has asked for it, compare their calls with those of this host."""

@@ -72,7 +72,7 @@ class CallRing(Fingerprints):
             (local, segment.line(local), segment.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
         self._reporting = threading.Lock()  # the program's thread and the watchdog's report failures
-        self._late: Liveness | None = None  # what ``compare`` waits for
+        self._late: Liveness | None = None  # what ``confirm`` waits for
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
@@ -95,74 +95,30 @@ class CallRing(Fingerprints):
         if not self._peers:
             return None
         liveness = Liveness(self)
+        return lambda: self.check(o, liveness)
 
-        def all_arrived() -> bool:
-            absent = self.check(o)
-            if absent is not None:
-                self._check_alive(o, absent, liveness)
-            return absent is None
+    def check(self, o: Work[Any], liveness: Liveness | None = None) -> bool:
+        """Compare ``o`` and the calls before it with those of the other ranks so far.
 
-        return all_arrived
-
-    def _check_alive(self, o: Work[Any], absent: int, liveness: Liveness) -> None:
-        """Raise a failure of the host, or the end of rank ``absent``, for which ``o`` waits."""
+        Returns whether every rank of the host has begun ``o``.  Raises as the poll of ``publish``; without a
+        ``liveness`` it does not look for dead ranks.
+        """
+        absent = self.missing(o)  # before the comparison: a rank that begins it meanwhile is compared the next time
+        if (found := self.core.compare(o.sequence, o.prepared.fingerprint)) is not None:
+            self.raise_mismatch(o.group, *found)
         if self.words[self._failure]:
             self.raise_failure(o.sequence)
-        if (end := liveness((absent,), o)) is not None:
+        waits_for = map(self.segment.ranks.index, absent[-1:])
+        if liveness is not None and (end := liveness(waits_for, o)) is not None:
             self.check(o)  # the calls of other ranks may differ already
             self.raise_everywhere(end, o.sequence)
+        return not absent
 
-    def check(self, o: Work[Any]) -> int | None:
-        """Compare ``o`` with the calls of the ranks that have begun it; returns a rank that has not, if any.
-
-        Raises as the poll of ``publish``.
-        """
-        words, sequence, absent = self.words, o.sequence, None
-        slot, same = sequence % RING, o.prepared.fingerprint + sequence
-        for local, line, ring in self._peers:
-            if words[ring + slot] != same:
-                if words[line + ARRIVED] <= sequence:
-                    absent = local
-                # Read again: the rank may have arrived just now, or have overwritten this entry.
-                elif words[ring + slot] != same and words[line + ARRIVED] < sequence + RING:
-                    self.raise_mismatch(o.group, sequence, local)
-        if words[self._failure]:
-            self.raise_failure(sequence)
-        return absent
-
-    def compare(self, o: Work[Any], first: int) -> int:
-        """Compare the calls from the ``first``-th on, ``o`` being the last, with those of the other ranks so far.
-
-        Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
-        """
-        words, absent = self.words, None
-        end = min(o.sequence + 1, self.begun)  # the watchdog may see a new number of ``o`` that is not announced yet
-        through = end
-        for local, line, ring in self._peers:
-            arrived = words[line + ARRIVED]
-            at = max(first, arrived - RING + 1, self.begun - RING)  # older entries are overwritten in one of the rings
-            until = min(arrived, end)
-            while at < until:
-                a = at % RING
-                b = min(a + until - at, RING)
-                mine, theirs = words[self._ring + a : self._ring + b], words[ring + a : ring + b]
-                if mine != theirs:
-                    at += next(k for k, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-                    if words[line + ARRIVED] < at + RING:
-                        self.raise_mismatch(o.group, at, local)
-                    at = max(at, words[line + ARRIVED] - RING) + 1  # the rank has overwritten these entries
-                else:
-                    at += b - a
-            if arrived < end:
-                absent, through = local, min(through, arrived)
-        if absent is None:
+    def confirm(self, o: Work[Any]) -> None:
+        """As ``check``, for the last call of this rank; also raises the end of a rank that is long late."""
+        late = self._late = self._late or Liveness(self)  # the watchdog's thread may replace the attribute
+        if self.check(o, late):
             self._late = None
-        else:
-            late = self._late = self._late or Liveness(self)  # the watchdog's thread may replace the attribute
-            self._check_alive(o, absent, late)
-        if words[self._failure]:
-            self.raise_failure(o.sequence)
-        return max(first, through)
 
     def since(self, first: int) -> tuple[int, list[int]]:
         """The fingerprints of this rank's calls from the ``first``-th on, and the first call that is still kept."""
