@@ -47,7 +47,8 @@ from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.tuning import Table
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
-from kos.cuda import Kernel, load_kernel
+from kos.cuda import Kernel, driver, load_kernel
+from kos.cuda.kernels import Plan
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Array as GPUArray
 from kos.memory import Buffer
@@ -64,9 +65,9 @@ Piece = tuple[Any, int]
 """The address and the bytes of a part of GPU memory.  The address may be an ``Address``, relative to an array of a
 launch."""
 Resolved = tuple[Run, str | None, bool]
-"""How a route runs calls of one signature on a GPU.  First: the function that queues a call.  Second: the name of the
-kernel, if its choice depends on more than the arguments; kos checks that all ranks have chosen the same.  Third:
-whether later calls may use the function."""
+"""How a route runs calls of one signature on a GPU.  First: the Plan, or a function that queues a call.  Second: the
+name of the kernel, if its choice depends on more than the arguments; kos checks that all ranks have chosen the same.
+Third: whether later calls may use the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +361,21 @@ class Backend(ABC):
         """A kernel of kos for this GPU."""
         assert self.device is not None
         return load_kernel(path, name, self.device, **macros)
+
+    def start(self, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue a plan of this route.  A copy, and a kernel on a default stream, need a current device."""
+        if self.sets_device and not plan.kernels:
+            return plan(stream, send, recv)
+        with driver.on_device(self.device):
+            plan(stream, send, recv)
+
+    def room(self, plan: Plan) -> tuple[int, int, int] | None:
+        """When the compiled core may repeat a plan of this route: the address of two words, and two bounds.
+
+        The first word must be at least the first bound, and the second word at most the second bound; the address is 0
+        if there are no such words.  None if it may never.
+        """
+        return 0, 0, 0
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Queue Works of this route together on ``stream``, or each on its own stream."""

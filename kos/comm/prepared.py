@@ -58,8 +58,8 @@ class Prepared:
         "launch",
         "name",
         "operation",
+        "plan",
         "route",
-        "run",
         "sizeless",
         "text",
         "values",
@@ -68,16 +68,16 @@ class Prepared:
     )  # fmt: skip
 
     def __init__(
-        self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], run: Any = None,
+        self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], plan: Any = None,
         kernel: str | None = None, lasting: bool = True, route: Any = None,
     ) -> None:  # fmt: skip
         """``launch`` begins a Work: it returns the steps that are left, or None if the Work is complete or queued."""
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
-        self.launch, self.run, self.kernel = launch, run, kernel
-        """``run`` belongs to the backend.  On a GPU, it is a function of a stream and two addresses that queues a call.
-        ``kernel``, if any, must be the same on all ranks."""
+        self.launch, self.plan, self.kernel = launch, plan, kernel
+        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared.  ``kernel``, if any, must be the
+        same on all ranks."""
         self.work, self.gets = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
         self.lasting = lasting

@@ -18,19 +18,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from kos.comm import watchdog
 from kos.comm.contract import UNMADE, Backend, Message, Resolved
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.compressed import CompressedOperation, with_feedback
+from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
-from kos.comm.gpu.memory import exchange_of, messages_of, run_on_device
+from kos.comm.gpu.memory import exchange_of, messages_of
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
-from kos.comm.gpu.routes import PHASES, Choices, is_copy, nothing, single_rank_route
+from kos.comm.gpu.routes import PHASES, Choices, single_rank_route
 from kos.comm.gpu.watched import WatchedBackend
 from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
 from kos.comm.host.host_backend import HostBackend
@@ -40,11 +41,11 @@ from kos.comm.tuning import Table, for_group
 from kos.comm.work import Steps, Work
 from kos.cuda import create_stream, driver
 from kos.cuda.driver import call, cu, relaxed_capture
+from kos.cuda.kernels import NOTHING, Plan
 from kos.cuda.streams import PER_THREAD, Event, capture_of, is_captured
 from kos.errors import CudaError, InvalidArgument, PeerMemoryError
 from kos.memory import Array, Buffer, windows
 from kos.memory.libraries import immutable
-from kos.memory.windows import Run
 
 
 class GPUBackend(WatchedBackend):
@@ -156,13 +157,13 @@ class GPUBackend(WatchedBackend):
         if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
             check_float8("x", o.reduction.dtype, self.device)
         run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
-        if not route.sets_device and not is_copy(run):
-            run = partial(run_on_device, self.device, run)
-        if o.residual is not None and self.size > 1 and route.name != PHASES:
-            run = with_feedback(route, o, run)
+        plan = run if isinstance(run, Plan) else Plan((run,))
+        if o.residual is not None and o.send is not None and self.size > 1 and route.name != PHASES:
+            first = bind_feed_back(route, o.send, o.residual, o.options.compress)
+            plan = replace(plan, steps=(first, plan), kernels=(*plan.kernels, *first.kernels))
         if not uncaptured and windows.memories:  # else it runs only outside of graphs
-            run = windows.in_windows(run, [x.pointer for x in (o.send, o.recv) if x])
-        prepared = Prepared(o, self, self.launch, run, kernel, lasting, route)
+            plan = replace(plan, memories=windows.under([x.pointer for x in (o.send, o.recv) if x]))
+        prepared = Prepared(o, self, self.launch, plan, kernel, lasting, route)
         prepared.fixed = fixed
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
@@ -175,9 +176,9 @@ class GPUBackend(WatchedBackend):
     def by_exchanges(self, route: Backend, o: Operation) -> Resolved:
         """The launch of an operation that is built on exchanges of ``route`` and on kernels of kos."""
         if o.options.compress:
-            return CompressedOperation(route, o), None, True
+            return CompressedOperation(route, o).plan(), None, True
         if o.reduction is not None:
-            return OrderedReduction(route, o) if o.send is not None and o.send.count else nothing, None, True
+            return OrderedReduction(route, o).plan() if o.send is not None and o.send.count else NOTHING, None, True
         if o.name == "barrier":
             return partial(self._barrier, route), None, True
         return partial(self._exchange, route, *exchange_of(o, route.rank, route.size)), None, True
@@ -205,8 +206,7 @@ class GPUBackend(WatchedBackend):
 
     def party(self, prepared: Prepared) -> Any:
         """The route of a call, if the call must be ordered among those of other routes; None if not, as for a copy."""
-        alone = self.order is None or (self.size == 1 and is_copy(prepared.run))
-        return None if alone else prepared.route
+        return None if self.order is None or not prepared.plan.waits else prepared.route
 
     # Launching.
 
@@ -237,7 +237,7 @@ class GPUBackend(WatchedBackend):
             if not prepared.waits:
                 self._start_overlapped((work,))
             elif self._may_follow(work):
-                prepared.run(work.stream, work.send, work.recv)
+                self._start(prepared.route, prepared.plan, work.stream, work.send, work.recv)
                 self._hold_array(work)
             else:
                 self._queue((work,))
@@ -301,15 +301,20 @@ class GPUBackend(WatchedBackend):
         for each in works:
             self._last, prepared = each, each.prepared
             at = each.stream if stream is None else stream
-            self.queue_run(prepared.route, prepared.run, at, each.send, each.recv)
+            self.queue_plan(prepared.route, prepared.plan, at, each.send, each.recv)
 
-    def queue_run(self, route: Backend, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue a launch of ``route``.  If the route is serial, order the launch behind all earlier work."""
-        if not route.serial or (self.size == 1 and is_copy(run)):
-            return run(stream, send, recv)
+    def queue_plan(self, route: Backend, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue a plan of ``route``.  If the route is serial, order it behind all earlier work."""
+        if not route.serial or not plan.waits:
+            return self._start(route, plan, stream, send, recv)
         self._enter(route, (stream,))
-        run(stream, send, recv)
+        self._start(route, plan, stream, send, recv)
         self.streams.mark(stream)
+
+    def _start(self, route: Backend, plan: Plan, stream: int, send: int, recv: int) -> None:
+        if plan.memories:
+            windows.keep_in_graph(plan.memories, stream)
+        route.start(plan, stream, send, recv)
 
     def _enter(self, route: Backend, streams: Collection[int]) -> None:
         """Order the next work on these streams behind the work of other routes."""
@@ -345,7 +350,7 @@ class GPUBackend(WatchedBackend):
     def _queue_marked(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """As ``queue``.  Marks the Works for the watchdog if they are on one stream and kos watches their deadlines."""
         route = works[0].prepared.route
-        waits = self.size > 1 or not all(is_copy(work.prepared.run) for work in works)  # for other ranks
+        waits = any(work.prepared.plan.waits for work in works)  # for other ranks
         if self.order is not None and not route.serial and waits:  # before the mark: earlier work has its own time
             self._enter(route, {work.stream for work in works} if stream is None else (stream,))
         if stream is None or not route.watched:

@@ -7,7 +7,6 @@ The exchanges are those of the backend; ``kos.comm.host_compressed`` does the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 from kos.comm.compression import FORMATS, Format
 from kos.comm.contract import Backend
 from kos.comm.gpu.devices import check_float8
-from kos.comm.gpu.memory import InScratch, collect, exchange, run_on_device, up
-from kos.comm.gpu.routes import nothing
+from kos.comm.gpu.memory import InScratch, collect, exchange, up
 from kos.comm.host_compressed import parts
 from kos.comm.operation import Operation
 from kos.cuda.driver import relaxed_capture
+from kos.cuda.kernels import NOTHING, Plan
 from kos.memory import Buffer
 from kos.memory.windows import Run
 
@@ -29,27 +28,14 @@ THREADS = 128
 _MOST_BLOCKS = 2048
 
 
-def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> Run:
-    """The launch of ``host_compressed.feed_back`` on ``x``, which is an array of the launch or in scratch memory."""
+def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> Plan:
+    """The plan of ``host_compressed.feed_back`` on ``x``, which is an array of the launch or in scratch memory."""
     form, count = format_of(route, compress), x.count
     if not count:
-        return nothing
+        return NOTHING
     with relaxed_capture():
         kernel = route.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
-        run = kernel.bind(_grid(count, 1), THREADS, x.pointer, residual.pointer, count)
-    return partial(run_on_device, route.backend.device, run)
-
-
-def with_feedback(route: Backend, o: Operation, run: Run) -> Run:
-    """A launch of error feedback and then of ``run``, a compressed reduction."""
-    assert o.send is not None and o.residual is not None
-    first = bind_feed_back(route, o.send, o.residual, o.options.compress)
-
-    def both(stream: int, send: int = 0, recv: int = 0) -> None:
-        first(stream, send, recv)
-        run(stream, send, recv)
-
-    return both
+        return Plan((kernel.bind(_grid(count, 1), THREADS, x.pointer, residual.pointer, count),), ("feed_back",))
 
 
 def format_of(route: Backend, compress: str) -> Format:

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 from kos.comm.arguments import check_timeout
-from kos.comm.gpu.routes import nothing
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
+from kos.cuda.kernels import NOTHING
 from kos.cuda.streams import Event, is_captured, is_over
 from kos.errors import KosError
 
@@ -84,7 +84,7 @@ class DeviceWork(Work[Any]):
 
 def unstarted(name: str, backend: Any) -> Work[Any]:
     """What an error names where no call is at fault."""
-    return DeviceWork(Prepared(Operation(name, backend.rank), backend, nothing))
+    return DeviceWork(Prepared(Operation(name, backend.rank), backend, NOTHING))
 
 
 def free_finished(in_flight: deque[list[Any]]) -> None:

@@ -13,10 +13,10 @@ from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.copies import OVERLAPPED
 from kos.comm.gpu.peer.engine import KERNELS, PeerEngine
 from kos.comm.gpu.peer.launches import PACKETS, KernelConfig
-from kos.comm.gpu.routes import nothing
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
+from kos.cuda.kernels import NOTHING
 from kos.dtypes import DTYPES, DType
 from kos.memory.windows import Run
 
@@ -75,14 +75,14 @@ def _bind_compressed(route: Backend, engine: PeerEngine, o: Operation) -> Run:
         recv = o.send.pointer if o.recv is None else o.recv.pointer
         ends = o.send.pointer, recv, o.send.count
         run = bind_compressed(engine, o.name, *ends, DTYPES[o.send.dtype.name], o.reduction.op, form)
-    return run or CompressedOperation(route, o)
+    return run or CompressedOperation(route, o).plan()
 
 
 def _bind_reduction(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
     """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
     assert o.reduction is not None and o.send is not None
     if not o.send.count:
-        return nothing, None
+        return NOTHING, None
     dtype, op, factor, per = o.reduction.element, o.reduction.op, o.reduction.factor, o.reduction.parts
     ends, count, run, kernel = (o.send.pointer, whole(o.recv)[0]), o.send.count * per, None, None
     if o.name.startswith("reduce_scatter"):
@@ -97,7 +97,7 @@ def _bind_reduction(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
         launch = engine.pick(o.send.nbytes)
         if launch.algorithm in PACKETS:
             run = engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
-    return run or OrderedReduction(route, o), kernel
+    return run or OrderedReduction(route, o).plan(), kernel
 
 
 def _bind_move(engine: PeerEngine, o: Operation) -> Bound:
@@ -116,7 +116,7 @@ def _bind_move(engine: PeerEngine, o: Operation) -> Bound:
     return engine.bind_exchange(*pieces, messages=message, overlapped=message and o.options.overlap), None
 
 
-def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> Run:
+def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> list[Run]:
     """The k-th message of each pair in the k-th exchange, as on the other side."""
     sends: list[list[Piece]] = [[] for _ in range(engine.size)]
     recvs: list[list[Piece]] = [[] for _ in range(engine.size)]
@@ -128,18 +128,12 @@ def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> Run:
         if src is not None and o.recv is not None and o.recv.count:
             recvs[src].append((work.recv, o.recv.nbytes))
     rounds = max(map(len, (*sends, *recvs)))
-    exchanges = [
+    return [
         engine.bind_exchange(
             *([to[k] if k < len(to) else NONE for to in side] for side in (sends, recvs)), messages=True
         )
         for k in range(rounds)
     ]
-
-    def run(stream: Any, *_: int) -> None:
-        for each in exchanges:
-            each(stream)
-
-    return run
 
 
 BATCH = 16
