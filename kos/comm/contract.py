@@ -366,6 +366,7 @@ class Backend(ABC):
         """Queue a plan of this route.  A copy, and a kernel on a default stream, need a current device."""
         if self.sets_device and not plan.kernels:
             return plan(stream, send, recv)
+        assert self.device is not None
         with driver.on_device(self.device):
             plan(stream, send, recv)
 

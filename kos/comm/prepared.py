@@ -76,8 +76,8 @@ class Prepared:
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
         self.launch, self.plan, self.kernel = launch, plan, kernel
-        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared.  ``kernel``, if any, must be the
-        same on all ranks."""
+        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared.
+        ``kernel``, if any, must be the same on all ranks."""
         self.work, self.gets = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
         self.lasting = lasting

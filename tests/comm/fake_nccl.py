@@ -28,13 +28,14 @@ from kos.comm.contract import Backend, Probe, Resolved
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl_binding, routes, shared, works
+from kos.comm.gpu import nccl_binding, shared, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine, record
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Engine
+from kos.cuda.kernels import NOTHING
 from kos.memory import array, windows
 from kos.testing.conformance.model import in_rank_order
 from tests.comm import fake_driver
@@ -332,7 +333,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
 
     def nothing(route: NCCLBackend, o: Any) -> Resolved:
-        return routes.nothing, None, True
+        return NOTHING, None, True
 
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)

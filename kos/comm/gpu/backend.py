@@ -159,8 +159,8 @@ class GPUBackend(WatchedBackend):
         run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
         plan = run if isinstance(run, Plan) else Plan((run,))
         if o.residual is not None and o.send is not None and self.size > 1 and route.name != PHASES:
-            first = bind_feed_back(route, o.send, o.residual, o.options.compress)
-            plan = replace(plan, steps=(first, plan), kernels=(*plan.kernels, *first.kernels))
+            feed_back = bind_feed_back(route, o.send, o.residual, o.options.compress)
+            plan = replace(plan, steps=(feed_back, plan), kernels=(*plan.kernels, *feed_back.kernels))
         if not uncaptured and windows.memories:  # else it runs only outside of graphs
             plan = replace(plan, memories=windows.under([x.pointer for x in (o.send, o.recv) if x]))
         prepared = Prepared(o, self, self.launch, plan, kernel, lasting, route)

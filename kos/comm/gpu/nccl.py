@@ -472,5 +472,5 @@ class NCCLBackend(Backend):
             return (self._exchange,)
         return self._exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
 
-    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Launch:
-        return launch_of(("all_gather", send, recv, nbytes, BYTE, self._comm))
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Plan:
+        return Plan((launch_of(("all_gather", send, recv, nbytes, BYTE, self._comm)),))

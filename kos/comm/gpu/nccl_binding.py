@@ -45,7 +45,7 @@ _OPS = {
 }  # fmt: skip
 _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 
-_NAMES = {"all_to_all": "allto_all"}
+_NAMES: dict[Any, str] = {"all_to_all": "allto_all"}
 """Operations whose functions in the binding have other names."""
 
 
@@ -132,7 +132,8 @@ def launch_of(call: Call, closes: int = 0) -> Launch:
     name, *arguments = call
     error: Callable[[int], Exception] = lambda status: library().NCCLError(status)  # noqa: E731
     words = (*arguments, STREAM) if arguments else ()
-    return Launch(getattr(library(), _NAMES.get(name, name)), address_of(name), words, error, closes=closes)
+    function: Callable[..., Any] = getattr(library(), _NAMES.get(name) or name)
+    return Launch(function, address_of(name), words, error, closes=closes)
 
 
 def launches_in_group(calls: Sequence[Call]) -> list[Launch]:
