@@ -23,10 +23,9 @@ static PyObject *group_publish(PyObject *self, PyObject *args) {
 static PyObject *group_compare(PyObject *self, PyObject *args) {
     kos_group *g = &((Group *)self)->core;
     unsigned long long sequence, fingerprint;
-    if (!PyArg_ParseTuple(args, "KK:compare", &sequence, &fingerprint))
-        return NULL;
-    const kos_result r = kos_is_over(g) ? KOS_RESULT(KOS_PENDING) : kos_compare(g, sequence, fingerprint);
-    return r.status == KOS_FAILED ? Py_BuildValue("Ki", r.word, r.rank) : Py_NewRef(Py_None);
+    const int known = PyArg_ParseTuple(args, "KK:compare", &sequence, &fingerprint), open = known && !kos_is_over(g);
+    const kos_result r = open ? kos_compare(g, sequence, fingerprint) : KOS_RESULT(KOS_PENDING);
+    return r.status == KOS_FAILED ? Py_BuildValue("Ki", r.word, r.rank) : known ? Py_NewRef(Py_None) : NULL;
 }
 
 // fail(sequence): fails that call and later ones on all ranks, unless the failure of an earlier call does.

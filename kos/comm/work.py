@@ -351,7 +351,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
     def _interrupted(self, error: BaseException) -> None:
         """Abort the communicator if the handler of a signal raised ``error`` in a method of this Work."""
         if (comm := self.backend.failures.owner()) is not None:
-            comm._interrupted(self.name, error)
+            comm._interrupted(self.operation.options.purpose or self.name, error)
 
     def _poll(self) -> None:
         self.backend.engine.poll()

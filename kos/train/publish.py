@@ -131,8 +131,6 @@ def published_arrays(device: Device, adapters: bool, merged: Merged | None = Non
     parallel, weights = step.parallel, step.weights
     if parallel.sharded:
         slices = parallel.own()
-    elif parallel.more:  # not the same ranks hold all of them
-        slices = [slice(0, weights.flat.size)]
     else:
         slices = [_part(weights.flat.size, parallel.replicas)]
     return _arrays("weights", weights, slices, places) | frozen

@@ -257,8 +257,8 @@ class Step:
         steps, lookups = pipeline.schedule.micro_batches, None
         self.micro_batches = total = config.batch_size // config.micro_batch_size  # of all ranks
         self.parallel = DataParallel(
-            mesh.reductions(axes for axes, _ in buckets.regions), gradients, ops,
-            in_order=total if config.deterministic else None, bucket_bytes=buckets.nbytes, least_bytes=buckets.least,
+            mesh.dense, gradients, ops, in_order=total if config.deterministic else None,
+            bucket_bytes=buckets.nbytes, least_bytes=buckets.least,
             sharded=buckets.sharded, uncut=buckets.uncut, compress=config.compress, exact=mesh.exact(config.device),
             twice=buckets.twice,
         )  # fmt: skip
@@ -281,8 +281,7 @@ class Step:
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
             lookups = TreeSum(mesh.dp, total, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
         tied_apart = model.tie_word_embeddings and first != last
-        over_tp = {name for axes, names in buckets.regions if "tp" in axes for name in names}
-        self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups, over_tp)
+        self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
 
     def counted(self) -> set[str]:
         """The tensors that count in the norm of the gradient on this rank: each part on one of those that hold it."""

@@ -53,7 +53,7 @@ def make_state(
     sharded = zero and group.size > 1
     multiple = 8 * group.size if sharded else 1
     weights = Parameters(model.parameter_shapes(*parts), groups=model.fused_groups(*parts), multiple=multiple)
-    parallel = DataParallel([mesh.dense], weights.like(), sharded=sharded, bucket_bytes=bucket_bytes)
+    parallel = DataParallel(mesh.dense, weights.like(), sharded=sharded, bucket_bytes=bucket_bytes)
     optimizer: Any = Optimizer(AdamW(), weights, parts=parallel.parts() if sharded else None)
     if sharded and master_shards:
         optimizer.weights = OwnedSlices(weights, optimizer.state["exp_avg"].slices)

@@ -227,7 +227,7 @@ def test_bits_of_sums_and_residuals(hosts, sharded, rng):
         gradients = Parameters({"a": (2 * bucket,), "b": (bucket,)}, multiple=bucket)
         mesh = Mesh(comm)
         how = {"compress": form.name, "exact": mesh.exact("cpu")}
-        parallel = DataParallel([mesh.dense], gradients, sharded=sharded, bucket_bytes=4 * bucket, **how)
+        parallel = DataParallel(mesh.dense, gradients, sharded=sharded, bucket_bytes=4 * bucket, **how)
         sums = []
         for step in range(steps):
             gradients.flat[:] = terms[step, comm.rank]

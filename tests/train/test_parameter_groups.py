@@ -1,4 +1,4 @@
-"""Parameter groups: gradients summed over other axes than those of dense weights, and tensors that are frozen.
+"""Parameter groups: tensors that are frozen, and groups that cannot be trained.
 
 A group comes from an entry of ``OPTIMIZERS``, whose ``groups`` every part of the trainer asks.
 """
@@ -23,7 +23,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim import Group
 from kos.train.parallel import schedules
-from kos.train.parallel.mesh import DENSE, Layout, Mesh
+from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
 from tests.train import layouts, layouts_on_host, runs
@@ -34,7 +34,6 @@ from tests.train.sharded import tensors_of_run
 
 __all__ = ["emulated"]
 
-OVER_TP = (*DENSE, "tp")
 Kind = Callable[[str], dict[str, Any]]
 """The fields of the group of a tensor; those with equal ones are one group."""
 
@@ -59,11 +58,6 @@ def use(monkeypatch):
     return use_groups
 
 
-def norms_over_tp(name: str) -> dict[str, Any]:
-    """Every rank of tp holds norms whole, and has the term of its own tokens."""
-    return {"axes": OVER_TP} if "norm" in name else {"decay": 0.1}
-
-
 def matrices_of_attention(name: str) -> dict[str, Any]:
     """As when adapters train the MLPs: the tables, one norm of each layer and attention are frozen."""
     frozen = "self_attn" in name or "embed" in name or "lm_head" in name or "input_layernorm" in name
@@ -79,29 +73,9 @@ def biases_alone(name: str) -> dict[str, Any]:
     return {} if name.endswith("bias") else {"frozen": True}
 
 
-def both(name: str) -> dict[str, Any]:
-    frozen = matrices_of_attention(name)
-    return frozen if "frozen" in frozen else norms_over_tp(name)
-
-
-LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {"zero": 1}), (Layout(dp=2, tp=2), {}),
-    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "zero": 1}), (Layout(cp=2, tp=2), {"recompute": "norms"}),
-]  # fmt: skip
-
-
 def named(x: Any) -> str:
     """The same in every process: a function's text has its address."""
     return str(getattr(x, "__name__", x))
-
-
-@pytest.mark.parametrize(("layout", "changes"), LAYOUTS[1:4:2], ids=str)
-def test_groups_on_different_axes(layout, changes, use):
-    """The same losses, norms and weights as one group on one rank, clipped by the norm of both groups."""
-    layers = layout.pp + 1
-    layouts.serial(Precise, layers, layout.dp == 2, layouts.STEPS)
-    use(norms_over_tp)
-    layouts.check(layout, Precise, layers, layout.dp == 2, **changes)
 
 
 V_BLOCK = {"pp_schedule": "zero-bubble-v", "recompute": "block"}
@@ -110,7 +84,7 @@ FREEZING = [
     (Layout(tp=2), {"deterministic": True, "recompute": "block"}, matrices_of_attention),
     (Layout(pp=2), V_BLOCK, all_but_the_mlp_of_one_layer),
     (Layout(pp=3), {}, all_but_the_mlp_of_one_layer), (Layout(dp=2), {"zero": 1}, all_but_the_mlp_of_one_layer),
-    *((*case, both) for case in LAYOUTS),
+    (Layout(dp=2, tp=2), {"zero": 1}, matrices_of_attention),
 ]  # fmt: skip
 
 
@@ -181,9 +155,9 @@ def steps(text: Path, out: Path, ranks: int = 1, **changes: Any) -> np.ndarray:
 
 
 RESHARDS = [
-    (both, {"tp": 2, "zero": 1}, {"pp": 2}),
+    (matrices_of_attention, {"tp": 2, "zero": 1}, {"pp": 2}),
     (matrices_of_attention, {"zero": 1, "compress": "int8"}, {"zero": 0, "compress": "int8"}),
-    (norms_over_tp, {"tp": 2, "dp": 2, "zero": 1}, {"cp": 2, "zero": 1}),
+    (matrices_of_attention, {"tp": 2, "dp": 2, "zero": 1}, {"cp": 2, "zero": 1}),
 ]  # fmt: skip
 
 
@@ -197,15 +171,13 @@ def test_a_checkpoint_resumes_in_another_layout(kind, before, after, text, tmp_p
     np.testing.assert_allclose(resumed, whole[-len(resumed) :], rtol=2e-2 if "compress" in after else 1e-4)
     found = checkpoint.find(tmp_path / "second")
     assert found.step == 6
-    groups = {str(each["axes"]): each["tensors"] for each in found.config["groups"]}
-    frozen = groups.pop("[]", [])
-    assert set(groups) == {str([*kind(name).get("axes", DENSE)]) for each in groups.values() for name in each}
+    trained, frozen = (each["tensors"] for each in found.config["groups"])
     files = json.loads((found.path / "manifest.json").read_text())["files"]
     state = {name for file in files if file.startswith("optimizer") for name in load_file(found.path / file)}
-    assert {name.partition(".")[2] for name in state} == {name for each in groups.values() for name in each}
+    assert {name.partition(".")[2] for name in state} == {*trained}
     assert not any(each.endswith(name) for each in state for name in frozen)
     start, end = (tensors_of_run(tmp_path / run) for run in ("first", "second"))
-    assert frozen or kind is norms_over_tp
+    assert frozen
     for name in frozen:
         (key,) = (key for key in end if key.endswith(name))
         assert end[key] == start[key]
@@ -227,10 +199,9 @@ def test_a_checkpoint_with_other_frozen_tensors_is_refused(text, tmp_path, use):
 @pytest.mark.parametrize(
     ("layout", "changes", "kind"),
     [
-        (Layout(tp=2), {"zero": 1}, norms_over_tp),
         (Layout(), {"dtype": "bfloat16"}, matrices_of_attention),
         (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "layers": HEAD_ALONE}, matrices_of_attention),
-        (Layout(dp=2, tp=2), {"zero": 1, "graph": False}, both),
+        (Layout(dp=2, tp=2), {"zero": 1, "graph": False}, matrices_of_attention),
         (Layout(pp=2), {"layers": 3}, all_but_the_mlp_of_one_layer),
     ],
     ids=named,
@@ -239,9 +210,8 @@ def test_groups_on_an_emulated_gpu(layout, changes, kind, use):
     """As the CPU of one rank has it: the norm of all that is trained, the weights, and what is frozen as it was."""
     layers = changes.pop("layers", 5 if layout.pp > 1 else 2)
     alike = {name: value for name, value in changes.items() if name == "dtype"}
-    use(lambda name: {name: value for name, value in kind(name).items() if name != "axes"})
-    (alone,) = layouts_on_host.train(Layout(), layers, tied=False, **alike)
     use(kind)
+    (alone,) = layouts_on_host.train(Layout(), layers, tied=False, **alike)
     compare(layouts_on_host.train(layout, layers, tied=False, **changes), alone, layout, 3e-5, 1e-4)
 
 
@@ -252,7 +222,7 @@ def plan_of(config: TrainConfig, layout: Layout) -> Any:
 
 
 def test_plans_count_groups(use):
-    """Frozen weights have no gradient and no moments. Groups on two axes send what each must over its own ranks."""
+    """Frozen weights have no gradient and no moments, and nothing is sent for them."""
     layout = Layout(dp=2, tp=2)
     axes = {"dp": 2, "tp": 2}
     config = TrainConfig.from_preset("tiny", **layouts.RUN, model={**layouts.SHAPE, "num_hidden_layers": 2},
@@ -273,19 +243,10 @@ def test_plans_count_groups(use):
     got = predict(make_job(config, model, layout, rates), some).sent
     assert sent["gradients"] - got["gradients"] == frozen  # 2 (n - 1) / n of it, n = 2
 
-    use(norms_over_tp)
-    norms = sum(size for name, size in sizes.items() if "norm" in name)
-    got = predict(make_job(config, model, layout, rates), plan_of(config, layout)).sent
-    assert got["gradients"] - sent["gradients"] == pytest.approx(norms / 2)  # 2 (4 - 1) / 4 in place of 1
-    assert sent["tp"] - got["tp"] == norms * 1
-
 
 BAD: dict[str, Kind] = {
     "expected each tensor in one, and a tensor to train": lambda name: {"frozen": True},
-    "expected the same axes for .*q_proj.*, one matrix": lambda name: {"frozen": "q_proj" in name},
-    "expected .* tp for what its ranks hold whole, got .*weight, which they split": lambda name: {"axes": OVER_TP},
-    "expected axes dp, cp, and tp .*got .*'pp'": lambda name: {"axes": ("pp", *DENSE)},
-    "expected axes dp, cp, and tp .*got": lambda name: {"axes": ("dp",)},
+    "expected .*q_proj.*, which are one matrix, all frozen or all trained": lambda name: {"frozen": "q_proj" in name},
 }
 
 
@@ -294,11 +255,3 @@ def test_groups_that_cannot_be_are_refused(said, text, tmp_path, use):
     use(BAD[said])
     with pytest.raises(ConfigError, match=f"parameter groups: {said}"):
         steps(text, tmp_path)
-
-
-@pytest.mark.parametrize("changes", [{"deterministic": True}, {"compress": "int8"}, {"elastic": "1"}], ids=str)
-def test_several_axes_are_refused_by_name(changes, text, tmp_path, use):
-    use(norms_over_tp)
-    (name,) = changes
-    with pytest.raises(ConfigError, match=f"--{name}: expected parameter groups with the axes dp and cp alone"):
-        steps(text, tmp_path, **changes)

@@ -33,7 +33,7 @@ from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 from kos.train.ops.fixed_order import ORDER
-from kos.train.optim import LearningRate, by_axes
+from kos.train.optim import LearningRate, frozen_in
 
 _log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
 def check_frozen(found: Checkpoint, config: TrainConfig, model: LlamaConfig) -> None:
     """Raise CheckpointError if a checkpoint lacks the state of a tensor, because other tensors were frozen then."""
     with whole(found.path):
-        saved, ours = found.config.get("groups", []), by_axes(config.all_groups(model)).get((), set())
+        saved, ours = found.config.get("groups", []), frozen_in(config.all_groups(model))
         theirs = {name for group in saved if not group["axes"] for name in group["tensors"]}
     if theirs != ours:
         expected, got = ("frozen" if min(theirs ^ ours) in each else "trained" for each in (ours, theirs))

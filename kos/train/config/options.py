@@ -561,13 +561,13 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         return [group for group in self.all_groups(model, *parts) if not group.frozen]
 
     def describe_groups(self, model: LlamaConfig) -> dict[str, Any]:
-        """For config.json and checkpoints, the axes of groups, if not all are dense; frozen tensors have none."""
-        from kos.train.optim import by_axes
+        """For config.json and checkpoints: which tensors are frozen, if any. These have no axes of reduction."""
+        from kos.train.optim import frozen_in
         from kos.train.parallel.mesh import DENSE
 
-        groups = by_axes(self.all_groups(model))
-        each = [{"axes": [*axes], "tensors": sorted(names)} for axes, names in groups.items()]
-        return {"groups": each} if groups.keys() != {DENSE} else {}
+        frozen = frozen_in(self.all_groups(model))
+        groups = [([*DENSE], model.parameter_shapes().keys() - frozen), ([], frozen)]
+        return {"groups": [{"axes": axes, "tensors": sorted(of)} for axes, of in groups]} if frozen else {}
 
     def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:
         """What the optimizer keeps of the whole ``model``, by name, and of which tensors."""

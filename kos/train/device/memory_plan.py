@@ -28,7 +28,7 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import OwnedSlices
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM, kernel_set, unsupported
-from kos.train.optim import BLOCK, MatrixRule, by_axes, elements, state_of
+from kos.train.optim import BLOCK, MatrixRule, elements, state_of
 from kos.train.optim.cuda import CHUNK
 from kos.train.optim.muon import BATCH
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
@@ -92,14 +92,15 @@ def plan_buckets(
 ) -> Buckets:
     """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     reduction, groups, nbytes = mesh.dense, config.trained_groups(model), BUCKET_BYTES
-    regions, places = [*by_axes(groups).items()], model.placements(*parts)
-    if model.tie_word_embeddings and any(part.first for part in parts) != any(part.last for part in parts):
-        regions = [part for each in regions for part in _split_off(*each, model.embedding)]
+    regions, places = [{name for group in groups for name in group.names}], model.placements(*parts)
+    tied_apart = model.tie_word_embeddings and any(part.first for part in parts) != any(part.last for part in parts)
+    if tied_apart and model.embedding in regions[0]:
+        regions = [regions[0] - {model.embedding}, {model.embedding}]
     # Tensors that every rank of tp holds whole come last, so that one call sums their gradients (``GradientSums``).
     order = sorted(places, key=lambda name: mesh.tp.size > 1 and places[name].dim is None)
-    shapes = {name: places[name].local for _, names in regions for name in order if name in names}
+    shapes = {name: places[name].local for names in regions for name in order if name in names}
     lies = shapes, {name: each for name, each in model.fused_groups(*parts).items() if each[0] in shapes}, regions
-    ranks = math.lcm(*(each.replicas.size for each in mesh.reductions(axes for axes, _ in regions)))
+    ranks = reduction.replicas.size
     sharded = config.zero == 1 and ranks > 1
     uncut = frozenset(name for group in groups if group.rule for name in group.names)
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
@@ -110,7 +111,7 @@ def plan_buckets(
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank
         whole, layout = model.placements(), mesh.layout  # so that all stages of a pipeline have buckets of equal size
-        trained = sum(math.prod(whole[name].shape) for _, names in regions for name in names)
+        trained = sum(math.prod(whole[name].shape) for names in regions for name in names)
         nbytes = max(BUCKET_BYTES, itemsize * trained // (layout.pp * layout.tp) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
@@ -118,13 +119,6 @@ def plan_buckets(
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
         staging += 2 * nbytes * (mesh.exact("cuda") > 1)  # terms of exact sums, and with ZeRO-1 their results
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
-
-
-def _split_off(axes: tuple[str, ...], names: set[str], table: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
-    """Split a region of a stage: the ``table``, which another stage holds too, gets a region of its own."""
-    yield axes, names - {table}
-    if table in names:
-        yield axes, {table}
 
 
 class DryRun(Step):
@@ -230,7 +224,7 @@ def plan_memory(
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
-        "versions for servers": _published(run, buckets, ranks) * DTYPES[dtype if has_copy else master].itemsize,
+        "versions for servers": _published(run, ranks) * DTYPES[dtype if has_copy else master].itemsize,
         **others,
     }
     # If the backward is split in two halves, recomputed activations stay in memory between them.
@@ -255,7 +249,7 @@ def plan_memory(
     return MemoryPlan(uses, arena, free // sharing, where, [*filter(savings.get, savings)], scratch, slot)
 
 
-def _published(run: DryRun, buckets: Buckets, ranks: int) -> int:
+def _published(run: DryRun, ranks: int) -> int:
     """With ``--publish``, this rank's elements in both versions.  ``ranks`` divide what all of them hold."""
     if run.config.publish is None:
         return 0
@@ -265,7 +259,7 @@ def _published(run: DryRun, buckets: Buckets, ranks: int) -> int:
     if merged:
         adapted = (x.size for name, x in run.frozen.items() if name.removesuffix("weight") + A in every)
         return 2 * frozen + sum(adapted) // ranks  # the merged weights, and both versions
-    return 2 * (frozen + run.gradients.flat.size // (1 if run.parallel.more and not buckets.sharded else ranks))
+    return 2 * (frozen + run.gradients.flat.size // ranks)
 
 
 def _of_gpu(

@@ -30,9 +30,8 @@ from kos.train.ops import Array, fixed_order
 from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
-from kos.train.optim import by_axes
 from kos.train.parallel.context import ContextParallel, FixedContext, Masks
-from kos.train.parallel.mesh import ALONE, DENSE, Axis, Layout, Mesh
+from kos.train.parallel.mesh import ALONE, Axis, Layout, Mesh
 from kos.train.parallel.tensor import FixedTensorParallel, Half, PlainTensorParallel, TensorParallel
 
 if TYPE_CHECKING:
@@ -424,26 +423,17 @@ def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> Non
 
 
 def check_groups(config: TrainConfig, model: LlamaConfig) -> None:
-    """ConfigError for parameter groups that miss a tensor, split a matrix, or cannot be summed over their axes."""
-    placements, groups = model.placements(), by_axes(every := config.all_groups(model))
-    at = {name: axes for axes, names in groups.items() for name in names}
-    trained = {axes for axes in at.values() if axes}
-    if at.keys() != placements.keys() or sum(len(group.names) for group in every) != len(at) or not trained:
-        got = f"{[sorted(group.names) for group in every]}"
+    """ConfigError for parameter groups that miss a tensor, train none, or freeze a part of a matrix."""
+    groups = config.all_groups(model)
+    frozen = {name: group.frozen for group in groups for name in group.names}
+    several = sum(len(group.names) for group in groups) != len(frozen)
+    if several or frozen.keys() != model.parameter_shapes().keys() or all(frozen.values()):
+        got = f"{[sorted(group.names) for group in groups]}"
         raise ConfigError(f"parameter groups: expected each tensor in one, and a tensor to train, got {got}")
     for names in model.fused_groups().values():
-        if len(of_one := {at[name] for name in names}) > 1:
-            which = f"the same axes for {', '.join(names)}, one matrix"
-            raise ConfigError(f"parameter groups: expected {which}, got {of_one}")
-    split = [name for name, place in placements.items() if place.dim is not None and "tp" in at[name]]
-    if split or any({*axes} - {"tp"} != {*DENSE} for axes in trained):
-        got = f"{split[0]}, which they split" if split else f"{trained}"
-        raise ConfigError(f"parameter groups: expected axes dp, cp, and tp for what its ranks hold whole, got {got}")
-    with_zero, elastic = bool(config.optimizer == "muon" and config.zero), config.elastic is not None
-    refused = {"--deterministic": config.deterministic, "--compress": config.compress != "none", "--elastic": elastic,
-               "--optimizer muon with --zero 1": with_zero}  # fmt: skip
-    if trained != {DENSE} and (given := [*filter(refused.get, refused)]):
-        raise ConfigError(f"{given[0]}: expected parameter groups with the axes dp and cp alone, got {trained}")
+        if some := [name for name in names if frozen[name]] and [name for name in names if not frozen[name]]:
+            which = f"{', '.join(names)}, which are one matrix, all frozen or all trained"
+            raise ConfigError(f"parameter groups: expected {which}, got {some[0]} trained")
 
 
 def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequence[Local]) -> None:

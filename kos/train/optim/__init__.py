@@ -19,7 +19,7 @@ from kos.dtypes import DTYPES
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape, packed
-from kos.train.parallel.mesh import ALONE, DENSE, Axis
+from kos.train.parallel.mesh import ALONE, Axis
 
 BLOCK = 16_384  # elements: weights, gradients, two moments and one temporary are 320 KiB, within an L2
 CHUNKS = np.dtype([
@@ -93,24 +93,19 @@ class Group(NamedTuple):
     """A parameter group: tensors with one weight decay, and one factor on the learning rate (``lr_scale``).
 
     ``rule`` updates the tensors as whole matrices.  If it is None, the optimizer's own rule updates them element by
-    element.  ``axes`` are the axes of the mesh along which ranks hold the same weights; gradients are summed over these
-    ranks.  ``frozen`` tensors are not trained: they have no gradient and no optimizer state.
+    element.  ``frozen`` tensors are not trained: they have no gradient and no optimizer state.
     """
 
     names: Collection[str]
     decay: float = 0.0
     lr_scale: float = 1.0
     rule: MatrixRule | None = None
-    axes: tuple[str, ...] = DENSE
     frozen: bool = False
 
 
-def by_axes(groups: Sequence[Group]) -> dict[tuple[str, ...], set[str]]:
-    """The tensors of ``groups`` by their axes, those of dense weights first.  Frozen tensors have the key ()."""
-    found = dict[tuple[str, ...], set[str]]()
-    for group in sorted(groups, key=lambda group: group.axes != DENSE):
-        found.setdefault(() if group.frozen else group.axes, set()).update(group.names)
-    return found
+def frozen_in(groups: Sequence[Group]) -> set[str]:
+    """The frozen tensors of ``groups``."""
+    return {name for group in groups if group.frozen for name in group.names}
 
 
 class Kept(NamedTuple):

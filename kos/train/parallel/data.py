@@ -221,20 +221,20 @@ class Buckets(NamedTuple):
     twice: bool = False  # whether the next rank also holds a rank's part
     shapes: Mapping[str, Shape] = MappingProxyType({})  # of the trained tensors, in memory order
     stacked: Mapping[str, Sequence[str]] = MappingProxyType({})  # name -> the tensors that are read as one
-    regions: Sequence[tuple[tuple[str, ...], Collection[str]]] = ()  # the axes of each region, and its tensors
+    regions: Sequence[Collection[str]] = ()  # the tensors of each region
     staging: int = 0  # bytes of buffers that a sum needs, for copy engines or for compressed terms
 
     def zeros(self, dtype: Any, zeros: Callable[[int, Any], Any] = np.zeros) -> Parameters:
         """Allocate memory in this layout."""
-        counts = [len(self.shapes.keys() & names) for _, names in self.regions]
+        counts = [len(self.shapes.keys() & names) for names in self.regions]
         return Parameters(self.shapes, dtype, self.stacked, zeros, self.multiple, counts)
 
 
 class DataParallel:
-    """Sums the gradients of a parameter group over micro-batches and ranks, in place, in ``gradients.flat``.
+    """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``.
 
-    - ``reductions``: the ranks over which each region of ``gradients`` is summed.  A region holds the groups that have
-      the same axes.  A tensor that another stage of a pipeline holds too has a region of its own, so that its buckets
+    - ``reduction``: the ranks over which gradients are summed.
+    - ``gradients``: a tensor that another stage of a pipeline holds too has a region of its own, so that its buckets
       and parts are the same on both stages.
     - ``ops``: the operations on the arrays of ``gradients``, such as those of NumPy.
     - ``sharded``: ZeRO-1.  Only this rank's parts of the buckets, ``parts()``, hold the sum.  The length of
@@ -248,15 +248,13 @@ class DataParallel:
     """
 
     def __init__(
-        self, reductions: Sequence[Reduction], gradients: Parameters, ops: Any = numpy_ops, *,
+        self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *,
         in_order: int | None = None,
         bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
         uncut: Set[str] = frozenset(), compress: str = "none", exact: int = 1, twice: bool = False,
     ) -> None:  # fmt: skip
-        self.replicas, _, self.others = first = reductions[0]
+        self.replicas, batch, self.others = reduction
         self.gradients, self.ops, self.exact, self.sharded, self.twice = gradients, ops, exact, sharded, twice
-        self.more, spans = [each for each in reductions if each.replicas != self.replicas], gradients.spans
-        """The reductions whose ranks differ from those of the first reduction."""
         sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
         even = [buckets_of(region, gradients, *sizes) for region in gradients.regions]
         self._owners: dict[int, int] = {}  # start of a whole bucket -> its rank
@@ -269,12 +267,8 @@ class DataParallel:
         else:
             every = even
         self.buckets = [bucket for buckets in every for bucket in buckets]
-        self._replicas = {
-            bucket.start: each.replicas for each, buckets in zip(reductions, every, strict=True) for bucket in buckets
-        }
-        """The ranks that hold the same weights of a bucket, by its start."""
         self._members = [
-            {name for name, span in spans.items() if span.start < bucket.stop and bucket.start < span.stop}
+            {name for name, span in gradients.spans.items() if span.start < bucket.stop and bucket.start < span.stop}
             for bucket in self.buckets
         ]
         self.compress = "none" if self.replicas.size == 1 else compress
@@ -283,30 +277,24 @@ class DataParallel:
             places = [place for bucket in self.buckets for place in self._compressed(bucket)]
             self.residual = OwnedSlices(gradients, places, gradients.flat.dtype)
         in_all = [bucket for buckets in even for bucket in buckets]
-        self.tree = None if in_order is None else TreeSum(first.batch, in_order, gradients, in_all, ops)
+        self.tree = None if in_order is None else TreeSum(batch, in_order, gradients, in_all, ops)
         self._missing: list[set[str]] = []  # tensors without gradient, per bucket, in the last micro-batch
         self._in_flight: list[Work] = []
 
     def gradient_ready(self, name: str) -> None:
         """Called in the last micro-batch when a gradient is final.  Starts to sum each bucket that is now complete."""
-        if self.replicas.size == 1 and not self.more:
+        if self.replicas.size == 1:
             return
         self._missing = self._missing or [set(names) for names in self._members]
         for bucket, missing in zip(self.buckets, self._missing, strict=True):
             if name in missing:
                 missing.remove(name)
-                if missing:
-                    continue
-                if self.of(bucket).size > 1:
+                if not missing:
                     self._in_flight.append(self._sum(bucket))
-
-    def of(self, bucket: slice) -> Axis:
-        """The ranks that hold the same weights of a bucket."""
-        return self._replicas[bucket.start]
 
     def _sum(self, bucket: slice) -> Any:
         """Start to sum a bucket over the ranks."""
-        comm, x, how = self.of(bucket).comm, self.gradients.flat[bucket], dict[str, Any](async_op=True)
+        comm, x, how = self.replicas.comm, self.gradients.flat[bucket], dict[str, Any](async_op=True)
         if self._owners:
             return comm.reduce(x, self._owners[bucket.start], **how)
         if self.compress != "none":
@@ -357,21 +345,18 @@ class DataParallel:
                 comm.send_recv(flat[self.part(bucket, rank)], flat[self.part(bucket, before)], after, before)
 
     def sum_shards(self, squares: Array) -> None:
-        """Add up the squares of the shards over ``replicas``; nothing if the norm is one sum over all ranks."""
-        if self.sharded and not self.more:
+        """Add up the squares of the shards over ``replicas``."""
+        if self.sharded:
             self.replicas.comm.all_reduce(squares)
 
     def normed(self) -> list[slice] | None:
         """The slices whose squares this rank adds to the norm, so that each counts once; None: all of ``parts()``."""
-        if self.more and not self.sharded:
-            return [bucket for bucket in self.buckets if self.of(bucket).rank == 0]
         return self.own() if self.twice else None
 
     def synchronize(self) -> None:
         """Wait for all gathers."""
-        for replicas in {self.replicas, *self._replicas.values()}:
-            if replicas.size > 1:
-                replicas.comm.synchronize()
+        if self.replicas.size > 1:
+            self.replicas.comm.synchronize()
 
     # ZeRO-1.
 
@@ -394,7 +379,7 @@ class DataParallel:
         """Start to gather ``weights`` from all ranks.  The first read of a tensor waits until it is complete."""
         in_flight = [
             (bucket, self.all_gather(bucket, weights.flat[bucket], async_op=True))
-            for bucket in reversed(self.buckets) if self.of(bucket).size > 1  # the forward reads them in this order
+            for bucket in reversed(self.buckets) if self.replicas.size > 1  # the forward reads them in this order
         ]  # fmt: skip
 
         def first(name: str) -> Array:
@@ -410,9 +395,9 @@ class DataParallel:
 
     def all_gather(self, bucket: slice, values: Array, async_op: bool = False) -> Any:
         """Gather the ``values`` of a bucket, of which each rank has its part."""
-        if self.of(bucket).size == 1:
+        if self.replicas.size == 1:
             return None
-        comm = self.of(bucket).comm
+        comm = self.replicas.comm
         if self._owners:
             return comm.broadcast(values, self._owners[bucket.start], async_op=async_op)
         part = self._part(bucket)
@@ -421,8 +406,8 @@ class DataParallel:
 
     def part(self, bucket: slice, rank: int, ranks: int = 0) -> slice:
         """The part of a bucket that ``rank`` updates.  ``ranks`` replaces the number of ranks that share it."""
-        length = (bucket.stop - bucket.start) // (ranks or self.of(bucket).size)
+        length = (bucket.stop - bucket.start) // (ranks or self.replicas.size)
         return slice(bucket.start + rank * length, bucket.start + (rank + 1) * length)
 
     def _part(self, bucket: slice) -> slice:
-        return self.part(bucket, self.of(bucket).rank)
+        return self.part(bucket, self.replicas.rank)

@@ -17,7 +17,7 @@ After the sum over dp, the first rank then broadcasts its result to the other ho
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -33,18 +33,17 @@ class GradientSums:
     """The sums of a rank whose first stage is ``model``, with ``micro_batches`` per step.
 
     ``tied_apart``: this rank holds only one of a tied embedding and its head. ``lookups``: with ``--deterministic``,
-    the sum of the gradients of a tied embedding's lookups.  ``over_tp``: tensors that ``parallel`` sums over tp.
+    the sum of the gradients of a tied embedding's lookups.
     """
 
     def __init__(
         self, model: Model, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
-        lookups: TreeSum | None = None, over_tp: Container[str] = (),
+        lookups: TreeSum | None = None,
     ) -> None:  # fmt: skip
         self.model, self.parallel, self.micro_batches = model, parallel, micro_batches
         self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
         placements, tensor = model.config.placements(model.config.local(0, model.tensor.size)), model.tensor
-        whole = {name for name in self.gradients if placements[name].dim is None}
-        self.replicated = {name for name in whole if name not in over_tp}
+        self.replicated = {name for name in self.gradients if placements[name].dim is None}
         """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
         self.copied = {name for name in self.gradients if placements[name].copies > 1}
         self._holders = dict[str, Communicator]()

@@ -10,7 +10,7 @@ torchtitan order alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -107,7 +107,7 @@ ALONE = Axis(0, 1, None)
 
 
 class Reduction(NamedTuple):
-    """The ranks over which the gradients of a parameter group are reduced.
+    """The ranks over which gradients are reduced.
 
     ``replicas`` hold the same weights: gradients are summed over them, and ZeRO-1 shards the state over them.
     ``batch`` are those of them that have other micro-batches. ``others`` hold the rest of the model: the squares of
@@ -123,8 +123,7 @@ class Mesh:
     """The grid as one rank sees it. Collective.
 
     ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``replicas`` joins dp and cp, whose ranks hold the same weights,
-    and ``model_parallel`` joins pp and tp, whose ranks hold one model together. ``dense`` are the axes of weights that
-    every rank of dp and cp holds.
+    and ``model_parallel`` joins pp and tp, whose ranks hold one model together.
     """
 
     def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
@@ -145,19 +144,6 @@ class Mesh:
         """How many ranks of ``replicas`` add gradients exactly before they compress, on ``cpu`` or ``cuda``."""
         comm = self.replicas.group
         return 1 if comm is None else comm.exact_group_size(comm.device if device == "cuda" else None)
-
-    def reduction(self, axes: Collection[str] = DENSE) -> Reduction:
-        """That of a parameter group whose weights are the same on all ranks along ``axes``."""
-        if axes == DENSE:
-            return self.dense
-        replicas, batch = self._axis(*axes), self.dp if "dp" in axes else ALONE
-        return Reduction(replicas, batch, self._axis(*{*AXES}.difference(axes)))
-
-    def reductions(self, groups: Iterable[Collection[str]]) -> list[Reduction]:
-        """The reductions of parameter groups with these axes.  If their ranks differ, the norm is one sum over all."""
-        found = [*map(self.reduction, groups)]
-        same = len({each.replicas for each in found}) == 1
-        return found if same else [each._replace(others=self._axis(*AXES)) for each in found]
 
     def _axis(self, *names: str) -> Axis:
         """These axes as one. A group of all ranks is the world itself; no group is split twice."""

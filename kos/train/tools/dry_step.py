@@ -13,7 +13,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from kos.comm.communicator import Communicator
@@ -29,7 +29,7 @@ from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.optim import MatrixRule, UpdateRule, elements
-from kos.train.parallel.mesh import DENSE, Axis, Layout, Mesh, Reduction
+from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.costs import GPUS, Rates, TimedOps, cost, update_bytes
@@ -256,12 +256,6 @@ class TimedMesh(Mesh):
 
     def copies(self, count: int) -> Axis:
         return self._link("tp", super().copies(count))
-
-    def reduction(self, axes: Collection[str] = DENSE) -> Reduction:
-        found = super().reduction(axes)
-        if axes == DENSE:
-            return found
-        return found._replace(replicas=self._link("gradients", found.replicas, self._network.local(self.layout, *axes)))
 
 
 class TimedDryRun(DryRun):
