@@ -64,10 +64,6 @@ Message = tuple[int, int, int]
 Piece = tuple[Any, int]
 """The address and the bytes of a part of GPU memory.  The address may be an ``Address``, relative to an array of a
 launch."""
-Resolved = tuple[Run, str | None, bool]
-"""How a route runs calls of one signature on a GPU.  First: the Plan, or a function that queues a call.  Second: the
-name of the kernel, if its choice depends on more than the arguments; kos checks that all ranks have chosen the same.
-Third: whether later calls may use the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,13 +330,13 @@ class Backend(ABC):
     def set_timeout(self, seconds: float) -> None:  # noqa: B027
         """kos calls this when the timeout of the communicator changes."""
 
-    def resolve(self, o: Operation) -> Resolved | None:
+    def resolve(self, o: Operation) -> Plan | None:
         """How calls like ``o`` run here; its buffers have no memory.  None: kos builds them on ``exchange``."""
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' on {self.name}, got {o.options.algorithm!r}")
         ordered = o.options.deterministic and o.reduction is not None
         launch = None if o.options.compress or ordered else self.native_on_gpu(o)
-        return None if launch is None else (launch, None, True)
+        return None if launch is None else Plan((launch,))
 
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run | None:
         """A launch that sends piece j to rank j and receives piece j from it.  None: kos uses ``exchange``."""

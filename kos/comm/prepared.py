@@ -46,46 +46,26 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
-        "arguments",
-        "backend",
-        "collective",
-        "description",
-        "fingerprint",
-        "fixed",
-        "gets",
-        "kernel",
-        "lasting",
-        "launch",
-        "name",
-        "operation",
-        "plan",
-        "route",
-        "sizeless",
-        "text",
-        "values",
-        "waits",
-        "work",
+        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "launch", "name",
+        "operation", "plan", "route", "sizeless", "text", "values", "waits", "work",
     )  # fmt: skip
 
     def __init__(
         self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], plan: Any = None,
-        kernel: str | None = None, lasting: bool = True, route: Any = None,
+        route: Any = None,
     ) -> None:  # fmt: skip
         """``launch`` begins a Work: it returns the steps that are left, or None if the Work is complete or queued."""
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
-        self.launch, self.plan, self.kernel = launch, plan, kernel
-        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared.
-        ``kernel``, if any, must be the same on all ranks."""
+        self.launch, self.plan = launch, plan
+        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared."""
         self.work, self.gets = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
-        self.lasting = lasting
-        """Whether later calls may use it; not if the first call connects ranks."""
         self.fixed = True
         """Whether calls take the same route inside and outside a graph."""
         self.waits = not operation.options.overlap
-        self.values = _values(operation, self.route.name, kernel)
+        self.values = _values(operation, self.route.name, getattr(plan, "name", None))
         """What must be equal on all ranks."""
         self.arguments = _arguments(operation, backend.group_suffix)
         """`` of float32[4] by SUM``: what follows the number of a call in texts."""
@@ -97,6 +77,11 @@ class Prepared:
         """The description of such a call.  Other ranks show it if their call differs."""
         self.description: tuple[Any, ...] = (None,)
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
+
+    @property
+    def lasting(self) -> bool:
+        """Whether later calls may use it."""
+        return getattr(self.plan, "lasting", True)
 
     def start(self, comm: Any, work: Work[Any], begun: bool = False) -> Any:
         """Number ``work``, record its call site, and launch it.

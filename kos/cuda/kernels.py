@@ -124,10 +124,15 @@ class Plan:
     steps: Sequence[Any] | Callable[[int, Sequence[Any]], Sequence[Any]]
     """If they depend on the stream, for example by scratch memory, a function of the stream and the two arrays.  The
     arrays are addresses or, for launches of any arrays, ``Address``es."""
+    name: str | None = None
+    """The name of the kernel, if its choice depends on more than the arguments.  kos checks that all ranks have chosen
+    the same."""
     kernels: tuple[Any, ...] = ()
     """What describes kernels of kos among the steps, equally on all ranks."""
     waits: bool = True
     """Whether it waits for other ranks; False for the copy of a group of one rank."""
+    lasting: bool = True
+    """Whether later calls may use it; not if the first call connects ranks."""
     about: Any = None
     """What the route that has made it must know when it starts it."""
     memories: Sequence[Any] = ()

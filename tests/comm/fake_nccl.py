@@ -24,7 +24,7 @@ import pytest
 
 import kos
 from kos.comm import contract, watchdog
-from kos.comm.contract import Backend, Probe, Resolved
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
@@ -332,13 +332,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[GPU, ...] = (GPU(),)) ->
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
 
-    def nothing(route: NCCLBackend, o: Any) -> Resolved:
-        return NOTHING, None, True
-
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
     with no_gpu(monkeypatch) as fake:
-        monkeypatch.setattr(NCCLBackend, "resolve", nothing)
+        monkeypatch.setattr(NCCLBackend, "resolve", lambda route, o: NOTHING)
         monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
         yield fake
 
@@ -360,7 +357,7 @@ def usable(monkeypatch: pytest.MonkeyPatch, kind: type[Backend] = NCCLBackend) -
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one launch its operations by Python, as larger groups do; else they are copies, or nothing."""
-    monkeypatch.setattr(device, "single_rank_route", lambda o, index: None)
+    monkeypatch.setattr(device, "single_rank_plan", lambda o, index: None)
     monkeypatch.setattr(GPUBackend, "core_calls", lambda _: (None, None))
 
 

@@ -184,7 +184,7 @@ def test_what_overlaps_goes_by_copy_engines(gpu, /, seed, dtype, op):
             options = {} if name == "all_gather" else {"op": op}
             work = getattr(comm, name)(source, out=target, async_op=True, **options)
             here = name != "all_reduce" or source is not elsewhere
-            assert ("copies" in str(work.prepared.kernel)) == (here and n > 1), (name, work.prepared.kernel)
+            assert ("copies" in str(work.prepared.plan.name)) == (here and n > 1), (name, work.prepared.plan.name)
             work.wait()
             comm.synchronize()
             assert_bits(target.numpy(), expected, f"{name}, turn {turn}")
@@ -327,7 +327,7 @@ def test_large_moves_by_copy_engines(gpu, /, name, seed, monkeypatch):
             graph.replay(stream)
             expected = data[:, :part] if name == "all_gather" else data[:, me * part : (me + 1) * part]
             assert_bits(target.numpy(stream), expected.reshape(-1), f"turn {turn}")
-        assert "copies" in str(prepared_of(comm, partial(getattr(comm, name), source, target)).kernel)
+        assert "copies" in str(prepared_of(comm, partial(getattr(comm, name), source, target)).plan.name)
 
 
 @on_each_rank("ranks.run")

@@ -23,15 +23,15 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from kos.comm import watchdog
-from kos.comm.contract import UNMADE, Backend, Message, Resolved
+from kos.comm.contract import UNMADE, Backend
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
-from kos.comm.gpu.memory import exchange_of, messages_of
+from kos.comm.gpu.memory import exchange, exchange_of, messages_of
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
-from kos.comm.gpu.routes import PHASES, Choices, single_rank_route
+from kos.comm.gpu.routes import PHASES, Choices, single_rank_plan
 from kos.comm.gpu.watched import WatchedBackend
 from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
 from kos.comm.host.host_backend import HostBackend
@@ -70,7 +70,6 @@ class GPUBackend(WatchedBackend):
         self._lock = threading.RLock()  # for ``order``; reentrant, because a finalizer may make a call
         self._events: list[Event] = []  # unused ones
         self._side: Any = None
-        self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # messages of a batch, by stream
         try:
             for route in routes:
                 self.failures.reporters.append(route)
@@ -153,17 +152,16 @@ class GPUBackend(WatchedBackend):
         for each in self.routes if self.size > 1 else ():
             each.connect()
         o = without_memory(o)
-        resolved = single_rank_route(o, self.device) if self.size == 1 else None
-        if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
+        plan = single_rank_plan(o, self.device) if self.size == 1 else None
+        if plan is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
             check_float8("x", o.reduction.dtype, self.device)
-        run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
-        plan = run if isinstance(run, Plan) else Plan((run,))
+        plan = plan or route.resolve(o) or self.by_exchanges(route, o)
         if o.residual is not None and o.send is not None and self.size > 1 and route.name != PHASES:
             feed_back = bind_feed_back(route, o.send, o.residual, o.options.compress)
             plan = replace(plan, steps=(feed_back, plan), kernels=(*plan.kernels, *feed_back.kernels))
         if not uncaptured and windows.memories:  # else it runs only outside of graphs
             plan = replace(plan, memories=windows.under([x.pointer for x in (o.send, o.recv) if x]))
-        prepared = Prepared(o, self, self.launch, plan, kernel, lasting, route)
+        prepared = Prepared(o, self, self.launch, plan, route)
         prepared.fixed = fixed
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
@@ -173,29 +171,21 @@ class GPUBackend(WatchedBackend):
         self.shared.compare_host_calls(prepared)
         return prepared
 
-    def by_exchanges(self, route: Backend, o: Operation) -> Resolved:
-        """The launch of an operation that is built on exchanges of ``route`` and on kernels of kos."""
+    def by_exchanges(self, route: Backend, o: Operation) -> Plan:
+        """The plan of an operation that is built on exchanges of ``route`` and on kernels of kos."""
         if o.options.compress:
-            return CompressedOperation(route, o).plan(), None, True
+            return CompressedOperation(route, o).plan()
         if o.reduction is not None:
-            return OrderedReduction(route, o).plan() if o.send is not None and o.send.count else NOTHING, None, True
+            return OrderedReduction(route, o).plan() if o.send is not None and o.send.count else NOTHING
         if o.name == "barrier":
-            return partial(self._barrier, route), None, True
-        return partial(self._exchange, route, *exchange_of(o, route.rank, route.size)), None, True
+            return Plan((partial(self._barrier, route),))
+        pieces = exchange_of(o, route.rank, route.size)
+        return Plan((exchange(route, *pieces),), about=pieces)
 
     def _barrier(self, route: Backend, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a barrier, in which each rank sends one byte to every rank."""
         token = self.scratch(1 + route.size, stream)
         route.collect(token, token + 1, 1, stream)
-
-    def _exchange(self, route: Backend, sends: Any, recvs: Any, stream: int, *arrays: int) -> None:
-        """Queue an exchange, or add it to those of the batch that is being queued."""
-        both = messages_of(sends, arrays), messages_of(recvs, arrays)
-        if self._together is None:
-            route.exchange(*both, stream)
-        else:
-            for messages, more in zip(self._together[stream], both, strict=True):
-                messages += more
 
     def core_calls(self) -> tuple[Any, Any]:
         """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
@@ -282,19 +272,19 @@ class GPUBackend(WatchedBackend):
         """Queue Works of one route on ``stream``, or each on its own.  A route may combine them in one launch."""
         route = works[0].prepared.route
         self._last = works[-1]
-        messages = [work for work in works if not work.collective]
+        messages = [work for work in works if not work.collective and work.prepared.plan.about is not None]
         if len(works) == 1 or not messages or type(route).queue is not Backend.queue:
             return route.queue(works, stream)
         # Collectives first, then the messages in one exchange per stream.  A library matches the messages of two ranks
         # by their order, which is the same on all ranks.
-        self.queue_each([work for work in works if work.collective], stream)
-        together = self._together = defaultdict[int, tuple[list[Message], list[Message]]](lambda: ([], []))
-        try:
-            self.queue_each(messages, stream)
-        finally:
-            self._together = None
-        for each, both in together.items():
-            route.exchange(*both, each)
+        self.queue_each([work for work in works if work not in messages], stream)
+        together = defaultdict[int, list[Work[Any]]](list)
+        for work in messages:
+            together[work.stream if stream is None else stream].append(work)
+        for at, several in together.items():
+            pieces = [(each.prepared.plan.about, (each.send, each.recv)) for each in several]
+            sends, recvs = ([m for both, x in pieces for m in messages_of(both[side], x)] for side in range(2))
+            self.queue_plan(route, Plan((lambda on, *_, both=(sends, recvs): route.exchange(*both, on),)), at)
 
     def queue_each(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Queue Works of one route one after another, on ``stream`` or each on its own stream."""

@@ -35,7 +35,8 @@ def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -
         return NOTHING
     with relaxed_capture():
         kernel = route.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
-        return Plan((kernel.bind(_grid(count, 1), THREADS, x.pointer, residual.pointer, count),), ("feed_back",))
+        run = kernel.bind(_grid(count, 1), THREADS, x.pointer, residual.pointer, count)
+    return Plan((run,), kernels=("feed_back",))
 
 
 def format_of(route: Backend, compress: str) -> Format:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from kos.comm.compression import shards
-from kos.comm.contract import UNMADE, Backend, Probe, Resolved
+from kos.comm.contract import UNMADE, Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import bind_feed_back
 from kos.comm.gpu.devices import table_between
@@ -37,7 +37,7 @@ from kos.comm.host_compressed import IN_PHASES
 from kos.comm.operation import Operation, Options
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Engine, Work
-from kos.cuda.kernels import NOTHING, Address, Plan
+from kos.cuda.kernels import Address, Plan
 from kos.errors import BackendUnavailable, KosError
 from kos.memory import Buffer
 from kos.memory.symmetric import on_all
@@ -145,8 +145,8 @@ class Phases:
         name += "_v" if counts else ""
         form = self._o.options.compress if reduction is not None and part is self._rail else ""
         options = Options(timeout=self._o.options.timeout, compress=form)
-        plan, _, lasting = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
-        self.lasting &= lasting
+        plan = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
+        self.lasting &= plan.lasting
         itemsize, (array, start, _) = self._like.dtype.itemsize, send or recv
         self._plans.append((part, plan, array, start * itemsize, recv[0], recv[1] * itemsize))
 
@@ -254,13 +254,13 @@ class HierarchicalBackend(Backend):
             return o.name in IN_PHASES and not options.deterministic
         return not (options.deterministic or rounds_twice)
 
-    def resolve(self, o: Operation) -> Resolved:
+    def resolve(self, o: Operation) -> Plan:
         buffer = o.send or o.recv
         assert buffer is not None and self.node is not None and self.rail is not None
         if not buffer.count:
-            return NOTHING, PHASES, True
+            return Plan((), PHASES)
         phases = Phases(self.backend, self.node, self.rail, o)
-        return Plan((phases,)), PHASES, phases.lasting
+        return Plan((phases,), PHASES, lasting=phases.lasting)
 
     def entered(self, stream: int) -> None:
         for part in self._parts:

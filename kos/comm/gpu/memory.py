@@ -166,7 +166,7 @@ class InScratch(ABC):
 
     def plan(self) -> Plan:
         """The steps, as calls on a stream make them."""
-        return Plan(self._steps, self.kernels)
+        return Plan(self._steps, kernels=self.kernels)
 
     def _load(self, kernel: str, **macros: Any) -> Kernel:
         with relaxed_capture():

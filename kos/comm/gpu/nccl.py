@@ -27,7 +27,7 @@ from mmap import PAGESIZE
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.contract import Backend, Message, Piece, Probe, Resolved
+from kos.comm.contract import Backend, Message, Piece, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
@@ -310,11 +310,11 @@ class NCCLBackend(Backend):
 
     # The operations.
 
-    def resolve(self, o: Operation) -> Resolved:
+    def resolve(self, o: Operation) -> Plan:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
         if o.options.compress:
-            plan, how = self._by_exchanges(o), o.options.compress
+            plan, how = self.backend.by_exchanges(self, o), o.options.compress
         else:
             plan, how = (self._movement if o.reduction is None else self._reduction)(o)
         buffer, message = o.send or o.recv, o.message
@@ -322,8 +322,8 @@ class NCCLBackend(Backend):
         sent = "messages" if o.name in MESSAGES else how  # by its own function and by kos over the same connections
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{sent} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        plan = plan if connected else replace(plan, about=kind)
-        return plan, windows_of(o, self._windows, how) if self._windows.memories else None, connected
+        name = windows_of(o, self._windows, how) if self._windows.memories else None
+        return replace(plan, name=name, lasting=connected, about=None if connected else kind)
 
     def start(self, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a plan.  At the first of its kind NCCL may connect to the other ranks, and wait for them."""
@@ -369,10 +369,6 @@ class NCCLBackend(Backend):
         for each in afterwards:
             each()
 
-    def _by_exchanges(self, o: Operation) -> Plan:
-        plan: Plan = self.backend.by_exchanges(self, o)[0]
-        return plan
-
     def _reduction(self, o: Operation) -> tuple[Plan, str]:
         """The plan of a reduction, and what runs it."""
         reduction, send, recv = o.reduction, o.send, o.recv
@@ -387,7 +383,7 @@ class NCCLBackend(Backend):
                 return self._reduces(o, *known), "reduces"
             known = None
         if known is None:
-            return self._by_exchanges(o), "ordered"
+            return self.backend.by_exchanges(self, o), "ordered"
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
             return NOTHING, ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from kos.comm.contract import Backend, Resolved
+from kos.comm.contract import Backend
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import Table, merged
@@ -95,7 +95,7 @@ class Choices:
         return route.route_of(name, nbytes, symmetric, graph)
 
 
-def single_rank_route(o: Operation, device: int) -> Resolved | None:
+def single_rank_plan(o: Operation, device: int) -> Plan | None:
     """How an operation runs in a group of one rank: as a copy, or as nothing.
 
     None for a reduction of bool, an operation with a factor or a chosen algorithm, which runs as in other groups.
@@ -106,4 +106,4 @@ def single_rank_route(o: Operation, device: int) -> Resolved | None:
     if o.options.algorithm != AUTO:
         return None
     nbytes = 0 if send is None or recv is None or send is recv else recv.nbytes
-    return Plan((copy_launch(RECV, SEND, nbytes, device),) if nbytes else (), waits=False), None, True
+    return Plan((copy_launch(RECV, SEND, nbytes, device),) if nbytes else (), waits=False)

@@ -25,7 +25,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kos.comm.contract import Backend, Message, Piece, Probe, Resolved
+from kos.comm.contract import Backend, Message, Piece, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import NONE, Windows
@@ -246,15 +246,14 @@ class PeerBackend(Backend):
 
     # How operations are carried.
 
-    def resolve(self, o: Operation) -> Resolved:
+    def resolve(self, o: Operation) -> Plan:
         named = o.options.algorithm
         if named != AUTO and (o.name != "all_reduce" or named not in PACKETS):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
         deadline = None if o.options.timeout == self.backend.timeout else o.options.timeout
         with self._engine.within(deadline):
-            run, kernel = bind(self, self._engine, o)
-        plan, occupancy = run if isinstance(run, Plan) else Plan((run,)), self._engine.occupancy
+            plan, occupancy = bind(self, self._engine, o), self._engine.occupancy
         if plan.kernels:  # whose steps are bound at their launch
             occupancy = Occupancy(self._engine.blocks, 1)
             self._engine.record_kernel(o.name, plan.kernels)
@@ -262,8 +261,8 @@ class PeerBackend(Backend):
         if o.options.overlap and o.message is not NO_MESSAGE:
             # A message that overlaps may wait for what its other rank computes, which may take kernels of other
             # communicators on this GPU: it goes beside them.  It holds few multiprocessors (``OVERLAPPED_BLOCKS``).
-            return plan, kernel, True
-        return replace(plan, about=_Entry(self._engine.exclusive, occupancy, deadline, loaded)), kernel, True
+            return plan
+        return replace(plan, about=_Entry(self._engine.exclusive, occupancy, deadline, loaded))
 
     def entered(self, stream: int) -> None:
         self._recorded = False
