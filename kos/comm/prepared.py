@@ -19,7 +19,7 @@ from os.path import dirname, sep
 from sys import _getframe
 from threading import get_ident
 from time import time_ns
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from kos.comm.one_thread import check_one_thread
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
@@ -346,58 +346,6 @@ BY_CAPTURE: Any = object()
 
 For such a signature, the key of the Prepared also says whether the stream is being captured.
 """
-
-
-class CoreCall(NamedTuple):
-    """How the compiled core repeats a cached call.  ``read_call`` in ``module_cache.c`` reads the fields in this order.
-
-    The fields ``reads``, ``writes``, ``input`` and ``output`` are indices of arguments of the call, or -1 for no array.
-    """
-
-    call: Any
-    """The call of ``Group.prepare``; on a GPU, the packed launches.  None if the core cannot start such calls."""
-    prepared: Prepared
-    description: Any
-    """The description of ``prepared``, which the recorder stores."""
-    example: Any
-    """A Work of such a call.  In host memory, the core uses only its class.  On a GPU, it starts this Work itself."""
-    stream: Any
-    """The object that keeps the stream of the arrays alive; None for host memory."""
-    waits: bool
-    """True if such calls wait and return their result; False if they return a Work."""
-    reads: int
-    """The index of the array that the core reads."""
-    writes: int
-    """The index of the array that the core writes."""
-    input: int
-    """The index of the operation's input."""
-    output: int
-    """The index of the operation's output, which is the result of the call."""
-    distance: int
-    """The bytes from the output to the input if these overlap, else ``APART``."""
-    input_bytes: int
-    output_bytes: int
-    objects: tuple[Any, ...]
-    """Objects that must stay alive, because the core compares them by identity."""
-    guards: Guards | None
-    """On a GPU, the conditions under which the launches are valid."""
-
-
-class Guards(NamedTuple):
-    """What the core checks before it launches a cached call.  ``find_slots`` in ``module_launch.c`` reads it."""
-
-    streams: Any
-    """The ``Streams`` of the communicator.  Its last call must have had this ``owner`` and ``party``."""
-    owner: Any
-    """The owner of the stream."""
-    party: Any
-    handle: Any
-    """The handle that the owner of the stream must still have; None if the owner cannot close the stream."""
-    launches: list[Any]
-    """The launches, from which the error of a failed launch is made."""
-    backend: Any
-    """``backend`` and ``shared`` each hold the last Work."""
-    shared: Any
 
 
 class Store(dict[Any, Prepared]):

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kos._core import native
-from kos.comm.prepared import Guards
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.kernels import Address, Launch
@@ -54,7 +53,7 @@ class EagerCalls:
     ) -> tuple[Any, int, int, Any] | None:
         """The packed launches of calls like ``work``, the arguments ``x`` and ``out`` that they read, and the guards.
 
-        ``overlap`` is that of a CoreCall.  ``streams`` has the owner of the stream of each argument.  There are no
+        ``overlap``: as in ``objects.h``.  ``streams`` has the owner of the stream of each argument.  There are no
         launches if the core cannot make them.  Returns None if no later call can be like this one.
         """
         prepared = work.prepared
@@ -101,7 +100,7 @@ class EagerCalls:
         distance, *nbytes = overlap
         packed = struct.pack("=13Q", *numbers, *nbytes, distance) + b"".join(map(pack, launches))
         party = prepared.backend.party(prepared)
-        guards = Guards(self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared)
+        guards = self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared
         return bytearray(native.PLAN_AT) + packed, guards
 
     def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:
