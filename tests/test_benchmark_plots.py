@@ -62,7 +62,7 @@ def test_readme_is_short_and_quotes_what_was_recorded():
 def test_every_file_of_results_is_used():
     """A page, a tuning table or a test names it: what nothing needs goes."""
     places = [*tables.PAGES, *(ROOT / "docs").rglob("*.md"), *(ROOT / "kos").rglob("*.json")]
-    places += [ROOT / "kos" / "train" / "tools" / "rates.toml"]
+    places += [ROOT / "kos" / "train" / "device" / "rates.toml"]
     said = "".join(place.read_text() for place in places)
     assert not [path.name for path in RESULTS.iterdir() if path.name not in said]
 

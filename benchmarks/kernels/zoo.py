@@ -15,10 +15,10 @@ from kos.cuda.kernels import load_kernel
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.config import ModelSection
+from kos.train.device.costs import cost
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.norm import Normalize
-from kos.train.tools.costs import cost
 
 DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive.cu"

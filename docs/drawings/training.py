@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from docs.drawings.svg import COLOURS, GREY, LIGHT, Box, timeline
 from kos.train.device.choose import layout_of
+from kos.train.device.costs import gpu_rates
+from kos.train.device.dry_run import DryRun
 from kos.train.parallel import schedules
 from kos.train.parallel.schedules import simulate
-from kos.train.tools.costs import gpu_rates
-from kos.train.tools.dry_step import TimedDryRun
 from kos.train.tools.plan import make_job, parse_plan
 
 PASSES = dict(zip("FIWB", (*COLOURS[:3], COLOURS[1]), strict=True))
@@ -43,7 +43,7 @@ def gpu_step(zero: int) -> str:
     model = config.model_config_for(config.model.vocab_size)
     rates = gpu_rates(gpu, model.head_dim)
     job = make_job(config, model, layout_of(config, ranks), rates, micro_batch_size=config.batch_size // (2 * ranks))
-    log = TimedDryRun(job, 0).clock.log
+    log = DryRun.timed(job, 0).clock.log
     end = max(stop for _, _, stop in log)
     forward, backward, moving, update = COLOURS
     kinds = {"F": ("forward {}", forward), "B": ("backward {}", backward), "g": ("", moving), "n": ("", update),

@@ -24,7 +24,6 @@ from kos.train.data.chat import read_chat_template
 from kos.train.data.mixture import passes_in_words
 from kos.train.data.show import first_line
 from kos.train.run_context import ADDRESS, RunContext
-from kos.train.tools.console import duration
 from kos.train.tools.metrics import METRICS
 
 MANY_PASSES = 20
@@ -37,7 +36,7 @@ NO_TARGETS = "the loss counts no token of the batch, so the weights stay as they
 
 
 def announce(run: RunContext) -> None:
-    """The model, the data, the ranks and the device; on CPUs, about how long it will take. Collective."""
+    """The model, the data, the ranks and the device. Collective."""
     config, model, parallel, say = run.config, run.model_config, run.device.step.parallel, run.console.say
     layers, epochs = plural(model.num_hidden_layers, "layer"), ""
     if config.epochs is not None:
@@ -86,14 +85,6 @@ def announce(run: RunContext) -> None:
         say(run.data.note)
     say(run.device.describe())
     _report_settings(run)
-    if run.trains and not run.of_program and (seconds := run.device.dry_run()) is not None:
-        step, validation = seconds
-        every, steps = config.eval_every or config.steps, config.steps - run.start
-        validations = (run.start == 0) + -(-config.steps // every) - run.start // every
-        about = f"{plural(steps, 'step')} of {duration(step)}"
-        if run.validates:
-            about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
-        say(f"about {duration(steps * step + validations * validation)} in all: {about}")
 
 
 def _announce_frozen(run: RunContext) -> None:

@@ -16,7 +16,7 @@ from kos.comm.host.shared.status import SharedStatus, fitting
 from kos.comm.operation import Operation, Options
 from kos.comm.prepared import TEXT_BYTES, Fingerprints, Prepared, described
 from kos.comm.work import Work
-from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError
+from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
 from kos.memory import as_buffer
 from tests.comm.ranks import on_threads
 from tests.comm.shared_ranks import needs_core, run
@@ -127,9 +127,10 @@ def test_a_failure_of_thousands_of_ranks_reaches_other_hosts(kind):
     failure = kind("é" * 5000, ranks=range(MANY))
 
     def body(comm):
-        transport = comm.backend.transport
         if comm.rank == 0:
-            transport.report_failure(failure, 0)
+            comm.rendezvous.channel.report_failure(failure, 0)
+            with pytest.raises(KosError):  # until rank 1 has ended
+                comm.recv_bytes(1)
             return
         with pytest.raises(kind) as caught:
             comm.all_reduce(np.ones(1))

@@ -40,14 +40,14 @@ def _maps() -> int:
 
 
 class _Failing(Rendezvous):
-    """Rank 0 of two, whose exchange ``number`` fails."""
+    """Rank 0 of two, whose exchange ``failing`` fails."""
 
-    def __init__(self, number: int) -> None:
-        self.rank, self.size, self.timeout, self.number = 0, 2, 1.0, number
+    def __init__(self, failing: int) -> None:
+        self.rank, self.size, self.timeout, self.failing = 0, 2, 1.0, failing
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        self.number -= 1
-        if self.number < 0:
+        self.failing -= 1
+        if self.failing < 0:
             raise RankLost("rank 1 is gone")
         return [message, message]
 
@@ -55,12 +55,12 @@ class _Failing(Rendezvous):
         return None
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_shared_file_is_closed_if_an_exchange_fails(number):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_shared_file_is_closed_if_an_exchange_fails(failing):
     before = _descriptors()
     for _ in range(TIMES):
         with pytest.raises(RankLost):
-            share_file(_Failing(number), [0, 1], 4096, "", os.close)
+            share_file(_Failing(failing), [0, 1], 4096, "", os.close)
     assert _descriptors() == before
 
 

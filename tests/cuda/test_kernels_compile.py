@@ -16,14 +16,14 @@ from kos.train import ops
 from kos.train.config.flags import parse
 from kos.train.config.optimizers import OPTIMIZERS
 from kos.train.config.options import TrainConfig
-from kos.train.device import memory_plan
+from kos.train.device import dry_run
+from kos.train.device.costs import GPUS
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.attention import KERNELS as ATTENTION
 from kos.train.ops.cuda.attention import macros
 from kos.train.ops.norm import Normalize
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.tools.costs import GPUS
 from tests.host_compiler import KEPT
 
 try:
@@ -59,7 +59,7 @@ def of_norms() -> Iterator[tuple[str, dict[str, Any], list[bytes]]]:
     """The kernels of norms with the macros that their operations ask for, of each of ``NORMS``."""
     launches = defaultdict[Any, dict[bytes, None]](dict)
 
-    class Recorded(memory_plan.DryCudaOps):
+    class Recorded(dry_run.DryCudaOps):
         def launch(self, file: str, name: str, *arguments: Any, **defines: Any) -> None:
             launches[file, tuple(defines.items())][name.encode()] = None
 
@@ -150,13 +150,13 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, dtype, monkeyp
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name
 
-    monkeypatch.setattr(memory_plan.DryCudaOps, "launch", launch)
+    monkeypatch.setattr(dry_run.DryCudaOps, "launch", launch)
     asked = ["--preset", preset, "--grad-dtype", gradients, "--tp", str(layout.tp), "--cp", str(layout.cp)]
     asked += ["--dtype", dtype]
     config = parse(asked).for_world(layout.ranks, "cuda")
     assert config.grad_dtype == gradients
     model, schedule = config.model_config_for(256), schedules.build("1f1b", 1, 2)
-    memory_plan.plan_memory(config, model, GPUS["H200"], Mesh.dry(layout), schedule, free=1 << 40)
+    dry_run.plan_memory(config, model, GPUS["H200"], Mesh.dry(layout), schedule, free=1 << 40)
     assert len(launches) > 9
     assert any("CAUSAL" in dict(defines) for _, defines in launches) == (layout.cp > 1)
     for (file, defines), names in launches.items():

@@ -10,7 +10,6 @@ import pytest
 from kos.train import machine, run
 from kos.train.data import documents, packing, pieces, prepared, token_files
 from kos.train.data.batches import Dataset, load_data
-from kos.train.device import cpu
 from kos.train.layers import vocabulary
 from kos.train.model import initial
 from kos.train.ops import numpy_attention, numpy_blocks
@@ -38,19 +37,6 @@ def _one_thread():
         for module in ("run", "elastic"):
             patch.setattr(f"kos.train.{module}.limit_threads", lambda comm, threads=None: one(comm, 1))
         yield
-
-
-@pytest.fixture
-def warm_seconds():
-    """The seconds of dry runs after the first two.  None: on a CPU, no dry run precedes the first step of a test."""
-
-
-@pytest.fixture(autouse=True)
-def _dry_runs(monkeypatch, warm_seconds):
-    if warm_seconds is None:
-        monkeypatch.setattr(cpu.CpuDevice, "dry_run", lambda device: None)
-    else:
-        monkeypatch.setattr(cpu, "WARM_SECONDS", warm_seconds)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """A small model and slow machines, for steps that are simulated."""
 
-from kos.train.tools.costs import Rates
+from kos.train.device.costs import Rates
 
 SLOW = Rates("the CPU", 1e9, (1e9, 1e9), 1e9, 1e-6, 1e9, 1e-5, False)
 D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 2  # of the flags below; W: q, k and v together

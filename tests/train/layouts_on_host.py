@@ -16,7 +16,7 @@ from kos.memory.arena import ALIGNMENT
 from kos.testing import spawn
 from kos.train.config.optimizers import not_of
 from kos.train.device import cuda as engine_module
-from kos.train.device import memory_plan
+from kos.train.device import dry_run, memory_plan
 from kos.train.device.cuda import CudaDevice
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
@@ -112,7 +112,7 @@ def check_memory(
 ) -> None:
     """Allocated memory is within the plan, and not much less; a micro-batch in flight takes all that is planned for
     it, on some rank."""
-    small = (fixed_order, "LEAST_CHUNK_ON_GPUS", 16), (memory_plan, "RESERVE", 1 << 16), (cublaslt, "WORKSPACE", 0)
+    small = (fixed_order, "LEAST_CHUNK_ON_GPUS", 16), (dry_run, "RESERVE", 1 << 16), (cublaslt, "WORKSPACE", 0)
     for module, name, size in small:
         monkeypatch.setattr(module, name, size)
     held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory
@@ -143,7 +143,7 @@ def check_memory(
 
     monkeypatch.setattr(array_module, "pool_of", lambda device: SimpleNamespace(allocate=allocate))
     plans = spawn(run, layout.ranks, timeout=100, hosts=hosts)
-    assert all(0.7 * (total - memory_plan.RESERVE) < got <= total for got, total in plans), plans
+    assert all(0.7 * (total - dry_run.RESERVE) < got <= total for got, total in plans), plans
 
     def less(*arguments, **options):
         planned = plan(*arguments, **options)

@@ -10,8 +10,7 @@ from kos.memory.array import Array
 from kos.train.config.flags import parse
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, Tokens, load_data
-from kos.train.device.cpu import DryOps
-from kos.train.device.memory_plan import DryCudaOps
+from kos.train.device.dry_run import DryCudaOps, DryOps
 from kos.train.model.model import Model
 from kos.train.parallel.data import shard_batch
 from tests.train.emulated_runs import text, train

@@ -31,7 +31,6 @@ def shortened(self, step, wish):
     if step == 3 and self.comm.rank == 0:
         os.truncate(glob.glob(changed)[0], 100)
     start_step(self, step, wish)
-CpuDevice.dry_run = lambda self: None
 CpuDevice.start_step = shortened
 def run(comm):
     try:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kos.train.config.flags import parse
+from kos.train.device.costs import ONE_HOST, Clock, Link, Network, gpu_rates
+from kos.train.device.dry_run import DryRun
 from kos.train.parallel.mesh import Layout
 from kos.train.tools import plan as planning
-from kos.train.tools.costs import gpu_rates
-from kos.train.tools.dry_step import ONE_HOST, Clock, Link, Network, TimedDryRun
 from kos.train.tools.plan import make_job, predict
 from tests.train.dry_runs import LAYERS, SHAPE, SLOW, A, B, D, F, T, V, W
 
@@ -37,7 +37,7 @@ def test_weights_are_gathered_in_bfloat16_in_fp8_too():
         config = parse(["--device=cuda", "--zero=1", "--preset=1b", "--micro-batch-size=1", "--dtype", dtype])
         model = config.model_config_for(V)
         job = make_job(config, model, Layout(dp=4), gpu_rates("H100", model.head_dim))
-        sent[dtype] = TimedDryRun(job, 0).clock.spent["gradients"]
+        sent[dtype] = DryRun.timed(job, 0).clock.spent["gradients"]
     assert sent["fp8"] == sent["bfloat16"] == pytest.approx(3 / 4 * (4 + 2) * model.num_parameters(), rel=0.01)
 
 
@@ -75,7 +75,7 @@ def test_tensor_parallel_sums_the_gradients_of_all_norms_in_one_call(axes, befor
     sums = []
     before_call(Link, "all_reduce", lambda link, x, *_, **__: sums.extend([x.size] * (link.axis == "tp")))
     config = parse([*SHAPE, "--model-type=qwen3", "--head-dim=8"])
-    TimedDryRun(make_job(config, config.model_config_for(V), Layout(**axes), SLOW), 0)
+    DryRun.timed(make_job(config, config.model_config_for(V), Layout(**axes), SLOW), 0)
     stages = axes.get("pp", 1)
     assert sums == [(2 * D + 2 * 8) * LAYERS // stages + (0 if stages > 1 else D)]
 
@@ -88,7 +88,7 @@ def test_collectives_of_tensor_parallel_overlap_products_on_gpus(sequences, most
     model, rates = config.model_config_for(config.model.vocab_size), gpu_rates("H200", 128)
 
     def step(wire):
-        return TimedDryRun(make_job(config, model, layout, rates._replace(wire=wire, latency=0.0)), 0).clock
+        return DryRun.timed(make_job(config, model, layout, rates._replace(wire=wire, latency=0.0)), 0).clock
 
     clock, without = step(rates.wire), step(math.inf)
     under_way = sum(end - start for axis, start, end in clock.log if axis == "tp")

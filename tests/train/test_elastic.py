@@ -27,8 +27,7 @@ from kos.errors import (
 from kos.testing import Fault, spawn
 from kos.train import checkpoint, report
 from kos.train.device import Device
-from kos.train.device.cpu import DryOps
-from kos.train.device.memory_plan import plan_memory
+from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.model.parameters import Parameters
 from kos.train.newcomer import Newcomer
 from kos.train.optim import Optimizer

@@ -4,13 +4,13 @@ import pytest
 
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
-from kos.train.device import cpu
-from kos.train.device.memory_plan import GIB, plan_memory
+from kos.train.device.costs import GPUS
+from kos.train.device.dry_run import DryOps, plan_memory
+from kos.train.device.memory_plan import GIB
 from kos.train.ops.fp8 import linears
 from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import build
-from kos.train.tools.costs import GPUS
 
 
 def plan(*flags, ranks=1, rank=0, local=1, one_scale=False, **axes):
@@ -28,7 +28,7 @@ def on_cpu(*flags, ranks=2):
     config = parse(["--device", "cpu", *flags]).for_world(ranks)
     schedule = build("1f1b", 1, config.batch_size // config.micro_batch_size // ranks)
     return plan_memory(
-        config, config.model_config_for(256), cpu.DryOps(), Mesh.dry(Layout(dp=ranks)), schedule, sharing=ranks
+        config, config.model_config_for(256), DryOps(), Mesh.dry(Layout(dp=ranks)), schedule, sharing=ranks
     )
 
 
@@ -71,7 +71,7 @@ def test_scales_in_8_bits_are_counted():
     of_blocks = sum(padded(*shape) + padded(*shape[::-1]) for shape in shapes)
     assert plan(*flags).uses[use] == 2 * numbers + 4 * of_blocks
     assert plan(*flags, one_scale=True).uses[use] == 2 * numbers + 8 * len(shapes)
-    on_cpu = plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout()), build("1f1b", 1, 1))
+    on_cpu = plan_memory(config, model, DryOps(), Mesh.dry(Layout()), build("1f1b", 1, 1))
     assert on_cpu.uses[use] == 2 * numbers + 4 * of_blocks
 
 

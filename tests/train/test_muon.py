@@ -13,6 +13,7 @@ from kos.testing import spawn
 from kos.train import checkpoint, optim
 from kos.train.checkpoint import huggingface
 from kos.train.config.flags import parse
+from kos.train.device.dry_run import DryRun
 from kos.train.layers import Placement
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
@@ -24,7 +25,6 @@ from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
-from kos.train.tools.dry_step import TimedDryRun
 from kos.train.tools.plan import make_job
 from tests.train.dry_runs import SHAPE as PLANNED
 from tests.train.dry_runs import SLOW as SLOW_RATES
@@ -220,7 +220,7 @@ def test_plans_count_its_state_and_its_work(text, tmp_path, small_buckets):
     for optimizer in ("adamw", "muon"):
         config = parse([*PLANNED, "--optimizer", optimizer])
         job = make_job(config, config.model_config_for(256), Layout(), SLOW_RATES)
-        spent[optimizer] = TimedDryRun(job, 0).clock.spent["seconds"]
+        spent[optimizer] = DryRun.timed(job, 0).clock.spent["seconds"]
     D, F, W = 32, 48, 32
     flops = sum(
         5 * 2 * (2 * least * least * most + least**3)

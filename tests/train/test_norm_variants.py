@@ -7,7 +7,8 @@ import pytest
 
 from kos.train.config.flags import parse
 from kos.train.data.batch import Batch
-from kos.train.device import memory_plan
+from kos.train.device import dry_run
+from kos.train.device.costs import GPUS
 from kos.train.layers import Gradients
 from kos.train.model.families import FAMILIES
 from kos.train.model.initial import init_weights
@@ -18,7 +19,6 @@ from kos.train.ops import numpy as ops
 from kos.train.ops.norm import Normalize
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.tools.costs import GPUS
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -76,10 +76,10 @@ def test_macros_of_a_variant_reach_all_kernels(model_type, dtype, kernels, monke
             launched["VARIANT" in defines].add(name)
 
     monkeypatch.setattr(Normalize, "macros", lambda self: {"VARIANT": 1})
-    monkeypatch.setattr(memory_plan.DryCudaOps, "launch", launch)
+    monkeypatch.setattr(dry_run.DryCudaOps, "launch", launch)
     preset = "gpt2-124m" if model_type == "gpt2" else "124m"
     config = parse(["--preset", preset, "--model-type", model_type, "--dtype", dtype]).for_world(1, "cuda")
     model = config.model_config_for(256)
     gpu = GPUS["H100"]
-    memory_plan.plan_memory(config, model, gpu, Mesh.dry(Layout()), schedules.build("1f1b", 1, 2), free=1 << 40)
+    dry_run.plan_memory(config, model, gpu, Mesh.dry(Layout()), schedules.build("1f1b", 1, 2), free=1 << 40)
     assert launched == {True: kernels, False: set()}

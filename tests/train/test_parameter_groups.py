@@ -17,14 +17,13 @@ from kos.errors import CheckpointError, ConfigError
 from kos.train import checkpoint
 from kos.train.config.optimizers import OPTIMIZERS
 from kos.train.config.options import TrainConfig
-from kos.train.device.cpu import DryOps
-from kos.train.device.memory_plan import plan_memory
+from kos.train.device.costs import cpu_rates
+from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim import Group
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.tools.costs import cpu_rates
 from kos.train.tools.plan import make_job, predict
 from tests.train import layouts, layouts_on_host, runs
 from tests.train.layouts import Precise, compare

@@ -15,12 +15,11 @@ from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train.__main__ import main
 from kos.train.config.flags import make_parser, parse
-from kos.train.device import choose
+from kos.train.device import choose, costs
+from kos.train.device.costs import gpu_rates
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
-from kos.train.tools import costs
 from kos.train.tools import plan as planning
-from kos.train.tools.costs import gpu_rates
 from kos.train.tools.plan import make_job, parse_plan, predict
 from tests.train.dry_runs import SHAPE, SLOW, D, V
 from tests.train.host_kernels.communicator import DeviceComm
@@ -341,7 +340,7 @@ def test_bad_requests_are_refused():
         (["--ranks", "2", "--compress", "fp8", "--gpu", "A100"], "expected int8 or int4 on A100, .* got fp8"),
         (["--ranks", "3", "--tp", "2"], r"--tp 2: expected a divisor of 3 \(ranks\), got 2; 2 ranks would do$"),
         (["--ranks", "6", "--dp", "2", "--tp", "2"], "--dp 2 --tp 2: .* 6 .* got 2 × 2 = 4; 4 ranks would do$"),
-        (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),
+        (["--ranks", "2", "--tokenizer", "none.json"], "expected --vocab-size"),
         (["--ranks", "2", "--deterministic"], "expected no --deterministic"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -11,12 +11,12 @@ import pytest
 
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
+from kos.train.device.costs import cost
 from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optim.cuda import CHUNK
 from kos.train.run import Trainer
 from kos.train.tools import profile
-from kos.train.tools.costs import cost
 from kos.train.tools.profile import Marks, Span
 from tests.train.emulated_runs import SMALL
 from tests.train.host_kernels.communicator import DeviceComm

@@ -17,8 +17,8 @@ from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.device import cpu, memory_plan
-from kos.train.device.memory_plan import plan_memory
+from kos.train.device import cpu, dry_run
+from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.layers import Gradients
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
@@ -32,7 +32,6 @@ from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_p
 from tests.train.commands import ENVIRONMENT, SHAPE
 from tests.train.elastic_runs import until
 from tests.train.runs import _config, _train
-from tests.train.sharded import tensors_of_run
 
 
 def test_a_stop_does_not_wait_for_the_first_validation(text, tmp_path):
@@ -259,7 +258,7 @@ def test_the_memory_plan_is_what_a_pass_takes(kind, recompute):
         "tiny", seq_len=seq_len, batch_size=4, micro_batch_size=micro, recompute=recompute, model=shape
     ).for_world(1)
     model = config.model.resolve(256, seq_len)
-    plan = plan_memory(config, model, cpu.DryOps(), Mesh.dry(Layout()), schedules.build("1f1b", 1, 1), sharing=1)
+    plan = plan_memory(config, model, DryOps(), Mesh.dry(Layout()), schedules.build("1f1b", 1, 1), sharing=1)
     llama = Model(model, cpu.numpy_ops, recompute=recompute)
     weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())
     tokens = np.zeros((micro, seq_len), np.int32)
@@ -280,38 +279,8 @@ def test_the_memory_plan_is_what_a_pass_takes(kind, recompute):
 def test_too_little_memory_is_an_error_before_any_is_taken(text, tmp_path, monkeypatch, before_call):
     """Although only one of the ranks lacks it."""
     free = iter([1 << 40, 1 << 20])
-    monkeypatch.setattr(memory_plan, "free_memory", lambda: next(free))
+    monkeypatch.setattr(dry_run, "free_memory", lambda: next(free))
     before_call(cpu, "plan_buckets", lambda *_, **__: pytest.fail("memory is taken"))
     expected = "expected at most 0.00 GiB, the memory free on this machine for each of 2 ranks, got .* use fewer ranks"
     with pytest.raises(ConfigError, match=expected):
         _train(text, tmp_path, 2)
-
-
-@pytest.mark.parametrize("warm_seconds", [0.0])
-def test_no_dry_run_without_steps_to_come(text, tmp_path, before_call, capsys):
-    """With --profile, or if no steps are left, there is no dry run."""
-    _train(text, tmp_path, steps=2, sample_tokens=0)
-    assert " in all: " in capsys.readouterr().out
-    before_call(cpu.CpuDevice, "dry_run", lambda device: pytest.fail("there is a dry run"))
-    _train(text, tmp_path, steps=2, sample_tokens=0, resume="auto")
-    _train(text, tmp_path / "profile", steps=2, profile=1)
-    assert " in all: " not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("warm_seconds", [0.0])
-@pytest.mark.parametrize(
-    ("read", "options"),
-    [(True, {"zero": 1}), (False, {"deterministic": True}), (False, {"tp": 2, "optimizer": "muon"}),
-     (True, {"pp": 2}), (False, {"compress": "int8", "dtype": "fp8"}), (True, {"cp": 2, "lora": 2})],
-    ids=str,
-)  # fmt: skip
-def test_a_dry_run_leaves_nothing(text, tmp_path, options, read, monkeypatch):
-    """Neither in weights that are drawn or read, nor in the optimizer's state."""
-    how = {"steps": 2, "micro_batch_size": 2, "eval_batches": 0, "sample_tokens": 0, **options}
-    if read:
-        _train(text, tmp_path / "first", steps=1, eval_batches=0, sample_tokens=0)
-        how["init_from"] = str(checkpoint.find(tmp_path / "first").path)
-    for name in ("tried", "plain"):
-        _train(text, tmp_path / name, 2, **how)
-        monkeypatch.setattr(cpu.CpuDevice, "dry_run", lambda self: None)
-    assert tensors_of_run(tmp_path / "tried") == tensors_of_run(tmp_path / "plain")

@@ -14,12 +14,12 @@ from kos.train.config import flag_of
 from kos.train.config.flags import parse
 from kos.train.config.optimizers import OPTIMIZERS, not_of
 from kos.train.config.options import TrainConfig
+from kos.train.device.costs import Clock, TimedOps, cost
+from kos.train.device.dry_run import DryRun
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import KERNELS
 from kos.train.optim import BLOCK, Group, MatrixRule, Optimizer, UpdateRule
 from kos.train.parallel.mesh import Layout
-from kos.train.tools.costs import TimedOps, cost
-from kos.train.tools.dry_step import Clock, TimedDryRun
 from kos.train.tools.plan import make_job
 from tests.train.dry_runs import SHAPE as PLANNED
 from tests.train.dry_runs import SLOW as SLOW_RATES
@@ -130,7 +130,7 @@ def test_plans_count_its_state_and_its_work(name, before_call):
     moved = []
     before_call(Clock, "operate", lambda clock, name, nbytes, flops: moved.extend([nbytes] * (name == "update")))
     config = parse([*PLANNED, "--optimizer", name])
-    run = TimedDryRun(make_job(config, config.model_config_for(256), Layout(), SLOW_RATES), 0)
+    run = DryRun.timed(make_job(config, config.model_config_for(256), Layout(), SLOW_RATES), 0)
     model, rule = config.model_config_for(256), rule_of(name)
     sizes = {tensor: int(np.prod(shape)) for tensor, shape in model.parameter_shapes().items()}
     groups = config.trained_groups(model)

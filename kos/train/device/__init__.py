@@ -93,10 +93,6 @@ class Device(Runner):
         """Lines for the log: the device, and the memory in use."""
         raise NotImplementedError
 
-    def dry_run(self) -> tuple[float, float] | None:
-        """Seconds of a step and of a validation, from steps before there are weights. None: not known."""
-        return None
-
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         """More metrics of a GPU: model flops utilisation by both conventions, memory in bytes."""
         return {}

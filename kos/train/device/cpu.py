@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from kos.comm.reduction import ReduceOp
-from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset, eval_shape
+from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.device import Device
-from kos.train.device.memory_plan import GIB, plan_buckets, plan_memory
+from kos.train.device.dry_run import DryOps, plan_memory
+from kos.train.device.memory_plan import GIB, plan_buckets
 from kos.train.model.llama import LlamaConfig
-from kos.train.ops import Attend
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.numpy_attention import view_of_keys_and_values
 from kos.train.optim import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.train import REPORT, Step, StepResult
-
-WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
-
-
-class DryOps:
-    """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
-
-    dtype, overlap_rows, one_scale = np.dtype, None, False
-
-    def make_arena(self) -> Arena:
-        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
-
-    def zeros(self, shape: Any, dtype: Any) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), dtype), shape)
-
-    def rope_tables(
-        self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any, length: float = 1.0
-    ) -> Any:
-        return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
-
-    step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
-    indices, empty_columns = staticmethod(numpy_ops.indices), staticmethod(numpy_ops.empty_columns)
-    to_host, columns_of = staticmethod(numpy_ops.to_host), staticmethod(numpy_ops.columns_of)
-
-    def keys_and_values(self, attend: Attend, arena: Arena) -> Any:
-        return view_of_keys_and_values(attend.qkv, *attend.shape)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *operands: None
 
 
 class CpuDevice(Device):
     """Weights and state are fp32 arrays of the host; with ``--zero 1`` a rank holds its shard of the state."""
 
     lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
-    _dry_run = 0  # the number of the current step without effect; 0: none
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
@@ -87,26 +51,6 @@ class CpuDevice(Device):
         emulated = "; products in 8 bits are emulated, slower than float32" * (self.config.dtype == "fp8")
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank{emulated}"
 
-    def dry_run(self) -> tuple[float, float]:
-        trained = self.config.batch_size * self.config.seq_len
-        self._dry_step()  # the first takes longer
-        # So do the steps of the first second of work, while processors raise their clock.  All ranks try equally many.
-        took = float(self.comm.all_reduce(np.array([self._dry_step()]), ReduceOp.MAX)[0])
-        seconds = min([took, *(self._dry_step() for _ in range(min(4, int(WARM_SECONDS / took))))])
-        self.step.optimizer.continue_after(0, 0)
-        self._dry_run = 0
-        batches = sum(len(data.val_starts()) for data in self.data.evaluated.values())
-        tokens = math.prod(eval_shape(self.config)) * batches
-        return seconds, seconds * tokens / trained / 3  # a backward is two forwards
-
-    def _dry_step(self) -> float:
-        """Seconds that a step takes, with weights of zeros."""
-        for held in (self.step.weights, *self.step.optimizer.state.values()):
-            held.flat[:] = 0
-        self._dry_run += 1
-        self.start_step(0, 0)
-        return self._result.seconds
-
     def start_step(self, step: int, wish: int) -> None:
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
@@ -118,8 +62,7 @@ class CpuDevice(Device):
         self._result = self.result(program.reports, norm, lr, time.perf_counter() - began, program.count[0])
 
     def micro_batch(self, index: int) -> Batch:
-        what = f"dry run {self._dry_run}" if self._dry_run else f"step {self._number + 1}"
-        self.show(what, index / len(self.micro_batches))
+        self.show(f"step {self._number + 1}", index / len(self.micro_batches))
         return self._batches[index]
 
     def finish_step(self, step: int) -> StepResult:

@@ -41,7 +41,8 @@ from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches
 from kos.train.device import Device
-from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory, slow_attention
+from kos.train.device.dry_run import plan_memory, slow_attention
+from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
 from kos.train.layers import Gradients, Placement, Weights
 from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig

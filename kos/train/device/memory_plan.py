@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kos.comm import compression
-from kos.cuda.driver import call, cu
-from kos.dtypes import DTYPES, DType
-from kos.errors import ConfigError, SettingError
-from kos.memory.arena import ALIGNMENT, Arena
-from kos.memory.array import Array
-from kos.train.checkpoint.state import WritePlan
+from kos.dtypes import DTYPES
+from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
-from kos.train.layers.attention import Attention
-from kos.train.layers.lora import A, is_adapter
-from kos.train.machine import free_memory
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.model.model import Model
-from kos.train.model.parameters import OwnedSlices
-from kos.train.ops.cuda import CudaOps, cublaslt
-from kos.train.ops.cuda.attention import MOST_HEAD_DIM, kernel_set, unsupported
-from kos.train.optim import BLOCK, MatrixRule, elements, state_of
+from kos.train.optim import BLOCK
 from kos.train.optim.cuda import CHUNK
-from kos.train.optim.muon import BATCH
-from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
+from kos.train.parallel.data import Buckets
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.pipeline import Buffer, Pipeline
-from kos.train.parallel.schedules import Schedule
-from kos.train.train import REPORT, Step
 
 BUCKET_BYTES = 64 << 20  # at least
 HOST_BUCKET_BYTES = 4 << 20  # on CPUs
@@ -43,7 +22,6 @@ BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends an
 ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
 HEAD_ROWS = 8192  # tokens whose logits are in memory at once
 ENCODED = 5  # times the bytes of a compressed bucket: what is sent, received and added
-RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
 GIB = 1 << 30
 
 
@@ -119,221 +97,3 @@ def plan_buckets(
         staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
         staging += 2 * nbytes * (mesh.exact("cuda") > 1)  # terms of exact sums, and with ZeRO-1 their results
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, twice, *lies, staging)
-
-
-class DryRun(Step):
-    """A rank's step on arrays without memory, with operations that compute nothing: it counts the memory of a step.
-
-    ``mesh`` sends nothing (``Mesh.dry``). ``dry`` makes the arrays, and is also ``ops`` unless another wraps it.
-    ``bucketed``: gradients are summed in the buckets of a run, which affect its time but not its memory.
-    """
-
-    def __init__(
-        self, config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, dry: Any, ops: Any = None,
-        bucketed: bool = False,
-    ) -> None:  # fmt: skip
-        self.config, self.dry = config, dry
-        self.parts = parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
-        buckets = plan_buckets(config, model, parts, mesh, reaches=True)
-        counted = buckets.uncut or (config.dtype == "fp8" and buckets.sharded)  # memory depends on buckets
-        if not (bucketed or counted):  # a model that fits on no machine would have too many buckets to list
-            buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
-        gradients = buckets.zeros(config.grad_dtype, dry.zeros)
-        self.weights, head_rows = gradients.like(config.compute_dtype), HEAD_ROWS if config.device == "cuda" else None
-        pipeline, dtype = Pipeline(mesh.pp, schedule), dry.dtype(config.compute_dtype)
-        super().__init__(config, model, parts, mesh, pipeline, ops or dry, gradients, dtype, buckets, head_rows)
-        pieces = self.models[0].context.pieces
-        shape = (config.micro_batch_size or 1) * pieces, config.seq_len // (mesh.cp.size * pieces)
-        self.tokens, self.count = dry.zeros(shape, np.int32), dry.zeros((1,), np.float32)
-        starts = self.tokens if config.documents == "pack" else None
-        self._batch = Batch(self.tokens, self.tokens, document_starts=starts)
-        self.micro_batch = lambda index: self._batch
-        self.report = self.reports = dry.zeros((REPORT + schedule.micro_batches,), np.float64)
-        self.held = self.parallel.parts()
-        """The parts of the layout whose state this rank keeps."""
-        self.state = state_of(config.update_rule(), config.trained_groups(model, *parts), gradients.spans, self.held)
-
-    def state_bytes(self) -> tuple[str, int]:
-        """The optimizer's state in words, and its bytes on this rank."""
-        about = " and ".join(dict.fromkeys(kept.rule.about for kept in self.state.values()))
-        return about, sum(DTYPES[kept.dtype].itemsize * elements(kept.slices) for kept in self.state.values())
-
-    def matrices(self) -> Iterator[tuple[MatrixRule, OwnedSlices, int]]:
-        """The rules of matrices, what of their state is held here, and the most elements in a batch of them."""
-        most = 0 if self.config.deterministic or self.config.device == "cpu" else BATCH
-        for dtype, _, slices, rule in self.state.values():
-            if isinstance(rule, MatrixRule):
-                yield rule, OwnedSlices(self.gradients, slices, dtype), most
-
-    def peaks(self) -> tuple[int, int]:
-        """The most bytes that passes take from the scratch arena, and a micro-batch from its own."""
-        arena = self.models[0].arena
-        actions = [action for action in self.pipeline.actions if action.micro_batch == 0]
-        weights = self.as_read(self.with_frozen(self.weights))
-        for each in self.quantized.values():  # as ShardedState reads it
-            with self.dry.step(arena):
-                whole = arena.take(each.shape, self.frozen.flat.dtype)
-                self.dry.quantize(whole, each.rows, each.columns, arena)
-        for action, received in self.pipeline.inputs(actions):
-            self.act(action, weights, received)
-        message = Buffer(self.dry.zeros(*self.message))
-        for action in [action for action in actions if action.kind == "F"]:
-            self.stages.forward(action, weights, message, self._batch, partial(Model.loss_of, count=1.0))
-        from_host = 6 * self.tokens.nbytes + ALIGNMENT * 6  # fields of validation, copied from the host
-        itemsize = DTYPES[self.config.compute_dtype].itemsize
-        of_matrices = (rule.scratch_bytes(held, itemsize, most) for rule, held, most in self.matrices())
-        return max(arena.peak + from_host, *of_matrices, 0), max(flight.arena.peak for flight in self.stages.free)
-
-
-def plan_memory(
-    config: TrainConfig, model: LlamaConfig, ops: Any, mesh: Mesh, schedule: Schedule, reaches: bool = True,
-    sharing: int = 1, free: int | None = None,
-) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank of ``mesh``, which sends nothing. On CPUs, what is small is left out.
-
-    ``ops`` are those of a GPU or its ``Gpu``, or those of a CPU that do nothing.  ``reaches`` as in ``plan_buckets``.
-    ``free``: bytes that so many ranks are ``sharing``, by default those that are free now.  ConfigError: the kernels of
-    attention do not take heads of this size.
-    """
-    on_cpu = config.device == "cpu"
-    if model.head_dim > (most := MOST_HEAD_DIM["simple"]) and not on_cpu:
-        raise SettingError("--head-dim", f"at most {most} on GPUs", model.head_dim)
-    run = DryRun(config, model, mesh, schedule, ops if on_cpu else DryCudaOps(ops))
-    buckets, residual = plan_buckets(config, model, run.parts, mesh, reaches), run.parallel.residual
-    ranks, count, slots = mesh.dense.replicas.size, run.gradients.flat.size, len(run.stages.free)
-    waiting = waiting_subtrees(run_of(run.micro_batches, mesh.dp.rank, mesh.dp.size)) if config.deterministic else 0
-    lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
-    share = f", {1 + buckets.twice}/{ranks} (ZeRO-1{', held twice' * buckets.twice})" * buckets.sharded
-    dtype, master, (about, state) = config.compute_dtype, config.master_dtype, run.state_bytes()
-    has_copy = not on_cpu and (buckets.sharded or dtype != master)
-    weights, held = f"{'master ' * has_copy}weights, {master}", count if on_cpu else elements(run.held)
-    scratch, slot = run.peaks()
-    arena, logits = scratch + slots * slot, 0
-    if on_cpu:
-        files = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
-        others = {"tensors to be saved": files.host_bytes(mesh.world.rank, config.save_async)}
-    else:
-        scratch, arena, logits, others = _of_gpu(run, mesh, buckets, scratch, slot)
-    in_flight = f", {slots} micro-batches in flight" * (slots > 1)
-    uses = {
-        f"weights, {dtype}": count * DTYPES[dtype].itemsize * has_copy,
-        f"frozen weights, {dtype}": sum(x.size for x in run.frozen.values()) * DTYPES[dtype].itemsize,
-        f"{weights}{'' if on_cpu else share}": DTYPES[master].itemsize * held,
-        "weights of layers, fp8, and transposed": sum(each.nbytes for each in (run.store | run.quantized).values()),
-        f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
-        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
-        f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,
-        f"activations, recompute {config.recompute}{in_flight}": arena - logits,
-        "versions for servers": _published(run, ranks) * DTYPES[dtype if has_copy else master].itemsize,
-        **others,
-    }
-    # If the backward is split in two halves, recomputed activations stay in memory between them.
-    splits = any(action.kind == "W" for action in chain(*schedule.actions))
-    micro, place = config.micro_batch_size or 1, "this machine" if on_cpu else f"cuda:{ops.device}"
-    savings = {
-        f"fewer ranks on {place}": sharing > 1,
-        f"a --micro-batch-size below {micro}": micro > 1,
-        f"a --seq-len below {config.seq_len}": micro == 1,
-        "--recompute norms or block": config.recompute == "none" and not splits,
-        "--recompute block": config.recompute == "norms" and not splits,
-        "--pp-schedule 1f1b": splits,
-        "--zero 1": not config.zero and ranks > 1,
-        "--grad-dtype bfloat16": dtype != config.grad_dtype and schedule.micro_batches == 1
-        and not config.deterministic,
-        "--master-weights none": dtype != master,
-        "--compress none": residual is not None,
-    }  # fmt: skip
-    if free is None:
-        free = free_memory() if on_cpu else call(cu.cuMemGetInfo)[0]
-    where, uses = place + f" for each of {sharing} ranks" * (sharing > 1), {use: n for use, n in uses.items() if n}
-    return MemoryPlan(uses, arena, free // sharing, where, [*filter(savings.get, savings)], scratch, slot)
-
-
-def _published(run: DryRun, ranks: int) -> int:
-    """With ``--publish``, this rank's elements in both versions.  ``ranks`` divide what all of them hold."""
-    if run.config.publish is None:
-        return 0
-    merged, every = run.config.publish_merged, {*run.gradients, *run.frozen}
-    published = (x for name, x in run.frozen.items() if run.config.lora is None or is_adapter(name) != merged)
-    frozen = sum(x.size for x in published) // ranks
-    if merged:
-        adapted = (x.size for name, x in run.frozen.items() if name.removesuffix("weight") + A in every)
-        return 2 * frozen + sum(adapted) // ranks  # the merged weights, and both versions
-    return 2 * (frozen + run.gradients.flat.size // ranks)
-
-
-def _of_gpu(
-    run: DryRun, mesh: Mesh, buckets: Buckets, scratch: int, slot: int
-) -> tuple[int, int, int, dict[str, int]]:
-    """Of a GPU: the bytes of the scratch arena, of all arenas, of the logits in them, and of what is in none."""
-    config, model, tokens = run.config, run.models[0].config, run.tokens.size
-    itemsize, rows = DTYPES[config.compute_dtype].itemsize, min(HEAD_ROWS, tokens)
-    bucket = max(buckets.nbytes // DTYPES[config.grad_dtype].itemsize, buckets.multiple)  # of the state, to be saved
-    if buckets.uncut:
-        bucket = max(bucket, *(each.stop - each.start for each in run.parallel.buckets))
-    saving = (4 * min(bucket, run.gradients.flat.size) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1)
-    scratch, between = max(scratch, saving), tokens // mesh.tp.size * model.hidden_size * itemsize
-    logits = rows * len(run.parts[0].vocabulary) * itemsize * any(part.last for part in run.parts)
-    fields = 2 + (config.documents == "pack")  # of a batch, on the host and twice here
-    batch, micro_batches = 3 * 4 * fields * tokens, run.pipeline.schedule.micro_batches
-    return scratch, scratch + len(run.stages.free) * slot + between * (1 if mesh.pp.size == 1 else 6), logits, {
-        f"logits of {rows} tokens": logits,
-        "tokens, cuBLASLt's workspace": batch * micro_batches + cublaslt.WORKSPACE,
-        "kernels, graph, communication": RESERVE + buckets.staging,
-    }  # fmt: skip
-
-
-def slow_attention(model: LlamaConfig, gpu: Any, dtype: str) -> str | None:
-    """Why attention of ``model`` runs on the slow kernels, although ``gpu`` has faster ones.
-
-    None if it does not, or if the GPU has no faster kernels.  ``gpu`` is the argument of ``DryCudaOps``.
-    """
-    attention = model.layers([0])[0][0]
-    assert isinstance(attention, Attention)
-    x = DryCudaOps(gpu).zeros((1, attention.column.rows), dtype)
-    attend = attention.attend((attention.heads, attention.kv_heads), x, x, x)
-    if gpu.attention_kernels == "simple" or kernel_set(attend, gpu.attention_kernels) != "simple":
-        return None
-    return f"the fast kernels expect {unsupported('mma', attend)}"
-
-
-class DryCudaOps(CudaOps):
-    """Operations that do nothing, on arrays without memory: what they take from the arena is counted.
-
-    ``ops`` are those of a GPU, or the ``Gpu`` of one that this machine need not have.
-    """
-
-    def __init__(self, ops: Any) -> None:
-        self.device, self.stream, self.attention_kernels = ops.device, ops.stream, ops.attention_kernels
-        self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
-        self.one_scale, self.hopper, self.sequential = ops.one_scale, ops.hopper, ops.sequential
-
-    def _nothing(self, *operands: Any, **options: Any) -> None:
-        pass
-
-    matmul = launch = copy = zero = _nothing
-
-    def fuses_swiglu(self, d_out: Any, weight: Any, gate_up: Array, arena: Arena) -> bool:
-        return False  # what is not fused takes more memory
-
-    def to_host(self, array: Array) -> np.ndarray:
-        return np.zeros(array.shape, array.dtype.numpy)
-
-    def dtype(self, name: str) -> DType:
-        return DTYPES[name]
-
-    def make_arena(self) -> Arena:
-        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
-
-    @contextmanager
-    def step(self, arena: Arena) -> Iterator[None]:
-        yield
-        arena.release(0)
-
-    def zeros(self, shape: Any, dtype: Any) -> Array:
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return Array(ALIGNMENT, shape, dtype, self.device)
-
-    def rope_tables(self, frequencies: Any, positions: Any, dtype: Any, length: float = 1.0) -> tuple[Array, Array]:
-        shape = (len(positions), len(frequencies))
-        return self.zeros(shape, np.float32), self.zeros(shape, np.float32)

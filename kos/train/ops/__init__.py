@@ -201,6 +201,9 @@ class Ops(Protocol):
     def add(self, a: Array, b: Array, out: Array) -> None:
         """out = a + b; ``out`` may be one of them."""
 
+    def add_tree(self, terms: Array, out: Array) -> None:
+        """out = ((t0 + t1) + (t2 + t3)) + …, of as many ``terms`` as a power of two, which are overwritten."""
+
     def embedding(self, tokens: Array, table: Array, out: Array, first: int | None = None) -> None:
         """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D).
 

@@ -1,7 +1,7 @@
 """``--plan --ranks N``: the layouts that N ranks can train in, with memory, bytes sent and predicted step time.
 
 Nothing here knows a model or a parallelism. Memory is that of the device's own plan. Time and bytes are those of a step
-of each pipeline rank in which nothing is computed (``kos.train.tools.dry_step``). A pipeline takes the time of its
+of each pipeline rank in which nothing is computed (``kos.train.device.dry_run``). A pipeline takes the time of its
 schedule with each stage's passes, and what a rank does besides: ZeRO-1's gathers and the sums of gradients as far as
 nothing hides them, norm and update. Of many micro-batches a few run, and one in the middle stands for the others.
 
@@ -27,13 +27,13 @@ from kos.train.data.corpus import read_corpus
 from kos.train.data.loading import lines_of
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of
-from kos.train.device.memory_plan import GIB, MemoryPlan, slow_attention
+from kos.train.device.costs import GPUS, ONE_HOST, Network, Rates, cpu_rates, gpu_here, gpu_rates
+from kos.train.device.dry_run import AXES, DryRun, Job, slow_attention
+from kos.train.device.memory_plan import GIB, MemoryPlan
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import check_blocks, check_fp8, check_groups
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES, build, simulate
-from kos.train.tools.costs import GPUS, Rates, cpu_rates, gpu_here, gpu_rates
-from kos.train.tools.dry_step import AXES, ONE_HOST, Job, Network, TimedDryRun
 
 
 class Prediction(NamedTuple):
@@ -58,21 +58,23 @@ def predict(job: Job, memory: MemoryPlan) -> Prediction:
     few = min(whole.micro_batches, 3)
     job_of_few = job._replace(schedule=build(whole.name, pp, few))
     typical = max(0, min(1, few - 2))  # neither the first micro-batch, which adds to nothing, nor the last
-    dry: dict[Any, TimedDryRun] = {}
+    dry: dict[Any, DryRun] = {}
     costs = {kind: [0.0] * whole.stages for kind in "FIW"}
     keys = [*AXES, *["hosts"] * (job.network.hosts > 1)]
     besides, message, sent = 0.0, 0.0, dict.fromkeys(keys, 0.0)
     for rank in range(pp):
         kind = job.kind(rank)
-        step = dry[kind] = dry.get(kind) or TimedDryRun(job_of_few, rank)
+        step = dry[kind] = dry.get(kind) or DryRun.timed(job_of_few, rank)
+        clock = step.clock
+        assert clock is not None
         each = {action: spent for action, spent in step.actions.items() if action.micro_batch == typical}
         for action, spent in each.items():
             costs["I" if action.kind == "B" else action.kind][whole.stage(rank, action.chunk)] += spent["seconds"]
         total = {key: sum(spent.get(key, 0.0) for spent in each.values()) for key in (*keys, "seconds")}
-        besides = max(besides, step.clock.spent["seconds"] - few * total["seconds"])
-        message = max(message, step.clock.message)
+        besides = max(besides, clock.spent["seconds"] - few * total["seconds"])
+        message = max(message, clock.message)
         more = whole.micro_batches - few
-        sent = {axis: max(most, step.clock.spent[axis] + more * total[axis]) for axis, most in sent.items()}
+        sent = {axis: max(most, clock.spent[axis] + more * total[axis]) for axis, most in sent.items()}
     seconds, crossing = simulate(whole, costs, message).makespan + besides, sent.get("hosts", 0.0)
     return Prediction(job, memory, sent, max(seconds, crossing / job.network.rate) if crossing else seconds)
 

@@ -2,7 +2,7 @@
 
 Every operation of the model and every kernel of the optimizer is timed, on a GPU by a pair of events, which a captured
 step holds too. Of a collective beside other work, what is timed is the wait for it. Bytes and flops follow from shapes
-(``kos.train.tools.costs``). Nsight Systems shows single kernels.
+(``kos.train.device.costs``). Nsight Systems shows single kernels.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kos.comm.compression import FORMATS
 from kos.cuda import streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
+from kos.train.device.costs import TimedOps, cost, update_bytes
 from kos.train.optim import elements
 from kos.train.parallel.failures import gather_json
-from kos.train.tools.costs import TimedOps, cost, update_bytes
 
 OPTIMIZER = "optimizer"
 """Begins the names of its operations on a GPU; a CPU has one."""

@@ -24,7 +24,7 @@ from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
-from kos.train.device import memory_plan
+from kos.train.device import dry_run, memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
@@ -121,7 +121,7 @@ COLUMN_MAJOR = {
     for backward in ("", "_backward")
 }  # fmt: skip
 MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero",
-             "columns_of", "bits_of_parts", "product_of_parts"}  # fmt: skip
+             "columns_of", "add_tree", "bits_of_parts", "product_of_parts"}  # fmt: skip
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
 OPERATIONS -= {"own_loss"}  # the device's, of the program's arrays or kernel
@@ -407,7 +407,7 @@ def host_engine(monkeypatch) -> None:
         (engine_module.cublaslt, "stored_algorithms"): lambda device: SimpleNamespace(
             known=algorithms, keep=algorithms.update
         ),
-        (memory_plan, "cu"): driver,
+        (dry_run, "cu"): driver,
         (memory_plan, "BUCKET_BYTES"): 4 * CHUNK,  # small models have several buckets
         (CudaOps, "overlap_rows"): 1,  # a micro-batch of 8 tokens has two halves, or two turns
         (engine_module, "cu"): driver,

@@ -1,4 +1,4 @@
-"""What an operation of the model costs by its shapes, and how fast hardware is.
+"""What operations and collectives cost by their shapes, how fast hardware is, and a clock that they advance.
 
 Costs are bytes that must move, and flops of matrix products. Rates of GPUs are measurements in ``rates.toml``, those of
 this machine's CPU two measurements made now.
@@ -11,17 +11,22 @@ import os
 import re
 import timeit
 import tomllib
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.errors import ConfigError
+from kos.comm.compression import FORMATS
+from kos.comm.reduction import ReduceOp
+from kos.errors import ConfigError, SettingError
 from kos.train.machine import DRIVER, PEAK_FLOPS
-from kos.train.ops import NEWTON_SCHULZ_STEPS, Attend, Ops, Scaled, attended_pairs
+from kos.train.ops import NEWTON_SCHULZ_STEPS, Array, Attend, Ops, Scaled, attended_pairs
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.norm import Normalize
+from kos.train.parallel.mesh import Layout
 
 UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables",
            "columns_of", "fuses_swiglu", "bits_of_parts"}  # fmt: skip
@@ -198,3 +203,175 @@ def gpu_here() -> str | None:
         if name := re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE):
             return name[1]
     return None
+
+
+class Network(NamedTuple):
+    """The hosts of a job, with as many ranks each, and the bytes per second that leave each."""
+
+    hosts: int
+    rate: float
+    phases: bool = True
+    """Whether exact collectives go in phases where that is faster than a ring of all ranks."""
+
+    def local(self, layout: Layout, *axes: str) -> int:
+        """How many ranks of a group along these axes each host has. ConfigError if hosts differ."""
+        groups = defaultdict[tuple[int, ...], Counter[int]](Counter)
+        for rank in range(layout.ranks):
+            place = layout.coordinates(rank).items()
+            groups[tuple(at for axis, at in place if axis not in axes)][rank * self.hosts // layout.ranks] += 1
+        counts = [[*group.values()] for group in groups.values()]
+        for each in counts:
+            if {*each} != {counts[0][0]}:
+                expected = f"as many ranks of {' and '.join(axes)} on every host"
+                raise SettingError(f"--hosts {self.hosts}", expected, each)
+        return counts[0][0]
+
+
+ONE_HOST = Network(1, 0.0)
+
+
+class Clock:
+    """``spent``: the seconds of one rank, by axis the bytes that it has sent, and those that have left its host.
+
+    ``log``: actions, collectives (by axis), norm and update, each with its start and end in seconds.
+    """
+
+    def __init__(self, rates: Rates, network: Network = ONE_HOST) -> None:
+        self.rates, self.network, self.spent = rates, network, defaultdict[str, float](float)
+        self.message = 0.0  # seconds of the longest between two stages
+        self.log: list[tuple[str, float, float]] = []
+
+    def operate(self, name: str, nbytes: int, flops: float) -> None:
+        rates, moving = self.rates, nbytes / self.rates.memory
+        if name.startswith("attention"):
+            seconds = moving + flops / rates.attention["backward" in name]
+        else:
+            seconds = max(moving, flops / (rates.fp8 if name == "scaled_product" else rates.linear))
+        self.spent["seconds"] += rates.operation + seconds
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """An operation that takes time."""
+
+        def run(*arguments: Any) -> Any:
+            self.operate(name, *cost(name, arguments))
+            return function(*arguments)
+
+        return run
+
+    def wait(self, until: float) -> None:
+        self.spent["seconds"] = max(self.spent["seconds"], until)
+
+    @contextmanager
+    def logged(self, what: str) -> Iterator[None]:
+        """Note the start and the end of what the context does."""
+        start = self.spent["seconds"]
+        yield
+        self.log.append((what, start, self.spent["seconds"]))
+
+
+class Arrival(NamedTuple):
+    """A Work that ends at a time of the clock."""
+
+    clock: Clock
+    end: float
+
+    def wait(self) -> None:
+        self.clock.wait(self.end)
+
+
+class Link:
+    """Stands in for the communicator of an axis: counts what its rank sends, and how long that takes.
+
+    Its ranks are on so many ``hosts``.  ``beside``: the groups of this axis on each, which send at the same time.
+    """
+
+    def __init__(self, clock: Clock, axis: str, rank: int, size: int, hosts: int = 1, beside: int = 1) -> None:
+        self.clock, self.axis, self.rank, self.size, self._free = clock, axis, rank, size, 0.0
+        self._hosts, self._beside = hosts, beside
+
+    device = None
+
+    def exact_group_size(self, device: int | None = None) -> int:
+        return self.size // self._hosts if self._hosts > 1 else 1
+
+    def split(self, color: int | None, key: int | None = None) -> Link:
+        return self
+
+    def all_reduce(
+        self, x: Array, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, compress: str | None = None,
+        residual: Array | None = None, deterministic: bool = False,
+    ) -> Arrival:  # fmt: skip
+        return self._reduce(2, x, async_op, compress, residual)
+
+    def reduce_scatter(
+        self, x: Array, out: Array, *, async_op: bool = False, compress: str | None = None,
+        residual: Array | None = None,
+    ) -> Arrival:  # fmt: skip
+        return self._reduce(1, x, async_op, compress, residual)
+
+    def _reduce(self, passes: int, x: Array, async_op: bool, compress: str | None, residual: Array | None) -> Arrival:
+        if residual is not None:
+            self.clock.operate("feed_back", 4 * residual.nbytes, 0.0)
+        if compress is None:
+            return self._collective(passes, x.nbytes, async_op)
+        whole, hosts, wire = FORMATS[compress].nbytes(x.size), self._hosts, self.clock.rates.wire
+        if hosts == 1:
+            return self._collective(passes, whole, async_op)
+        local = self.size // hosts
+        within, between = passes * x.nbytes * (local - 1) / local, passes * whole * (hosts - 1) / hosts
+        out = self._beside * between
+        return self._queue(within + between / local, out / self.clock.network.rate + within / wire, out, async_op)
+
+    def all_gather(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
+        return self._collective(1, x.nbytes * self.size, async_op)
+
+    def reduce(self, x: Array, root: int, *, async_op: bool = False) -> Arrival:
+        return self._collective(1, x.nbytes, async_op)
+
+    broadcast = reduce
+
+    def send_recv(self, x: Array, out: Array, to: int, source: int, *, async_op: bool = False) -> Arrival:
+        return self._queue(x.nbytes, *self._message(x, self._hosts > 1), async_op)
+
+    def send(self, x: Array, to: int, *, async_op: bool = False) -> Arrival:
+        clock, local = self.clock, self.size // self._hosts
+        seconds, out = self._message(x, to // local != self.rank // local)
+        clock.spent[self.axis] += x.nbytes
+        clock.spent["hosts"] += out
+        clock.message = max(clock.message, clock.rates.latency + seconds)
+        return Arrival(clock, 0.0)
+
+    def recv(self, x: Array, source: int, *, async_op: bool = False) -> Arrival:
+        return Arrival(self.clock, 0.0)
+
+    def _message(self, x: Array, leaves: bool) -> tuple[float, float]:
+        """Seconds of a message that one rank of each group sends out of its host, and bytes that leave it."""
+        out = x.nbytes * self._beside * leaves
+        return max(x.nbytes / self.clock.rates.wire, out / self.clock.network.rate if leaves else 0.0), out
+
+    def _collective(self, passes: int, whole: int, async_op: bool) -> Arrival:
+        """One that sends ``whole``, the bytes of all, so many times: each rank the part of the others."""
+        sent, wire = passes * whole * (self.size - 1) / self.size, self.clock.rates.wire
+        hosts, network, local = self._hosts, self.clock.network, self.size // self._hosts
+        if hosts == 1:
+            return self._queue(sent, sent / wire, 0.0, async_op)
+        least = self._beside * whole * (hosts - 1) / hosts
+        ring = self._beside * whole * (self.size - 1) / self.size
+        ways = [(passes * ring, 0.0)]
+        if network.phases:
+            ways.append((passes * least, passes * whole * (local - 1) / local / wire))
+        seconds, out = min((out / network.rate + within, out) for out, within in ways)
+        return self._queue(sent, seconds, out, async_op)
+
+    def _queue(self, sent: float, seconds: float, out: float, async_op: bool) -> Arrival:
+        clock, rates = self.clock, self.clock.rates
+        clock.spent[self.axis] += sent
+        if out:
+            clock.spent["hosts"] += out
+        start = max(self._free, clock.spent["seconds"])
+        self._free = start + rates.latency + seconds
+        clock.log.append((self.axis, start, self._free))
+        arrival = Arrival(clock, self._free)
+        if not async_op or not rates.overlap:
+            arrival.wait()
+        return arrival
