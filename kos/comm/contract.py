@@ -48,7 +48,7 @@ from kos.comm.tuning import Table
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
 from kos.cuda import Kernel, driver, load_kernel
-from kos.cuda.kernels import Plan
+from kos.cuda.kernels import Plan, resolved
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Array as GPUArray
 from kos.memory import Buffer
@@ -338,14 +338,21 @@ class Backend(ABC):
         launch = None if o.options.compress or ordered else self.native_on_gpu(o)
         return None if launch is None else Plan((launch,))
 
-    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run | None:
-        """A launch that sends piece j to rank j and receives piece j from it.  None: kos uses ``exchange``."""
-        return None
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
+        """A step that sends piece j to rank j, also to itself, and receives piece j from it.  It skips empty pieces."""
 
-    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run | None:
-        """A launch that does the same all-gather as ``collect``.  None: kos uses ``collect``."""
-        recvs = [(recv + rank * nbytes, nbytes) for rank in range(self.size)]
-        return self.bind_exchange([(send, nbytes)] * self.size, recvs)
+        def run(stream: int, *arrays: int) -> None:
+            self.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
+
+        return run
+
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run:
+        """A step of an all-gather of ``nbytes`` from each rank."""
+
+        def run(stream: int, *arrays: int) -> None:
+            self.collect(resolved(send, arrays), resolved(recv, arrays), nbytes, stream)
+
+        return run
 
     def connect(self) -> None:  # noqa: B027
         """Return once the backend is connected to the other ranks.
@@ -450,6 +457,11 @@ class Backend(ABC):
 
     def _lacks(self, method: str) -> NoReturn:
         raise BackendUnavailable(f"{method}: expected a backend that defines it, got {self.name}, which does not")
+
+
+def messages_of(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Message]:
+    """The messages for the pieces of each rank, with addresses on the arrays of a launch."""
+    return [(rank, resolved(place, arrays), nbytes) for rank, (place, nbytes) in enumerate(pieces) if nbytes]
 
 
 REQUIRED = {"on_host": ("isend", "irecv", "cancel"), "on_gpu": ("exchange",)}

@@ -245,7 +245,7 @@ class Fingerprints:
     def __init__(self, memory: memoryview | None = None) -> None:
         """``memory``: where the other ranks of the host read the descriptions."""
         self.texts: dict[int, bytes] = {}  # the descriptions of the last calls, by fingerprint
-        self._places: dict[int, int] = {}  # and where they are published
+        self._added = 0  # texts so far
         self._memory = memory
 
     def add(self, prepared: Prepared) -> Prepared:
@@ -260,15 +260,12 @@ class Fingerprints:
             fingerprint = sized(fingerprint, count)
         prepared.fingerprint = fingerprint
         if fingerprint not in texts:
-            place = len(texts)
-            if place == TEXTS:
-                oldest = next(iter(texts))
-                place = self._places.pop(oldest)
-                del texts[oldest]
-            text = _description(prepared, fingerprint)
+            place, self._added = self._added % TEXTS, self._added + 1
+            if len(texts) == TEXTS:
+                del texts[next(iter(texts))]  # the oldest, which was published in the same place
+            text = texts[fingerprint] = _description(prepared, fingerprint)
             if (memory := self._memory) is not None:  # another thread may close it, which keeps it mapped here
                 memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
-            texts[fingerprint], self._places[fingerprint] = text, place
         prepared.text = texts[fingerprint]
         return prepared
 
@@ -284,9 +281,7 @@ def sized(sizeless: int, count: int) -> int:
 
 def _description(prepared: Prepared, fingerprint: int) -> bytes:
     """What ``described`` reads, at most ``TEXT_BYTES``."""
-    text = json.dumps([fingerprint, prepared.arguments, prepared.values]).encode()
-    is_long = len(text) > TEXT_BYTES or "counts" in prepared.values
-    for length in (200, 100, 50) if is_long else ():  # of each text
+    for length in (TEXT_BYTES, 200, 100, 50):  # of each text
         brief = {name: _brief(value, length) for name, value in prepared.values.items()}
         text = json.dumps([fingerprint, shortened(prepared.arguments, length), brief]).encode()
         if len(text) <= TEXT_BYTES:

@@ -336,7 +336,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
     with no_gpu(monkeypatch) as fake:
         monkeypatch.setattr(NCCLBackend, "resolve", lambda route, o: NOTHING)
-        monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
+        monkeypatch.setattr(works.Mark, "ended", lambda mark: False)
         yield fake
 
 

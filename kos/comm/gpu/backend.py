@@ -23,12 +23,12 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from kos.comm import watchdog
-from kos.comm.contract import UNMADE, Backend
+from kos.comm.contract import UNMADE, Backend, messages_of
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
-from kos.comm.gpu.memory import exchange, exchange_of, messages_of
+from kos.comm.gpu.memory import exchange_of
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.routes import PHASES, Choices, single_rank_plan
@@ -180,7 +180,7 @@ class GPUBackend(WatchedBackend):
         if o.name == "barrier":
             return Plan((partial(self._barrier, route),))
         pieces = exchange_of(o, route.rank, route.size)
-        return Plan((exchange(route, *pieces),), about=pieces)
+        return Plan((route.bind_exchange(*pieces),), about=pieces)
 
     def _barrier(self, route: Backend, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a barrier, in which each rank sends one byte to every rank."""

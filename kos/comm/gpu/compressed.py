@@ -14,7 +14,7 @@ from typing import Any
 from kos.comm.compression import FORMATS, Format
 from kos.comm.contract import Backend
 from kos.comm.gpu.devices import check_float8
-from kos.comm.gpu.memory import InScratch, collect, exchange, up
+from kos.comm.gpu.memory import InScratch, up
 from kos.comm.host_compressed import parts
 from kos.comm.operation import Operation
 from kos.cuda.driver import relaxed_capture
@@ -101,17 +101,17 @@ class CompressedOperation(InScratch):
         runs = self._encode(self._send, self._counts, out)
         if not self._reduces:
             sends, recvs = self._pieces(out, self._counts), self._pieces(last, self._last)
-            return [*runs, exchange(route, sends, recvs), *self._decode(last, self._last)]
+            return [*runs, route.bind_exchange(sends, recvs), *self._decode(last, self._last)]
         if self._adds_all:
             stride = self._nbytes(max(self._counts))
-            runs += [collect(route, out, arrived, 2 * stride)] if stride else []
+            runs += [route.bind_collect(out, arrived, 2 * stride)] if stride else []
             for piece, count in enumerate(self._counts):
                 place = piece * stride
                 runs += self._launch("add_encoded", count, arrived + place, 2 * stride, last + place, count, 1)
             return [*runs, *self._decode(last, self._last)]
         stride = self._nbytes(self._mine)
         recvs = [(arrived + r * stride, stride) for r in range(size)]
-        runs.append(exchange(route, self._pieces(out, self._counts), recvs))
+        runs.append(route.bind_exchange(self._pieces(out, self._counts), recvs))
         if self._name != "all_reduce":
             return [*runs, *self._launch("add_encoded", self._mine, arrived, stride, self._recv, self._mine, 0)]
         runs += self._launch("add_encoded", self._mine, arrived, stride, own, self._mine, 1)
@@ -122,10 +122,10 @@ class CompressedOperation(InScratch):
         route, counts = self._route, self._last
         longest = self._nbytes(max(counts, default=0))
         if self._name != "all_gather_v":  # pieces of an all_reduce are equal but for the last ones
-            runs: list[Run] = [collect(route, own, last, longest)] if longest else []
+            runs: list[Run] = [route.bind_collect(own, last, longest)] if longest else []
             return [*runs, *self._decode(last, counts)]
         sends = [(own, self._nbytes(counts[route.rank]))] * route.size
-        return [exchange(route, sends, self._pieces(last, counts)), *self._decode(last, counts)]
+        return [route.bind_exchange(sends, self._pieces(last, counts)), *self._decode(last, counts)]
 
     def _pieces(self, address: int, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Address and bytes of each encoded piece."""

@@ -10,13 +10,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kos.comm.contract import Backend, Message, Piece
+from kos.comm.contract import Backend, Piece
 from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
 from kos.comm.operations import OPERATIONS, PARTS
 from kos.cuda import Kernel, driver
 from kos.cuda.driver import call, cu, relaxed_capture
-from kos.cuda.kernels import Plan, resolved
+from kos.cuda.kernels import Plan
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
@@ -61,32 +61,6 @@ def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> li
         parts.append((at, count * buffer.dtype.itemsize))
         at += parts[-1][1]
     return parts
-
-
-def messages_of(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Message]:
-    """The messages for the pieces of each rank, with addresses on the arrays of a launch."""
-    return [(rank, resolved(place, arrays), nbytes) for rank, (place, nbytes) in enumerate(pieces) if nbytes]
-
-
-def exchange(route: Backend, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
-    """A launch that sends piece j to rank j, also to itself, and receives piece j from it.  It skips empty pieces.
-
-    An address is in memory of this rank's GPU, or relative to an array of the launch.
-    """
-
-    def run(stream: int, *arrays: int) -> None:
-        route.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
-
-    return route.bind_exchange(sends, recvs) or run
-
-
-def collect(route: Backend, send: Any, recv: Any, nbytes: int) -> Run:
-    """A launch of an all-gather of ``nbytes`` from each rank; addresses as in ``exchange``."""
-
-    def run(stream: int, *arrays: int) -> None:
-        route.collect(resolved(send, arrays), resolved(recv, arrays), nbytes, stream)
-
-    return route.bind_collect(send, recv, nbytes) or run
 
 
 class Scratch:

@@ -27,12 +27,12 @@ from mmap import PAGESIZE
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.contract import Backend, Message, Piece, Probe
+from kos.comm.contract import Backend, Message, Piece, Probe, messages_of
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.memory import Scratch, Windows, exchange_of, messages_of
+from kos.comm.gpu.memory import Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, launch_of, launches_in_group
 from kos.comm.gpu.nccl_staging import MESSAGES, as_messages, stage, windows_of
 from kos.comm.gpu.works import unstarted

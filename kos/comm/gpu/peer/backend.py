@@ -379,6 +379,10 @@ class PeerBackend(Backend):
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
         return self._engine.bind_exchange(sends, recvs)
 
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run:
+        recvs = [(recv + rank * nbytes, nbytes) for rank in range(self.size)]
+        return self.bind_exchange([(send, nbytes)] * self.size, recvs)
+
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
         pieces = [[NONE] * self.size, [NONE] * self.size]
         for side, messages in zip(pieces, (sends, recvs), strict=True):
