@@ -46,8 +46,8 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
-        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "launch", "name",
-        "operation", "plan", "route", "sizeless", "text", "values", "waits", "work",
+        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "lasting", "launch",
+        "name", "operation", "plan", "route", "sizeless", "text", "values", "waits", "work",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class Prepared:
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
-        self.launch, self.plan = launch, plan
+        self.launch, self.plan, self.lasting = launch, plan, getattr(plan, "lasting", True)
         """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared."""
         self.work, self.gets = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
@@ -77,11 +77,6 @@ class Prepared:
         """The description of such a call.  Other ranks show it if their call differs."""
         self.description: tuple[Any, ...] = (None,)
         """What the flight recorder has of each start, once the communicator has it: its group, and the operation."""
-
-    @property
-    def lasting(self) -> bool:
-        """Whether later calls may use it."""
-        return getattr(self.plan, "lasting", True)
 
     def start(self, comm: Any, work: Work[Any], begun: bool = False) -> Any:
         """Number ``work``, record its call site, and launch it.
@@ -281,7 +276,9 @@ def sized(sizeless: int, count: int) -> int:
 
 def _description(prepared: Prepared, fingerprint: int) -> bytes:
     """What ``described`` reads, at most ``TEXT_BYTES``."""
-    for length in (TEXT_BYTES, 200, 100, 50):  # of each text
+    text = json.dumps([fingerprint, prepared.arguments, prepared.values]).encode()
+    is_long = len(text) > TEXT_BYTES or "counts" in prepared.values
+    for length in (200, 100, 50) if is_long else ():  # of each text
         brief = {name: _brief(value, length) for name, value in prepared.values.items()}
         text = json.dumps([fingerprint, shortened(prepared.arguments, length), brief]).encode()
         if len(text) <= TEXT_BYTES:
