@@ -1,4 +1,4 @@
-"""What --data may name: text, folders, token files, the standard library, and the checked download."""
+"""What --data may name: text, folders, token files, and the standard library."""
 
 import gzip
 import itertools
@@ -179,7 +179,7 @@ def test_runs_and_checkpoints_in_the_folder_are_skipped(tmp_path, caplog):
 
 def test_what_is_no_text_is_refused(tmp_path):
     refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file", error=ConfigError)
-    refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'", error=ConfigError)
+    refusal("stdlip", "stdlib", "'stdlip'", error=ConfigError)
     refusal(tmp_path / "*.bin", "*.bin", "no such file", error=ConfigError)
     refusal(tmp_path, str(tmp_path), "text files", "none of them text")
     path = tmp_path / "file"
@@ -223,7 +223,7 @@ def test_a_line_of_json_is_a_document(tmp_path, name):
         (b'{"prompt": "a\\ud800", "completion": "x"}', ["in the field 'prompt', got '\\ud800' at character 1"]),
         (b'["x"]', ["got ['x']"]),
         (b'{"text": "x"', ["expected JSON", "at column 13)"]),
-        (b'{"text": "caf\xe9"}', ["expected UTF-8", "0xe9", "--encoding"]),
+        (b'{"text": "caf\xe9"}', ["expected UTF-8", "0xe9", "iconv"]),
         (b"[" * 100_000, ["expected JSON"]),
         (b'{"text": "x\\ud800"}', ["'\\ud800' at character 1"]),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import ConfigError, DataError
+from kos.errors import DataError
 from kos.train.config.flags import parse
 from kos.train.data.batches import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
 from kos.train.data.tokenizers import NumberTokenizer
@@ -214,8 +214,6 @@ def test_token_files_and_their_tokenizer(tmp_path):
     assert (data.tokenizer.name, data.tokenizer.vocab_size) == ("numbers", 50_257)
     assert load_data(parse(["--data", path, "--seq-len", "5", "--vocab-size", "100"])).tokenizer.vocab_size == 100
     assert load_data(parse(["--data", path, "--seq-len", "5", "--tokenizer", "bytes"])).tokenizer.vocab_size == 256
-    with refused(ConfigError, "--tokenizer", "'chars'", "tokens.bin"):
-        load_data(parse(["--data", path, "--seq-len", "5", "--tokenizer", "chars"]))
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
@@ -261,8 +259,8 @@ def test_data_shorter_than_a_sequence_is_refused(tmp_path):
 
 
 def test_a_prompt_that_cannot_be_spelt_is_refused_before_training(tmp_path):
-    config = parse(["--data", write(tmp_path, "ab" * 99), "--seq-len", "4", "--tokenizer", "chars", "--prompt", "abc"])
-    with refused(DataError, "2 characters", "'c'"):
+    config = parse(["--data", tokens_file(tmp_path, [5] * 99), "--seq-len", "4", "--prompt", "abc"])
+    with refused(DataError, "expected token numbers below 50257", "'abc'"):
         load_data(config)
 
 

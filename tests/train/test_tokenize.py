@@ -68,7 +68,7 @@ def small_shards(portion: int = 100) -> Iterator[None]:
 
 @small_shards()
 @pytest.mark.parametrize("name", ["", "a_train.txt", "b_train.jsonl", "c_train.json"])
-@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_a_run_sees_what_it_sees_of_the_text(folder, tmp_path, name, tokenizer, huggingface_file):
     """In shards of any size."""
     spec = str(huggingface_file) if tokenizer == "bpe" else tokenizer
@@ -141,11 +141,11 @@ def test_new_settings_are_in_the_key_only_if_they_are_not_the_defaults(folder, t
 
     source = str(folder / "a_train.txt")
     tokenizer = {**make_tokenizer("bytes").to_json(), "name": ""}
-    earlier = [tokenizer, TOKENS_VERSION, True, "completion", False, False, [[None, "utf-8"]]]
+    earlier = [tokenizer, TOKENS_VERSION, True, "completion", False, False, [None]]
     expected = hashlib.sha256(json.dumps([[*earlier, None], [source], None]).encode()).hexdigest()
     assert key_of("same", [source]) == expected != key_of("other", [source], hold_out=0.2)
     several = [source, str(folder / "b_train.jsonl")]  # which are split each on its own now
-    earlier[-1] = [[None, "utf-8"]] * 2
+    earlier[-1] = [None] * 2
     expected = hashlib.sha256(json.dumps([[*earlier, None], several, None]).encode()).hexdigest()
     assert key_of("several", several) != expected
 
@@ -154,7 +154,7 @@ def test_other_data_or_settings_are_no_continuation(folder, tmp_path):
     out = tmp_path / "out"
     tokenize(out, [str(folder)])
     with refused(ConfigError, f"{out}: expected a new folder, got one with tokens of other data or settings"):
-        tokenize(out, [str(folder)], tokenizer="chars")
+        tokenize(out, [str(folder)], split_special_tokens=False)
     (folder / "a_train.txt").write_text("changed")
     with refused(ConfigError, "of other data or settings"):
         tokenize(out, [str(folder)])
@@ -270,7 +270,7 @@ def kos(*words: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_command(folder, tmp_path):
     out = tmp_path / "out"
-    done = kos("tokenize", folder, out, "--tokenizer", "chars", "--no-split-special-tokens")
+    done = kos("tokenize", folder, out, "--no-split-special-tokens")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{out}: ") and "tokens of 64 documents in 1 shard (" in done.stdout
     assert "in 1 shard (bytes)" in kos("tokenize", folder, tmp_path / "unnamed").stdout, "without --tokenizer"
@@ -283,7 +283,6 @@ def test_the_command(folder, tmp_path):
             for suffix in (".parquet", ".TXT", ".jsonl.zst", ".bin")
         ],
         (["tokenize", folder, tmp_path / "new", "--loss-on", "some"], "loss_on"),
-        (["tokenize", folder, tmp_path / "new", "--encoding", "utf-9"], "encoding"),
     ]
     for words, text in wrong:
         done = kos(*words)

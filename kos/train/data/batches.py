@@ -467,7 +467,7 @@ def _ignored(corpus: Corpus, config: TrainConfig, about: Mapping[str, Any]) -> d
         if unused := about.get("unused"):
             found["text_field"] = f"no record of {corpus.name} has the field {' or '.join(unused)}"
         return found
-    names = ("text_field", "encoding", "split_turns", "split_special_tokens", "allow_lost_content")
+    names = ("text_field", "split_turns", "split_special_tokens", "allow_lost_content")
     of_text = [name for name in names if getattr(config, name) != ()]  # those of other sources alone
     written = ("token_dtype", "hold_out") if corpus.tokenized else ()
     found = dict.fromkeys(of_text, f"{corpus.name} has tokens")

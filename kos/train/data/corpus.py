@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
-from kos.train.data import HOLD_OUT, download
+from kos.train.data import HOLD_OUT
 from kos.train.data.documents import (
     OPENERS,
     TEXT,
     Document,
     Lines,
     Records,
-    check_encoding,
     check_kind,
     is_converted,
     open_documents,
@@ -150,7 +149,7 @@ def read_corpus(
 ) -> Corpus:
     """The corpus that ``--data`` names.  Its validation data is what ``--val-data`` names, or a part that is held out.
 
-    Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, records or tokens, or a folder or glob pattern
+    Both are ``stdlib`` or a path: a file of text, records or tokens, or a folder or glob pattern
     of such files.  Several names of ``data`` are read as one; without a name there is only validation data.  ``split``
     describes which data is held out; ``hold_out`` is the fraction.  Each of several names is split separately, unless a
     file is named for validation.  ``val_flag`` names ``val_data``.
@@ -216,8 +215,6 @@ def errors_with(flag: str, data: str) -> Iterator[None]:
 def _find(data: str, show: Show, lines: Lines) -> _Source:
     if data == "stdlib":
         return _Source(data, [], _stdlib)
-    if data == download.NAME:
-        return _Source(data, [], lambda: [File(data, "", None, open_documents(download.tinyshakespeare()))])
     path, lines = Path(data), lines.of(data)
     if path.is_dir() and is_tokenized(path):
         return _Source(data, [each for each in sorted(path.iterdir()) if each.is_file()], list, tokenized=path)
@@ -227,15 +224,13 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
         if is_token_file(path, lines.token_dtype):
             return _of_files(path.name, [path], None, show, lines)
         check_kind(path)
-        check_encoding(path, lines)
         return _Source(path.name, [path], lambda: [File(path.name, "", path, open_documents(path, lines))])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     if matches := [Path(match) for match in sorted(glob.glob(data, recursive=True))] if glob.has_magic(data) else []:
         home = Path(os.path.commonpath([match.parent for match in matches]))
         return _of_files(data, [match for match in matches if match.is_file()], home, show, lines)
-    names = f"stdlib, {download.NAME}, or the path of a file or folder"
-    raise ConfigError(f"--data: expected {names}, got {data!r} (no such file)")
+    raise ConfigError(f"--data: expected stdlib, or the path of a file or folder, got {data!r} (no such file)")
 
 
 def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, lines: Lines) -> _Source:
@@ -283,7 +278,6 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         texts = sorted({*texts} - {*converted})
     for path in texts:
         check_kind(path)
-        check_encoding(path, lines)
     return _Source(name, texts, read_texts, below=[*map(below, texts)])
 
 

@@ -18,7 +18,7 @@ from kos.train.data.corpus import Corpus, Show
 from kos.train.data.documents import Lines
 from kos.train.data.prepared import prepared
 from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask, pieces
-from kos.train.data.tokenized import CorpusDocuments, check_shards, fingerprint, read_manifest, read_rows, tokenize
+from kos.train.data.tokenized import check_shards, fingerprint, read_manifest, read_rows, tokenize
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -39,11 +39,9 @@ _BEGINS = ("train.npy", "val.npy")
 def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
     """How files are read with these settings."""
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    fields, encodings = by_source(config.text_field), {"": "utf-8", **by_source(config.encoding)}
-    of_source = {name: (fields.get(name), encodings.get(name)) for name in {*fields, *encodings}}
+    fields = by_source(config.text_field)
     return Lines(
-        fields.get(""), template, config.split_turns, encodings[""], config.token_dtype, config.allow_lost_content,
-        of_source,
+        fields.get(""), template, config.split_turns, config.token_dtype, config.allow_lost_content, fields
     )  # fmt: skip
 
 
@@ -106,9 +104,6 @@ def _load_tokens(
 def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
     if config.tokenizer == "auto":
         return NumberTokenizer(config.model.vocab_size or corpus.vocab_size or 0)
-    if config.tokenizer == "chars":
-        expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
-        raise SettingError("--tokenizer", expected, "'chars'")
     return make_tokenizer(config.tokenizer)
 
 
@@ -134,7 +129,7 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
     if config.tokenizer != "auto":
         return config.tokenizer
     if folder is not None and not has_tokenizer(Path(folder)):
-        expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
+        expected = f"bytes or the PATH of a tokenizer.json, as {folder} has none"
         raise SettingError("--tokenizer", expected, f"auto{how_to_make(Path(folder))}")
     return folder or "bytes"
 
@@ -163,11 +158,11 @@ def tokenizing(
     They also depend on the files and on ``corpus.below``.
     """
     spec = _tokenizer_of_text(config, weights)
-    tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
-    how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
+    tokenizer = given or make_tokenizer(spec)
+    how: list[Any] = [{**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
     how += [TOKENS_VERSION, config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
-    how += [[(each.text_field, each.encoding) for each in corpus.lines]]
+    how += [[each.text_field for each in corpus.lines]]
     how += ["lost content"] * config.allow_lost_content
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
@@ -175,8 +170,8 @@ def tokenizing(
 
     def make(folder: Path, key: str = "") -> dict[str, Any]:
         return tokenize(
-            folder, corpus, tokenizer or make_tokenizer(spec, text=CorpusDocuments(corpus)), key=key, show=show,
-            split_special_tokens=config.split_special_tokens, loss_on=config.loss_on,
+            folder, corpus, tokenizer, key=key, show=show, split_special_tokens=config.split_special_tokens,
+            loss_on=config.loss_on,
         )  # fmt: skip
 
     return how, make
@@ -192,7 +187,7 @@ def _load_tokenized(
     tokenizer = _tokenizer_of(about)
     if given is not None and not tokenizer.is_like(given):
         raise DataError(f"--data {source}: expected tokens of the tokenizer {given.name}, got {tokenizer.name}")
-    named = given is None and config.tokenizer not in ("auto", "chars") and make_tokenizer(config.tokenizer)
+    named = given is None and config.tokenizer != "auto" and make_tokenizer(config.tokenizer)
     if named and not tokenizer.is_like(named):
         raise SettingError("--tokenizer", f"{tokenizer.name}, that of {source}, or auto", named.name)
     if about["masked"] and config.loss_on != about["loss_on"]:

@@ -202,9 +202,6 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class Packing:
     """The plans of a run's training and validation data.  ``key`` identifies the data and settings behind them."""
 
-    stored = False
-    """Whether the plans were read from the folder of a run."""
-
     def __init__(self, key: Sequence[Any], plans: Sequence[NDArray[np.int64]]) -> None:
         self.key, self.plans = json.dumps(key), plans
 
@@ -239,7 +236,6 @@ class Packing:
             found = np.load(path, allow_pickle=False)
             packing = cls(key, np.split(found[5:], [int(found[4])]))
             if np.array_equal(packing.array(), found):
-                packing.stored = True
                 return packing
             got = "that of other data or settings, or a damaged file"
         except FileNotFoundError:

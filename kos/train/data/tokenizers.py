@@ -1,4 +1,4 @@
-"""Text to token numbers and back: bytes, characters, Hugging Face's tokenizer.json, or bare numbers.
+"""Text to token numbers and back: bytes, Hugging Face's tokenizer.json, or bare numbers.
 
 A checkpoint carries its tokenizer, for kos and, where transformers can hold it, as a ``tokenizer.json``.
 """
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
 from kos.train.data.cuts import ANYWHERE, adds_to_start, where_to_cut
-from kos.train.data.documents import Text
 from kos.train.data.pieces import Documents, Piece, pieces_of, portions
 from kos.train.data.tokenizer_classes import by_class
 
@@ -188,47 +187,9 @@ class ByteTokenizer(Tokenizer):
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", "replace")
 
 
-class CharTokenizer(Tokenizer):
-    """One token a character of ``alphabet``, sorted, as nanoGPT's data/shakespeare_char."""
-
-    kind = name = "chars"
-
-    def __init__(self, alphabet: str) -> None:
-        self.alphabet = "".join(sorted(set(alphabet)))
-        if not self.alphabet:
-            raise DataError("tokenizer chars: expected an alphabet of at least one character, got none")
-        self.arguments = {"alphabet": self.alphabet}
-        self.vocab_size = len(self.alphabet)
-        self.start = max(0, self.alphabet.find("\n"))
-        self._codes = _code_points(self.alphabet)
-
-    def encode(self, text: str) -> NDArray[Any]:
-        codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
-        unknown = np.flatnonzero(self._codes[ids] != codes)
-        if unknown.size:
-            got = f"{text[unknown[0]]!r} at character {unknown[0]}"
-            raise DataError(f"tokenizer chars: expected one of its {self.vocab_size} characters, got {got}")
-        return ids.astype(self.dtype)
-
-    def huggingface(self) -> dict[str, Any]:
-        vocab = {character: number for number, character in enumerate(self.alphabet)}
-        return {"decoder": {"type": "Fuse"}, **_one_token_each(vocab)}
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array([len(each.encode("utf-8", "surrogatepass")) for each in self.alphabet])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.alphabet[i] if 0 <= i < self.vocab_size else "\ufffd" for i in map(int, ids))
-
-
 def _one_token_each(vocab: Mapping[str, int]) -> dict[str, Any]:
     """Of a ``tokenizer.json``: one token a character."""
     return {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
-
-
-def _code_points(text: str) -> NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 class NumberTokenizer(Tokenizer):
@@ -373,12 +334,16 @@ def _ahead(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tup
             yield item, future.result()
 
 
-KINDS = {kind.kind: kind for kind in (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)}
+KINDS = {kind.kind: kind for kind in (ByteTokenizer, NumberTokenizer, HuggingFaceTokenizer)}
 
 
 def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
     """The inverse of a tokenizer's ``to_json``.  Raises DataError for anything else."""
     arguments = dict(values)
+    if values.get("kind") == "chars" and isinstance(alphabet := values.get("alphabet"), str):  # of a run of kos 0.3
+        vocab = {character: number for number, character in enumerate(alphabet)}
+        arguments = {"kind": "huggingface", "name": "chars", "tokenizer": _one_token_each(vocab)}
+        arguments["tokenizer"]["decoder"] = {"type": "Fuse"}
     kind = KINDS.get(arguments.pop("kind", None))
     if kind is None:
         raise DataError(f"tokenizer: expected kind {', '.join(KINDS)}, got {values.get('kind')!r}")
@@ -388,17 +353,14 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
         raise DataError(f"tokenizer {values['kind']}: expected its saved values, got {error}") from None
 
 
-def make_tokenizer(spec: str, *, text: Documents = ()) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
+def make_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` names.
 
     In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is not a tokenizer.json.  CheckpointError:
     it is in a checkpoint whose tokenizer cannot be read.  ConfigError: PATH is missing; the library is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
-    if spec == "chars":
-        parts = itertools.chain.from_iterable(each if isinstance(each, Text) else [str(each)] for each in text)
-        return CharTokenizer("".join(set[str]().union(*map(frozenset, parts))))
     path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
     if path.name == "tokenizer.json" and path.with_name(SAVED).exists():
         return read_tokenizer(path.parent)
@@ -457,7 +419,7 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text("utf-8"))
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror}{how_to_make(path.parent)}"
-        expected = "bytes, chars or the PATH of a tokenizer.json"
+        expected = "bytes or the PATH of a tokenizer.json"
         kind = ConfigError if isinstance(error, FileNotFoundError) else DataError
         raise kind(f"--tokenizer: expected {expected}, got {got}").about("tokenizer") from None
     except (ValueError, RecursionError) as error:
