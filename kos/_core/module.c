@@ -203,7 +203,7 @@ PyMODINIT_FUNC PyInit_native(void) {
     work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
     state_type = (PyTypeObject *)PyType_FromSpec(&state_spec);
     operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
-    int error = !m || !group || !work_type || PyModule_AddObjectRef(m, "Group", group)
+    int error = !m || !group || !work_type || PyModule_AddFunctions(m, ops_functions) || PyModule_AddObjectRef(m, "Group", group)
         || !operation_type || PyModule_AddObjectRef(m, "State", (PyObject *)state_type) || eager_init()
         || pthread_atfork(NULL, NULL, kos_forked);
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)

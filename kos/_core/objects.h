@@ -216,6 +216,7 @@ State *new_state(PyObject *type, PyObject *prepared, PyObject *send, PyObject *r
                  PyObject *sequence, PyObject *record);
 int eager_init(void);
 // Of codec.c.
+extern PyMethodDef ops_functions[];
 PyObject *codec_encode(PyObject *self, PyObject *args);
 PyObject *codec_decode(PyObject *self, PyObject *args);
 // Makes a tuple and a dict of the arguments of a vectorcall.  The caller owns both.  Returns 0, or sets an exception.
