@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kos.train.config.flags import parse
-from kos.train.data.batch import Batch
 from kos.train.device import dry_run
 from kos.train.device.costs import GPUS
 from kos.train.layers import Gradients
@@ -16,6 +15,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as ops
+from kos.train.ops.batch import Batch
 from kos.train.ops.norm import Normalize
 from kos.train.parallel import schedules
 from kos.train.parallel.mesh import Layout, Mesh

@@ -15,7 +15,6 @@ import numpy as np
 from kos.train.checkpoint.adapter import Joined
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.batches import LEFT_OUT, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches, Rows
@@ -24,6 +23,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
+from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import MULTIPLE, Fp8Ops, first_of
 from kos.train.ops.linear import LinearOps
 from kos.train.parallel import schedules

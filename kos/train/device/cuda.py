@@ -36,7 +36,6 @@ from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches
@@ -48,6 +47,7 @@ from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
 from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.optim.cuda import SCALARS, CudaOptimizer

@@ -22,7 +22,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
-from kos.train.data.batch import Batch
+from kos.train.ops.batch import Batch
 from kos.train.ops.norm import Normalize
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor

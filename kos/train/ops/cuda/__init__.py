@@ -27,8 +27,8 @@ from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.data.batch import Batch
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Attend, CudaLoss, Mask, Scaled, of_function
+from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Columns, Matmul, row_of
 from kos.train.ops.cuda.norms import BLOCK, FLOAT32, NormOps, access_width
