@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,29 @@ QUESTIONS = 100
 
 SAMPLED = 256
 """Sequences in which tokens are counted that lack the beginning of their document."""
+
+
+class Batches(Protocol):
+    """Where a device takes the batches of its steps from: a ``Dataset``, or ``OwnBatches`` of the program."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the batch of the next step may be read before a step is over."""
+        ...
+
+    def read(self, step: int) -> tuple[str, ...]:
+        """Get the batch of ``step`` ready.  Returns the fields of ``Batch`` that all batches have.  Collective."""
+        ...
+
+    def micro_batches(self, step: int, rows_of_each: Sequence[range], dp: Axis) -> tuple[list[Batch], float]:
+        """This rank's micro-batches of a step, and what sums of losses and gradients in each are divided by.
+
+        That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
+        so that their mean is the step's.  It is infinite if all targets are left out: gradients are then
+        0, and optimizers make no update. With ``compress``, what such a step sends of the residuals is lost. Collective
+        over ``dp`` if targets are masked.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +110,6 @@ class Dataset:
     """Whether there is training data."""
 
     ahead = True
-    """Whether the batch of the next step may be read before a step is over."""
 
     in_parts: bool = False
     """Whether documents have parts that the loss need not count: chats, prompts and completions, tokens with a mask."""
@@ -164,9 +186,8 @@ class Dataset:
         """The names of all validation losses.  That of a mixture is computed from those of its sources."""
         return [*dict.fromkeys([*["val_loss"] * bool(self.validated), *self.evaluated])]
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Those of ``Batch`` that all batches have."""
+    def read(self, step: int) -> tuple[str, ...]:
+        """See ``Batches``.  Any batch can be read at any time."""
         return ("tokens", "targets", *["document_starts"] * self.packs)
 
     @property
@@ -306,13 +327,7 @@ class Dataset:
         return (len(tokens) - 1) // self.seq_len
 
     def micro_batches(self, step: int, rows_of_each: Sequence[range], dp: Axis) -> tuple[list[Batch], float]:
-        """This rank's micro-batches of a step, and what sums of losses and gradients in each are divided by.
-
-        That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
-        so that their mean is the step's.  It is infinite if all targets are left out: gradients are then
-        0, and optimizers make no update. With ``compress``, what such a step sends of the residuals is lost. Collective
-        over ``dp`` if targets are masked.
-        """
+        """See ``Batches``."""
         own = [self.rows(step, each) for each in rows_of_each]
         count: float = self.tokens_in(step + 1) - self.tokens_in(step)
         if self.masks_targets:
@@ -333,6 +348,8 @@ class Dataset:
 
     def describe(self) -> str:
         """One phrase for the log."""
+        if not (self.train.size or self.val.size):
+            return f"{self.name} ({self.tokenizer.name})"
         return f"{self.train.size:,} + {self.val.size:,} tokens of {self.name} ({self.tokenizer.name})"
 
     def _error(self, tokens: Tokens, expected: str, got: object) -> DataError:
