@@ -98,7 +98,7 @@ def small_buckets(patch: pytest.MonkeyPatch) -> None:
 
     With ``deterministic``, even short sequences are split among the ranks of cp.
     """
-    blocks = ((optim, "BLOCK", 64), (memory_plan, "BLOCK", 64), (memory_plan, "HOST_BUCKET_BYTES", 4096),
+    blocks = ((optim, "CHUNK", 64), (memory_plan, "CHUNK", 64), (memory_plan, "HOST_BUCKET_BYTES", 4096),
               (model_module, "LEAST_CHUNK", LEAST_CHUNK))  # fmt: skip
     for module, name, value in blocks:
         patch.setattr(module, name, value)

@@ -32,7 +32,8 @@ from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 from kos.train.ops.fixed_order import ORDER
-from kos.train.optim import LearningRate, frozen_in
+from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.optim import frozen_in
 
 _log = logging.getLogger(__name__)
 
