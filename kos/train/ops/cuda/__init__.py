@@ -283,7 +283,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
         self, x: Array, norm: Normalize, rstd: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena
     ) -> None:
         self.normalize(x, norm, None, rstd)
-        fp8.quantize(self, x, norm.weight, rows, columns, arena, rstd, **norm.macros())
+        fp8.quantize(self, x, norm.weight, rows, columns, arena, rstd)
 
     def quantize_swiglu(self, gate_up: Array, rows: Scaled | None, columns: Scaled | None, arena: Arena) -> None:
         fp8.quantize(self, None, gate_up, rows, columns, arena)
