@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kos.errors import ConfigError, install
+from kos.train.blas import prepare as _prepare_blas
 
 if TYPE_CHECKING:
     from kos.train.config.flags import parse
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kos.train.run import Trainer
     from kos.train.tools.metrics import read_metrics
     from kos.train.trained import TrainedModel, load
+
+_prepare_blas()
 
 _MODULES = {
     "Batch": "ops.batch", "Callback": "program", "CudaLoss": "ops", "FitResult": "fitting", "Loss": "ops",
