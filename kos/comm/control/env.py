@@ -5,7 +5,7 @@ srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` replace the ranks and the size.
 torchrun an agent uses that port: rank 0 then takes the first free one of the ``AGENT_PORTS`` ports after it, and the
 other ranks find it by the handshake.
 
-The ranks prove to each other that they know the job's secret: see ``kos.comm.control.secret``.
+The ranks prove to each other that they know the job's secret: see ``kos.comm.control.identity``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.grow import publish
+from kos.comm.control.identity import load_secret
 from kos.comm.control.listening import bound
-from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
 from kos.environment import KOS_HOST
