@@ -23,6 +23,7 @@ from kos.comm.control.identity import load_secret
 from kos.comm.control.listening import bound
 from kos.comm.control.wire import Network, is_loopback
 from kos.comm.failures import FailureLog
+from kos.comm.waits import wait
 from kos.environment import KOS_HOST
 from kos.errors import RendezvousError
 from kos.launcher import OF_OTHERS, VARIABLES
@@ -127,19 +128,20 @@ def _check_bound(place: Place) -> None:
 def _listen(network: Network, place: Place) -> socket.socket:
     """A listener at the first port that is free."""
     ports, name = place.ports, place.names[1]
-    deadline = time.monotonic() + BUSY_SECONDS
-    while True:
+
+    def listen() -> socket.socket | None:
         for port in ports:
             try:
                 return network.listen(port)
             except OSError as error:
-                problem = error
                 if error.errno != errno.EADDRINUSE:
                     raise RendezvousError(f"{name}: rank 0 cannot listen at {port}: {error}") from error
-        if time.monotonic() >= deadline:
-            tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
-            raise RendezvousError(
-                f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
-                "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
-            ) from problem
-        time.sleep(0.05)
+        return None
+
+    if (listener := wait(listen, time.monotonic() + BUSY_SECONDS, pause=0.05)) is None:
+        tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+        raise RendezvousError(
+            f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
+            "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
+        )
+    return listener

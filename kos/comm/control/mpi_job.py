@@ -36,7 +36,7 @@ from typing import Any
 from kos.comm import timeouts
 from kos.comm.control.grow import GRACE_SECONDS
 from kos.comm.control.identity import job
-from kos.comm.waits import Backoff, wait_until
+from kos.comm.waits import Backoff, wait
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install, ranks_in_words
 from kos.launcher import OF_MPI, launched_place, under_mpirun
 
@@ -218,7 +218,7 @@ def wait_request(request: Any, timeout: float | None, look: Callable[[], None] =
     Meanwhile ``look`` is called, which may raise.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    if not (done := bool(wait_until(request.Test, deadline, look, Backoff().pause))):
+    if not (done := bool(wait(request.Test, deadline, look, Backoff().pause))):
         keep_unfinished(request)
     return done
 

@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+from kos.comm import waits
 from kos.comm.control.hub import CLOSED, CONNECTION_CLOSED, DIED, FAILURES, FORWARDED, NOTICE
 from kos.comm.control.wire import Connection, Waiting
 from kos.errors import KosError, RendezvousError, by_handler, from_record, to_record
@@ -126,15 +127,15 @@ class Channel:
         """
         token, inbox = next(_tokens) if wait else None, self._group.inbox
         self._group.post(NOTICE + json.dumps([soon, token, topic, self._group.rank, *what]).encode())
-        deadline = time.monotonic() + timeout
-        while token is not None and token not in inbox.forwarded:
-            if 0 in self._group.deaths() or inbox.closed:
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.0002)
+        if token is None:
+            return True
+
+        def forwarded() -> bool:
+            return token in inbox.forwarded or 0 in self._group.deaths() or inbox.closed
+
+        sent = waits.wait(forwarded, time.monotonic() + timeout, pause=0.0002)
         inbox.forwarded.discard(token)
-        return True
+        return sent
 
     def receive(self, topic: str) -> list[list[Any]]:
         """The notices of that topic that have arrived, each after the rank of its sender; those of one in its order."""

@@ -26,6 +26,7 @@ from kos.comm.host.tcp_messages import CALL, CLOSED_HERE, NO_CALL, REASON_LENGTH
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
+from kos.comm.waits import wait
 from kos.comm.work import Engine, Work
 from kos.errors import KosError, to_record
 
@@ -281,19 +282,20 @@ class TCPTransport(Backend):
     def _disconnect(self, why: str, cause: KosError | None) -> None:
         """Report why, and close all connections."""
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
-            self._linger(lambda: self.mismatched and self.failures.earliest is None)
+            self._linger(lambda: not self.mismatched or self.failures.earliest is not None)
             data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
             for rank, peer in self.peers.items():
                 if self._complete and why == WHY_CLOSED:  # a rank that waits in another call reports both
                     self.describe(rank, self._complete[-1])
                 peer.send_close(data)
-            self._linger(lambda: any(peer.busy for peer in self.peers.values()))
+            self._linger(lambda: not any(peer.busy for peer in self.peers.values()))
             self.poller.progress()  # if data is unread, Linux closes by a reset, and discards what is not sent yet
             for peer in self.peers.values():
                 peer.close()
 
-    def _linger(self, needed: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while needed() and time.monotonic() < deadline:
+    def _linger(self, over: Callable[[], bool]) -> None:
+        def pause() -> None:
             self.poller.pause(seconds=0.001)
             self.poller.progress()
+
+        wait(over, time.monotonic() + _CLOSE_SECONDS, pause=pause)
