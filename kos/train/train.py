@@ -216,7 +216,7 @@ class Step:
     """What passes read, by name."""
 
     optimizer: Any
-    """An Optimizer or CudaOptimizer: its weights and state are Parameters or this rank's OwnedSlices."""
+    """The ``Optimizer``: its weights and state are Parameters or this rank's OwnedSlices."""
 
     count: Array
     """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""

@@ -14,6 +14,7 @@ from kos.errors import OutOfMemory
 from kos.memory import array as array_module
 from kos.memory.arena import ALIGNMENT
 from kos.testing import spawn
+from kos.train import optim
 from kos.train.config.optimizers import not_of
 from kos.train.device import cuda as engine_module
 from kos.train.device import dry_run, memory_plan
@@ -22,7 +23,6 @@ from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops import fixed_order
 from kos.train.ops.cuda import cublaslt
-from kos.train.optim import cuda as cuda_optimizer
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.host_kernels.communicator import DeviceComm
 from tests.train.host_kernels.engine import host_engine, on_host
@@ -94,7 +94,7 @@ def check(layout: Layout, changes: dict[str, Any]) -> None:
 def check_bits(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``--deterministic``, whose pieces of a sequence have at least 2 tokens, or 8 where cuBLASLt needs many."""
     least = 8 if changes.get("dtype") == "fp8" else 2
-    chunks = (cuda_optimizer, "CHUNK", 256), (memory_plan, "CHUNK", 256), (memory_plan, "BUCKET_BYTES", 4 * 1024)
+    chunks = (optim, "CHUNK", 256), (memory_plan, "CHUNK", 256), (memory_plan, "BUCKET_BYTES", 4 * 1024)
     for module, name, size in (*chunks, (fixed_order, "LEAST_CHUNK_ON_GPUS", least)):
         monkeypatch.setattr(module, name, size)
     changes = {"deterministic": True, "grad_clip": 1.0, "tied": False, "layers": layers_of(layout), **changes}

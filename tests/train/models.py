@@ -118,7 +118,7 @@ def random_weights(
 
 
 def queue(optimizer: Any, gradients: Any, average: float = 1.0, add_up: Any = None) -> None:
-    """One update of a ``CudaOptimizer``."""
+    """One update of a ``Optimizer``."""
     optimizer.norm(gradients, add_up)
     optimizer.update(gradients, 1 / average)
 

@@ -83,7 +83,7 @@ def test_all_of_a_file_is_validated_on_by_the_tokenizer_of_the_run(text, others)
     (others / "a.txt").write_text("rank ring tree")
     data = load_data(config)
     assert data.others["a"].tokenizer is data.tokenizer and data.others["a"].val.size == 14
-    assert data.tokenizer.decode(data.others["a"].val.window(0, 14)) == "rank ring tree"
+    assert data.tokenizer.decode(data.others["a"].val.window(0, 14)[0]) == "rank ring tree"
     (others / "a.txt").write_text("rank")
     with refused(DataError, f"--eval-data {others / 'a.txt'}: expected at least --seq-len + 1 = 9 tokens"):
         load_data(config)
@@ -102,7 +102,7 @@ def test_tokens_of_kos_tokenize(text, others, tmp_path):
     named = [f"{name}={tmp_path / name}" for name in ("both", "pairs", "one")]
     data = load_data(_config(text, None, seq_len=8, eval_data=named))
     both = data.others["both"].val
-    assert data.tokenizer.decode(both.window(0, both.size)).strip() == val.strip()
+    assert data.tokenizer.decode(both.window(0, both.size)[0]).strip() == val.strip()
     assert data.others["one"].val.size == 13, "it holds nothing out"
     alone = load_data(_config(tmp_path / "pairs", None, seq_len=8))
     assert data.others["pairs"].val.size == alone.val.size and data.others["pairs"].val.masked

@@ -65,7 +65,7 @@ def test_shards_are_one_row_of_tokens():
     for start in range(50):
         for length in (1, 3, 50 - start):
             if start + length <= 50:
-                assert np.array_equal(tokens.window(start, length), whole[start : start + length])
+                assert np.array_equal(tokens.window(start, length)[0], whole[start : start + length])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def words(tmp_path):
 def read(data: str, *flags: str) -> tuple[list[int], list[int], str]:
     """The tokens that ``--data`` gives, and what the log says about them."""
     got = load_data(parse(["--data", data, "--seq-len", "1", *flags]))
-    train, val = (tokens.window(0, len(tokens)).tolist() for tokens in (got.train, got.val))
+    train, val = (tokens.window(0, len(tokens))[0].tolist() for tokens in (got.train, got.val))
     return train, val, got.held_out
 
 
@@ -144,7 +144,7 @@ def test_documents_begin_where_their_first_tokens_are(tmp_path, words):
         sizes = [(len(text) if not between else len(text.split())) + between for text in texts * 8 if text]
         begins = np.cumsum([0, *sizes])
         batch = data.batch(3)
-        every = data.train.window(0, len(data.train))
+        every, _ = data.train.window(0, len(data.train))
         for tokens, starts in zip(batch.tokens, batch.document_starts, strict=True):
             places = [at for at in range(len(every) - 8) if np.array_equal(every[at : at + 9], tokens)]
             wanted = [[max(0, begins[begins <= at + i].max() - at) for i in range(9)] for at in places]

@@ -140,11 +140,11 @@ def test_each_source_has_its_field(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps({**values, "seq_len": 9}))
     for given in (["--data", f"{a}:0.5", "--data", f"{b}:0.5", *flags], ["--config", str(tmp_path / "c.json")]):
         parts = load_data(parse(given)).parts
-        texts = [bytes(part.train.window(0, len(part.train)).tolist()).decode() for part in parts]
+        texts = [bytes(part.train.window(0, len(part.train))[0].tolist()).decode() for part in parts]
         assert [text[:4] for text in texts] == ["é0é1", "ü0ü1"]
     data = load_data(parse(["--data", a, "--val-data", b, "--eval-data", f"b={b}", *flags]))
     for val in (data.val, data.others["b"].val):
-        assert bytes(val.window(0, len(val)).tolist()).decode().startswith("ü0ü1")
+        assert bytes(val.window(0, len(val))[0].tolist()).decode().startswith("ü0ü1")
     manifest = tokenize(tmp_path / "out", [a, b], text_field=("body", f"{b}=inhalt"))
     assert manifest["train_tokens"] > 0
     for wrong in ("x.csv=inhalt", "body=x"):
@@ -301,8 +301,8 @@ def test_arrays_of_tokens(tmp_path, name):
     flags += ["--token-dtype", {"u2.bin": "uint16", "i4.bin": "int32"}[name]] if name.endswith(".bin") else []
     for data in (path, tmp_path):
         got = load_data(parse(["--data", str(data), *flags, "--vocab-size", "500"]))
-        assert got.train.window(0, 450).tolist() == [*range(450)]
-        assert got.val.window(0, 50).tolist() == [*range(450, 500)]
+        assert got.train.window(0, 450)[0].tolist() == [*range(450)]
+        assert got.val.window(0, 50)[0].tolist() == [*range(450, 500)]
         assert not got.masks_targets
     with refused(DataError, f"--data {path}: expected tokens below the vocabulary's 499, got 499 at token 499"):
         load_data(parse(["--data", str(path), *flags, "--vocab-size", "499"]))
@@ -319,7 +319,7 @@ def test_bytes_as_tokens_without_a_header(tmp_path):
     path.write_bytes(bytes(range(256)))
     assert read_corpus(str(path), lines=Lines(token_dtype="uint8")).vocab_size == 256
     got = load_data(parse(["--data", str(path), "--token-dtype", "uint8", "--seq-len", "4"]))
-    assert got.train.window(0, 3).tolist() == [0, 1, 2]
+    assert got.train.window(0, 3)[0].tolist() == [0, 1, 2]
 
 
 def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from kos.train.device.costs import GPUS
 from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.device.memory_plan import GIB
 from kos.train.ops.fp8 import linears
-from kos.train.optim.cuda import CHUNK
+from kos.train.optim import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import build
 

@@ -14,9 +14,9 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.cuda import CudaOps
-from kos.train.optim import LearningRate
+from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.optim import Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.cuda import CudaOptimizer
 from tests.train.beside_torch import torch_llama
 from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING, loss_and_gradients, queue
@@ -170,7 +170,7 @@ def test_skipped_steps_are_no_updates(ops, graph):
 
 
 def on_gpu(ops, rule, weights, schedule, groups, skip):
-    return CudaOptimizer(rule, ops, weights, None, schedule, groups=groups, skip_outliers=skip)
+    return Optimizer(rule, weights, schedule, ops=ops, groups=groups, skip_outliers=skip)
 
 
 def test_weights_are_rounded_at_random(ops):
@@ -187,7 +187,7 @@ def test_weights_are_rounded_at_random(ops):
     total = np.zeros(start.size)
     for seed in map(int, seeds):
         weights.flat.copy_from(start, ops.stream)
-        optimizer = CudaOptimizer(AdamW(), ops, weights, None, schedule, seed=seed)
+        optimizer = Optimizer(AdamW(), weights, schedule, ops=ops, seed=seed)
         optimizer.continue_after(7, 7)
         queue(optimizer, gradients)
         got = weights.flat.numpy(ops.stream)
@@ -202,7 +202,7 @@ def test_weights_are_rounded_at_random(ops):
 def test_weights_that_are_lost_stay_so(ops):
     """A NaN is none of the numbers that its bits and random ones add up to: the GPU's own would be -0."""
     weights = Parameters({"vector": (300,)}, "bfloat16", None, ops.zeros)
-    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1.0, 0, 9, 0))
+    optimizer = Optimizer(AdamW(), weights, LearningRate("constant", 1.0, 0, 9, 0), ops=ops)
     lost = np.full(300, 0x7FFFFFFF, np.uint32).view(np.float32)
     lost[100:200], lost[200:] = np.inf, -np.inf
     optimizer.state["exp_avg"].flat.copy_from(lost, ops.stream)

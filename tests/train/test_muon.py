@@ -20,7 +20,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
 from kos.train.ops import numpy as numpy_ops
-from kos.train.optim import Group, Optimizer
+from kos.train.optim import Group, Optimizer, decay_matrices
 from kos.train.optim.adamw import AdamW
 from kos.train.optim.muon import Muon
 from kos.train.parallel.mesh import Layout
@@ -32,6 +32,7 @@ from tests.train.models import small
 from tests.train.refusal import refused
 from tests.train.runs import _config, _train
 from tests.train.sharded import tensors_of_run
+from tests.train.updates import step_of_host
 
 MUON: dict[str, Any] = {"optimizer": "muon"}
 SHAPES = {
@@ -73,8 +74,10 @@ def test_an_update_is_a_plain_one(rng):
     weights.flat[:] = rng.normal(size=weights.flat.size)
     other = weights.like()
     other.flat[:] = weights.flat
-    ours, adamw = Optimizer(AdamW(), weights, groups=groups(rule, 0.3, 0.5)), Optimizer(AdamW(), other)
-    adamw.groups[0] = adamw.groups[0]._replace(decay=0.3)
+    ours, adamw = (
+        Optimizer(AdamW(), held, groups=each)
+        for held, each in ((weights, groups(rule, 0.3, 0.5)), (other, decay_matrices(SHAPES, 0.3)))
+    )
     rows = {"stacked.c_attn": (slice(0, 12), slice(12, 24), slice(24, 36))}
     expected = {name: weights[name].copy() for name in HIDDEN}
     momentum = {name: np.zeros(SHAPES[name]) for name in HIDDEN}
@@ -89,8 +92,8 @@ def test_an_update_is_a_plain_one(rng):
             for part in rows.get(name, (slice(None),)):
                 g = 0.25 * gradients[name][part]
                 plain(expected[name][part], g, momentum[name][part], 0.5 * lr, 0.3, 0.9)
-        ours.step(gradients, lr, 0.25)
-        adamw.step(again, lr, 0.25)
+        step_of_host(ours, gradients, lr, 0.25)
+        step_of_host(adamw, again, lr, 0.25)
     for name in HIDDEN:
         np.testing.assert_allclose(weights[name], expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
     for name in ("head", "norm"):
@@ -119,7 +122,7 @@ def test_muon_is_torchs(rng, in_bfloat16, monkeypatch):
         for name, tensor in theirs.items():
             tensor.grad = torch.tensor(gradients[name].copy())
         reference.step()
-        ours.step(gradients, 0.02)
+        step_of_host(ours, gradients, 0.02)
     got = np.concatenate([tensor.detach().numpy().ravel() for tensor in theirs.values()])
     error = np.linalg.norm(weights.flat - got) / np.linalg.norm(weights.flat - start)
     assert error < (0.03 if in_bfloat16 else 1e-12)

@@ -4,9 +4,9 @@ import numpy as np
 
 from kos.train.layers import Placement
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.optim import Group, LearningRate
+from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.optim import Group, Optimizer
 from kos.train.optim.adamw import AdamW
-from kos.train.optim.cuda import CudaOptimizer
 from kos.train.optim.muon import Muon
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler, ops
@@ -28,7 +28,7 @@ def test_batches_are_single_matrices_together(ops, rng):
     for exact_count in (0, gradients.flat.size):
         weights = gradients.like()
         how = {"groups": [Group(shapes, 0.0, 1.0, rule)], "exact": exact_count}
-        optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0), **how)
+        optimizer = Optimizer(AdamW(), weights, LearningRate("constant", 1e-2, 0, 9, 0), ops=ops, **how)
         queue(optimizer, gradients)
         results.append(weights.flat.numpy())
     assert calls == [10] + [1] * 10
@@ -43,11 +43,11 @@ def test_an_update_takes_the_memory_that_was_planned(monkeypatch):
     ops = emulator.HostOps()
     held = OwnedSlices(weights, [slice(0, weights.flat.size)])
     arena = ops.make_arena()
-    optimizer = CudaOptimizer(
-        AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0),
+    optimizer = Optimizer(
+        AdamW(), weights, LearningRate("constant", 1e-2, 0, 9, 0), ops=ops,
         groups=[Group(weights, 0.0, 1.0, rule)], arena=arena,
     )  # fmt: skip
     ops.launch = lambda *arguments, **options: None
-    rule.queue_matrices(optimizer, weights.like(), 1.0, 0.0)
+    rule.update_matrices(optimizer, weights.like(), 1.0, 0.0)
     planned = rule.scratch_bytes(held, 4, 1 << 25)
     assert 0.9 * planned < arena.peak <= planned

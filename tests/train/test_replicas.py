@@ -11,10 +11,10 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import TrainingError
 from kos.testing import spawn
+from kos.train import optim
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
 from kos.train.device.replicas import check_replicas
-from kos.train.optim import cuda as cuda_optimizer
 from kos.train.optim import overlap
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
@@ -155,7 +155,7 @@ def test_the_comparison_names_the_tensor_and_two_ranks(zero, where, ranks, text,
 ], ids=str)  # fmt: skip
 def test_the_comparison_on_emulated_gpus(emulated, changes, monkeypatch):
     layout = Layout(dp=2, pp=2)
-    for module in (cuda_optimizer, memory_plan):
+    for module in (optim, memory_plan):
         monkeypatch.setattr(module, "CHUNK", 64)
 
     def run(comm: Communicator) -> str:

@@ -18,7 +18,7 @@ from kos.train.device.costs import Clock, TimedOps, cost
 from kos.train.device.dry_run import DryRun
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import KERNELS
-from kos.train.optim import BLOCK, Group, MatrixRule, Optimizer, UpdateRule
+from kos.train.optim import CHUNK, Group, MatrixRule, Optimizer, UpdateRule
 from kos.train.parallel.mesh import Layout
 from kos.train.tools.plan import make_job
 from tests.train.dry_runs import SHAPE as PLANNED
@@ -27,7 +27,7 @@ from tests.train.host_kernels import emulator
 from tests.train.host_kernels.ops import needs_compiler
 from tests.train.models import small
 from tests.train.refusal import refused
-from tests.train.updates import check_updates, each_kind
+from tests.train.updates import check_updates, each_kind, step_of_host
 
 
 class Momentum(UpdateRule):
@@ -47,7 +47,7 @@ class Momentum(UpdateRule):
 
 
 def test_a_rule_has_weights_and_their_decay(rng):
-    shapes, decay_of = {"a": (3, BLOCK // 2 + 3), "b": (5,)}, {"a": 0.1, "b": 0.0}
+    shapes, decay_of = {"a": (3, CHUNK // 2 + 3), "b": (5,)}, {"a": 0.1, "b": 0.0}
     weights, gradients = Parameters(shapes, np.float64), Parameters(shapes, np.float64)
     optimizer = Optimizer(Momentum(), weights, groups=[Group(["a"], 0.1), Group(["b"])])
     weights.flat[:] = rng.normal(size=weights.flat.size)
@@ -57,7 +57,7 @@ def test_a_rule_has_weights_and_their_decay(rng):
         for name, w in expected.items():
             momenta[name] = 0.9 * momenta[name] + 0.5 * gradients[name] + decay_of[name] * w
             expected[name] = w - 0.2 * momenta[name]
-        optimizer.step(gradients, 0.2, 0.5)
+        step_of_host(optimizer, gradients, 0.2, 0.5)
     for name in shapes:
         np.testing.assert_allclose(weights[name], expected[name], rtol=1e-12, err_msg=name)
 

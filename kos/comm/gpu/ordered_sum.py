@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.contract import Backend, Piece
-from kos.comm.gpu.memory import InScratch, collect, exchange
+from kos.comm.gpu.memory import InScratch
 from kos.comm.operation import Operation
 from kos.dtypes import DTYPES
 from kos.memory.windows import Run
@@ -100,28 +100,28 @@ class OrderedReduction(InScratch):
     def _exchange(self, source: Any, gathered: int) -> Run:
         route, size = self._route, self._itemsize
         if self._whole:
-            return collect(route, source, gathered, self._count * size)
+            return route.bind_collect(source, gathered, self._count * size)
         parts = zip(self._starts, self._counts, strict=True)
         sends = [(source + start * size, count * size) for start, count in parts]
         nbytes = self._mine * size
-        return exchange(route, sends, [(gathered + r * nbytes, nbytes) for r in range(route.size)])
+        return route.bind_exchange(sends, [(gathered + r * nbytes, nbytes) for r in range(route.size)])
 
     def _distribute(self, target: Any) -> Run:
         """Send the parts of an all_reduce to all ranks, those of a reduce to the root."""
         route, size = self._route, self._result
         if self._name == "all_reduce" and self._count % route.size == 0:
-            return collect(route, target, self._recv, self._mine * size)
+            return route.bind_collect(target, self._recv, self._mine * size)
         mine, none = (target, self._mine * size), (0, 0)
         recvs = self._parts_of_result()
         sends = [mine if self._root in (None, r) else none for r in range(route.size)]
         sends[route.rank] = recvs[route.rank] = none  # already in place
-        return exchange(route, sends, recvs)
+        return route.bind_exchange(sends, recvs)
 
     def _distribute_rows(self, target: int, exclusive: int) -> Run:
         """Send row r of the part to rank r."""
         nbytes = self._mine * self._result
         sends = [(target + r * nbytes, nbytes if r >= exclusive else 0) for r in range(self._route.size)]
-        return exchange(self._route, sends, self._parts_of_result())
+        return self._route.bind_exchange(sends, self._parts_of_result())
 
     def _parts_of_result(self) -> list[Piece]:
         """The places of the parts of the result on this rank; none if it has no part."""

@@ -26,14 +26,14 @@ from kos.train.checkpoint.huggingface import TensorFiles, whole
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
 from kos.train.config import Changes, changes_of, flatten, of_0_2, weighted
 from kos.train.config.options import KEYS, TrainConfig
-from kos.train.data import HOLD_OUT
 from kos.train.data.packing import FILE
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Shape
 from kos.train.ops.fixed_order import ORDER
-from kos.train.optim import LearningRate, frozen_in
+from kos.train.ops.numpy_optimizer import LearningRate
+from kos.train.optim import frozen_in
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], ob
 def data_settings(about: Mapping[str, Any]) -> dict[str, Any]:
     """The settings by which a run reads its data, from its description in config.json or in a checkpoint."""
     theirs = about.get("config", {}) | about.get("derived", {})
-    return {"fit": theirs.get("fit", "cut"), "hold_out": theirs.get("hold_out", HOLD_OUT)}
+    return {name: theirs[name] for name in ("fit", "hold_out") if name in theirs}
 
 
 class Residuals:

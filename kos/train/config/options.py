@@ -39,7 +39,8 @@ from kos.train.model.rope import Section
 if TYPE_CHECKING:
     from kos.train.layers import Placement
     from kos.train.model.llama import LlamaConfig, Local
-    from kos.train.optim import Group, LearningRate, UpdateRule
+    from kos.train.ops.numpy_optimizer import LearningRate
+    from kos.train.optim import Group, UpdateRule
 
 DETERMINISTIC_MICRO_BATCHES = 8
 """``--deterministic`` splits the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
@@ -491,7 +492,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     def learning_rate(self) -> LearningRate:
         """The schedule that gives the learning rate of each step."""
-        from kos.train.optim import LearningRate
+        from kos.train.ops.numpy_optimizer import LearningRate
 
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr

@@ -25,10 +25,11 @@ from kos.train.data.documents import (
     Records,
     check_kind,
     is_converted,
+    kind_of,
     open_documents,
 )
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
-from kos.train.data.token_files import VOCAB_SIZES, is_token_file, is_tokenized, mask_of, open_tokens
+from kos.train.data.token_files import VOCAB_SIZES, is_tokenized, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
     if path.is_dir():
         return _of_files(path.name or data, _visible_files(path), path, show, lines)
     if path.is_file():
-        if is_token_file(path, lines.token_dtype):
+        if kind_of(path, lines.token_dtype) == "tokens":
             return _of_files(path.name, [path], None, show, lines)
         check_kind(path)
         return _Source(path.name, [path], lambda: [File(path.name, "", path, open_documents(path, lines))])
@@ -261,14 +262,14 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         return files
 
     may_be = [path for path in paths if path.suffix in ("", ".bin", ".npy")] if home else paths
-    tokens = [path for path in may_be if is_token_file(path, lines.token_dtype)]
+    tokens = [path for path in may_be if kind_of(path, lines.token_dtype) == "tokens"]
     masks = [mask for path in tokens if (mask := mask_of(path)).is_file()]
     texts = sorted({*paths} - {*tokens, *masks})
     if tokens:
         if texts:
             _log.warning("skipped, since there are token files: %s", _names([str(path) for path in texts]))
         files = [file(path, open_tokens(path, lines.token_dtype)) for path in tokens]
-        sizes = [each.content.itemsize for each in files]
+        sizes = [each.content.tokens.itemsize for each in files]
         if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
             raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")
         names = [] if home is None else [*map(below, tokens)]

@@ -32,6 +32,7 @@ from kos.train.config.other_names import WITHOUT
 from kos.train.data import KINDS
 from kos.train.data.chat import ChatTemplate
 from kos.train.data.messages import JSON, counts
+from kos.train.data.token_files import has_magic
 
 _log = logging.getLogger(__name__)
 
@@ -194,15 +195,18 @@ def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
     return Text(path, lines, 0, size)
 
 
-def _kind(path: Path) -> str:
-    """The suffix of a file, without that of its compression."""
+def kind_of(path: Path, token_dtype: str | None = None) -> str:
+    """``tokens`` for a token file, with a dtype also any ``.bin``; else its suffix, without that of its compression."""
     last = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if last in OPENERS else last
+    if last in OPENERS:
+        return path.with_suffix("").suffix.lower()
+    is_tokens = last == ".npy" or (last == ".bin" and token_dtype) or (last not in READERS and has_magic(path))
+    return "tokens" if is_tokens else last
 
 
 def has_records(path: Path, lines: Lines = TEXT) -> bool:
     """Whether a file has records: by its suffix, or a ``.json`` file by its beginning."""
-    kind = _kind(path)
+    kind = kind_of(path)
     return kind in READERS and (kind != ".json" or _kind_of_json(path, lines) != "text")
 
 
@@ -259,7 +263,7 @@ def _library(name: str, extra: str, path: Path) -> Any:
 
 def _decoded(path: Path, newline: str | None = None) -> Iterator[str]:
     """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
-    kinds = "text" if _kind(path) in READERS else KINDS
+    kinds = "text" if kind_of(path) in READERS else KINDS
 
     def wrong(expected: str, got: str, likely: str) -> DataError:
         home = path.with_suffix("") if (suffix := path.suffix.lower()) in OPENERS else path
@@ -313,7 +317,7 @@ def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
 
 def _table(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
-    dialect = "excel-tab" if _kind(path) == ".tsv" else "excel"
+    dialect = "excel-tab" if kind_of(path) == ".tsv" else "excel"
     rows = csv.reader(_decoded(path, ""), dialect, strict=True)
     names: list[str] | None = None
     row: list[str] | None = []
@@ -403,7 +407,7 @@ def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
 
 def _reader(path: Path) -> Reader:
     """The reader of a file with records.  In place of a broken record, it yields a DataError, and continues."""
-    return READERS.get(_kind(path), _json_lines)  # a file whose suffix is unknown is read as JSON Lines
+    return READERS.get(kind_of(path), _json_lines)  # a file whose suffix is unknown is read as JSON Lines
 
 
 # --- records to documents -----------------------------------------------------------------------------

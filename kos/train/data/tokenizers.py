@@ -36,6 +36,7 @@ class Encoded(NamedTuple):
     """A part of the tokens of documents."""
 
     tokens: NDArray[Any]
+    mask: NDArray[np.uint8]  # 1 if the loss counts the token
     begins: NDArray[np.int64]  # where documents begin in it
     characters: int
     pieces: int  # of documents
@@ -60,11 +61,7 @@ class Tokenizer(ABC):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest unsigned dtype that holds every token."""
-        return self.dtype_of(masked=False)
-
-    def dtype_of(self, masked: bool) -> np.dtype[Any]:
-        """The smallest dtype that holds every token t; with ``masked`` ~t as well."""
-        return np.min_scalar_type(-self.vocab_size if masked else self.vocab_size - 1)
+        return np.min_scalar_type(self.vocab_size - 1)
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[Any]:
@@ -86,14 +83,13 @@ class Tokenizer(ABC):
         return [*self.prefix], [*self.suffix, *ends]
 
     def encode_documents(
-        self, documents: Documents, split_special_tokens: bool, masked: bool = False, skip: int = 0
+        self, documents: Documents, split_special_tokens: bool, skip: int = 0
     ) -> Iterator[Encoded]:
         """The tokens of documents, with ``document_affixes``, in parts, without those of the first ``skip`` pieces.
 
         With ``split_special_tokens``, special tokens that are spelled out in a document are encoded as text.
-        With ``masked`` a token t that the loss does not count is ~t, which is negative.
         """
-        dtype = self.dtype_of(masked)
+        dtype = self.dtype
 
         def encode(portion: list[Piece]) -> tuple[list[list[NDArray[Any]]], Counter[str]]:
             splits = split_special_tokens and not portion[0].rendered
@@ -102,18 +98,17 @@ class Tokenizer(ABC):
 
         for portion, (encodings, spelled_out) in _ahead(encode, portions(documents, self.cuts, skip)):
             affixes = ([], []) if portion[0].rendered else self.document_affixes
-            (before, after), pieces = (np.array(ids, dtype) for ids in affixes), list[NDArray[Any]]()
+            (before, after), pieces, masks = (np.array(ids, dtype) for ids in affixes), list[Any](), list[Any]()
             for encoded, piece in zip(encodings, portion, strict=True):
-                ids = [part.astype(dtype, copy=False) for part in encoded]
+                ids = [*encoded]
                 ids[0] = np.concatenate([*[before] * (not piece.before), ids[0]])
                 ids[-1] = np.concatenate([ids[-1], *[after] * piece.last])
-                if masked:
-                    ids = [part if counted else ~part for part, (_, counted) in zip(ids, piece.parts, strict=True)]
                 pieces.append(np.concatenate(ids))
+                masks.append(np.repeat(np.array([counted for _, counted in piece.parts], np.uint8), [*map(len, ids)]))
             places = zip(np.cumsum([0, *map(len, pieces)]), portion, strict=False)
             begins = np.array([at for at, piece in places if not piece.before], np.int64)
             size = sum(len(text) for piece in portion for text, _ in piece.parts)
-            yield Encoded(np.concatenate(pieces), begins, size, len(portion), spelled_out)
+            yield Encoded(np.concatenate(pieces), np.concatenate(masks), begins, size, len(portion), spelled_out)
 
     def _encode(self, pieces: Sequence[Piece], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
         """The tokens of each part of each piece, without those that ``encode`` adds."""

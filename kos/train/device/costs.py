@@ -102,7 +102,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
             pairs = attended_pairs(attend.length)
         flops = 4.0 * attend.out.size * pairs / attend.length * (2.5 if backward else 1.0)
     elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
-        from kos.train.optim.cuda import CHUNK
+        from kos.train.optim import CHUNK
 
         nbytes = min(CHUNK * arguments[2], arrays[0].size) * arrays[0].dtype.itemsize
     elif name == "orthogonalize":  # in a step three products, of operands of two shapes

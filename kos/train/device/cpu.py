@@ -41,8 +41,8 @@ class CpuDevice(Device):
         step.weights, step.count, step.micro_batch = weights, np.zeros(1, self.dtype), self.micro_batch
         step.reports, step.report = reports, reports[0] if self.comm.size == 1 else np.zeros(reports.shape[1])
         step.optimizer = Optimizer(
-            config.update_rule(), weights, groups=config.trained_groups(model, *parts),
-            parts=step.parallel.parts(), normed=step.parallel.normed(), learning_rate=config.learning_rate(),
+            config.update_rule(), weights, config.learning_rate(), groups=config.trained_groups(model, *parts),
+            parts=step.parallel.parts(), normed=step.parallel.normed(),
             grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, counted=step.counted(),
             exact=model.num_parameters() if config.deterministic else 0, tp=mesh.tp, arena=step.models[0].arena,
         )  # fmt: skip
@@ -58,8 +58,9 @@ class CpuDevice(Device):
         whole, program.count[0] = self.source.micro_batches(step, self.micro_batches, self.mesh.dp)
         self._batches = [*map(program.models[0].context.take, whole)]
         program.run()
-        norm, lr = program.optimizer.last_norm, program.optimizer.last_lr
-        self._result = self.result(program.reports, norm, lr, time.perf_counter() - began, program.count[0])
+        after = program.optimizer.read()
+        took = time.perf_counter() - began
+        self._result = self.result(program.reports, after["norm"], after["lr"], took, program.count[0])
 
     def micro_batch(self, index: int) -> Batch:
         self.show(f"step {self._number + 1}", index / len(self.micro_batches))
@@ -74,8 +75,5 @@ class CpuDevice(Device):
     def gradient_not_finite(self, step: int) -> str | None:
         if self.config.dtype == "fp8":
             self.step.passes()
-        gradients, parts = self.step.gradients, self.step.optimizer.parts
-        bad = [np.flatnonzero(~np.isfinite(gradients.flat[part])) + part.start for part, _ in parts]
-        at = min((int(where[0]) for where in bad if where.size), default=-1)
-        spans = gradients.spans
-        return self.first_of_all(next((name for name, span in spans.items() if span.start <= at < span.stop), None))
+            self.step.norm()
+        return self.first_of_all(self.step.optimizer.not_finite())

@@ -50,7 +50,8 @@ from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
-from kos.train.optim.cuda import SCALARS, CudaOptimizer
+from kos.train.ops.numpy_optimizer import SCALARS
+from kos.train.optim import Optimizer
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.failures import gather_json, together
 from kos.train.parallel.mesh import Axis, Mesh
@@ -187,12 +188,11 @@ class CudaDevice(Device):
         elif config.compute_dtype != dtype:
             copy = gradients.like(config.compute_dtype)
         step.weights = master if copy is None else copy
-        step.optimizer = CudaOptimizer(
-            config.update_rule(), ops, master, copy, config.learning_rate(),
+        step.optimizer = Optimizer(
+            config.update_rule(), master, config.learning_rate(), ops=ops, copy=copy,
             groups=config.trained_groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp,
             arena=step.models[0].arena, skip_outliers=config.skip_outliers, seed=config.seed,
-            counted=step.counted() if step.parallel.others.size > 1 else None,
-            normed=step.parallel.normed(),
+            counted=step.counted(), normed=step.parallel.normed(),
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
             exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip

@@ -45,7 +45,6 @@ from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM, kernel_set, unsupported
 from kos.train.ops.numpy_attention import view_of_keys_and_values
 from kos.train.optim import MatrixRule, UpdateRule, elements, state_of
-from kos.train.optim.muon import BATCH
 from kos.train.parallel.data import Buckets, run_of, waiting_subtrees
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
@@ -56,7 +55,7 @@ from kos.train.train import REPORT, Step
 class DryOps:
     """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
 
-    dtype, overlap_rows, one_scale = np.dtype, None, False
+    dtype, overlap_rows, one_scale, matrix_batch = np.dtype, None, False, 0
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
@@ -241,7 +240,7 @@ class DryRun(Step):
 
     def matrices(self) -> Iterator[tuple[MatrixRule, OwnedSlices, int]]:
         """The rules of matrices, what of their state is held here, and the most elements in a batch of them."""
-        most = 0 if self.config.deterministic or self.config.device == "cpu" else BATCH
+        most = 0 if self.config.deterministic else self.dry.matrix_batch
         for dtype, _, slices, rule in self.state.values():
             if isinstance(rule, MatrixRule):
                 yield rule, OwnedSlices(self.gradients, slices, dtype), most

@@ -11,8 +11,7 @@ from kos.dtypes import DTYPES
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.optim import BLOCK
-from kos.train.optim.cuda import CHUNK
+from kos.train.optim import CHUNK
 from kos.train.parallel.data import Buckets
 from kos.train.parallel.mesh import Mesh
 
@@ -84,7 +83,7 @@ def plan_buckets(
     twice = sharded and config.elastic is not None and reduction.batch.size == ranks and reduction.others.size == 1
     if config.device == "cpu":
         blocks = 1 if config.compress == "none" else compression.BLOCK * mesh.exact("cpu")
-        multiple = BLOCK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
+        multiple = CHUNK * ranks if sharded else math.lcm(reduction.batch.size, blocks)
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut, twice, *lies)
     itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # else no bucket overlaps, and sums in rank order may need one of each rank

@@ -171,6 +171,12 @@ class Ops(Protocol):
     overlap_rows: int | None
     """The fewest rows of a product for which it pays to split one in two, so that collectives overlap. None: never."""
 
+    matrix_batch: int
+    """Up to so many elements of small matrices Muon orthogonalises together: each alone leaves a GPU idle. 0: one."""
+
+    multiprocessors: int
+    """How many run blocks of threads. On CPUs 1."""
+
     def make_arena(self) -> Arena:
         """An empty arena over the dialect's memory."""
 

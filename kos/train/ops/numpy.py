@@ -38,10 +38,13 @@ from kos.train.ops.numpy_blocks import normalize_backward as normalize_backward
 from kos.train.ops.numpy_blocks import quantize as quantize
 from kos.train.ops.numpy_blocks import scaled_product as scaled_product
 from kos.train.ops.numpy_blocks import sum_rows as sum_rows
+from kos.train.ops.numpy_optimizer import launch as launch
+from kos.train.ops.numpy_optimizer import update as update
 
 IGNORE = -1  # the target that is left out of the loss
 few_rows = 1
 one_scale = False
+multiprocessors, matrix_batch = 1, 0
 overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
 
 

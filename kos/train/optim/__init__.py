@@ -1,31 +1,30 @@
-"""Optimizers over flat fp32 arrays: parameter groups, named state, the gradient norm, and the learning rate.
+"""Optimizers over flat arrays: parameter groups, named state, the gradient norm, and the update.
 
 An ``UpdateRule``, such as ``AdamW``, declares the names and dtypes of its state. Checkpoints, memory plans, ZeRO-1 and
-resuming use this declaration. ``Optimizer`` runs the rule on a host, and ``kos.train.optim.cuda.CudaOptimizer`` runs it
-on a GPU. On a host, all passes over a block run while the block is in the cache, so a step reads and writes each array
-of the state once.
+resuming use this declaration. ``Optimizer`` is one program, whose kernels each dialect has
+(``kos.train.ops.numpy_optimizer``, ``ops/cuda/kernels/optimizer.cu``). The counters of steps and updates, and the
+learning rate, lie where the kernels compute, so the program can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from kos.dtypes import DTYPES
-from kos.errors import CollectiveMismatch, InvalidArgument
+from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.model.parameters import OwnedSlices, Parameters, Shape, packed
+from kos.train.ops import Array
+from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.numpy_optimizer import CHUNKS, SCALARS, SHAPES, LearningRate
 from kos.train.parallel.mesh import ALONE, Axis
 
-BLOCK = 16_384  # elements: weights, gradients, two moments and one temporary are 320 KiB, within an L2
-CHUNKS = np.dtype([
-    ("start", "i8"), ("local", "i8"), ("length", "i4"), ("group", "i4"), ("index", "i8"), ("place", "i8"),
-    ("kept", "i8"),
-])  # fmt: skip
+CHUNK = 16_384
+"""Elements of a thread block; on a host, weights, gradients, two moments and one temporary are 320 KiB, within an L2.
+A chunk begins at a multiple of it, or where a tensor begins."""
 
 Update = Callable[[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray], None]
 """``update(weights, gradient, state, scratch)`` updates a block in place.  ``scratch`` is as long as the block."""
@@ -57,7 +56,7 @@ class UpdateRule:
     """The decay rates of the two moments whose bias ``prepare`` corrects on GPUs.  0 means no correction."""
 
     def step(self, number: int, lr: float, decay: float) -> Update:
-        """The function that updates a block on a host in update ``number``, counted from 1; skipped steps do not count.
+        """The function that updates a chunk on a host in update ``number``, counted from 1; skipped steps do not count.
         """
         raise NotImplementedError
 
@@ -72,12 +71,8 @@ class MatrixRule(UpdateRule):
     On GPUs, its kernels are in ``ops/cuda/kernels/KERNEL.cu``.
     """
 
-    def step_matrices(self, optimizer: Optimizer, gradients: Parameters, lr: float, decay: float, scale: float) -> None:
-        """Update, on a host, the matrices whose state this rank holds."""
-        raise NotImplementedError
-
-    def queue_matrices(self, optimizer: Any, gradients: Parameters, lr_scale: float, decay: float) -> None:
-        """Queue the update on the GPU of a ``CudaOptimizer``."""
+    def update_matrices(self, optimizer: Optimizer, gradients: Parameters, lr_scale: float, decay: float) -> None:
+        """Update the matrices whose state this rank holds."""
         raise NotImplementedError
 
     def batches(self, held: OwnedSlices, most: int) -> Iterator[Sequence[Any]]:
@@ -147,172 +142,203 @@ def decay_matrices(shapes: Mapping[str, Shape], decay: float = 0.1) -> list[Grou
     return [Group(matrices, decay), Group(shapes.keys() - matrices)]
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that clips a gradient of this norm, as in ``torch.nn.utils.clip_grad_norm_``; 0: no clipping."""
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+CONSTANT = LearningRate("constant", 0.0, 0.0, 1, 0)
 
 
 class Optimizer:
-    """Runs ``rule`` over ``weights.flat`` on a host.  ``state`` maps names to arrays of state.
+    """``rule`` over ``weights``; ``copy``, in the layout of the gradients, receives them rounded to its dtype.
 
+    Weights of bfloat16 are rounded stochastically (Gupta et al. 2015, arXiv:1502.02551).  The random bits depend only
+    on ``seed``, step and position in the layout, so they are the same in any OwnedSlices.
+
+    - ``weights``: all, or the OwnedSlices of this rank (ZeRO-1), whose parts begin and end at multiples of CHUNK or
+      where tensors do.  Gradients and copy are whole.
     - ``groups``: the parameter groups; by default ``decay_matrices``.
-    - ``parts``: the slices that this rank updates, and whose state it keeps (ZeRO-1); by default all.
+    - ``parts``: the slices that this rank updates, and whose state it keeps; by default those of ``weights``.
     - ``normed``: the slices whose squares this rank adds to the gradient norm; by default ``parts``.
     - ``counted``: the tensors whose squares this rank adds to the gradient norm; by default all.
+    - ``places``: where each tensor begins in the layout of the whole model, if ``weights`` are a stage of it.
     - ``exact``: 0, or the number of elements of the whole model.  If it is given, the norm has the same bits for every
-      split into ranks and blocks.
+      split into ranks and chunks.
+    - ``skip_outliers``: if not 0, steps are skipped whose norm exceeds it or is not finite.  Otherwise, a norm that is
+      not finite stops all updates.
     - ``tp``: the ranks that hold the other shards of matrices.
     - ``arena``: memory that is idle between steps, which matrix updates may use.
+
+    ``state`` maps names to arrays of state, ``names_of_state`` to their tensors.  ``scalars`` (11,) float64 holds what
+    ``SCALARS`` names.
     """
 
     def __init__(
-        self, rule: UpdateRule, weights: Parameters, *, learning_rate: Callable[[int], float] = lambda step: 0.0,
-        groups: Sequence[Group] | None = None, parts: Sequence[slice] | None = None,
-        normed: Sequence[slice] | None = None, grad_clip: float = 0.0,
-        skip_outliers: float = 0.0, counted: Collection[str] | None = None, exact: int = 0, tp: Axis = ALONE,
-        arena: Arena | None = None,
+        self, rule: UpdateRule, weights: Parameters | OwnedSlices, learning_rate: LearningRate = CONSTANT, *,
+        ops: Any = numpy_ops, copy: Parameters | None = None, groups: Sequence[Group] | None = None,
+        parts: Sequence[slice] | None = None, normed: Sequence[slice] | None = None, grad_clip: float = 0.0,
+        skip_outliers: float = 0.0, seed: int = 0, counted: Collection[str] | None = None,
+        places: Mapping[str, int] | None = None, exact: int = 0, tp: Axis = ALONE, arena: Arena | None = None,
     ) -> None:  # fmt: skip
-        self.rule, self.weights, self.tp, self.arena = rule, weights, tp, arena or Arena()
-        self.step_count = self.updates = 0
-        """``step_count``: all steps so far, which set the learning rate.  ``updates``: those that were not skipped."""
+        if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
+            raise InvalidArgument("Optimizer: expected a copy in the layout of the weights, and no wider")
+        self.rule, self.ops, self.weights, self.copy = rule, ops, weights, copy
+        self.tp, self.arena = tp, arena or ops.make_arena()
         self.learning_rate, self.grad_clip, self.skip_outliers = learning_rate, grad_clip, skip_outliers
-        self.counted, self.exact = weights.shapes.keys() if counted is None else counted, exact
-        self.last_norm = self.last_lr = 0.0
-        """The gradient norm before clipping, and the learning rate, of the last update."""
-        self.groups = decay_matrices(weights.shapes) if groups is None else groups
-        self.parts = weights.parts() if parts is None else packed(parts)
-        held = state_of(rule, self.groups, weights.spans, [part for part, _ in self.parts])
-        self.state = {
-            name: OwnedSlices(weights, kept.slices, np.promote_types(DTYPES[kept.dtype].numpy, weights.flat.dtype))
-            for name, kept in held.items()
-        }
-        """The state by name.  ``names_of_state`` has the tensors of each."""
+        self.seed, self.exact = seed, exact
+        self.scalars = ops.zeros(len(SCALARS), np.float64)
+        self.groups = groups = decay_matrices(weights.shapes) if groups is None else groups
+        self.places = places or {name: span.start for name, span in weights.spans.items()}
+        layout = weights if isinstance(weights, Parameters) else weights.layout
+        mine = weights.parts() if parts is None else packed(parts)
+        held = state_of(rule, groups, weights.spans, [part for part, _ in mine])
         self.names_of_state = {name: kept.names for name, kept in held.items()}
-        of_norm = self.parts if normed is None else packed(normed)
-        rows, names, starts = split(weights, of_norm, BLOCK, self.groups)
-        self._count = len(starts)
-        self._blocks = [
-            (int(index), str(name), slice(start, start + length))
-            for (start, _, length, _, index, *_), name in zip(rows.tolist(), names, strict=True)
-        ]
-        own = next((packed(held[name].slices) for name in rule.state), self.parts)
-        self._updates = [
-            (slice(start, start + length), slice(local, local + length), group)
-            for start, local, length, group, *_ in split(weights, own, BLOCK, self.groups)[0].tolist()
-        ]
-        self._scratch = np.empty(BLOCK, weights.flat.dtype)
+        self.state = {name: OwnedSlices(layout, kept.slices, self._dtype(kept.dtype)) for name, kept in held.items()}
+        of_all, names, self._starts = split(weights, weights.parts(), CHUNK, groups, places)
+        own = next((packed(held[name].slices) for name in rule.state), mine)
+        chunks, _, _ = split(weights, own, CHUNK, groups, places)
+        chunks["local"] = of_all["local"][np.searchsorted(of_all["index"], chunks["index"])]
+        in_norm, _, _ = split(weights, mine if normed is None else packed(normed), CHUNK, groups, places)
+        of_norm = np.isin(of_all["index"], in_norm["index"])
+        self._sparse = counted is not None and not {*counted} >= weights.spans.keys()
+        if self._sparse:
+            of_norm &= np.isin(names, [*(counted or ())])
+        self._chunk_count, self._norm_count = len(chunks), int(of_norm.sum())
+        numbers = np.array([(group.decay, group.lr_scale) for group in groups])
+        self._chunks, self._norm_chunks, self._groups = map(self._table, (chunks, of_all[of_norm], numbers))
+        self._partial = ops.zeros((2 if exact else 1, max(1, len(self._starts))), np.float64)
+        self._largest = ops.zeros(1, np.int64 if weights.flat.dtype == np.float64 else np.int32)  # bits of a float
+
+    def _dtype(self, dtype: str) -> Any:
+        """The dtype of an array of state; on a host it is not narrower than the weights."""
+        flat = self.weights.flat
+        return np.promote_types(DTYPES[dtype].numpy, flat.dtype) if isinstance(flat, np.ndarray) else dtype
+
+    def _table(self, rows: np.ndarray) -> Array:
+        """A copy of ``rows``, as bytes, where the kernels read it."""
+        table = self.ops.zeros(rows.nbytes, np.uint8)
+        if rows.nbytes:
+            self.ops.copy(rows.reshape(-1).view(np.uint8), table)
+        return table
+
+    @property
+    def step_count(self) -> int:
+        """The steps so far, including skipped ones, which set the learning rate; waits for the device."""
+        return int(self.read()["step"])
+
+    @property
+    def updates(self) -> int:
+        """The steps so far that were not skipped; waits for the device."""
+        return int(self.read()["updates"])
 
     def continue_after(self, step: int, updates: int) -> None:
         """Continue after ``step`` steps, of which ``updates`` were not skipped."""
-        self.step_count, self.updates = step, updates
+        self._set(**dict.fromkeys(SCALARS, 0) | {"step": step, "updates": updates})
+
+    def halt(self) -> None:
+        """Make updates change nothing until ``resume``; step and norm stay. Waits for the device."""
+        self._set(halted=1)
+
+    def resume(self) -> None:
+        """Let updates change something again; step and norm stay. Waits for the device."""
+        self._set(halted=0)
+
+    def _set(self, **changes: float) -> None:
+        scalars = self.ops.to_host(self.scalars)
+        for name, value in changes.items():
+            scalars[SCALARS.index(name)] = value
+        self.ops.copy(scalars, self.scalars)
 
     def norm(
-        self, gradients: Parameters, sum_shards: Callable[[np.ndarray], object] | None = None, others: Axis = ALONE,
-        find_largest: Callable[[np.ndarray], object] | None = None,
+        self, gradients: Parameters, sum_shards: Callable[[Array], object] | None = None, others: Axis = ALONE,
+        find_largest: Callable[[Array], object] | None = None,
     ) -> None:  # fmt: skip
-        """Compute the gradient norm of the whole model, and store it for ``update``.
+        """Compute the sum of squares of the gradients of the whole model, in ``scalars``, for ``update``.
 
-        ``sum_shards`` adds up, in place, the squares of the ranks that hold one shard each.  ``others`` are the ranks
-        that hold the rest of the model.  ``find_largest`` takes the maximum over all ranks, in place; it is needed if
-        the norm is ``exact``.
+        ``sum_shards(partial)`` adds the sums of squares over ranks with a shard each; they are 0 for others' chunks.
+        ``others`` hold the rest of the model.  ``find_largest(bits)`` (1,) takes the maximum over all ranks; it is
+        needed if the norm is ``exact``.
         """
+        flat = gradients.flat
+        if sum_shards is not None or self._sparse:
+            self.ops.zero(self._partial)
+        chunks, (rows, stride) = (flat, self._norm_chunks), self._partial.shape
         if self.exact:
-            largest = np.array([self.largest(gradients, self.counted)])
+            self.ops.zero(self._largest)
+            if self._norm_count:
+                self._launch("largest", flat, self._norm_count, 256, *chunks, self._largest)
             if find_largest is not None:
-                find_largest(largest)
-            if not 0 < largest[0] < math.inf:
-                self._root = float(largest[0])
-                return
-            sums = self.exact_squares(gradients, self.counted, float(largest[0]), self.exact)
-        else:
-            sums = self.squares(gradients, self.counted)
+                find_largest(self._largest)
+        more = (stride, self._largest, self.exact.bit_length()) if self.exact else ()
+        if self._norm_count:
+            name = "exact_squares" if self.exact else "squares"
+            self._launch(name, flat, self._norm_count, 256, *chunks, self._partial, *more)
         if sum_shards is not None:
-            sum_shards(sums)
-        if others.size > 1 and self.exact:
-            others.comm.all_reduce(sums)
-        elif others.size > 1:
-            sums = others.comm.all_gather(np.array(math.fsum(sums)))
-        self._root = math.sqrt(math.fsum(sums))
+            sum_shards(self._partial)
+        self._launch("finish_norm", flat, rows, 1024, self._partial, stride, self.scalars)
+        if others.size > 1:
+            sums = self.scalars[SCALARS.index("sum_of_squares") :][:rows]
+            # In rank order: copies of the same weights are in different groups of ``others``, and need equal norms.
+            others.comm.all_reduce(sums, deterministic=others.size > 2)
 
-    def update(self, gradients: Parameters, micro_batches: float = 1, count: np.ndarray | None = None) -> None:
-        """Update the weights with the clipped mean gradient over ``micro_batches``.
-
-        The update is skipped if the norm is not finite or an outlier.  It is also skipped if ``count`` (1,), the
-        number of targets per micro-batch (``Dataset.micro_batches``), is infinite: then the batch has no targets.
+    def invalidate_if_aborted(self, gradients: Parameters, addresses: Array, report: Array) -> None:
+        """Give ``report`` an epoch that no rank has if a collective of this rank was aborted (``addresses``: (n,)
+        uint64, ``Communicator.abort_flags``).  Its sums are then undefined, and no rank applies the step.
         """
-        self.last_norm, self.last_lr = norm, lr = self._root / micro_batches, self.learning_rate(self.step_count)
-        masked = count is not None and math.isinf(count[0])
-        if masked or not math.isfinite(norm) or (self.skip_outliers and norm > self.skip_outliers):
-            self.step_count += 1
-        else:
-            self.step(gradients, lr, clip_coefficient(norm, self.grad_clip) / micro_batches)
+        self._launch("invalidate_if_aborted", gradients.flat, 1, 1, addresses, addresses.size, report)
 
-    def agree(self, gradients: Parameters, report: np.ndarray, reports: np.ndarray) -> None:
-        """Raise CollectiveMismatch unless all ranks report the same epoch and step (``kos.train.train.REPORT``)."""
-        if not (reports[:, 1:3] == report[1:3]).all():
-            got = "; ".join(f"{step:.0f} of epoch {epoch:.0f}" for epoch, step in reports[:, 1:3])
-            expected = f"step {report[2]:.0f} of epoch {report[1]:.0f} on every rank"
-            raise CollectiveMismatch(f"the update: expected {expected}, got {got}")
+    def agree(self, gradients: Parameters, report: Array, reports: Array) -> None:
+        """Updates change nothing any more unless all ranks report the same epoch and step (``kos.train.train.REPORT``).
+        On a host, this raises CollectiveMismatch.
 
-    def squares(self, gradients: Parameters, counted: Container[str]) -> np.ndarray:
-        """The sum of squares of each block of the layout, added in fp32 within a block.
-
-        It is 0 for the blocks of other ranks and of tensors that are not ``counted``.
+        The reports of a step whose collectives were ended are those of an earlier step, or zeros.
         """
-        sums = np.zeros(self._count)
-        for index, name, span in self._blocks:
-            if name in counted:
-                block = gradients.flat[span]
-                sums[index] = np.dot(block, block)
-        return sums
+        self._launch("agree", gradients.flat, 1, 32, report, reports, *reports.shape, self.scalars)
 
-    def largest(self, gradients: Parameters, counted: Container[str]) -> float:
-        """The largest magnitude of the ``counted`` gradients on this rank; inf if one is not finite."""
-        tops = [float(np.abs(gradients.flat[span]).max()) for _, name, span in self._blocks if name in counted]
-        return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
+    def update(self, gradients: Parameters, micro_batches: float = 1, count: Array | None = None) -> None:
+        """One update with the mean gradient over ``micro_batches``, clipped by its norm.
 
-    def exact_squares(self, gradients: Parameters, counted: Container[str], largest: float, count: int) -> np.ndarray:
-        """The sum of squares as two float64, which can be added over ranks and blocks without rounding errors.
-
-        Each square is rounded to a multiple of a unit, and its remainder to a multiple of a smaller unit.  The two
-        parts are summed separately.  No number is larger than ``largest``, so each sum of ``count`` parts fits in 53
-        bits, and the order of the additions does not matter (Demmel & Nguyen 2013, "Fast reproducible floating-point
-        summation").
+        There is none if ``count`` (1,), the targets in a micro-batch (``Dataset.micro_batches``), is infinite.
         """
-        bits = count.bit_length()
-        unit = 2.0 ** (2 * math.frexp(largest)[1] + bits - 52)
-        units, sums = (unit, unit * 2.0 ** (bits - 53)), np.zeros(2)
-        for _, name, span in self._blocks:
-            if name in counted:
-                left = gradients.flat[span].astype(np.float64)
-                left *= left
-                for index, unit in enumerate(units):
-                    rounded = np.rint(left / unit)
-                    rounded *= unit
-                    sums[index] += rounded.sum()
-                    left -= rounded
-        return sums
-
-    def step(self, gradients: Parameters, lr: float, scale: float = 1.0) -> None:
-        """One update with ``scale * gradients``.  The gradients remain scaled afterwards.
-
-        ``scale`` combines the mean over micro-batches and the clipping, so that both take no pass of their own.
-        """
-        self.step_count += 1
-        self.updates += 1
-        rates = [lr * group.lr_scale for group in self.groups]
-        updates = [
-            self.rule.step(self.updates, rate, group.decay) for rate, group in zip(rates, self.groups, strict=True)
-        ]
-        state = [self.state[name].flat for name in self.rule.state]
-        for span, local, group in self._updates:
-            w, g = self.weights.flat[span], gradients.flat[span]
-            if scale != 1.0:
-                g *= scale
-            updates[group](w, g, [flat[local] for flat in state], self._scratch[: w.size])
-        for rate, group in zip(rates, self.groups, strict=True):
+        flat, copy = gradients.flat, self.weights.flat if self.copy is None else self.copy.flat
+        rate, (beta1, beta2) = self.learning_rate, self.rule.bias_correction
+        self._launch(
+            "prepare", flat, 1, 1, self.scalars, SHAPES[rate.kind], float(rate.lr), float(rate.min_lr),
+            rate.steps, rate.warmup_steps, rate.decay_steps, float(beta1), float(beta2),
+            float(micro_batches), float(self.grad_clip), float(self.skip_outliers), 0 if count is None else count,
+        )  # fmt: skip
+        if self._chunk_count:
+            state = [self.state[name].flat for name in self.rule.state]
+            self.ops.update(
+                self.rule, self.weights.flat, flat, state, copy, self._chunk_count, self._chunks, self._groups,
+                self.scalars, self.seed, **self.macros(flat),
+            )  # fmt: skip
+        for group in self.groups:
             if group.rule:
-                group.rule.step_matrices(self, gradients, rate, group.decay, scale)
+                group.rule.update_matrices(self, gradients, group.lr_scale, group.decay)
+
+    def refresh_copy(self) -> None:
+        """The copy (this rank's parts of it) from the weights, after these were loaded."""
+        if self.copy is not None:
+            for part, local in self.weights.parts():
+                self.ops.copy(self.weights.flat[local], self.copy.flat[part])
+
+    def read(self) -> dict[str, float]:
+        """``scalars`` by name, after everything queued so far; waits for the device."""
+        return dict(zip(SCALARS, map(float, self.ops.to_host(self.scalars)), strict=True))
+
+    def not_finite(self) -> str | None:
+        """The first tensor, in the order of the layout, whose last gradient was not finite; waits for the device."""
+        bad = np.flatnonzero(~np.isfinite(self.ops.to_host(self._partial)[0]))
+        if not bad.size:
+            return None
+        at = int(self._starts[bad[0]])
+        return next(name for name, span in self.weights.spans.items() if span.start <= at < span.stop)
+
+    def _launch(self, name: str, gradients: Array, grid: int, block: int, *arguments: Any) -> None:
+        self.ops.launch("optimizer.cu", name, grid, block, *arguments, **self.macros(gradients))
+
+    def macros(self, gradients: Array) -> dict[str, Any]:
+        """Those of the kernels of optimizers."""
+        weight = "float32" if self.copy is None else self.copy.flat.dtype.name
+        master, copies = self.weights.flat.dtype.name, int(self.copy is not None)
+        return {"MASTER": master, "GRADIENT": gradients.dtype.name, "WEIGHT": weight, "COPY": copies}
 
 
 def split(
@@ -354,32 +380,3 @@ def split(
         rows["local"][inside], mine[inside] = starts[inside] - part.start + local.start, True
     rows["kept"] = rows["local"]
     return rows[mine], np.array([*spans])[tensors[mine]], starts
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """The learning rate of each step: a linear warm-up, then one of three shapes.
-
-    ``cosine`` falls from ``lr`` to ``min_lr`` at ``steps``; ``constant`` stays; ``wsd``
-    (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at ``lr`` and falls linearly
-    to ``min_lr`` over the last ``decay_steps``. On GPUs, ``prepare`` of ``kernels/optimizer.cu`` computes the same in a
-    captured step.
-    """
-
-    kind: str
-    lr: float
-    min_lr: float
-    steps: int
-    warmup_steps: int
-    decay_steps: int = 0
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of ``step``, counted from 0."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.kind == "constant":
-            return self.lr
-        start = self.warmup_steps if self.kind == "cosine" else max(self.warmup_steps, self.steps - self.decay_steps)
-        progress = min(1.0, max(0, step - start) / max(1, self.steps - start))
-        share = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
-        return self.min_lr + share * (self.lr - self.min_lr)

@@ -24,11 +24,8 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import ALIGNMENT
 from kos.train.layers import Placement
 from kos.train.model.parameters import OwnedSlices, Parameters
-from kos.train.ops import numpy as numpy_ops
 from kos.train.optim import MatrixRule, Optimizer
-from kos.train.parallel.mesh import Axis
 
-BATCH = 1 << 25  # elements: smaller matrices of a shape are multiplied together, for each alone leaves a GPU idle
 PARTIAL = 256  # bytes: of the sums of a norm
 STACKED = 3  # matrices in one tensor of q, k and v
 
@@ -102,42 +99,18 @@ class Muon(MatrixRule):
             count = max(1, most // math.prod(shape))
             yield from (alike[start : start + count] for start in range(0, len(alike), count))
 
-    def step_matrices(self, optimizer: Optimizer, gradients: Parameters, lr: float, decay: float, scale: float) -> None:
-        arena, momentum, shrink = optimizer.arena, optimizer.state["momentum"], 1 - lr * decay
-        for matrix in self.matrices(momentum):
-            w, g = (held.flat[matrix.span].reshape(matrix.part) for held in (optimizer.weights, gradients))
-            m = momentum.flat[place(momentum, matrix.span)].reshape(matrix.part)
-            with arena.scope(), np.errstate(all="ignore"):
-                u = arena.take(matrix.part, m.dtype)
-                if scale != 1.0:
-                    g *= scale
-                np.subtract(g, m, out=u)
-                u *= 1 - self.momentum
-                m += u
-                np.subtract(m, g, out=u)
-                u *= self.momentum
-                u += g
-                whole = _gathered(u, matrix, optimizer.tp, arena)
-                numpy_ops.orthogonalize(whole[None], arena)
-                update = whole[matrix.own]
-                update *= lr * matrix.factor
-                if shrink != 1.0:
-                    w *= shrink
-                w -= update
+    def update_matrices(self, optimizer: Optimizer, gradients: Parameters, lr_scale: float, decay: float) -> None:
+        most = 0 if optimizer.exact else optimizer.ops.matrix_batch  # the number of matrices may change bits
+        for matrices in self.batches(optimizer.state["momentum"], most):
+            with optimizer.arena.scope(), np.errstate(all="ignore"):
+                self._update(optimizer, gradients, matrices, lr_scale, decay)
 
-    def queue_matrices(self, optimizer: Any, gradients: Parameters, lr_scale: float, decay: float) -> None:
-        momentum = optimizer.state["momentum"]
-        for matrices in self.batches(momentum, 0 if optimizer.exact else BATCH):  # their number may change bits
-            with optimizer.arena.scope():
-                self._queue(optimizer, gradients, momentum, matrices, lr_scale, decay)
-
-    def _queue(
-        self, optimizer: Any, gradients: Parameters, momentum: OwnedSlices, matrices: Sequence[Matrix],
-        lr_scale: float, decay: float,
-    ) -> None:  # fmt: skip
+    def _update(
+        self, optimizer: Optimizer, gradients: Parameters, matrices: Sequence[Matrix], lr_scale: float, decay: float
+    ) -> None:
         weights, copy, tp, arena = optimizer.weights, optimizer.copy, optimizer.tp, optimizer.arena
         count, (shape, part), size = len(matrices), (matrices[0].shape, matrices[0].part), math.prod(matrices[0].part)
-        dtype = (copy or weights).flat.dtype
+        momentum, dtype = optimizer.state["momentum"], (copy or weights).flat.dtype
 
         def launch(name: str, threads: int, *arguments: Any) -> None:
             grid = max(1, min(-(-threads // 256), 16 * optimizer.ops.multiprocessors))
@@ -147,7 +120,7 @@ class Muon(MatrixRule):
         u = x = arena.take((count, *part), dtype)
         for each, matrix in enumerate(matrices):
             g, m = gradients.flat[matrix.span], momentum.flat[place(momentum, matrix.span)]
-            launch("muon_momentum", size // 4, g, m, u[each], size, optimizer.scalars, np.float32(self.momentum))
+            launch("muon_momentum", size // 4, g, m, u[each], size, optimizer.scalars, self.momentum)
         if part != shape:
             parts, x = arena.take((tp.size, count, *part), dtype), arena.take((count, *shape), dtype)
             tp.comm.all_gather(u, parts)
@@ -182,16 +155,3 @@ def place(held: Parameters | OwnedSlices, span: slice) -> slice | None:
             start = local.start + span.start - part.start
             return slice(start, start + span.stop - span.start)
     return None
-
-
-def _gathered(u: np.ndarray, matrix: Matrix, tp: Axis, arena: Any) -> np.ndarray:
-    """The whole matrix of this rank's part and those of the others."""
-    if matrix.part == matrix.shape:
-        return u
-    parts = arena.take((tp.size, *matrix.part), u.dtype)
-    tp.comm.all_gather(u, parts)
-    if matrix.part[1] == matrix.shape[1]:
-        return parts[:: matrix.copies].reshape(matrix.shape)
-    whole: np.ndarray = arena.take(matrix.shape, u.dtype)
-    whole.reshape(matrix.shape[0], tp.size, -1)[...] = parts.swapaxes(0, 1)
-    return whole

@@ -21,12 +21,11 @@ from kos.comm.compression import FORMATS
 from kos.cuda import streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
-from kos.train.device.costs import TimedOps, cost, update_bytes
-from kos.train.optim import elements
+from kos.train.device.costs import TimedOps, cost
 from kos.train.parallel.failures import gather_json
 
 OPTIMIZER = "optimizer"
-"""Begins the names of its operations on a GPU; a CPU has one."""
+"""Begins the names of its operations."""
 
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
@@ -112,22 +111,15 @@ class Profiler:
         timed = TimedOps(ops, self.timed)
         for model in step.models:
             model.ops = timed
-        if on_host:
-            held = elements([part for part, _ in optimizer.parts]) * step.weights.flat.itemsize
-            moved = update_bytes(held, held, sum(kept.flat.nbytes for kept in optimizer.state.values()))
-            optimizer.update = self.timed(OPTIMIZER, optimizer.update, moved)
-        else:
-            optimizer.ops = TimedOps(ops, functools.partial(self.timed, prefix=f"{OPTIMIZER}, "))
+        optimizer.ops = TimedOps(ops, functools.partial(self.timed, prefix=f"{OPTIMIZER}, "))
         self.began = True
 
-    def timed(
-        self, name: str, function: Callable[..., Any], nbytes: int | None = None, prefix: str = ""
-    ) -> Callable[..., Any]:
-        """``function``, noting its time; its cost is that of its arguments, or it moves ``nbytes``."""
+    def timed(self, name: str, function: Callable[..., Any], prefix: str = "") -> Callable[..., Any]:
+        """``function``, noting its time; its cost is that of its arguments."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             label = str(arguments[1]) if name == "launch" else name
-            moved = cost(label, arguments) if nbytes is None else (nbytes, 0.0)
+            moved = cost(label, arguments)
             shape: tuple[int, ...] = ()  # of a product
             if name == "scaled_product":
                 shape = *arguments[0].values.shape, len(arguments[1].values)

@@ -25,14 +25,12 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.device import cuda as engine_module
 from kos.train.device import dry_run, memory_plan
-from kos.train.model.parameters import Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import CudaOps
 from kos.train.ops.cuda.cublaslt import Columns
-from kos.train.optim import CHUNKS, LearningRate, Optimizer, clip_coefficient
-from kos.train.optim.adamw import AdamW
-from kos.train.optim.cuda import CHUNK, SCALARS, SHAPES
+from kos.train.ops.numpy_optimizer import CHUNKS, KERNELS, SCALARS
+from kos.train.optim import CHUNK
 from tests.host_compiler import COMPILER
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
@@ -226,38 +224,6 @@ def _numpy(name, arguments, operations=reference):
     return run
 
 
-def _squares(gradients, chunks, partial):
-    for start, _, length, _, index, *_ in chunks.view(CHUNKS):
-        partial[0, index] = np.sum(gradients[start : start + length].astype(np.float64) ** 2)
-
-
-def _largest(gradients, chunks, most):
-    for start, _, length, *_ in chunks.view(CHUNKS):
-        most[0] = max(most[0], int((gradients[start : start + length].view(np.int32) & 0x7FFFFFFF).max(initial=0)))
-
-
-def _exact_squares(gradients, chunks, partial, stride, most, count_bits):
-    magnitude = float(most.view(np.float32)[0])
-    for start, _, length, _, index, *_ in chunks.view(CHUNKS):
-        part = gradients[start : start + length]
-        if 0 < magnitude < np.inf:
-            partial[:, index] = exact_sums(part, magnitude, (1 << count_bits) - 1)
-        else:
-            partial[:, index] = np.sum(part.astype(np.float64) ** 2), 0
-
-
-def exact_sums(values, magnitude, count):
-    """The two sums that the CPU's norm has of ``values``."""
-    whole = Parameters({"x": values.shape})
-    whole.flat[:] = values
-    return Optimizer(AdamW(), whole).exact_squares(whole, {"x"}, magnitude, count)
-
-
-def _finish_norm(partial, stride, state):
-    for row, sums in enumerate(partial.reshape(-1, stride)):
-        state[SCALARS.index("sum_of_squares") + row] = sums.sum()
-
-
 def _invalidate_if_aborted(addresses, count, report):
     if any(ctypes.c_uint64.from_address(int(address)).value for address in addresses[:count]):
         report[1] = -1
@@ -267,25 +233,6 @@ def _agree(report, reports, ranks, columns, state):
     theirs = reports.reshape(ranks, columns)[:, 1:3]
     if (theirs != report[1:3]).any() or (theirs[:, 0] < 0).any():
         state[SCALARS.index("halted")] = 1
-
-
-def _prepare(state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, average, max_norm, outlier, count):
-    now = dict(zip(SCALARS, state, strict=True))
-    norm = np.sqrt(now["sum_of_squares"] + now["rest"]) * average
-    good = np.isfinite(norm) and not (outlier and norm > outlier)
-    now["halted"] = now["halted"] or float(not good and not outlier)
-    now |= {"norm": norm, "finite": float(good and not now["halted"])}
-    now["finite"] *= isinstance(count, int) or not np.isinf(count[0])
-    if not now["halted"]:
-        schedule = LearningRate(list(SHAPES)[shape], lr, min_lr, steps, warmup, decay_steps)
-        now["lr"] = schedule(int(now["step"]))
-        now["step"] += 1
-        now["updates"] += now["finite"]
-        now["scale"] = average * clip_coefficient(norm, max_norm)
-    if now["finite"]:
-        now["step_size"] = now["lr"] / (1 - beta1 ** now["updates"])
-        now["root"] = 1 / np.sqrt(1 - beta2 ** now["updates"])
-    state[:] = list(now.values())
 
 
 def _mixed(bits):
@@ -323,10 +270,7 @@ def _update(rule, weights, gradients, state, copy, chunks, groups, scalars, seed
         copy[start : start + length] = weights[here]
 
 
-_OPTIMIZER = {
-    "squares": _squares, "largest": _largest, "exact_squares": _exact_squares, "finish_norm": _finish_norm,
-    "agree": _agree, "invalidate_if_aborted": _invalidate_if_aborted, "prepare": _prepare,
-}  # fmt: skip
+_OPTIMIZER = KERNELS | {"agree": _agree, "invalidate_if_aborted": _invalidate_if_aborted}
 
 
 def pending():

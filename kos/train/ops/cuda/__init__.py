@@ -51,7 +51,7 @@ class CudaOps(NormOps, SwigluOps, PartsOps):
 
     one_scale = False
 
-    few_rows = 16
+    few_rows, matrix_batch = 16, 1 << 25
 
     sequential = False
     """Whether products add up the terms of an element one after another."""

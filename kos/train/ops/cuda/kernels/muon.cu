@@ -9,9 +9,9 @@
 
 // u = g + mu (m - g), after m += (1 - mu) (g - m).
 extern "C" __global__ void __launch_bounds__(256)
-muon_momentum(const GRADIENT* gradients, float* momentum, DTYPE* out, long size, const State* state, float mu) {
+muon_momentum(const GRADIENT* gradients, float* momentum, DTYPE* out, long size, const State* state, double momentum_rate) {
     if (!state->finite) return;
-    const float scale = state->scale;
+    const float scale = state->scale, mu = momentum_rate;
     const long stride = 256l * gridDim.x, first = 256l * blockIdx.x + threadIdx.x;
     auto step = [&](float g, float& m) {
         g *= scale;  // fused as it is written: in a pack and alone, the same bits

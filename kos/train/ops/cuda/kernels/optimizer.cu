@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256) largest(const GRADIENT* gradie
 }
 
 // partial (2, stride): sums that add up over chunks and ranks without rounding, for at most 2^count_bits gradients
-// (see `Optimizer.exact_squares` of kos.train.optim).  If a gradient is not finite, its chunk's sum is not either.
+// (see `exact_squares` of kos.train.ops.numpy_optimizer).  If a gradient is not finite, its chunk's sum is not either.
 extern "C" __global__ void __launch_bounds__(256)
 exact_squares(const GRADIENT* gradients, const Chunk* chunks, double* partial, long stride, const int* most,
               int count_bits) {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(1024) finish_norm(const double* par
     if (threadIdx.x == 0) (blockIdx.x == 0 ? state->sum_of_squares : state->rest) = total;
 }
 
-// shape: 0 cosine, 1 constant, 2 wsd, as kos.train.optim.LearningRate.
+// shape: 0 cosine, 1 constant, 2 wsd, as kos.train.ops.numpy_optimizer.LearningRate.
 __device__ double learning_rate(long step, int shape, double lr, double min_lr, long steps, long warmup, long decay) {
     if (step < warmup) return lr * (step + 1) / warmup;
     if (shape == 1) return lr;
@@ -126,12 +126,12 @@ agree(const double* report, const double* reports, int ranks, int columns, State
     }
 }
 
-// One thread.  `average`: what the summed gradients are multiplied by; max_norm 0 turns clipping off.  Steps of a norm
+// One thread.  Gradients are sums over `micro_batches`; max_norm 0 turns clipping off.  Steps of a norm
 // beyond `outlier` are skipped; 0: none are.  So are those whose `count` of targets is infinite: the loss counts none.
 extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,
-                                   long decay_steps, double beta1, double beta2, double average,
+                                   long decay_steps, double beta1, double beta2, double micro_batches,
                                    double max_norm, double outlier, const float* count) {
-    const double norm = sqrt(state->sum_of_squares + state->rest) * average;
+    const double average = 1 / micro_batches, norm = sqrt(state->sum_of_squares + state->rest) * average;
     const bool good = isfinite(norm) && !(outlier > 0 && norm > outlier);
     state->norm = norm;
     if (!good && !(outlier > 0)) state->halted = 1;
