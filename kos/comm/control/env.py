@@ -128,12 +128,15 @@ def _check_bound(place: Place) -> None:
 def _listen(network: Network, place: Place) -> socket.socket:
     """A listener at the first port that is free."""
     ports, name = place.ports, place.names[1]
+    problem: OSError | None = None
 
     def listen() -> socket.socket | None:
+        nonlocal problem
         for port in ports:
             try:
                 return network.listen(port)
             except OSError as error:
+                problem = error
                 if error.errno != errno.EADDRINUSE:
                     raise RendezvousError(f"{name}: rank 0 cannot listen at {port}: {error}") from error
         return None
@@ -143,5 +146,5 @@ def _listen(network: Network, place: Place) -> socket.socket:
         raise RendezvousError(
             f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
             "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
-        )
+        ) from problem
     return listener
