@@ -14,9 +14,10 @@ from typing import Any
 from kos.comm.compression import FORMATS, Format
 from kos.comm.contract import Backend
 from kos.comm.gpu.devices import check_float8
-from kos.comm.gpu.memory import InScratch, up
+from kos.comm.gpu.memory import in_scratch, up
 from kos.comm.host_compressed import parts
 from kos.comm.operation import Operation
+from kos.cuda import Kernel
 from kos.cuda.driver import relaxed_capture
 from kos.cuda.kernels import NOTHING, Plan
 from kos.memory import Buffer
@@ -55,14 +56,12 @@ def _grid(count: int, size: int) -> int:
     return min(-(-count // (tile(size) * THREADS // 32)), _MOST_BLOCKS)
 
 
-class CompressedOperation(InScratch):
-    """The launch of one operation that sends compressed data."""
-
-    source = KERNELS
+class CompressedOperation:
+    """The plan of one operation that sends compressed data."""
 
     def __init__(self, route: Backend, o: Operation) -> None:
         assert o.send is not None
-        super().__init__(route)
+        self._route = route
         self._form, self._name = format_of(route, o.options.compress), o.name
         self._send: Any = o.send.pointer
         self._recv: Any = self._send if o.recv is None else o.recv.pointer
@@ -74,10 +73,9 @@ class CompressedOperation(InScratch):
             self._form.name.upper(): 1,
         }  # fmt: skip
         self._macros, self._reduces = macros, o.reduction is not None
-        self.kernels = (self._form.name, *macros.items())
         sums = ["add_encoded", "decode"] if o.name == "all_reduce" else ["add_encoded"]
         for name in ("encode", *(sums if self._reduces else ["decode"])):
-            self._load(name, **macros)  # compiled and loaded before anything is sent
+            self._load(name)  # compiled and loaded before anything is sent
         # Two ranks send each other all pieces, as many bytes as in two exchanges, and both add all.
         self._adds_all = o.name == "all_reduce" and route.size == 2
         own = max(map(self._nbytes, self._last), default=0)
@@ -85,7 +83,14 @@ class CompressedOperation(InScratch):
         if self._adds_all:
             out, arrived = 2 * own, 4 * own
         last = sum(map(self._nbytes, self._last)) + route.size * up(own)
-        self._divide(out, arrived, own, last)
+        self._sizes = out, arrived, own, last
+
+    def plan(self) -> Plan:
+        return in_scratch(self._route, self._sizes, (self._form.name, *self._macros.items()), self._bind)
+
+    def _load(self, kernel: str) -> Kernel:
+        with relaxed_capture():
+            return self._route.load(KERNELS, kernel, RANKS=self._route.size, **self._macros)
 
     def _nbytes(self, count: int) -> int:
         """Of an encoded piece in scratch memory, where pieces are aligned."""
@@ -158,4 +163,4 @@ class CompressedOperation(InScratch):
         """A launch that handles ``count`` elements."""
         if not count:
             return []
-        return [self._load(name, **self._macros).bind(_grid(count, self._route.size), THREADS, *arguments)]
+        return [self._load(name).bind(_grid(count, self._route.size), THREADS, *arguments)]

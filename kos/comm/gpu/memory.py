@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kos.comm.contract import Backend, Piece
 from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
 from kos.comm.operations import OPERATIONS, PARTS
-from kos.cuda import Kernel, driver
+from kos.cuda import driver
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import Plan
 from kos.cuda.streams import capture_of
@@ -125,43 +123,26 @@ class ScratchPool:
         self._pieces.clear()
 
 
-class InScratch(ABC):
-    """The steps of an operation that pass intermediate results in scratch memory.
+def in_scratch(
+    route: Backend, sizes: Iterable[int], kernels: tuple[Any, ...], bind: Callable[[Sequence[int]], list[Run]]
+) -> Plan:
+    """The plan of steps that pass intermediate results in scratch memory, which has a part of each of these ``sizes``.
 
-    The steps are bound once for each piece of scratch memory.  ``kernels`` are the kernels among them.
+    ``bind`` returns the steps for parts at these addresses.  They are bound once for each piece of scratch memory.
     """
+    *starts, nbytes = accumulate(map(up, sizes), initial=0)
+    bound: dict[int, list[Run]] = {}  # by the address of the scratch memory
 
-    source: ClassVar[Path]  # of its kernels
-    kernels: tuple[Any, ...]
-
-    def __init__(self, route: Backend) -> None:
-        self._route = route
-        self._bound: dict[int, list[Run]] = {}  # the steps in order, by the address of their scratch memory
-
-    def plan(self) -> Plan:
-        """The steps, as calls on a stream make them."""
-        return Plan(self._steps, kernels=self.kernels)
-
-    def _load(self, kernel: str, **macros: Any) -> Kernel:
-        with relaxed_capture():
-            return self._route.load(self.source, kernel, RANKS=self._route.size, **macros)
-
-    def _divide(self, *sizes: int) -> None:
-        """Divide scratch memory into parts of so many bytes, one for each step that needs it."""
-        self._parts = list(accumulate(map(up, sizes), initial=0))
-
-    @abstractmethod
-    def _bind(self, parts: Sequence[int]) -> list[Run]:
-        """The steps, bound to the parts of scratch memory at these addresses."""
-
-    def _steps(self, stream: int, arrays: Sequence[Any]) -> list[Run]:
-        scratch = self._route.backend.scratch(self._parts[-1], stream)
-        if scratch not in self._bound:
-            if len(self._bound) == _BOUND:
-                self._bound.clear()
+    def steps(stream: int, arrays: Sequence[Any]) -> list[Run]:
+        scratch = route.backend.scratch(nbytes, stream)
+        if scratch not in bound:
+            if len(bound) == _BOUND:
+                bound.clear()
             with relaxed_capture():
-                self._bound[scratch] = self._bind([scratch + start for start in self._parts[:-1]])
-        return self._bound[scratch]
+                bound[scratch] = bind([scratch + start for start in starts])
+        return bound[scratch]
+
+    return Plan(steps, kernels=kernels)
 
 
 class Windows:
