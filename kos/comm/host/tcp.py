@@ -43,7 +43,7 @@ class Poller:
     """All connections of this rank, over a communicator and its splits; a wait polls all of them."""
 
     def __init__(self) -> None:
-        self._epoll, self._events = select.epoll(), 0
+        self.epoll, self._events = select.epoll(), 0
         self._ready: list[tuple[int, int]] = []  # what the last ``pause`` has found, which may be handled since
         # Weak: connections end with their communicator, and epoll removes closed sockets.
         self._links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -51,18 +51,18 @@ class Poller:
     def add(self, link: Any) -> None:
         """Poll the connection ``link.sock``: of a Link, or the Channel of a group."""
         self._links[link.sock.fileno()] = link
-        self._epoll.register(link.sock, select.EPOLLIN)
+        self.epoll.register(link.sock, select.EPOLLIN)
 
     def want_write(self, link: Link, wanted: bool) -> None:
-        self._epoll.modify(link.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+        self.epoll.modify(link.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def remove(self, link: Any) -> None:
         del self._links[link.sock.fileno()]
-        self._epoll.unregister(link.sock)
+        self.epoll.unregister(link.sock)
 
     def progress(self) -> None:
         """Read and write without waiting."""
-        ready, self._ready = self._ready or self._epoll.poll(0), []
+        ready, self._ready = self._ready or self.epoll.poll(0), []
         for descriptor, _ in ready:
             self._events += 1
             if (link := self._links.get(descriptor)) is not None:
@@ -79,7 +79,7 @@ class Poller:
         operation was polled.  An event that was not handled keeps its socket ready.
         """
         if mark is None or mark == self._events:
-            self._ready = self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
+            self._ready = self.epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
 class TCPTransport(Backend):
