@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kos.train.data.batch import Batch
 from kos.train.data.own import Rows
 from kos.train.ops import Loss
+from kos.train.ops.batch import Batch
 
 
 class Callback:

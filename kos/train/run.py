@@ -34,7 +34,6 @@ from kos.errors import (
 from kos.train import checkpoint, report
 from kos.train.checkpoint import adapter
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.own import own_data
 from kos.train.device.choose import choose_device, layout_of
@@ -44,6 +43,7 @@ from kos.train.generate import sample_text
 from kos.train.machine import limit_threads
 from kos.train.model.parameters import Parameters
 from kos.train.ops import CudaLoss
+from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import MULTIPLE
 from kos.train.parallel.failures import (
     STOP,

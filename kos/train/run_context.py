@@ -31,7 +31,6 @@ from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.state import state_shapes
 from kos.train.config import flag_of
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.own import OwnBatches, Rows
 from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
@@ -40,6 +39,7 @@ from kos.train.device.choose import make_device
 from kos.train.machine import provenance
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import CudaLoss, Loss
+from kos.train.ops.batch import Batch
 from kos.train.ops.fixed_order import ORDER
 from kos.train.parallel.failures import Stop, alone, together
 from kos.train.parallel.mesh import Mesh

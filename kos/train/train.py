@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, Protocol
 
 from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.own import EndOfBatches
 from kos.train.layers import LOOKUPS, Weights
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
+from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.parallel.data import Buckets, DataParallel, TreeSum, make_buckets
 from kos.train.parallel.failures import Stop

@@ -15,15 +15,15 @@ import numpy as np
 from kos.train.checkpoint.adapter import Joined
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
-from kos.train.data.batches import LEFT_OUT, Dataset, counted, sum_over
+from kos.train.data.batches import LEFT_OUT, Batches, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
-from kos.train.data.own import OwnBatches, Rows
+from kos.train.data.own import Rows
 from kos.train.layers import Weights
 from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
+from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import MULTIPLE, Fp8Ops, first_of
 from kos.train.ops.linear import LinearOps
 from kos.train.parallel import schedules
@@ -54,7 +54,7 @@ class Device(Runner):
     newcomers = 0
     """How many wait at this rank, or ``WRITING``."""
 
-    source: Dataset | OwnBatches
+    source: Batches
     """Where the batches of steps come from."""
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
@@ -69,7 +69,7 @@ class Device(Runner):
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline, self.source = Pipeline(mesh.pp, schedule), data
 
-    def use(self, source: Dataset | OwnBatches) -> None:
+    def use(self, source: Batches) -> None:
         """Take the batches of steps from ``source``."""
         self.source, self.lag = source, type(self).lag if source.ahead else 0
 

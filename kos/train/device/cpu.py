@@ -7,7 +7,6 @@ import time
 import numpy as np
 
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.data.corpus import Show
 from kos.train.device import Device
@@ -15,6 +14,7 @@ from kos.train.device.dry_run import DryOps, plan_memory
 from kos.train.device.memory_plan import GIB, plan_buckets
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.batch import Batch
 from kos.train.optim import Optimizer
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh

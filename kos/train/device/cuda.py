@@ -36,10 +36,8 @@ from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset
+from kos.train.data.batches import Batches, Dataset
 from kos.train.data.corpus import Show
-from kos.train.data.own import OwnBatches
 from kos.train.device import Device
 from kos.train.device.dry_run import plan_memory, slow_attention
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
@@ -48,6 +46,7 @@ from kos.train.machine import free_memory, peak_flops
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
 from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.numpy_optimizer import SCALARS
@@ -74,11 +73,11 @@ class _Staging(NamedTuple):
 class Feed:
     """This rank's rows of a step: the fields of ``batch`` are (micro_batches, B, T), where it reads them.
 
-    ``count`` (1,) is the divisor of a micro-batch's sums (``Dataset.micro_batches``).
+    ``count`` (1,) is the divisor of a micro-batch's sums (``Batches.micro_batches``).
     """
 
     def __init__(
-        self, data: Dataset | OwnBatches, fields: Sequence[str], seq_len: int, micro_batches: Sequence[range], dp: Axis,
+        self, data: Batches, fields: Sequence[str], seq_len: int, micro_batches: Sequence[range], dp: Axis,
         context: ContextParallel, ops: CudaOps,
     ) -> None:  # fmt: skip
         self._data, self._micro_batches, self._dp, self._context, self._ops = data, micro_batches, dp, context, ops
@@ -346,15 +345,13 @@ class CudaDevice(Device):
         if step + 1 < self.config.steps and self.source.ahead:
             feed.fetch(step + 1)
 
-    def use(self, source: Dataset | OwnBatches) -> None:
+    def use(self, source: Batches) -> None:
         super().use(source)
         self.feed = self._graph = None
 
     def _make_feed(self, step: int) -> Feed:
         """Memory for the batches of ``source``, which the step reads from then on."""
-        if isinstance(self.source, OwnBatches):
-            self.source.read(step)
-        fields, program = self.source.fields, self.step
+        fields, program = self.source.read(step), self.step
         context, seq_len = program.models[0].context, self.config.seq_len
         self.feed = feed = Feed(self.source, fields, seq_len, self.micro_batches, self.mesh.dp, context, self.ops)
         program.count, program.micro_batch = feed.count, feed.micro_batch
