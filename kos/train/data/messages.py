@@ -62,7 +62,7 @@ def checked(number: int, given: Any, where: str, uses: Callable[[str], bool], pa
         if texts == [None]:
             del message["content"]
         elif all(isinstance(each, str) for each in texts):
-            message["content"] = "".join(texts)
+            message["content"] = "".join(map(str, texts))
     if wrong := _wrong_content(message, number):
         raise DataError(f"{where}: expected {wrong}")
     if counts(message, where) and message.get("train") and role != "assistant":  # axolotl would train on it
