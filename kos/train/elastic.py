@@ -49,9 +49,9 @@ from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.parallel.failures import Left, gather_json, on_every_rank
 from kos.train.parallel.mesh import Mesh
 from kos.train.run_context import RunContext, publish_address, take_output
+from kos.train.step import WRITING, StepResult
 from kos.train.tools.console import Console
 from kos.train.tools.metrics import METRICS, read_metrics
-from kos.train.train import WRITING, Runner, StepResult
 
 JOIN_SECONDS = 30.0
 """How long the ranks wait for newcomers that have called."""
@@ -69,12 +69,12 @@ class _Changed(CollectiveError):
         self.leaving, self.joining = {*leaving}, joining
 
 
-class Elastic(Runner):
+class Elastic:
     """The device of ``run``, whatever ranks there are: what the loop of ``train`` drives. Collective."""
 
-    lag = 0
+    steps_in_flight = 0
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: Any) -> None:
         self.run, self._began = run, run.steps_done if run.epoch >= 0 else 1 << 62
         """The last step that this rank has begun: all that belongs to those before it is over."""
         self._last: tuple[int, StepResult] | None = None  # the last step that is over, and its result

@@ -1,4 +1,4 @@
-"""A run: where it begins, what its steps give, and how it ends. ``kos.train.train`` has the loop.
+"""A run: where it begins, what its steps give, and how it ends. ``kos.train.step`` has the loop.
 
 The batch of a step is a pure function of (seed, step). The checkpoint has everything else that a step depends on, so a
 resumed run continues bit for bit.
@@ -37,6 +37,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.own import own_data
+from kos.train.device import Device
 from kos.train.device.choose import choose_device, layout_of
 from kos.train.device.replicas import check_replicas
 from kos.train.elastic import PATHS, Elastic, logged_epoch
@@ -71,10 +72,10 @@ from kos.train.run_context import (
     run_folder,
 )
 from kos.train.source import check_source, find_source, load_weights
+from kos.train.step import StepResult, train
 from kos.train.tools.console import Console, by_source, is_evaluated
 from kos.train.tools.metrics import METRICS
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
-from kos.train.train import Runner, StepResult, train
 from kos.train.trained import TrainedModel
 
 LEAVES = "this rank leaves after"
@@ -254,7 +255,7 @@ class Trainer(RunContext):
                 failing(failure := self._interrupted(error))
                 raise failure from error
 
-    def train(self, device: Runner) -> bool:
+    def train(self, device: Device | Elastic) -> bool:
         """Train on the device from the current step; returns whether a stop was requested."""
         if self.steps_done == self.start:
             if self.steps_done == 0 and self.validates and not self.untrained:

@@ -47,7 +47,6 @@ from kos.train.program import Callback
 from kos.train.tools import trackers
 from kos.train.tools.console import Console
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
-from kos.train.train import Runner
 
 ADDRESS = "address"
 """The file in the folder of an elastic run with the address for ``--join``."""
@@ -188,24 +187,17 @@ class RunContext:
 
     def make_device(self) -> None:
         """Make the device for the ranks of ``mesh``. Collective."""
-        self.device = make_device(self.config, self.model_config, self.data, self.mesh, self.console.progress)
         self.own.use(self.mesh, self.model_config.vocab_size)
-        self.device.use(self.own if self.brings_batches else self.data)
-        for model in self.device.step.models:
-            model.head.own_loss = self.loss
-        if self.watched:
-            self.device.lag = 0  # callbacks see the weights of their step
-        if self.config.device == "cpu":  # a step may take long
-            self.device.step.asked = lambda: self.stop.wish
+        self.device = make_device(
+            self.config, self.model_config, self.data, self.mesh, self.console.progress,
+            source=self.own if self.brings_batches else self.data, watched=self.watched, loss=self.loss,
+            stop_request=lambda: self.stop.wish,
+        )  # fmt: skip
 
     def base_weights(self) -> TensorFiles:
         """The weights of the base of adapters."""
         assert self.base is not None
         return weight_files(Path(self.base["path"]), self.model_config.base.parameter_shapes())
-
-    def train(self, device: Runner) -> bool:
-        """Train on the device from the current step; returns whether a stop was requested. Collective."""
-        raise NotImplementedError
 
     def log(self, row: dict[str, Any], last: bool) -> None:
         """Print and write the metrics of a step."""
@@ -215,10 +207,6 @@ class RunContext:
         self.console.step(row, log=self.steps_done % self.config.log_every == 0 or last)
         if self.metrics is not None:
             self.metrics.write(row)
-
-    def save(self) -> Path:
-        """Save this step after the previous checkpoint is complete. Collective."""
-        raise NotImplementedError
 
     def finish_save(self) -> None:
         """Wait for the checkpoint that is being written; the error of one rank is raised on all. Collective."""

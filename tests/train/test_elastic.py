@@ -37,8 +37,8 @@ from kos.train.parallel.failures import Left, Stop
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.run import Trainer
 from kos.train.run_context import ADDRESS
+from kos.train.step import Step
 from kos.train.tools.metrics import read_metrics
-from kos.train.train import Step
 from tests.train import elastic_faults
 from tests.train.elastic_runs import RANKS, SHAPE, STEPS, config_of, ranks_of, result, text, train, unhurt
 from tests.train.host_kernels.communicator import DeviceComm

@@ -17,7 +17,7 @@ from kos.train import run_context
 from kos.train.device import cuda as engine_module
 from kos.train.device.cuda import CudaDevice
 from kos.train.model.model import Model
-from kos.train.train import Step
+from kos.train.step import Step
 from tests.train.emulated_runs import SMALL, column, text, train
 from tests.train.host_kernels.engine import BFLOAT16, Event, QueuedOps, captured
 from tests.train.refusal import refused

@@ -24,6 +24,7 @@ from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
+from kos.train.ops import Loss
 from kos.train.ops.fp8 import MULTIPLE, Fp8Ops, first_of
 from kos.train.ops.linear import LinearOps
 from kos.train.parallel import schedules
@@ -33,20 +34,24 @@ from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
 from kos.train.parallel.tensor import TensorParallel
-from kos.train.train import REPORT, WRITING, Runner, Stages, Step, StepResult
+from kos.train.step import REPORT, WRITING, Stages, Step, StepResult
 
 
-class Device(Runner):
+class Device:
     """What runs the steps of a model in training: it allocates, feeds and times them. All calls are collective.
 
     It has a ``step``, with weights and optimizer state on the device that computes. ``parts`` are the parts of the
     model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
+
+    The batches of steps come from ``source``, by default ``data``. ``watched``: the weights of a step are looked at
+    before the next begins. ``loss`` and ``stop_request`` are as for ``Step``.
     """
 
     place: str
     """The device, for errors."""
 
-    step: Step
+    most_in_flight = 0
+    """How many steps may be started before the first of them is finished, so that the device never waits."""
 
     epoch = 0
     """How often the ranks of the run have changed."""
@@ -54,11 +59,13 @@ class Device(Runner):
     newcomers = 0
     """How many wait at this rank, or ``WRITING``."""
 
-    source: Dataset | OwnBatches
-    """Where the batches of steps come from."""
-
-    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
+    def __init__(
+        self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show,
+        source: Dataset | OwnBatches | None = None, watched: bool = False, loss: Loss | None = None,
+        stop_request: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
+        self.watched = watched
         assert config.micro_batch_size is not None  # for_world has chosen it
         self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
         with raised_on_every_rank():
@@ -67,11 +74,26 @@ class Device(Runner):
             check_groups(config, model)
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches))
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
-        self.pipeline, self.source = Pipeline(mesh.pp, schedule), data
+        self.pipeline = Pipeline(mesh.pp, schedule)
+        self.use(source or data)
+        self.step = self.make_step(model, loss, stop_request)
+
+    def make_step(self, model: LlamaConfig, loss: Loss | None, stop_request: Callable[[], int] | None) -> Step:
+        """Plan the memory of this rank, and allocate it. ConfigError if there is too little."""
+        raise NotImplementedError
+
+    def start_step(self, step: int, wish: int) -> None:
+        """Begin the step (counted from 0). ``wish``: what was requested on this rank, as ``Stop.wish`` says."""
+        raise NotImplementedError
+
+    def finish_step(self, step: int) -> StepResult:
+        """Wait for a step that was begun, the oldest first."""
+        raise NotImplementedError
 
     def use(self, source: Dataset | OwnBatches) -> None:
         """Take the batches of steps from ``source``."""
-        self.source, self.lag = source, type(self).lag if source.ahead else 0
+        self.source = source
+        self.steps_in_flight = self.most_in_flight if source.ahead and not self.watched else 0
 
     @property
     def applied(self) -> int:
@@ -143,11 +165,6 @@ class Device(Runner):
         joining = 0 if stay else min(int(reports[:, REPORT - 1].max()), self.config.most_ranks(ranks) - ranks)
         counted = not math.isinf(count)
         return StepResult(loss, norm, lr, seconds, stop, tuple(leaving), joining, ranks, self.epoch, counted)
-
-    @property
-    def report_size(self) -> int:
-        """The numbers that a rank reports, the same on all ranks."""
-        return REPORT + -(-self.step.micro_batches // self.mesh.dp.size)
 
     def synchronize(self, until: Callable[[], bool] | None = None) -> None:
         """Wait for all queued work of all communicators, or until ``until()`` is true; raises the error of any of it.

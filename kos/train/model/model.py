@@ -26,7 +26,7 @@ from kos.train.layers.attention import Attention
 from kos.train.layers.cache import Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
-from kos.train.ops import Array, fixed_order
+from kos.train.ops import Array, Loss, fixed_order
 from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper
@@ -60,6 +60,9 @@ class InFlight:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self._reset()
+
+    def _reset(self) -> None:
         self.batch: Batch | None = None  # its fields are (N,)
         self.seq_len = 0
         self.masks: Mapping[int | None, Masks] = {}  # for each window that a layer has
@@ -75,7 +78,7 @@ class InFlight:
         if self.sent is not None:
             self.sent.wait()
         self.arena.release(0)
-        self.__init__(self.arena)  # type: ignore[misc]
+        self._reset()
 
 
 class Model:
@@ -100,7 +103,7 @@ class Model:
     def __init__(
         self, config: LlamaConfig, ops: Any, *, head_rows: int | None = None, recompute: str = "none",
         local: Local | None = None, tensor: TensorParallel | None = None, context: ContextParallel | None = None,
-        arena: Arena | None = None,
+        arena: Arena | None = None, loss: Loss | None = None,
     ) -> None:  # fmt: skip
         self.config, self.local, self.recompute = config, local or config.local(), recompute
         ops = ops if isinstance(ops, Wrapper) else LinearOps(ops)
@@ -108,7 +111,7 @@ class Model:
         self.arena = arena or ops.make_arena()
         self._ctx = PassContext(ops, self.arena, self.tensor, self.context)
         self.embedding, self.layers, self.head = config.embed(), config.layers(self.local.layers), config.make_head()
-        self.head.rows = head_rows or self.head.rows
+        self.head.rows, self.head.custom_loss = head_rows or self.head.rows, loss
         self.attentions = [each for layer in self.layers for each in layer if isinstance(each, Attention)]
         self.windows = {each.window for each in self.attentions}
         self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
