@@ -19,7 +19,7 @@ MPI := wheel-mpi
 EXTRAS_train := train,plot,mpi
 endif
 EXTRAS_test := $(EXTRAS_train),tokenizers,chat,parquet,zstd,tensorboard,test
-EXTRAS_all := $(EXTRAS_test),wandb,trackio
+EXTRAS_all := $(EXTRAS_test),wandb
 EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
 # `make EXTRAS=ci lint` installs what the targets lint, docs and test-all need, all at once.

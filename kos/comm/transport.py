@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain
+from operator import attrgetter
+from time import time_ns
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,17 +25,19 @@ from kos.comm.failures import FailureLog
 from kos.comm.matching import BYTES, Expected, Matching
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.operations import COLLECTIVES, PARTS
+from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import execute
 from kos.comm.work import Steps, Work
-from kos.errors import CollectiveMismatch
+from kos.errors import CollectiveError, CollectiveMismatch
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
 
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
+_NBYTES = attrgetter("nbytes")
 
 
 class ScheduledCalls:
@@ -50,10 +54,18 @@ class ScheduledCalls:
 
     def __init__(self, transport: Backend, node: Any = None) -> None:
         self.rank, self.size, self.transport = transport.rank, transport.size, transport
-        self._node = node
+        self._node, self._status = node, transport.failures.status
+        self.calls = None if node is None else node.calls
+        """The ``CallRing`` of this host, until the communicator is closed."""
+        self.begun = 0
+        """The number of the next collective."""
         self._carriers = [transport if node is None or rank not in node.ranks else node for rank in range(self.size)]
         self.messages: Any = transport if transport in self._carriers else node
         """What carries the messages of the program."""
+        self._one_host = self.size == 1 or self.messages is not transport
+        self._launch = None if type(transport).launch is Backend.launch else transport.launch
+        if all(self._carriers[rank] is self.messages for rank in range(self.size) if rank != self.rank):
+            self.isend, self.irecv = self.messages.isend, self.messages.irecv  # type: ignore
         self.matching = Matching(self.rank, self.size, self.messages, transport.failures)
         self.arriving = set[int]()  # the numbers of the collectives that wait for other ranks to begin them
         self.native = set[int]()  # the numbers of the collectives that run in a native call of the transport
@@ -103,53 +115,79 @@ class ScheduledCalls:
 
     # The operations.
 
-    def run(self, work: Work[Any], all_arrived: Callable[[], bool] | None) -> Steps:
-        """The steps of a collective; ``all_arrived``: the poll of ``Backend.agree``, None without one."""
-        name = "compressed" if work.prepared.operation.options.compress and self.size > 1 else work.prepared.name
+    def start(self, work: Work[Any]) -> Steps | None:
+        """Begin ``work``; returns the steps that are left."""
+        if self._status.last is not None:
+            self._status.clear_failure()
+        collective = work.prepared.collective
+        if self._launch is None:
+            return self._collective(work) if collective else self.message(work)
+        try:
+            steps = self._launch(work, self._collective if collective else self.message)
+        except CollectiveError as error:  # a fault that a test injects
+            raise work.backend.to_error(work, error) from None
+        if collective and (steps is None or not self.transport.processes):  # else ``_collective`` does so
+            self.begun = work.sequence + 1
+        if steps is None:
+            work.record[COMPLETED] = time_ns()  # type: ignore[index]
+        return steps
+
+    def _collective(self, work: Work[Any]) -> Steps:
+        """The steps of a collective over messages."""
+        prepared, sequence, calls = work.prepared, work.sequence, self.calls
+        name = "compressed" if prepared.operation.options.compress and self.size > 1 else prepared.name
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}", self._move)
-        self.arriving.add(work.sequence)
+        self.begun = sequence + 1  # the engine has it: if a signal's handler raises before, it has not begun
+        all_arrived = None if calls is None else calls.publish(work)
+        if not self._one_host:
+            all_arrived = self.transport.agree(work, all_arrived)
         try:
-            while all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
-                yield
-        finally:
-            self.arriving.discard(work.sequence)
-        try:
+            if all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
+                self.arriving.add(sequence)
+                while not all_arrived():
+                    yield
+                self.arriving.discard(sequence)
             for _ in carry(work):
                 if all_arrived is not None:
                     all_arrived()  # raises if the wait would never end
                 yield
         except BaseException:
+            self.arriving.discard(sequence)
             tag = self.tag(work)
             for carrier in {*self._carriers}:
                 carrier.cancel(lambda message: message.tag == tag)
             raise
+        if not self._one_host:
+            self.transport.complete(work)
 
     def tag(self, work: Work[Any]) -> int:
         """The tag of the messages of a collective."""
         return self.transport.tag(work.sequence)
 
-    def _carry(self, work: Work[Any], collective: str, **spaces: Array) -> Steps:
-        """Run one staged collective, by a native call or a schedule."""
+    def _carry(self, work: Work[Any], collective: str, **spaces: Array) -> Iterable[None]:
+        """The steps of one staged collective, by a native call or a schedule."""
         if self.size == 1:
             if "input" in spaces:
                 np.copyto(spaces["output"], spaces["input"])
-            return
+            return ()
         native = self.transport.native(work, spaces, collective)
         if native is not None:
-            self.native.add(work.sequence)
-            try:
-                yield from native
-            finally:
-                self.native.discard(work.sequence)
-            return
-        nbytes = max(space.nbytes for space in spaces.values())
+            return self._in_native(work, native)
+        nbytes = max(map(_NBYTES, spaces.values()))
         if nbytes == 0:
-            return
+            return ()
         o = work.prepared.operation
         algorithm = self.schedule(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, o.root or 0, self.transport.ranks_per_host)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
-        yield from execute(schedule, self.rank, self, spaces, combine, self.tag(work))
+        return execute(schedule, self.rank, self, spaces, combine, self.transport.tag(work.sequence))
+
+    def _in_native(self, work: Work[Any], steps: Steps) -> Steps:
+        self.native.add(work.sequence)
+        try:
+            yield from steps
+        finally:
+            self.native.discard(work.sequence)
 
     def schedule(self, o: Operation, collective: str, nbytes: int) -> str:
         """The schedule of a call: the choice of the program, or of the transport, or else the default."""
@@ -160,8 +198,8 @@ class ScheduledCalls:
         row = COLLECTIVES[collective]
         if o.options.deterministic:
             return row.ordered or row.schedule
-        if collective == "all_reduce" and nbytes <= _SMALL:
-            return "halving_doubling"
+        if collective == "all_reduce" and nbytes <= _SMALL:  # one round of messages, if these are few and short
+            return "one_shot" if nbytes * (self.size - 1) <= _SMALL else "halving_doubling"
         several = (self.transport.ranks_per_host or 1) > 1
         return "hierarchical" if several and row.hierarchical else row.schedule
 

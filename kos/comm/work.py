@@ -305,7 +305,7 @@ class Work(_Base, Generic[T], metaclass=_Documented):
 
     def advance(self) -> bool:
         """Run until the operation has to wait (False) or is over (True).  ``wait`` raises its errors."""
-        steps = self._steps
+        steps = self.steps or self._steps
         if steps is None:
             return True
         if getattr(steps, "gi_running", False):  # Python code that a step of it runs makes another call

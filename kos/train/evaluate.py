@@ -21,7 +21,7 @@ from kos.reporting import Parser, aligned, end_command
 from kos.train import missing
 
 SETTINGS = (
-    *("text_field", "encoding", "token_dtype", "loss_on", "split_turns", "split_special_tokens", "documents", "fit"),
+    *("text_field", "token_dtype", "loss_on", "split_turns", "split_special_tokens", "documents", "fit"),
     *("long_documents", "seq_len", "device", "dp", "tp", "pp", "cp", "backend", "dtype", "fp8_head"),
     *("micro_batch_size", "debug", "timeout", "allow_lost_content"),
 )

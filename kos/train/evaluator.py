@@ -29,6 +29,7 @@ from kos.train.data.batches import LEFT_OUT, Dataset, load_held_out, sum_over
 from kos.train.data.choices import Question, read_questions
 from kos.train.data.corpus import Show
 from kos.train.data.own import own_data
+from kos.train.data.token_files import Shard
 from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
 from kos.train.data.tokens import Tokens
 from kos.train.device.choose import choose_device, layout_of, make_device
@@ -117,7 +118,8 @@ class Evaluator:
         """
         length, val = data.seq_len, data.val
         if short := -(len(val) - 1) % length:
-            data = replace(data, val=Tokens([*val.shards, np.full(short, -1, np.int64)], val.documents))
+            padding = Shard(np.zeros(short, np.uint8), np.zeros(short, np.uint8))
+            data = replace(data, val=Tokens([*val.shards, padding], val.documents))
         count, rows, pieces = data.sequences_in(data.val), max(1, self.most // length), list[Piece]()
         for at in range(0, count, rows):
             numbers = range(at, min(at + rows, count))

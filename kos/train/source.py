@@ -69,7 +69,7 @@ def check_source(run: RunContext) -> None:
     resume.check_tokenizer(source, run.data.tokenizer)
     if run.found is not None:
         resume.check_data(run.found, run.config, run.data.fingerprint)
-        resume.check_packing(run.found, run.config, run.description, [each.packing for each in run.data.parts])
+        resume.check_packing(run.found, run.config, run.description)
         resume.check_adapters(run.found, run.config, run.model_config, run.base)
         resume.check_frozen(run.found, run.config, run.model_config)
         resume.warn_of_changes(run.found, run.config, run.description)

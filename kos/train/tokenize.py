@@ -27,14 +27,13 @@ from kos.reporting import ArgumentParser, end_command
 from kos.train import missing
 
 SETTINGS = (
-    "tokenizer", "val_data", "hold_out", "text_field", "encoding", "loss_on", "split_turns", "split_special_tokens",
+    "tokenizer", "val_data", "hold_out", "text_field", "loss_on", "split_turns", "split_special_tokens",
     "allow_lost_content",
 )  # fmt: skip
 """The settings of ``kos train`` that this command also has."""
 
 HELP = {
-    "tokenizer": "Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. "
-    "Default: bytes.",
+    "tokenizer": "Split text into bytes, or the tokens of a Hugging Face tokenizer.json at PATH. Default: bytes.",
     "val_data": "Validate on other data: the same NAMEs and PATHs as SOURCE. Default: a part of each SOURCE.",
     "hold_out": "Fraction of each SOURCE that is held out for validation: the end of a file, or some files of a "
     "folder. It has no effect if the names of files say what is held out. Default: 0.1.",

@@ -309,7 +309,7 @@ def test_a_route_that_does_not_carry_an_operation_is_not_chosen(comm, log, /, op
 def test_host_arrays_go_through_the_core(comm, log, /):
     """They use no messages, and the calls on the GPUs are checked first."""
     backend = comm.backend
-    comm.host.transport.launch = None
+    comm.host.scheduled.start = None
     confirmed = []
     confirm = backend.confirm
     backend.confirm = lambda work: (confirmed.append(work.sequence), confirm(work))[1]

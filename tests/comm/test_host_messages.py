@@ -38,7 +38,7 @@ def assert_nothing_is_left(comm: kos.Communicator) -> None:
         return
     for end in backend.transport.peers.values():
         link = end.link
-        assert not (end._posted or end._arrived or link.incoming or [*link.sending()])
+        assert not (end.posted or end._arrived or link.incoming or [*link.sending()])
         known = comm.rendezvous.allgather(json.dumps([end.credits, end.freed]).encode())
         (credits, _), (_, freed) = (json.loads(known[rank]) for rank in (comm.rank, 1 - comm.rank))
         assert credits + freed == tcp_messages.CREDIT_BYTES, "some are lost"

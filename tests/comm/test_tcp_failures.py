@@ -53,7 +53,7 @@ def test_a_message_given_up_half_way(quitter):
         x = np.full(count, comm.rank, np.uint8)
         work = (comm.recv if me == "receiver" else comm.send)(x, 1 - comm.rank, 5, async_op=True)
         if me == "receiver":
-            while 5 in end._posted:
+            while 5 in end.posted:
                 work.done()
             comm.rendezvous.barrier()  # it is granted, but nothing read before as much is sent as fits
             while not x.any():

@@ -3,12 +3,13 @@
 import contextlib
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from kos.errors import CollectiveTimeout, KosError, RankLost
-from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_threads
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, both_ranks, run_threads
 
 LONG = 32 << 20  # bytes: more than sockets hold
 
@@ -54,6 +55,23 @@ def test_a_group_that_ends_disturbs_no_other(end):
             inner.close()
 
     TCPRanks(3).run(body)
+
+
+def test_a_group_is_aborted_while_the_receiver_of_a_long_message_grants_it():
+    """The sender has not read the CTS before its abort, after which no data may follow."""
+    with both_ranks() as (one, other):
+        sender, receiver = run_threads(one.duplicate, other.duplicate)
+        sender.send(np.ones(LONG, np.uint8), 1, async_op=True)
+        work = receiver.recv(np.ones(LONG, np.uint8), 0, async_op=True)
+        until = time.monotonic() + TIMEOUT
+        while not receiver.backend.transport.peers[0].link.incoming:
+            receiver.backend.engine.poll()
+            assert time.monotonic() < until
+        sender.abort()
+        with pytest.raises(RankLost, match="rank 0 is gone"):
+            work.wait()
+        receiver.abort()
+        assert [*run_threads(lambda: total(one), lambda: total(other))] == [2, 2]
 
 
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])

@@ -184,7 +184,7 @@ def test_another_thread_ends_the_operation_of_a_sleeping_wait(how, monkeypatch):
 def test_a_signal_handler_is_the_same_thread():
     with kos.init("mock") as comm:
         former = signal.signal(signal.SIGUSR1, lambda *_: comm.all_reduce(np.ones(2)))
-        begin = comm.backend.launch
+        begin = comm.backend.scheduled.start
 
         def launch(work):
             if work.name == "barrier":
@@ -192,7 +192,7 @@ def test_a_signal_handler_is_the_same_thread():
             return begin(work)
 
         try:
-            comm.backend.launch = launch
+            comm.backend.scheduled.start = launch
             comm.barrier()
         finally:
             signal.signal(signal.SIGUSR1, former)

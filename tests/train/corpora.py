@@ -15,7 +15,7 @@ from kos.train.data.corpus import read_corpus
 from kos.train.data.documents import TEXT, Lines
 from kos.train.data.tokenized import read_rows, tokenize
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.data.tokens import Tokens, unmasked
+from kos.train.data.tokens import Tokens
 from tests.train.refusal import refused
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
@@ -31,7 +31,7 @@ def documents(data: Any, val_data: Any = None, lines: Lines = TEXT) -> tuple[lis
 
 
 def _texts(row: Tokens) -> list[str]:
-    whole = unmasked(row.window(0, len(row))).astype(np.uint8).tobytes() if len(row) else b""
+    whole = row.window(0, len(row))[0].astype(np.uint8).tobytes()
     bounds = [*row.begins.tolist(), len(whole)]
     return [whole[start:stop].decode() for start, stop in itertools.pairwise(bounds)]
 

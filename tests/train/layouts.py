@@ -14,6 +14,7 @@ from kos.testing import spawn
 from kos.train import optim
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, Tokens
+from kos.train.data.token_files import Shard
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.device import memory_plan
 from kos.train.device.cpu import CpuDevice
@@ -58,8 +59,8 @@ def make_data(config: TrainConfig) -> Dataset:
     sizes = config.seed, config.batch_size, config.seq_len, 2
     places = [np.unique([0, *rng.integers(0, len(part), len(part) // 9)]) for part in (steps[:cut], steps[cut:])]
     packs = config.documents == "pack"
-    masked = np.where(rng.random(len(steps)) < 0.25, ~steps, steps).astype(np.int8)
-    tokens = masked if packs else steps.astype(np.uint16)
+    mask = (rng.random(len(steps)) >= 0.25).astype(np.uint8)
+    tokens = Shard(steps.astype(np.uint16), mask if packs else None)
     parts = zip((tokens[:cut], tokens[cut:]), places, strict=True)
     train, val = (Tokens([part], begins) for part, begins in parts)
     return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "", packs=packs)

@@ -275,18 +275,3 @@ def test_what_is_lost_goes_on_on_other_hosts(text, tmp_path, before, later, capl
         np.testing.assert_allclose(lost(after), expected, rtol=1e-6, atol=1e-10)
         said = "their sum stays" if sum(after) < sum(before) else "resuming with another number of ranks per host"
         assert any(said in message for message in caplog.messages)
-
-
-def test_a_run_of_an_earlier_version_resumes(text, tmp_path, caplog):
-    """The bits are those of an unbroken run if only hosts compress. Otherwise a message says that they differ."""
-    how = {**HOSTED, "steps": 2, "save_every": 1, "schedule": "constant", "hosts": [2, 2]}
-    _train(text, tmp_path / "run", 4, **how)
-    step = tmp_path / "run/checkpoints/step-1"
-    manifest = json.loads((step / "manifest.json").read_text())
-    for scope, local in {"hosts": 2, "all": 1}.items():
-        manifest["config"]["config"]["compress_scope"], manifest["config"]["local_replicas"] = scope, local
-        (step / "manifest.json").write_text(json.dumps(manifest))
-        _train(text, tmp_path / scope, 4, resume=str(step), **how)
-        assert tensors_of_run(tmp_path / scope) == tensors_of_run(tmp_path / "run")
-        warned = [record.getMessage().partition(":")[0] for record in caplog.records]
-        assert warned == ["resuming with another number of ranks per host"] * (local == 1)

@@ -78,7 +78,7 @@ def test_tokens_beyond_the_context_are_those_of_the_cpu():
 
 @pytest.mark.gpu
 def test_a_model_that_is_loaded_on_a_gpu(text, tmp_path):
-    _train(text, tmp_path / "run", steps=3, tokenizer="chars")
+    _train(text, tmp_path / "run", steps=3)
     cpu, gpu = kos.train.load(tmp_path / "run"), kos.train.load(tmp_path / "run", "cuda:0")
     prompt = "one ring"
     expected = cpu.logits(prompt)

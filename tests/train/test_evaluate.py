@@ -15,7 +15,7 @@ from kos.train import evaluate as command
 from kos.train import evaluator
 from kos.train.checkpoint import adapter
 from kos.train.data.choices import read_questions
-from kos.train.data.tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, NumberTokenizer
+from kos.train.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, NumberTokenizer
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.evaluation_cases import FORMS, questions, write_llmc, write_model, write_questions
@@ -235,7 +235,7 @@ def test_the_bytes_of_tokens():
     spaces.add_special_tokens(["<s>"])
     spaces.add_tokens(["ring"])
     for tokenizer in (
-        ByteTokenizer(), CharTokenizer(said), HuggingFaceTokenizer(json.loads(byte_level.to_str()), "x"),
+        ByteTokenizer(), HuggingFaceTokenizer(json.loads(byte_level.to_str()), "x"),
         HuggingFaceTokenizer(json.loads(spaces.to_str()), "y"),
     ):  # fmt: skip
         counts = tokenizer.token_bytes()
@@ -269,7 +269,7 @@ def test_a_table_and_a_picture(folder, tmp_path, capsys):
     ("words", "expected", "status"),
     [
         ("{model}", "--data: expected --data or --choices to evaluate on, got neither", 2),
-        ("{model} --data no", "--data: expected stdlib, tinyshakespeare, or the path of a file or folder, got 'no'", 2),
+        ("{model} --data no", "--data: expected stdlib, or the path of a file or folder, got 'no'", 2),
         ("no --data {text}", "no: expected a checkpoint or a run with one under checkpoints/, got no such folder", 2),
         ("{model} --data {text} --seq-len 65", "--seq-len: expected at most 64", 2),
         ("{model} --data {text} --plot no/x.png", "no/x.png: expected a file to write, got no such folder", 2),
@@ -286,13 +286,10 @@ def test_what_it_refuses(folder, tmp_path, monkeypatch, capsys, words, expected,
     assert not said.out
 
 
-def test_data_in_other_encodings(folder, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("été", encoding="utf-16")
-    np.array([1, 2, 3], "<u2").tofile(tmp_path / "tokens.bin")
-    for name, flags in (("text.txt", ["--encoding", "utf-16"]), ("tokens.bin", ["--token-dtype", "uint16"])):
-        assert command.main([str(folder / "model"), "--data", str(tmp_path / name), *flags]) == 0
-        tokens = len("été".encode()) - 1 if flags[1] == "utf-16" else 2
-        assert capsys.readouterr().out.splitlines()[1].split()[2] == str(tokens)
+def test_tokens_without_a_header(folder, tmp_path, capsys):
+    np.array([1, 2, 3], "<u2").tofile(path := tmp_path / "tokens.bin")
+    assert command.main([str(folder / "model"), "--data", str(path), "--token-dtype", "uint16"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2] == "2"
 
 
 def test_short_texts(folder, tmp_path):

@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import lzma
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,35 +129,33 @@ def test_a_row_of_two_forms_is_what_the_field_names(tmp_path, kind):
         assert [*map(str, (*train, *val))] == [text] * 3
 
 
-def test_each_source_has_its_field_and_its_encoding(tmp_path):
+def test_each_source_has_its_field(tmp_path):
     """By flags, by a file of settings, and for the data that is validated on."""
     (tmp_path / "a.parquet").write_bytes(rows_of_parquet([{"text": "no", "body": f"é{n}"} for n in range(99)]))
     content = table([{"text": "no", "inhalt": f"ü{number}"} for number in range(99)], "excel")
-    (tmp_path / "b.csv").write_bytes(content.decode().encode("latin-1"))
+    (tmp_path / "b.csv").write_bytes(content)
     a, b = str(tmp_path / "a.parquet"), str(tmp_path / "b.csv")
-    flags = ["--text-field", "body", "--text-field", f"{b}=inhalt", "--encoding", f"{b}=latin-1", "--seq-len", "9"]
-    values = {"data": [f"{a}:0.5", f"{b}:0.5"], "text_field": [f"{a}=body", f"{b}=inhalt"], "encoding": f"{b}=latin-1"}
+    flags = ["--text-field", "body", "--text-field", f"{b}=inhalt", "--seq-len", "9"]
+    values = {"data": [f"{a}:0.5", f"{b}:0.5"], "text_field": [f"{a}=body", f"{b}=inhalt"]}
     (tmp_path / "c.json").write_text(json.dumps({**values, "seq_len": 9}))
     for given in (["--data", f"{a}:0.5", "--data", f"{b}:0.5", *flags], ["--config", str(tmp_path / "c.json")]):
         parts = load_data(parse(given)).parts
-        texts = [bytes(part.train.window(0, len(part.train)).tolist()).decode() for part in parts]
+        texts = [bytes(part.train.window(0, len(part.train))[0].tolist()).decode() for part in parts]
         assert [text[:4] for text in texts] == ["é0é1", "ü0ü1"]
     data = load_data(parse(["--data", a, "--val-data", b, "--eval-data", f"b={b}", *flags]))
     for val in (data.val, data.others["b"].val):
-        assert bytes(val.window(0, len(val)).tolist()).decode().startswith("ü0ü1")
-    manifest = tokenize(tmp_path / "out", [a, b], text_field=("body", f"{b}=inhalt"), encoding=f"{b}=latin-1")
+        assert bytes(val.window(0, len(val))[0].tolist()).decode().startswith("ü0ü1")
+    manifest = tokenize(tmp_path / "out", [a, b], text_field=("body", f"{b}=inhalt"))
     assert manifest["train_tokens"] > 0
     for wrong in ("x.csv=inhalt", "body=x"):
         with refused(KosError, f"--text-field: expected SOURCE=VALUE of {a}, got "):
             load_data(parse(["--data", a, "--seq-len", "9", "--text-field", wrong]))
-    for flag, empty in (("--text-field", "=inhalt"), ("--text-field", f"{a}="), ("--encoding", "=utf-8")):
-        with refused(KosError, f"{flag}: expected a value or SOURCE=VALUE, neither of them empty, got '{empty}'"):
-            parse(["--data", a, flag, empty])
+    for empty in ("=inhalt", f"{a}="):
+        with refused(KosError, f"--text-field: expected a value or SOURCE=VALUE, neither of them empty, got '{empty}'"):
+            parse(["--data", a, "--text-field", empty])
     for twice in (["body", "inhalt"], [f"{a}=body", f"{a}=inhalt"]):
         with refused(KosError, "--text-field: expected one value, or SOURCE=VALUE once a source, got ", " and "):
             parse(["--data", a, "--text-field", twice[0], "--text-field", twice[1]])
-    with refused(KosError, "--encoding: expected an encoding of text, such as utf-16, got 'utf-9'"):
-        parse(["--data", a, "--encoding", f"{a}=utf-9"])
 
 
 def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(tmp_path, monkeypatch, all_is_kept):
@@ -174,28 +174,6 @@ def test_what_is_kept_of_a_source_does_not_depend_on_fields_of_others(tmp_path, 
         assert len([*(tmp_path / "a" / ".kos").iterdir()]) == 1
     load_data(parse(["--data", a, "--seq-len", "9", "--text-field", "other"]))
     assert len([*(tmp_path / "a" / ".kos").iterdir()]) == 2
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.txt.gz", "folder"])
-def test_utf_8_that_is_read_as_another_encoding(tmp_path, name, caplog):
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-        (tmp_path / name / "b.txt").write_text("only ASCII")
-        (tmp_path / name / "a.jsonl").write_text('{"text": "café"}', "utf-8")
-    else:
-        path.write_bytes((gzip.compress if name.endswith("gz") else bytes)("text\ncafé".encode()))
-    file = path / "a.jsonl" if name == "folder" else path
-    with caplog.at_level(logging.WARNING):
-        read_corpus(str(path), lines=Lines(encoding="latin-1"))
-    said = f"--data {file}: the text is valid UTF-8, but --encoding latin-1 reads 'é' as 'Ã©'"
-    assert [record.getMessage() for record in caplog.records] == [said]
-    caplog.clear()
-    for encoding, text in {"utf-8": "café", "latin-1": "cafe", "cp1252": "caf\xe9"}.items():
-        file.write_bytes(text.encode(encoding))
-        if not name.endswith("gz"):
-            read_corpus(str(path), lines=Lines(encoding=encoding))
-    assert not caplog.records
 
 
 def test_a_text_file_that_is_compressed(tmp_path):
@@ -240,8 +218,8 @@ BROKEN: dict[str, tuple[bytes, list[str]]] = {
         ["row 2: expected one of the fields text, ", "got text and completion; "],
     ),
     "other.csv": (b"body\nx\n", ["line 2: expected the field 'text' (--text-field)", "got the fields body"]),
-    "binary.csv": (b"text\nx\0\n", ["line 2: expected text, got a NUL at character 6; --encoding reads text in"]),
-    "latin.csv": (b"text\ncaf\xe9\n", ["line 2: expected UTF-8", "got byte 0xe9 at 8; --encoding"]),
+    "binary.csv": (b"text\nx\0\n", ["line 2: expected text, got a NUL at character 6; if it is utf-16, run: "]),
+    "latin.csv": (b"text\ncaf\xe9\n", ["line 2: expected UTF-8 text, got byte 0xe9 at 8; if it is latin1, run: "]),
     "cut.parquet": (CUT, ["expected a whole .parquet file, got "]),
     "other.parquet": (rows_of_parquet([{"body": "x"}]), ["row 1: expected the field 'text'", "got the fields body"]),
     "null.parquet": (rows_of_parquet([{"text": "x"}, {"text": None}]), ["row 2: expected text in the field"]),
@@ -256,7 +234,7 @@ BROKEN: dict[str, tuple[bytes, list[str]]] = {
     "word.json": (b'[{"text": "a"}, {text: 1}, ' + b"1, " * 99 + b"1]", ["item 2: expected JSON, got Expecting prop"]),
     "after.json": (b'[{"text": "a"}] x', [f"item 2: {IN_A_LIST}, got '] x'"]),
     "none.json": (b" [ ] ", ["expected lines with text, got none"]),
-    "wide.txt": ("text".encode("utf-16"), ["expected UTF-8", "got byte 0xff at 0; --encoding reads text", "utf-16"]),
+    "wide.txt": ("text".encode("utf-16"), ["expected UTF-8", "got byte 0xff at 0; if it is utf-16, run: iconv "]),
     "objects.npy": (b"", ["expected an array of NumPy"]),
     "float.npy": (b"", ["expected one row of uint8, uint16 or larger integers, got float64 of shape (3,)"]),
     "matrix.npy": (b"", ["got int64 of shape (2, 2)"]),
@@ -286,26 +264,24 @@ def test_a_broken_file_is_named_with_the_place(tmp_path, name):
         refusal(tmp_path, f"--data {path}", *BROKEN[name][1])
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "cp1252", "shift_jis", "utf-8"])
-def test_other_encodings(tmp_path, encoding, small_pieces):
-    small_pieces()  # which cuts characters
-    texts = ["caf\u00e9" if encoding in ("latin-1", "cp1252") else "\u8a9e" * 3 + "\n", "one", "two"]
-    texts = texts if encoding != "utf-8" else ["\U0001f600" * 9, "\u00e9", "x"]
-    lines = Lines(encoding=encoding)
-    rows = [{"text": text} for text in texts]
-    of_lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    files = {"a.jsonl": of_lines, "a.csv": table(rows, "excel").decode()}
-    for name, text in files.items():
-        (tmp_path / name).write_bytes(text.encode(encoding))
-        assert documents(tmp_path / name, lines=lines) == (texts[:2], texts[2:]), name
-    (tmp_path / "a.txt").write_bytes("".join(texts).encode(encoding))
-    assert "".join(map("".join, documents(tmp_path / "a.txt", lines=lines))) == "".join(texts)
-
-
-def test_an_encoding_of_no_text(tmp_path):
-    for name in ("utf-9", "rot13", "base64"):
-        with refused(KosError, "--encoding: expected an encoding of text, such as utf-16", f"got '{name}'"):
-            parse(["--data", str(tmp_path), "--encoding", name])
+@pytest.mark.parametrize("encoding", ["utf-16", "latin1"])
+@pytest.mark.parametrize("name", ["a.txt", "a file.csv", "a.txt.gz", "a.jsonl.xz"])
+def test_the_command_of_the_error_converts_other_encodings(tmp_path, name, encoding):
+    if shutil.which("iconv") is None or (name.endswith(".xz") and shutil.which("xz") is None):
+        pytest.skip("needs iconv and xz")
+    rows = [{"text": f"caf\u00e9 {n}"} for n in range(3)]
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(encoding)
+    if name == "a file.csv":
+        content = table(rows, "excel").decode().encode(encoding)
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get((path := tmp_path / name).suffix, lambda raw: raw)
+    path.write_bytes(pack(content))
+    with pytest.raises(DataError, match=f"expected UTF-8 .*; if it is {encoding}, run: ") as refused_with:
+        documents(path)
+    command = str(refused_with.value).partition(", run: ")[2]
+    subprocess.run(command, shell=True, check=True, timeout=60)
+    (converted,) = (each for each in tmp_path.iterdir() if each != path)
+    assert converted.read_bytes().decode("utf-8") == content.decode(encoding) and "utf-8" in converted.name
+    assert documents(converted)
 
 
 SAVED: dict[str, Callable[[Path], object]] = {
@@ -325,8 +301,8 @@ def test_arrays_of_tokens(tmp_path, name):
     flags += ["--token-dtype", {"u2.bin": "uint16", "i4.bin": "int32"}[name]] if name.endswith(".bin") else []
     for data in (path, tmp_path):
         got = load_data(parse(["--data", str(data), *flags, "--vocab-size", "500"]))
-        assert got.train.window(0, 450).tolist() == [*range(450)]
-        assert got.val.window(0, 50).tolist() == [*range(450, 500)]
+        assert got.train.window(0, 450)[0].tolist() == [*range(450)]
+        assert got.val.window(0, 50)[0].tolist() == [*range(450, 500)]
         assert not got.masks_targets
     with refused(DataError, f"--data {path}: expected tokens below the vocabulary's 499, got 499 at token 499"):
         load_data(parse(["--data", str(path), *flags, "--vocab-size", "499"]))
@@ -343,7 +319,7 @@ def test_bytes_as_tokens_without_a_header(tmp_path):
     path.write_bytes(bytes(range(256)))
     assert read_corpus(str(path), lines=Lines(token_dtype="uint8")).vocab_size == 256
     got = load_data(parse(["--data", str(path), "--token-dtype", "uint8", "--seq-len", "4"]))
-    assert got.train.window(0, 3).tolist() == [0, 1, 2]
+    assert got.train.window(0, 3)[0].tolist() == [0, 1, 2]
 
 
 def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog
 from tests.train.runs import SMALL, _config, _losses, _train
+from tests.train.tokenizer_files import letters
 
 
 def test_a_run_learns_and_leaves_what_it_promises(text, tmp_path, capsys):
@@ -194,31 +195,30 @@ def test_init_from_hugging_face(text, tmp_path):
 
 
 def test_init_from_refuses_another_tokenizer(text, tmp_path):
-    """One of as many characters would fit the weights; without the file it is the user's to know."""
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text().replace("b", "ß"))
-    _train(text, tmp_path / "first", steps=1, tokenizer="chars")
+    """One of as many tokens would fit the weights; without the file it is the user's to know."""
+    ours = letters(tmp_path, text.read_text())
+    other = letters(tmp_path / "other", text.read_text().replace("b", "ß"))
+    _train(text, tmp_path / "first", steps=1, tokenizer=ours)
     source = checkpoint.find(tmp_path / "first").path
-    saved, chars = source / "kos_tokenizer.json", {"tokenizer": "chars", "init_from": str(source), "steps": 1}
-    with pytest.raises(CheckpointError, match=f"{source}: .* of this run, chars, got another of .*--tokenizer, --data"):
-        _train(other, tmp_path / "second", 2, **chars)
+    saved, how = source / "kos_tokenizer.json", {"init_from": str(source), "steps": 1}
+    with pytest.raises(CheckpointError, match=f"{source}: .* of this run, {other}, got "):
+        _train(text, tmp_path / "second", 2, tokenizer=other, **how)
     assert not (tmp_path / "second").exists()
     for content in ("{", "[]", "{}"):
         saved.write_text(content)
         with pytest.raises(CheckpointError, match=f"{saved}: expected a tokenizer that kos saved, got "):
-            _train(text, tmp_path / "second", **chars)
+            _train(text, tmp_path / "second", tokenizer=ours, **how)
     saved.write_text('{"kind": "bytes"}')
-    with pytest.raises(CheckpointError, match=rf"{source}: .* of this run, chars, got bytes \(see --tokenizer\)"):
-        _train(text, tmp_path / "second", **chars)
+    with pytest.raises(CheckpointError, match=rf"{source}: .* of this run, {ours}, got bytes \(see --tokenizer\)"):
+        _train(text, tmp_path / "second", tokenizer=ours, **how)
     saved.write_text('{"kind": "numbers", "vocab_size": 9}')  # which spell no text
-    assert len(_train(text, tmp_path / "second", **chars)) == 1
+    assert len(_train(text, tmp_path / "second", tokenizer=ours, **how)) == 1
     saved.unlink()
-    pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
     theirs = source / "tokenizer.json"  # as a Hugging Face folder has one
-    with pytest.raises(CheckpointError, match=rf"{source}: .* of this run, chars, got {theirs} \(see --tokenizer\)"):
-        _train(text, tmp_path / "third", 2, **chars)
+    with pytest.raises(CheckpointError, match=rf"{source}: .* of this run, {other}, got {theirs} \(see --tokenizer\)"):
+        _train(text, tmp_path / "third", 2, tokenizer=other, **how)
     theirs.unlink()
-    assert len(_train(other, tmp_path / "third", **chars)) == 1
+    assert len(_train(text, tmp_path / "third", tokenizer=other, **how)) == 1
 
 
 AFTER = "^after step 2: too late; the last checkpoint, of step 2, is good; resume with: "

@@ -70,10 +70,10 @@ def read(path: Path, *flags: str) -> tuple[list[int], list[bool], Dataset]:
     """The training tokens, and whether the loss counts each."""
     data = load_data(parse(["--data", str(path), "--seq-len", "1", "--fit", "cut", *flags]))
     batch = data.windows(data.train, range(len(data.train) - 1))
-    stored = data.train.window(0, len(data.train)).astype(np.int64)
-    tokens, counted = np.where(stored < 0, -1 - stored, stored), stored >= 0
+    tokens, mask = data.train.window(0, len(data.train))
+    counted = mask > 0
     assert (batch.tokens[:, 0] == tokens[:-1]).all()
-    assert (batch.targets[:, 0] == np.where(counted, tokens, -1)[1:]).all()
+    assert (batch.targets[:, 0] == np.where(counted, tokens.astype(np.int64), -1)[1:]).all()
     return tokens.tolist(), counted.tolist(), data
 
 

@@ -135,14 +135,12 @@ def test_a_path_may_have_colons(folder, tmp_path):
 
 
 def test_errors_name_the_source(folder, tmp_path):
-    with refused(ConfigError, "--data: expected stdlib, tinyshakespeare, or the path", f"{tmp_path / 'none'}"):
+    with refused(ConfigError, "--data: expected stdlib, or the path", f"{tmp_path / 'none'}"):
         load_data(parse(["--data=stdlib:1", f"--data={tmp_path / 'none'}:1"]))
     (tmp_path / "short.txt").write_text("short")
     short = tmp_path / "short.txt"
     with refused(DataError, f"--data {short}: expected at least --seq-len + 1 = 10 tokens to train on"):
         load_data(parse(["--data=stdlib:1", f"--data={short}:1", "--seq-len=9"]))
-    with refused(DataError, f"--data {folder / 'b.txt'}: expected the tokenizer of stdlib, chars", "got chars"):
-        load_data(parse(["--data=stdlib:1", f"--data={folder / 'b.txt'}:1", "--tokenizer=chars"]))
 
 
 # --- runs -----------------------------------------------------------------------------------------------------

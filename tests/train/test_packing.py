@@ -15,6 +15,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data import packing
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.packing import PackedTokens, best_fit, counted, make_plan, pack
+from kos.train.data.token_files import Shard
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.data.tokens import Tokens
 from kos.train.parallel.mesh import Layout
@@ -31,8 +32,8 @@ def row_of(lengths: list[int], masked: bool = False) -> Tokens:
     """Documents of these lengths: token 1000 n + i is the i-th of the n-th document; with ``masked`` odd ones do not
     count."""
     row = np.concatenate([1000 * n + np.arange(length) for n, length in enumerate(lengths, 1)])
-    row = np.where(row % 2, ~row, row).astype(np.int32) if masked else row.astype(np.uint32)
-    return Tokens(np.split(row, [7, len(row) // 2]), np.cumsum([0, *lengths[:-1]]))
+    shard, half = Shard(row.astype(np.uint32), (1 - row % 2).astype(np.uint8) if masked else None), len(row) // 2
+    return Tokens([shard[:7], shard[7:half], shard[half:]], np.cumsum([0, *lengths[:-1]]))
 
 
 def lengths_of(documents: int, most: int, seed: int = 0) -> list[int]:
@@ -112,8 +113,8 @@ def test_long_documents_are_cut_and_no_target_is_lost(masked):
     tokens = row_of(lengths, masked)
     data = dataset(tokens, epochs=1)
     got = sorted(x for step in range(data.steps_per_epoch) for x in data.batch(step).targets.ravel() if x >= 0)
-    row = tokens.window(0, len(tokens))
-    expected = [x for x in row if x >= 0 and x % 1000]  # all but the first of each
+    row, mask = tokens.window(0, len(tokens))
+    expected = [x for x in row[mask > 0] if x % 1000]  # all but the first of each
     assert got == sorted(expected)
     words = data.fit_in_words().splitlines()[0]
     lack = sum(1 for x in expected if x % 1000 > 20)
@@ -131,11 +132,11 @@ def test_what_has_no_target_is_left_out(skips, small_pieces):
     """A piece of a document sees no other piece, so without a target it teaches nothing."""
     small_pieces()
     lengths = [9, 7, 70, 4, 45]
-    whole = row_of(lengths).window(0, sum(lengths)).astype(np.int32)
+    whole = row_of(lengths).window(0, sum(lengths))[0].astype(np.int32)
     number, place = np.divmod(whole, 1000)
     counts = ((number == 1) & (place > 5)) | ((number == 3) & (place > 61)) | ((number == 5) & (place < 40))
-    row = np.where(counts, whole, ~whole)
-    data = dataset(Tokens(np.split(row, [7, 40]), np.cumsum([0, *lengths[:-1]])), epochs=1, skips=skips)
+    shard = Shard(whole, counts.astype(np.uint8))
+    data = dataset(Tokens([shard[:7], shard[7:40], shard[40:]], np.cumsum([0, *lengths[:-1]])), epochs=1, skips=skips)
     batch, kept = data.rows(0, range(data.sequences_in(data.train))), counts & (place > 0) & (not skips or number == 1)
     assert sorted(batch.targets[batch.targets >= 0]) == whole[kept].tolist()
     assert (batch.targets >= 0).any(axis=1).all() and len(batch.targets) == (1 if skips else 3)
@@ -144,16 +145,18 @@ def test_what_has_no_target_is_left_out(skips, small_pieces):
     assert f"; left out, because the loss counts none of their tokens: {what}" in said
     assert f"training: {'1 document of 9' if skips else '3 documents of 59'} tokens" in said
     with refused(DataError, "--data: expected a document", "with a token that the loss counts, got none"):
-        dataset(Tokens([~np.abs(row)], np.array([0])), skips=skips, sources=("--data", "--data"))
+        none = Tokens([Shard(whole, np.zeros(len(whole), np.uint8))], np.array([0]))
+        dataset(none, skips=skips, sources=("--data", "--data"))
 
 
 def test_counting_goes_over_shards_and_pieces(small_pieces):
     """Some shards have a mask, others have none; ranges may overlap."""
     small_pieces()
     tokens = row_of(lengths_of(60, 12), masked=True)
-    mixed = Tokens([tokens.shards[0], tokens.window(7, 9).astype(np.uint32), tokens.window(16, 99)], tokens.documents)
+    rest = Shard(*tokens.window(16, 99))
+    mixed = Tokens([tokens.shards[0], tokens.window(7, 9)[0].astype(np.uint32), rest], tokens.documents)
     starts, stops = np.array([9, 3, 0, 20, 8]), np.array([12, 20, 115, 20, 2])
-    each = [int((mixed.window(a, b - a) >= 0).sum()) if b > a else 0 for a, b in zip(starts, stops, strict=True)]
+    each = [int(mixed.window(a, b - a)[1].sum()) if b > a else 0 for a, b in zip(starts, stops, strict=True)]
     assert counted(mixed, starts, stops).tolist() == each
 
 
@@ -195,9 +198,8 @@ CHATS = [13, 9, 32, 5, 27, 14, 18, 21, 8, 11, 30, 2, 16, 16, 7, 23, 25, 31, 32, 
 def of_numbers(config: TrainConfig) -> Dataset:
     """The documents of ``CHATS``, half of whose tokens count; a sequence for each if the batch has as many."""
     rng, begins = np.random.default_rng(1), np.cumsum([0, *CHATS[:-1]])
-    row = (rng.choice([1, 1, 1, 7, 11], sum(CHATS)).cumsum() % 40).astype(np.int8)
-    row = np.where(rng.random(len(row)) < 0.5, ~row, row)
-    tokens = Tokens([row], begins)
+    row = (rng.choice([1, 1, 1, 7, 11], sum(CHATS)).cumsum() % 40).astype(np.uint8)
+    tokens = Tokens([Shard(row, (rng.random(len(row)) >= 0.5).astype(np.uint8))], begins)
     train, val, plan = pack(tokens, tokens, "", config.seq_len, 5, False, ())
     if config.batch_size == len(CHATS):
         train, val = (PackedTokens(tokens, config.seq_len, ~begins, False) for _ in range(2))
@@ -308,49 +310,26 @@ def test_a_broken_plan_is_one_line_and_is_made_again(pairs, whole, tmp_path, con
     assert said.endswith("; it is made again") and (tmp_path / "again" / packing.FILE).read_bytes() == good
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_run_goes_on_with_its_plan_or_not_at_all(pairs, whole, tmp_path, known, monkeypatch, caplog):
-    """A checkpoint without the folder of its run, which another version of kos packed; an older one has no digest."""
+def test_a_run_goes_on_with_its_plan_or_not_at_all(pairs, whole, tmp_path, monkeypatch, caplog):
+    """A checkpoint without the folder of its run, which another version of kos packed."""
     (out, whole_rows), made, drawn = whole, packing.make_plan, {"epochs": None, "steps": 4, "eval_batches": 0}
     train(pairs, tmp_path / "drawn", **drawn)
     alone, steps = {}, len(whole_rows) - 2
     for name, folder, step in (("whole", out, steps), ("drawn", tmp_path / "drawn", 3)):
         source = folder / "checkpoints" / f"step-{step}"
         alone[name] = shutil.copytree(source, tmp_path / f"{name}-alone" / source.name)
-        values = json.loads((manifest := alone[name] / "manifest.json").read_text())
-        if not known:
-            values["config"].pop("packing", None)
-            manifest.write_text(json.dumps(values))
-    if known:  # the same plan is made again
-        rows = train(pairs, tmp_path / "same", epochs=2, resume=str(alone["whole"]))
-        assert _losses(rows).tobytes() == _losses(whole_rows)[steps:].tobytes()
+    rows = train(pairs, tmp_path / "same", epochs=2, resume=str(alone["whole"]))  # the same plan is made again
+    assert _losses(rows).tobytes() == _losses(whole_rows)[steps:].tobytes()
     monkeypatch.setattr(packing, "make_plan", lambda tokens, length, seed, skips: made(tokens, length, seed + 1, skips))
     assert not caplog.records
     plan = alone["whole"].parents[1] / packing.FILE
-    with refused(CheckpointError, f"({plan}), got {'another' if known else 'none'}"):
+    with refused(CheckpointError, f"({plan}), got another"):
         train(pairs, tmp_path / "lone", epochs=2, resume=str(alone["whole"]))
     # Another line warns of the other length.
     train(pairs, tmp_path / "other-length", epochs=2, resume=str(alone["whole"]), seq_len=60)
     train(pairs, tmp_path / "lone-drawn", resume=str(alone["drawn"]), **drawn)
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 2 and "another seq_len" in said[0] and packing.FILE in said[1], said
-
-
-def test_a_run_from_before_the_setting_goes_on_with_cut(pairs, tmp_path, caplog):
-    """Twice: what the first resumed run writes must not read as a run of whole documents."""
-    how = {"steps": 6, "epochs": None, "eval_batches": 0, "save_every": 2}
-    whole = train(pairs, tmp_path / "out", fit="cut", **how)
-    manifest = tmp_path / "out" / "checkpoints" / "step-2" / "manifest.json"
-    values = json.loads(manifest.read_text())
-    for name in ("fit", "long_documents"):
-        del values["config"]["config"][name]
-    manifest.write_text(json.dumps(values))
-    first = train(pairs, tmp_path / "first", resume=str(manifest.parent), **{**how, "steps": 4})
-    then = train(pairs, tmp_path / "then", resume=str(tmp_path / "first" / "checkpoints" / "step-4"), **how)
-    assert _losses([*first, *then]).tobytes() == _losses(whole)[2:].tobytes()
-    assert not (tmp_path / "first" / packing.FILE).exists() and "another fit" not in caplog.text
-    train(pairs, tmp_path / "other", resume=str(manifest.parent), fit="whole", **how)
-    assert "resuming with another fit: its results will differ" in caplog.text
 
 
 # --- a batch in which nothing counts --------------------------------------------------------------------------

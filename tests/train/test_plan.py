@@ -340,7 +340,7 @@ def test_bad_requests_are_refused():
         (["--ranks", "2", "--compress", "fp8", "--gpu", "A100"], "expected int8 or int4 on A100, .* got fp8"),
         (["--ranks", "3", "--tp", "2"], r"--tp 2: expected a divisor of 3 \(ranks\), got 2; 2 ranks would do$"),
         (["--ranks", "6", "--dp", "2", "--tp", "2"], "--dp 2 --tp 2: .* 6 .* got 2 × 2 = 4; 4 ranks would do$"),
-        (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),
+        (["--ranks", "2", "--tokenizer", "none.json"], "expected --vocab-size"),
         (["--ranks", "2", "--deterministic"], "expected no --deterministic"),
     ):
         with pytest.raises(ConfigError, match=said):

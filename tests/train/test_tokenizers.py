@@ -17,7 +17,6 @@ from kos.train.data.batches import load_data
 from kos.train.data.chat import read_chat_template
 from kos.train.data.tokenizers import (
     ByteTokenizer,
-    CharTokenizer,
     HuggingFaceTokenizer,
     NumberTokenizer,
     make_tokenizer,
@@ -53,32 +52,25 @@ def test_a_prompt_that_the_shell_gave_as_raw_bytes():
         ByteTokenizer().encode("a\ud800")  # such as a prompt from JSON
 
 
-@given(st.text(min_size=1))
-def test_chars_are_those_of_nanogpt(text):
-    numbers = {char: i for i, char in enumerate(sorted(set(text)))}  # shakespeare_char/prepare.py
-    tokenizer = CharTokenizer(text)
-    assert tokenizer.vocab_size == len(numbers)
-    assert tokenizer.encode(text).tolist() == [numbers[char] for char in text]
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 @pytest.mark.parametrize(("count", "dtype"), [(256, np.uint8), (257, np.uint16), (65_537, np.uint32)])
 def test_the_smallest_dtype_that_holds_the_vocabulary(count, dtype):
-    alphabet = "".join(chr(0x10000 + i) for i in range(count))
-    ids = CharTokenizer(alphabet).encode(alphabet)
+    ids = NumberTokenizer(count).encode(f"0 {count - 1}")
     assert ids.dtype == dtype and ids.max() == count - 1
 
 
-@pytest.mark.parametrize(("prompt", "char", "place"), [("cab!", "'!'", 3), ("aéb", "'é'", 1), ("~", "'~'", 0)])
-def test_an_unknown_character_is_named(prompt, char, place):
-    with refused(DataError, "3 characters", f"got {char} at character {place}"):
-        CharTokenizer("abc").encode(prompt)
+def test_the_characters_of_a_checkpoint_of_0_3():
+    """They are read as a tokenizer.json."""
+    pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    alphabet = "\n ahé漢"
+    tokenizer = tokenizer_from_json({"kind": "chars", "alphabet": alphabet})
+    text = "haha é\n漢"
+    assert tokenizer.encode(text).tolist() == [alphabet.index(each) for each in text]
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.vocab_size == len(alphabet)
+    assert tokenizer_from_json(tokenizer.to_json()).is_like(tokenizer)
 
 
 def test_start_is_a_token_that_text_starts_with():
     assert ByteTokenizer().decode([ByteTokenizer().start]) == "\n"
-    assert CharTokenizer("b\n\ta").decode([CharTokenizer("b\n\ta").start]) == "\n"
-    assert CharTokenizer("ab").start == 0
     assert NumberTokenizer(9).start == 0
 
 
@@ -237,7 +229,7 @@ def test_a_qwen_tokenizer_gives_the_numbers_of_transformers(qwen_folder, small_p
 
 
 def test_a_checkpoint_carries_the_tokenizer(huggingface_file):
-    every = [ByteTokenizer(), CharTokenizer(TEXT), NumberTokenizer(77), make_tokenizer(str(huggingface_file))]
+    every = [ByteTokenizer(), NumberTokenizer(77), make_tokenizer(str(huggingface_file))]
     for tokenizer in every:
         again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
         text = "5 76" if isinstance(tokenizer, NumberTokenizer) else TEXT
@@ -303,7 +295,7 @@ def test_added_tokens_that_the_tokenizer_lacks(tmp_path, huggingface_file):
 
 
 def test_wrong_tokenizer_files(tmp_path, huggingface_file):
-    with refused(ConfigError, "bytes, chars or the PATH", "'bites'", "No such file"):
+    with refused(ConfigError, "bytes or the PATH", "'bites'", "No such file"):
         make_tokenizer("bites")
     for content in (b"{}", b"\xff\xfe", b"[1", b"[" * 100_000):
         path = tmp_path / "tokenizer.json"
@@ -381,7 +373,7 @@ def test_weights_bring_their_tokenizer(text, tmp_path, huggingface_file, capsys)
     assert len(_train(text, tmp_path / "theirs", steps=1, init_from=str(folder))) == 1
     assert f"words.txt ({folder}/tokenizer.json)" in capsys.readouterr().out
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=f"--tokenizer: expected bytes, .* as {folder} has none, got auto\n"):
+    with pytest.raises(ConfigError, match=f"--tokenizer: expected bytes or .* as {folder} has none, got auto\n"):
         _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
     (folder / "tokenizer.model").write_bytes(b"")
     with pytest.raises(ConfigError, match=f"got auto; to make it, run: .*T.from_pretrained.* {folder}"):
@@ -389,10 +381,10 @@ def test_weights_bring_their_tokenizer(text, tmp_path, huggingface_file, capsys)
     assert load_data(_config(text, None, init_from=str(folder), tokenizer="bytes")).tokenizer.kind == "bytes"
 
 
-SPELT = [(ByteTokenizer(), TEXT), (CharTokenizer(TEXT), TEXT), (NumberTokenizer(77), "5 76 0")]
+SPELT = [(ByteTokenizer(), TEXT), (NumberTokenizer(77), "5 76 0")]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "chars", "numbers", "huggingface"])
+@pytest.mark.parametrize("kind", ["bytes", "numbers", "huggingface"])
 def test_transformers_load_it_from_a_checkpoint(tmp_path, huggingface_file, kind):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     spelt = {tokenizer.kind: (tokenizer, text) for tokenizer, text in SPELT}

@@ -33,13 +33,12 @@ def close_seconds():
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch, tmp_path, close_seconds):
     """No test needs a network, or writes into the user's folders."""
-    for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_"))]:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", close_seconds)
 
 
@@ -103,26 +102,6 @@ def _check_events(folder: Path, rows: list[dict[str, Any]], kept: list[int]) -> 
     for row in rows:
         assert seen[row.pop("step")] == pytest.approx(row, rel=1e-6)
     return texts
-
-
-def _trackio_rows(out: Path) -> tuple[dict[str, Any], dict[float, float]]:
-    import sqlite3
-
-    (path,) = (out.parent / "trackio").glob("*.db")
-    with sqlite3.connect(path) as database:
-        found = database.execute("select run_name, step, metrics from metrics").fetchall()
-        ((config,),) = database.execute("select config from configs").fetchall()
-    assert len({name for name, _, _ in found}) == 1
-    values = {step: json.loads(metrics) for _, step, metrics in found}
-    return json.loads(config), {step: row["loss"] for step, row in values.items() if "loss" in row}
-
-
-def test_a_package_has_one_run_with_its_config(text, tmp_path):
-    pytest.importorskip("trackio", reason="make test-all installs the extra trackio")
-    rows = _interrupted_and_resumed(text, tmp_path / "run", "trackio")
-    config, losses = _trackio_rows(tmp_path / "run")
-    assert losses == {row["step"]: row["loss"] for row in rows}
-    assert config["steps"] == 8 and config["model"]["hidden_size"] == 32
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -237,9 +216,9 @@ def _runs(pid: int) -> bool:
 def test_trackers_are_waited_for_together(tmp_path, fake, caplog):
     """One that hangs takes no time from another."""
     fake(begin="threading.Event().wait()")
-    fake("trackio", finish="open('done', 'w').close()")
+    fake("other", finish="open('done', 'w').close()")
     (tmp_path / METRICS).touch()
-    trackers.close(trackers.start(["wandb", "trackio"], tmp_path, 0, {"config": {}}))
+    trackers.close(trackers.start(["wandb", "other"], tmp_path, 0, {"config": {}}))
     assert (tmp_path / "done").exists()
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
         "--tracker wandb: not finished 5 s after the last step"
@@ -250,10 +229,10 @@ def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path, fake):
     """Of steps after the start, as soon as their lines are whole. A norm that is not finite is left out; a signal to
     the whole job does not end the tracker."""
     note = "os.kill(os.getpid(), signal.SIGTERM); print(step, values, file=self.file)"
-    fake("trackio", __init__="self.file = open('said', 'w')", log=note, finish="self.file.close()")
+    fake("wandb", __init__="self.file = open('said', 'w')", log=note, finish="self.file.close()")
     first = MetricsLog(tmp_path / METRICS)
     first.write({"step": 6, "loss": 2.5})
-    started = trackers.start(["trackio"], tmp_path, 6, {"config": {}})
+    started = trackers.start(["wandb"], tmp_path, 6, {"config": {}})
     first.write({"step": 7, "loss": 1.5, "grad_norm": float("inf"), "skipped": True})
     with first.path.open("a") as file:
         file.write('{"step": 8, "lo')
@@ -264,19 +243,14 @@ def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path, fake):
     assert (tmp_path / "said").read_text() == "7 {'loss': 1.5, 'skipped': 1.0}\n8 {'loss': 0.5}\n"
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_what_a_package_is_told(tmp_path, fake, package):
-    """A run that goes on has its id and name again; a new one in its folder has others."""
-    fake(package, __init__="print(json.dumps(options), file=open('told', 'a'))")
+def test_what_wandb_is_told(tmp_path, fake):
+    """A run that goes on has its id and name again; a new one in its folder has another id."""
+    fake("wandb", __init__="print(json.dumps(options), file=open('told', 'a'))")
     (tmp_path / METRICS).touch()
     for start in (0, 3, 0):
-        trackers.close(trackers.start([package], tmp_path, start, {"config": {"steps": 9}, "gpus": []}))
+        trackers.close(trackers.start(["wandb"], tmp_path, start, {"config": {"steps": 9}, "gpus": []}))
     first, again, new = map(json.loads, (tmp_path / "told").read_text().splitlines())
     assert first == again and first["config"] == {"steps": 9, "gpus": []}
     assert (first["project"], first["resume"]) == ("kos", "allow")
-    if package == "wandb":
-        assert (first["name"], first["dir"], first["allow_val_change"]) == (tmp_path.name, str(tmp_path), True)
-        assert first["id"] != new["id"] and len(first["id"]) == 8
-    else:
-        assert first["name"].startswith(f"{tmp_path.name}-") and first["name"] != new["name"]
-        assert first.keys() == {"project", "config", "name", "resume"}
+    assert (first["name"], first["dir"], first["allow_val_change"]) == (tmp_path.name, str(tmp_path), True)
+    assert first["id"] != new["id"] and len(first["id"]) == 8

@@ -26,7 +26,7 @@ PROMPT = "one ring"
 def run(text, tmp_path_factory):
     """A model that was trained for three steps. Its text is noise, but it depends on the weights."""
     out = tmp_path_factory.mktemp("run") / "out"
-    _train(text, out, steps=3, eval_batches=1, tokenizer="chars", save_every=1)
+    _train(text, out, steps=3, eval_batches=1, save_every=1)
     return out
 
 
@@ -46,7 +46,7 @@ def test_a_model_is_loaded_on_the_gpu_that_is_named(run, device, before_call):
 
 def test_loss_logits_and_text_of_a_run(run, text, capsys):
     model = kos.train.load(run)
-    assert model.config.hidden_size == SMALL["model"]["hidden_size"] and model.tokenizer.kind == "chars"
+    assert model.config.hidden_size == SMALL["model"]["hidden_size"] and model.tokenizer.kind == "bytes"
     assert f"hidden_size={model.config.hidden_size}, " in repr(model) and " parameters, " in repr(model)
     held_out = text.read_text()[int(len(text.read_text()) * 0.9) :]
     ids = model.tokenizer.encode(held_out)
@@ -94,7 +94,7 @@ def test_what_it_is_loaded_from(run, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "got"),
     [("", r"T from 1 to 32, got \w+ \(0,\)"), ([1.5], r"float64 \(1,\)"), ([[[1]]], r"\(1, 1, 1\)"),
-     ([0] * 33, r"\(33,\)"), ([1, -1], "got -1 to 1"), ([99], "got 99 to 99"), ([1 << 32], "got 4294967296 to")],
+     ([0] * 33, r"\(33,\)"), ([1, -1], "got -1 to 1"), ([999], "got 999 to 999"), ([1 << 32], "got 4294967296 to")],
 )  # fmt: skip
 def test_wrong_tokens_are_named(run, tokens, got):
     with pytest.raises(InvalidArgument, match=f"expected .*{got}"):
@@ -105,7 +105,7 @@ def test_wrong_targets_are_named(run):
     model = kos.train.load(run)
     with pytest.raises(InvalidArgument, match="expected at least two tokens, got one"):
         model.loss([1])
-    for targets in ([1, 2, 3], [1, -2], [1, 99], [], [1.5, 2], [1 << 32, 1]):
+    for targets in ([1, 2, 3], [1, -2], [1, 999], [], [1.5, 2], [1 << 32, 1]):
         with pytest.raises(InvalidArgument, match=r"expected integer targets of shape \(1, 2\) from -1 to \d+, got "):
             model.loss([1, 2], targets)
     with pytest.raises(InvalidArgument, match="temperature: expected 0 or more, got -1"):

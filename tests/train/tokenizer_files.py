@@ -1,6 +1,7 @@
 """Tokenizers of Hugging Face that tests train, and their files."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,16 @@ def byte_level_bpe(texts: list[str], vocab_size: int, added: list[str]) -> Any:
     special = [(token, bpe.token_to_id(token)) for token in added]
     bpe.post_processor = library.processors.TemplateProcessing(parts, special_tokens=special)
     return bpe
+
+
+def letters(folder: Path, text: str) -> str:
+    """The path of a new tokenizer.json with one token for each character of a text."""
+    pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    vocab = {character: number for number, character in enumerate(sorted(set(text)))}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    (path := folder / f"letters-{len(vocab)}" / "tokenizer.json").parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": {"type": "Fuse"}, "model": model}))
+    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from time import time_ns
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,7 +26,6 @@ from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, await_no
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, Operation
 from kos.comm.prepared import Fingerprints, Prepared, Store, refuse, without_memory
-from kos.comm.recorder import COMPLETED
 from kos.comm.schedules import runnable
 from kos.comm.tracing import Tracer
 from kos.comm.transport import ScheduledCalls
@@ -74,7 +72,6 @@ class HostBackend:
         self.node: Node | None = None  # the same, if all ranks are on this host: it runs the calls
         self.arrays: SharedArrays | None = None
         self.crowded, self.one_host = False, self.size == 1
-        self._begun = 0  # the number of the next collective
         self._aborting = False
         self.failures.reporters.append(self.transport)
         try:
@@ -82,8 +79,9 @@ class HostBackend:
             self.transport.open(self)
         except BaseException:
             self.transport.abort(UNMADE)
-            self.failures.report_end(UNMADE, self.begun)
-            self._free()
+            self.failures.report_end(UNMADE, 0)
+            if self.calls is not None:
+                self.calls.close()
             if self._segment is not None:
                 self._segment.close()
             raise
@@ -177,7 +175,7 @@ class HostBackend:
             )
         if options.algorithm != AUTO and self.size > 1:
             runnable(o.name, options.algorithm, self.size, root=o.root or 0)
-        prepared = Prepared(without_memory(o), self, self.launch)
+        prepared = Prepared(without_memory(o), self, self.scheduled.start)
         if self.fingerprints is not None:
             self.fingerprints.add(prepared)
         if (node := self.node) is not None:
@@ -198,33 +196,6 @@ class HostBackend:
         except RankLost as error:  # if this rank then aborts, other ranks name this error as the cause
             self.failures.status.post_failure(error)
             raise
-
-    def launch(self, work: Work[Any]) -> Steps | None:
-        """Begin ``work`` over the transport; returns the steps that are left."""
-        if self.failures.status.last is not None:
-            self.failures.status.clear_failure()
-        try:
-            steps = self.transport.launch(work, self._run)
-        except CollectiveError as error:  # a fault that a test injects
-            raise self.to_error(work, error) from None
-        if work.prepared.collective and (steps is None or not self.transport.processes):  # else ``_run`` does so
-            self._begun = work.sequence + 1
-        if steps is None:
-            work.record[COMPLETED] = time_ns()  # type: ignore[index]
-        return steps
-
-    def _run(self, work: Work[Any]) -> Steps:
-        """The steps of ``work`` over messages."""
-        if not work.prepared.collective:
-            yield from self.scheduled.message(work)
-            return
-        self._begun = work.sequence + 1  # the engine has it: if a signal's handler raises before, it has not begun
-        all_arrived = None if self.calls is None else self.calls.publish(work)
-        if not self.one_host:
-            all_arrived = self.transport.agree(work, all_arrived)
-        yield from self.scheduled.run(work, all_arrived)
-        if not self.one_host:
-            self.transport.complete(work)
 
     def resume(self, work: Work[Any]) -> Steps | None:
         """The steps of ``work``, which the core has begun; None if it is complete."""
@@ -347,7 +318,7 @@ class HostBackend:
     @property
     def begun(self) -> int:
         """The number of collectives begun on this rank, which is the sequence number of the next."""
-        return self._begun if (calls := self.calls) is None else calls.begun
+        return self.scheduled.begun if (calls := self.calls) is None else calls.begun
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it ends now."""
@@ -373,12 +344,13 @@ class HostBackend:
     def close(self) -> None:
         """Free the resources.  Collective; nothing may be in flight."""
         self._free()
-        self.transport.close(self._begun)
+        self.transport.close(self.scheduled.begun)
 
     def _free(self) -> None:
         closed(self)
         with self.engine.lock:  # held by a thread that waits while it uses these
             calls, self.calls, self.node = self.calls, None, None
+            self.scheduled.calls = None
             if calls is not None:
                 calls.close()
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import select
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +22,7 @@ from kos.comm.contract import Backend, Probe, Request
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.hub import is_cut_off
 from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.tcp_messages import CALL, CLOSE, CLOSED_HERE, REASON_LENGTH, Link, Peer, Poller
+from kos.comm.host.tcp_messages import CALL, CLOSED_HERE, NO_CALL, REASON_LENGTH, Link, Peer, TCPMessage
 from kos.comm.matching import Envelope, envelope
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.prepared import described
@@ -32,7 +34,51 @@ Array = np.ndarray[Any, Any]
 RECENT = 1024
 """Complete collectives whose descriptions a rank keeps."""
 _DESCRIBE_SECONDS = 0.05  # seconds of waiting in a collective before a rank describes its call
+_SLEEP_SECONDS = 0.05  # the longest poll: another thread may consume the awaited event, or end the operation
 _CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
+
+
+class Poller:
+    """All connections of this rank, over a communicator and its splits; a wait polls all of them."""
+
+    def __init__(self) -> None:
+        self._epoll, self._events = select.epoll(), 0
+        self._ready: list[tuple[int, int]] = []  # what the last ``pause`` has found, which may be handled since
+        # Weak: connections end with their communicator, and epoll removes closed sockets.
+        self._links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def add(self, link: Any) -> None:
+        """Poll the connection ``link.sock``: of a Link, or the Channel of a group."""
+        self._links[link.sock.fileno()] = link
+        self._epoll.register(link.sock, select.EPOLLIN)
+
+    def want_write(self, link: Link, wanted: bool) -> None:
+        self._epoll.modify(link.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def remove(self, link: Any) -> None:
+        del self._links[link.sock.fileno()]
+        self._epoll.unregister(link.sock)
+
+    def progress(self) -> None:
+        """Read and write without waiting."""
+        ready, self._ready = self._ready or self._epoll.poll(0), []
+        for descriptor, _ in ready:
+            self._events += 1
+            if (link := self._links.get(descriptor)) is not None:
+                link.progress(self)
+
+    def mark(self) -> int:
+        """See ``Backend.waiter``."""
+        return self._events
+
+    def pause(self, mark: int | None = None, seconds: float | None = None) -> None:
+        """See ``Backend.waiter``.  Without a ``mark``, it waits until a socket is ready.
+
+        It returns at once if an event since ``mark`` was handled, as this may have completed a message after its
+        operation was polled.  An event that was not handled keeps its socket ready.
+        """
+        if mark is None or mark == self._events:
+            self._ready = self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
 class TCPTransport(Backend):
@@ -53,10 +99,10 @@ class TCPTransport(Backend):
         self.poller = poller or Poller()
         self._slept_at = 0  # the mark of the poller at the last ``sleep``
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
-        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
+        self.calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
         self._complete: deque[int] = deque()  # the tags of those that are complete
         self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
-        self._group = ""
+        self._group: Any = None  # as the flight recorder knows it
         self._rendezvous, self._links = rendezvous, links
         self.group = 0  # the number of this group in frames
         self.peers: dict[int, Peer] = {}  # empty if all ranks share memory
@@ -99,10 +145,17 @@ class TCPTransport(Backend):
         return COLLECTIVE_TAGS + sequence  # needs no wrap-around, unlike MPI's tags
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        return self.peers[peer].send(array, tag)
+        end = self.peers[peer]
+        if end.gone is not None or self.failures.earliest is not None or self.failures.left:
+            end.check(tag)
+        message = TCPMessage(end, tag, array)
+        end.link.send(message)
+        return message
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        return self.peers[peer].receive(array, tag)
+        message = TCPMessage(self.peers[peer], tag, array)
+        message.peer.receive(message)
+        return message
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         for peer in self.peers.values():
@@ -135,10 +188,11 @@ class TCPTransport(Backend):
 
     def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
         """Does not wait for other ranks.  A message or description of another call raises when it arrives."""
-        tag, describe_at, waits = self.tag(work.sequence), time.monotonic() + _DESCRIBE_SECONDS, False
-        self._group = work.group
-        self._calls[tag] = work.prepared.fingerprint, work.prepared.text
-        for rank, call in self._described.pop(tag, {}).items():
+        tag, describe_at, waits = COLLECTIVE_TAGS + work.sequence, time.monotonic() + _DESCRIBE_SECONDS, False
+        prepared, failures = work.prepared, self.failures
+        self._group = prepared.description[0]
+        self.calls[tag] = prepared.fingerprint, prepared.text
+        for rank, call in self._described.pop(tag, {}).items() if self._described else ():
             self.compare(tag, rank, *call)
 
         def all_arrived() -> bool:
@@ -147,8 +201,8 @@ class TCPTransport(Backend):
                 describe_at = math.inf
                 for rank in self.peers:
                     self.describe(rank, tag)
-            if self.failures.earliest is not None:
-                self.failures.raise_reported(work.sequence)
+            if failures.earliest is not None:
+                failures.raise_reported(work.sequence)
             if local is None:
                 return True
             arrived = local()
@@ -160,17 +214,15 @@ class TCPTransport(Backend):
         return all_arrived
 
     def complete(self, work: Work[Any]) -> None:
-        self._complete.append(self.tag(work.sequence))
+        if self.failures.earliest is not None:  # the others may not have completed it
+            self.failures.raise_reported(work.sequence)
+        self._complete.append(COLLECTIVE_TAGS + work.sequence)
         if len(self._complete) > RECENT:
-            del self._calls[self._complete.popleft()]
-
-    def called(self, tag: int) -> tuple[int, bytes]:
-        """Fingerprint and description of this rank's collective of that tag."""
-        return self._calls.get(tag, (0, b""))
+            del self.calls[self._complete.popleft()]
 
     def describe(self, rank: int, tag: int) -> None:
         """Send that rank the description of this rank's collective of that tag."""
-        mark, text = self.called(tag)
+        mark, text = self.calls.get(tag, NO_CALL)
         self.peers[rank].send_control(CALL, tag, text, mark)
 
     def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
@@ -178,7 +230,7 @@ class TCPTransport(Backend):
 
         Without ``text`` this rank sends its own description, and the other rank reports the mismatch.
         """
-        mine, mine_text = self.called(tag)
+        mine, mine_text = self.calls.get(tag, NO_CALL)
         if mine == mark:
             return
         self.mismatched = self.mismatched or bool(mine)
@@ -187,7 +239,7 @@ class TCPTransport(Backend):
         elif mine:
             sequence = tag - COLLECTIVE_TAGS
             calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
-            self.fail(tag, self.failures.mismatch(self._group, *calls))
+            self.fail(tag, self.failures.mismatch(self._group.name if self._group else "", *calls))
         elif len(self._described) < RECENT:
             others = self._described.setdefault(tag, {})
             if text or rank not in others:
@@ -234,7 +286,7 @@ class TCPTransport(Backend):
             for rank, peer in self.peers.items():
                 if self._complete and why == WHY_CLOSED:  # a rank that waits in another call reports both
                     self.describe(rank, self._complete[-1])
-                peer.send_control(CLOSE, 0, data)
+                peer.send_close(data)
             self._linger(lambda: any(peer.busy for peer in self.peers.values()))
             self.poller.progress()  # if data is unread, Linux closes by a reset, and discards what is not sent yet
             for peer in self.peers.values():

@@ -12,14 +12,14 @@ A message carries its dtype, or the fingerprint of its collective where ranks do
 from __future__ import annotations
 
 import json
-import select
 import socket
 import struct
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -35,57 +35,17 @@ Array = np.ndarray[Any, Any]
 
 EAGER_BYTES = 256 << 10  # the longest eager message: a segment of a schedule
 CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are in flight or buffered
+INPUT_BYTES = 16 << 10  # that one read of a socket may give, but for the memory of a long message
 OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own bytes
 CONTROL_BYTES = 1 << 19  # the longest control message: an error of 60,000 ranks
 REASON_LENGTH = 1000  # characters of a reason or an error
 _SIOCOUTQNSD = 0x894B  # of Linux, for ioctl: the bytes that are not sent yet
-_SLEEP_SECONDS = 0.05  # the longest poll: another thread may consume the awaited event, or end the operation
 
 CLOSED_HERE = "this rank closed the communicator"
 
 HEADER = struct.Struct("!B3xIQQQQ")  # kind, number of the long message, group, tag, bytes, dtype or fingerprint
+_VIEWS = attrgetter("views")
 EAGER, RTS, CTS, REFUSE, DATA, CALL, CLOSE = range(1, 8)
-
-
-class Poller:
-    """All connections of this rank, over a communicator and its splits; a wait polls all of them."""
-
-    def __init__(self) -> None:
-        self._epoll, self._events = select.epoll(), 0
-        # Weak: connections end with their communicator, and epoll removes closed sockets.
-        self._links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-    def add(self, link: Any) -> None:
-        """Poll the connection ``link.sock``: of a Link, or the Channel of a group."""
-        self._links[link.sock.fileno()] = link
-        self._epoll.register(link.sock, select.EPOLLIN)
-
-    def want_write(self, link: Link, wanted: bool) -> None:
-        self._epoll.modify(link.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
-
-    def remove(self, link: Any) -> None:
-        del self._links[link.sock.fileno()]
-        self._epoll.unregister(link.sock)
-
-    def progress(self) -> None:
-        """Read and write without waiting."""
-        for descriptor, _ in self._epoll.poll(0):
-            self._events += 1
-            if (link := self._links.get(descriptor)) is not None:
-                link.progress(self)
-
-    def mark(self) -> int:
-        """See ``Backend.waiter``."""
-        return self._events
-
-    def pause(self, mark: int | None = None, seconds: float | None = None) -> None:
-        """See ``Backend.waiter``.  Without a ``mark``, it waits until a socket is ready.
-
-        It returns at once if an event since ``mark`` was handled, as this may have completed a message after its
-        operation was polled.  An event that was not handled keeps its socket ready.
-        """
-        if mark is None or mark == self._events:
-            self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
 class TCPMessage:
@@ -95,13 +55,15 @@ class TCPMessage:
 
     def __init__(self, peer: Peer, tag: int, array: Array) -> None:
         self.peer, self.tag, self.dtype = peer, tag, array.dtype
-        self.call = DTYPE_CODES[array.dtype] if tag < COLLECTIVE_TAGS else peer.transport.called(tag)[0]
+        self.call = DTYPE_CODES[array.dtype] if tag < COLLECTIVE_TAGS else peer.transport.calls.get(tag, NO_CALL)[0]
         self.view = array.view(np.uint8).data
         self.complete = False
         self.error: KosError | None = None
 
     def done(self) -> bool:
-        if not self.complete and self.error is None:
+        if self.complete:
+            return True
+        if self.error is None:
             self.peer.transport.poller.progress()
         if self.error is not None:
             raise self.error
@@ -110,6 +72,7 @@ class TCPMessage:
         return self.complete
 
 
+NO_CALL = 0, b""
 Arrival = tuple[int, int, memoryview | None, int]
 """A message that arrived: bytes, dtype or fingerprint, the data, and its number if it waits for a CTS instead."""
 
@@ -132,7 +95,7 @@ class Peer:
         self.gone = link.lost  # the reason, once the rank has closed or is lost
         self.closed = False  # whether it has closed its communicator, and not crashed
         self._cause: KosError | None = None  # the failure because of which it closed it
-        self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
+        self.posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
         self._arrived: dict[int, deque[Arrival]] = {}  # messages without a receive, by tag
         self.credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
         self.freed = 0  # credits to be returned to the other side
@@ -157,31 +120,12 @@ class Peer:
         window = 0.0 if self.closed else RECENT_SECONDS
         return self.transport.failures.lost(self.rank, str(self.gone), None, self._cause, window)
 
-    def send(self, array: Array, tag: int) -> TCPMessage:
-        self.check(tag)
-        message = TCPMessage(self, tag, array)
-        self.link.send(message)
-        return message
-
-    def receive(self, array: Array, tag: int) -> TCPMessage:
-        message = TCPMessage(self, tag, array)
-        arrival = take(self._arrived, tag)
-        if arrival is None:
-            self._posted.setdefault(tag, deque()).append(message)
-        else:
+    def receive(self, message: TCPMessage) -> None:
+        """Post a receive, or match it with the message that has arrived."""
+        if message.tag not in self._arrived:
+            self.posted.setdefault(message.tag, deque()).append(message)
+        elif (arrival := take(self._arrived, message.tag)) is not None:
             self._match(message, arrival)
-        return message
-
-    def posted(self, tag: int, nbytes: int, call: int) -> TCPMessage | None:
-        """The receive of that tag if it fits a message."""
-        first = self._posted[tag][0] if tag in self._posted else None
-        return first if first is not None and len(first.view) == nbytes and first.call == call else None
-
-    def received(self, message: TCPMessage) -> None:
-        """The data of ``message``, which is posted unless it was cancelled, is complete."""
-        if message.tag in self._posted and self._posted[message.tag][0] is message:
-            take(self._posted, message.tag)
-        message.complete = True
 
     def arrived(self, tag: int) -> tuple[int, int] | None:
         """Bytes and dtype of the first message of the program with that tag that has no receive; None without one."""
@@ -191,9 +135,14 @@ class Peer:
         """Queue a control message about the group, and send it if the socket allows."""
         self.link.queue(kind, self, tag, 0, len(data), call, memoryview(data))
 
+    def send_close(self, data: bytes) -> None:
+        """Queue the last frame of the group.  Messages that wait for a CTS are not sent any more."""
+        self.link.cancel_announced(lambda message: message.peer is self)
+        self.send_control(CLOSE, 0, data)
+
     def receives(self, tag: int) -> bool:
         """Whether a message with that tag is still to be received."""
-        return tag in self._posted or any(m.tag == tag and m.peer is self for m in self.link.incoming.values())
+        return tag in self.posted or any(m.tag == tag and m.peer is self for m in self.link.incoming.values())
 
     def sends(self, tag: int) -> bool:
         """Whether a message with that tag is still to be sent: it waits for a CTS, or for room in the socket."""
@@ -201,7 +150,7 @@ class Peer:
 
     def cancel(self, cancelled: Callable[[TCPMessage], bool]) -> None:
         """Cancel messages; their memory is free afterwards."""
-        remove(self._posted, cancelled)
+        remove(self.posted, cancelled)
         self.link.cancel(lambda message: message.peer is self and cancelled(message))
 
     @property
@@ -227,10 +176,9 @@ class Peer:
     def arrive(self, tag: int, arrival: Arrival) -> None:
         if tag >= COLLECTIVE_TAGS and arrival[1]:
             self.transport.compare(tag, self.rank, arrival[1])
-        message = take(self._posted, tag)
-        if message is None:
+        if tag not in self.posted:
             self._arrived.setdefault(tag, deque()).append(arrival)
-        else:
+        elif (message := take(self.posted, tag)) is not None:
             self._match(message, arrival)
 
     def refused(self, message: TCPMessage, expected: int, call: int) -> None:
@@ -262,7 +210,7 @@ class Peer:
 class Link:
     """The connection to one process.  All groups with a rank in it share it: ``peers`` has that rank by group."""
 
-    def __init__(self, sock: socket.socket, poller: Poller) -> None:
+    def __init__(self, sock: socket.socket, poller: Any) -> None:
         self.sock, self._poller = sock, poller
         self.peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
         self.lost: str | None = None  # why the connection has ended
@@ -276,7 +224,9 @@ class Link:
         self._frame: tuple[int, int, Peer | None, int, int, int] | None = None  # that is read, once its header is known
         self._message: TCPMessage | None = None  # whose memory the frame is read into; None: into ``_buffer``
         self._got = 0  # bytes of it, or of the header, that have been read
-        self._received: int | None = None  # further ones that the socket has given since
+        self._input = memoryview(bytearray(INPUT_BYTES))  # what the socket has given
+        self._start = self._end = 0  # the part of ``_input`` that is not read yet
+        self._received: int | None = None  # bytes that the socket has given since, there or in the frame's memory
         self._kept = self._buffer  # the last message that was buffered: freed pages return to the system
         poller.add(self)
 
@@ -311,7 +261,7 @@ class Link:
     def cancel(self, cancelled: Callable[[TCPMessage], bool]) -> None:
         if self._accepted and self.lost is None:  # a signal's handler has ended ``_send``
             self._flush()
-        self._announced = {number: message for number, message in self._announced.items() if not cancelled(message)}
+        self.cancel_announced(cancelled)
         for message in self.incoming.values():
             if cancelled(message):
                 message.view = memoryview(bytearray(len(message.view)))
@@ -324,6 +274,9 @@ class Link:
             self._outgoing.remove(item)
             if item.kind == EAGER:
                 item.peer.credits += len(item.message.view) + OVERHEAD_BYTES
+
+    def cancel_announced(self, cancelled: Callable[[TCPMessage], bool]) -> None:
+        self._announced = {number: message for number, message in self._announced.items() if not cancelled(message)}
 
     def holds_data_of(self, peer: Peer) -> bool:
         """See ``Peer.busy``."""
@@ -342,7 +295,7 @@ class Link:
             self._poller.remove(self)
             self.sock.close()
 
-    def progress(self, poller: Poller) -> None:
+    def progress(self, poller: Any) -> None:
         """Read and send without waiting."""
         try:
             self._read()
@@ -413,7 +366,7 @@ class Link:
                 item.begun = True
                 item.views, self._accepted = views, left
             else:
-                views = [view for item in islice(self._outgoing, 8) for view in item.views]
+                views = [*chain.from_iterable(map(_VIEWS, islice(self._outgoing, 8)))]
                 try:
                     (self._accepted,) = map(self.sock.sendmsg, [views])
                 except OSError as error:  # full, or broken: then the read raises, after the last messages
@@ -427,18 +380,31 @@ class Link:
         As in ``_send``, what a signal's handler raises leaves the position in the stream right.  Only the message that
         is handled meanwhile may be lost, whose group is then aborted.
         """
+        is_empty = False
         while True:
-            message, buffer = self._message, self._buffer
+            message, buffer, got = self._message, self._buffer, self._got
             view = buffer if message is None else message.view
-            if self._received is not None:
-                if not self._received:
+            missing = len(view) - got
+            if (received := self._received) is not None:
+                if not received:
                     raise ConnectionError("the connection was closed")
-                self._got, self._received = self._got + self._received, None
-            elif self._got < len(view):
+                if missing >= INPUT_BYTES:
+                    self._got, self._received = got + received, None
+                else:
+                    self._start, self._end, self._received = 0, received, None
+            elif missing and (start := self._start) < self._end:
+                stop = min(start + missing, self._end)
+                view[got : got + stop - start] = self._input[start:stop]
+                self._got, self._start = got + stop - start, stop
+            elif missing:
+                if is_empty:
+                    return
+                memory = self._input if missing < INPUT_BYTES else view[got:]
                 try:
-                    (self._received,) = map(self.sock.recv_into, [view[self._got :]])
+                    (self._received,) = map(self.sock.recv_into, [memory])
                 except BlockingIOError:  # ``by_handler`` takes long
                     return
+                is_empty = 0 < self._received < len(memory)
             elif (frame := self._frame) is None:
                 self._begin_frame(*HEADER.unpack(self._header))
             else:
@@ -454,9 +420,11 @@ class Link:
         """Prepare to read what follows a header."""
         peer, message, follows = self.peers.get(group), None, 0
         if kind == EAGER and nbytes <= EAGER_BYTES:
-            message, follows = None if peer is None else peer.posted(tag, nbytes, call), nbytes
-            if message is not None:
-                self.incoming[0] = message
+            follows = nbytes
+            if peer is not None and tag in peer.posted:
+                first = peer.posted[tag][0]
+                if len(first.view) == nbytes and first.call == call:
+                    self.incoming[0] = message = first
         elif kind == DATA and number in self.incoming and len(self.incoming[number].view) == nbytes:
             message = self.incoming[number]
         elif kind in (CALL, CLOSE) and nbytes <= CONTROL_BYTES:
@@ -474,9 +442,12 @@ class Link:
         """Handle a frame that has been read whole.  Frames of a group that this rank has closed are dropped."""
         if message is not None:
             del self.incoming[number]
-            message.peer.received(message)
+            receiver = message.peer
+            if tag in receiver.posted and receiver.posted[tag][0] is message:  # else it was cancelled
+                take(receiver.posted, tag)
+            message.complete = True
             if kind == EAGER:
-                message.peer.freed += nbytes + OVERHEAD_BYTES
+                receiver.freed += nbytes + OVERHEAD_BYTES
         elif kind == CTS:
             if peer is not None:
                 peer.credits += nbytes

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,20 +83,18 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
     local: deque[int] = deque()
     active: defaultdict[tuple[str, int], deque[tuple[Any, int]]] = defaultdict(deque)  # messages, by kind and peer
 
-    def release(waiting: Iterable[int]) -> None:
-        for i in waiting:
+    over: Iterable[int] = range(len(waits))  # the instructions for which one event more is over
+    while True:
+        for i in over:
             waits[i] -= 1
             if not waits[i]:
                 (messages if instructions[i].peer >= 0 else local).append(i)
-
-    release(range(len(waits)))
-    while True:
         if messages:
             i = messages.popleft()
             kind, space, start, stop, peer, *_ = instructions[i]
             post = transport.isend if kind == "send" else transport.irecv
             active[kind, peer].append((post(spaces[space][start:stop], peer, tag), i))
-            release(after_post[i])
+            over = after_post[i]
         elif local:
             i = local.popleft()
             kind, space, start, stop, _, source_space, source = instructions[i]
@@ -105,16 +103,16 @@ def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str,
                 reduce(target, operand)
             else:
                 np.copyto(target, operand)
-            release(after_done[i])
+            over = after_done[i]
         elif active:
-            waiting = True
+            done: list[int] = []
             for key, queue in list(active.items()):
                 while queue and queue[0][0].done():  # those of a pair complete in order, so one poll is enough
-                    release(after_done[queue.popleft()[1]])
-                    waiting = False
+                    done.append(queue.popleft()[1])
                 if not queue:
                     del active[key]
-            if waiting:
+            over = chain.from_iterable(map(after_done.__getitem__, done))
+            if not done:
                 yield
         else:
             return

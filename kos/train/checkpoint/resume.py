@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from kos.train.checkpoint import MANIFEST, Checkpoint, adapter, latest
 from kos.train.checkpoint import find as find_checkpoint
 from kos.train.checkpoint.huggingface import TensorFiles, whole
 from kos.train.checkpoint.state import RESIDUAL, residual_shapes
-from kos.train.config import Changes, changes_of, flatten, weighted
+from kos.train.config import Changes, changes_of, flatten, of_0_2, weighted
 from kos.train.config.options import KEYS, TrainConfig
-from kos.train.data import HOLD_OUT
-from kos.train.data.packing import FILE, Packing
+from kos.train.data.packing import FILE
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.families import FAMILIES
 from kos.train.model.llama import LlamaConfig
@@ -38,8 +37,6 @@ from kos.train.optim import frozen_in
 
 _log = logging.getLogger(__name__)
 
-OLD_DEFAULTS = {"documents": "cross"}
-"""The behaviour of runs whose description lacks a setting, if it differs from the default of today."""
 NORMALIZE: dict[str, Callable[[Any], Any]] = {
     "fit": lambda value: value or "cut", "elastic": lambda value: value is None, "groups": list,
 }  # fmt: skip
@@ -51,22 +48,25 @@ NORMALIZE: dict[str, Callable[[Any], Any]] = {
 
 def find(config: TrainConfig, checkpoints: Path, show: Callable[[str, float], object]) -> Checkpoint | None:
     """The checkpoint that ``--resume`` names, with ``auto`` the newest in ``checkpoints``.  None if there is none."""
+    found = None
     if config.resume == "auto":
-        return latest(checkpoints, show=show)
-    try:
-        return None if config.resume is None else find_checkpoint(Path(config.resume), show=show)
-    except CheckpointError as error:
-        kind = CheckpointError if os.path.exists(str(config.resume)) else ConfigError
-        raise kind(f"--resume: {error}").about("resume") from error
+        found = latest(checkpoints, show=show)
+    elif config.resume is not None:
+        try:
+            found = find_checkpoint(Path(config.resume), show=show)
+        except CheckpointError as error:
+            kind = CheckpointError if os.path.exists(config.resume) else ConfigError
+            raise kind(f"--resume: {error}").about("resume") from error
+    if found is not None and (version := of_0_2(found.config)):
+        how = f"a new run with --init-from {found.path} takes its weights"
+        raise CheckpointError(f"{found.path}: expected a run of kos 0.3 or later, got one of {version}; {how}")
+    return found
 
 
 def data_settings(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings by which a run reads its data, from its description in config.json or in a checkpoint.
-
-    Runs of older versions have no such settings: they cut documents, and hold out a tenth.
-    """
+    """The settings by which a run reads its data, from its description in config.json or in a checkpoint."""
     theirs = about.get("config", {}) | about.get("derived", {})
-    return {"fit": theirs.get("fit", "cut"), "hold_out": theirs.get("hold_out", HOLD_OUT)}
+    return {name: theirs[name] for name in ("fit", "hold_out") if name in theirs}
 
 
 class Residuals:
@@ -212,24 +212,20 @@ def check_data(found: Checkpoint, config: TrainConfig, fingerprint: str) -> None
     ).about("data", "epochs")
 
 
-def check_packing(
-    found: Checkpoint, config: TrainConfig, now: Mapping[str, Any], packings: Sequence[Packing | None]
-) -> None:
+def check_packing(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a run resumes in the midst of the order of sequences that are packed by another plan.
 
-    That is with ``--epochs``, or in a mixture; else log a warning.  ``now`` and ``packings`` are those of this run. If
-    its data or settings differ, ``warn_of_changes`` says so.
+    That is with ``--epochs``, or in a mixture; else log a warning.  ``now`` describes this run. If its data or settings
+    differ, ``warn_of_changes`` says so.
     """
-    asked = {"fit": "cut", "long_documents": "cut"} | found.config.get("config", {})
-    theirs, same = asked | found.config.get("derived", {}), ("fit", "seed", "seq_len", "long_documents")
+    asked, same = found.config.get("config", {}), ("fit", "seed", "seq_len", "long_documents")
+    theirs = asked | found.config.get("derived", {})
     changed = [name for name in same if (theirs.get(name) or "cut") != (getattr(config, name) or "cut")]
     if changed or found.config.get("data_fingerprint") != now["data_fingerprint"]:
         return
-    saved = found.config.get("packing")  # that of older runs is known from their folder alone
-    if saved == now.get("packing") if saved else all(each is None or each.stored for each in packings):
+    if found.config.get("packing") == now.get("packing"):
         return
-    got = "another" if saved else "none, and the plan that is made now may be another"
-    text = f"expected the plan that packs the sequences of its run ({found.path.parent.parent / FILE}), got {got}"
+    text = f"expected the plan that packs the sequences of its run ({found.path.parent.parent / FILE}), got another"
     if config.epochs is None and isinstance(config.data, str):
         _log.warning("%s: %s: results will differ from those of an uninterrupted run", found.path, text)
         return
@@ -308,7 +304,7 @@ def _settings(about: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
     given["backend"] = about.get("backend", now["backend"])  # the one that was chosen
     may_differ = {f"model.{name}" for name in FAMILIES[now["config"]["model"]["model_type"]].may_differ}
     names = [key for key in KEYS if not key.startswith("model.") or key in may_differ]
-    values = {key: given.get(key, OLD_DEFAULTS.get(key, KEYS[key].get_default())) for key in names}
+    values = {key: given.get(key, KEYS[key].get_default()) for key in names}
     return values | {key: normalize(values[key]) for key, normalize in NORMALIZE.items()}
 
 

@@ -62,6 +62,13 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
+def of_0_2(run: Mapping[str, Any]) -> str:
+    """The version of kos in the description of a run (of config.json or of a checkpoint), if it is 0.2; else ""."""
+    versions = run.get("versions")
+    version = str(versions.get("kos")) if isinstance(versions, dict) else ""
+    return version if version.startswith("0.2.") else ""
+
+
 def flag_of(key: str) -> str:
     """``model.hidden_size`` -> ``--hidden-size``."""
     return "--" + key.rpartition(".")[2].replace("_", "-")

@@ -28,6 +28,5 @@ def without_effect(
         "hold_out": "--val-data" * (config.val_data is not None),
         **ignored,
     }
-    of_0_2 = {"text_field": "text"}  # defaults of 0.2, which are in the config.json of its runs
-    given = [name for name in reasons if asked[name] not in (KEYS[name].default, [], of_0_2.get(name))]
+    given = [name for name in reasons if asked[name] not in (KEYS[name].default, [])]
     return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]

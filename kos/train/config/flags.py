@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from kos.commands import program
 from kos.errors import ConfigError
 from kos.reporting import Parser
-from kos.train.config import PRESETS, by_source, flag_of, flatten, preset_values, unique_keys, unset_of
+from kos.train.config import PRESETS, by_source, flag_of, flatten, of_0_2, preset_values, unique_keys, unset_of
 from kos.train.config.fine_tuning import Layer, with_model
 from kos.train.config.optimizers import not_of
 from kos.train.config.options import KEYS, TrainConfig, configure
@@ -28,15 +28,15 @@ from kos.train.config.other_names import suggestion
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
     "data": "NAME|PATH[:WEIGHT]", "val_data": "NAME|PATH", "eval_data": "NAME=PATH", "tokenizer": "NAME|PATH",
-    "text_field": "[SOURCE=]NAME", "encoding": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
+    "text_field": "[SOURCE=]NAME", "elastic": "MIN[:MAX]", "join": "ADDRESS|FILE",
     "keep_best": "METRIC", "freeze": "PATTERN", "publish": "HOST:PORT",
 }  # fmt: skip
 
 PATHS = ("data", "val_data", "tokenizer", "init_from")
-NAMES = (None, "stdlib", "tinyshakespeare", "auto", "bytes", "chars")
+NAMES = (None, "stdlib", "auto", "bytes")
 """Values of ``PATHS`` that are no paths."""
 
-SEVERAL = ("data", "eval_data", "text_field", "encoding", "tracker", "lora_targets", "freeze")
+SEVERAL = ("data", "eval_data", "text_field", "tracker", "lora_targets", "freeze")
 """Flags that can be repeated."""
 
 GROUPS = {
@@ -201,6 +201,8 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     If the folder ``checkpoints`` is beside the file, ``out`` is the folder of the file: it may have been moved.  Files
     that are in the folder in which the run was started are found from any other; the rest may have been moved too.
     """
+    if version := of_0_2(run):
+        raise ConfigError(f"--config {path}: expected a run of kos 0.3 or later, got one of {version}")
     values, folder = dict(run["config"]), str(run.get("cwd", "."))
     elsewhere = not (os.path.isdir(folder) and os.path.samefile(folder, "."))
     for key in PATHS if elsewhere else ():
@@ -212,10 +214,8 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     if elsewhere:
         named = (str(each).partition("=") for each in values.get("eval_data", ()))
         values["eval_data"] = [f"{name}={_found(folder, source)}" for name, _, source in named]
-        for key in ("text_field", "encoding"):
-            if key in values:
-                each = by_source(values[key]).items()
-                values[key] = [f"{_found(folder, name)}={value}" if name else value for name, value in each] or None
+        fields = by_source(values.get("text_field")).items()
+        values["text_field"] = [f"{_found(folder, name)}={field}" if name else field for name, field in fields] or None
     if values.get("resume") != "auto":
         values.pop("resume", None)  # the checkpoint from which that run resumed
     if values.get("epochs") is not None:

@@ -52,14 +52,10 @@ MICRO_BATCH_TOKENS = 2048
 CUDA_MICRO_BATCH_TOKENS = 32_768
 """The same on a GPU, whose matrix products gain nothing from more rows."""
 
-REMOVED_SCHEDULES = ("gpipe", "zero-bubble")
-"""Values of ``pp_schedule`` that are read as ``1f1b``, which has the same stages and adds in the same order."""
-
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
-    "pp_chunks": (None, "only the removed schedule interleaved used it"),
-    "compress_scope": ("all", "on several hosts, compress now always compresses only between hosts"),
+    "encoding": ("utf-8", "files in UTF-8, as iconv writes them"),
 }
-"""Keys that files of earlier versions may have: the default of each, and why any other value is ignored."""
+"""Keys that files of kos 0.3 may have: the default of each, and what is expected in place of any other value."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,13 +64,13 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """All settings of a run.  Build one with ``parse`` or ``from_preset``. The text of a field is that of its flag."""
 
     preset: str = option("tiny", changes="nothing")
-    """Start from the settings of a preset: tiny, baby, 124m, gpt2-124m, 1b or 8b."""
+    """Start from the settings of a preset: tiny, 124m, gpt2-124m, 1b or 8b."""
     init_from: str | None = option(None, "the preset's shape, random weights", changes="nothing")
     """Start from the shape and weights of a Hugging Face folder."""
 
     data: str | tuple[str, ...] = option("stdlib", changes="data", description="Train on stdlib (the sources of "
-        f"Python's standard library), tinyshakespeare, or the PATH of a file or folder: {KINDS}. To mix several, "
-        "repeat the flag with PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
+        f"Python's standard library) or the PATH of a file or folder: {KINDS}. To mix several, repeat the flag with "
+        "PATH:WEIGHT; weights are shares of the tokens.")  # fmt: skip
     val_data: str | None = option(None, "a part that is held out of --data", changes="data", min_length=1)
     """Validate on other data: the same NAMEs and PATHs as --data."""
     hold_out: float | None = option(None, "0.1, or 0 with --eval-batches 0", changes="data", ge=0, lt=1)
@@ -84,9 +80,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Also validate on the data at PATH, whose loss is val_loss/NAME; repeat the flag for several."""
     text_field: str | tuple[str, ...] | None = option(None, "text", changes="data", min_length=1)
     """Field or column that holds the text, or the messages of a chat; SOURCE=NAME is that of one source. Repeat the
-    flag for several sources."""
-    encoding: str | tuple[str, ...] = option("utf-8", changes="data", min_length=1)
-    """Encoding of text files, tables and JSON, such as utf-16 or latin-1; SOURCE=NAME is that of one source. Repeat the
     flag for several sources."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = option(
         None, "llm.c's header", changes="data"
@@ -101,7 +94,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     allow_lost_content: bool = option(False, changes="nothing")
     """Accept chats whose template leaves out content of a message, such as the thinking of an answer."""
     tokenizer: str = option("auto", changes="data", min_length=1)
-    """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH. auto takes the tokenizer of
+    """Split text into bytes, or the tokens of a Hugging Face tokenizer.json at PATH. auto takes the tokenizer of
     --init-from, else bytes; for token files it takes plain numbers."""
     split_special_tokens: bool = option(True, changes="data")
     """Read special tokens that are spelled out in the data, such as <|endoftext|>, as text."""
@@ -249,10 +242,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     log_every: int = option(1, changes="nothing", ge=1)
     """Steps between printed lines."""
-    tracker: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option(
-        (), "metrics.jsonl only", changes="nothing"
-    )
-    """Also send metrics to tensorboard, wandb or trackio; repeat the flag, or separate names by commas."""
+    tracker: tuple[Literal["tensorboard", "wandb"], ...] = option((), "metrics.jsonl only", changes="nothing")
+    """Also send metrics to tensorboard or wandb; repeat the flag, or separate names by commas."""
 
     micro_batch_size: int | None = option(None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
     """Sequences that a rank computes at once."""
@@ -307,7 +298,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         words = given if isinstance(given, list | tuple) else [given]
         return tuple(dict.fromkeys(name.strip() for word in words for name in str(word).split(",")))
 
-    @field_validator("text_field", "encoding", mode="before")
+    @field_validator("text_field", mode="before")
     @classmethod
     def _by_source(cls, given: Any, about: ValidationInfo) -> Any:
         values = given if isinstance(given, list | tuple) else [given]
@@ -317,17 +308,6 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if all(isinstance(each, str) for each in values) and len(by_source(values)) < len(values):
             raise SettingError(str(about.field_name), "one value, or SOURCE=VALUE once a source", " and ".join(values))
         return (tuple(given) if len(given) > 1 else given[0]) if isinstance(given, list | tuple) and given else given
-
-    @field_validator("encoding")
-    @classmethod
-    def _known(cls, given: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        for name in by_source(given).values():
-            try:
-                if "a".encode(name).decode(name) != "a":
-                    raise LookupError
-            except (LookupError, UnicodeError):
-                raise SettingError("encoding", "an encoding of text, such as utf-16", repr(name)) from None
-        return given
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -400,19 +380,15 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         return self.model_dump(mode="json")
 
     def check_sources(self, names: Iterable[str]) -> None:
-        """ConfigError if ``text_field`` or ``encoding`` names a source that is none of ``names``."""
+        """ConfigError if ``text_field`` names a source that is none of ``names``."""
         known = [*dict.fromkeys(names)]
-        for name in ("text_field", "encoding"):
-            if unknown := by_source(getattr(self, name)).keys() - {"", *known}:
-                raise SettingError(flag_of(name), f"SOURCE=VALUE of {' or '.join(known)}", min(unknown))
+        if unknown := by_source(self.text_field).keys() - {"", *known}:
+            raise SettingError("--text-field", f"SOURCE=VALUE of {' or '.join(known)}", min(unknown))
 
     def of_sources(self, *names: str | None) -> dict[str, Any]:
-        """``text_field`` and ``encoding``, without the values of other sources than ``names``."""
-        found = {}
-        for key in ("text_field", "encoding"):
-            each = {name: value for name, value in by_source(getattr(self, key)).items() if name in ("", *names)}
-            found[key] = tuple(f"{name}={value}" if name else value for name, value in each.items())
-        return found
+        """``text_field``, without the values of other sources than ``names``."""
+        each = {name: value for name, value in by_source(self.text_field).items() if name in ("", *names)}
+        return {"text_field": tuple(f"{name}={value}" if name else value for name, value in each.items())}
 
     @property
     def held_out(self) -> float:
@@ -649,14 +625,9 @@ def build(layers: Sequence[Layer]) -> TrainConfig:
     for name in getattr(FAMILIES.get(str(merged.get("model.model_type"))), "fixed", ()):
         if sources.get(key := f"model.{name}", "").startswith("preset"):
             del merged[key]
-    if (old := merged.get("pp_schedule")) == "interleaved":
-        raise SettingError(labels["pp_schedule"], "zero-bubble-v, which replaces it", old).about("pp_schedule")
-    for key, (default, why) in REMOVED_KEYS.items():
+    for key, (default, expected) in REMOVED_KEYS.items():
         if (value := merged.pop(key, default)) != default:
-            _log.warning("%s: %s is ignored: %s", labels[key], value, why)
-    if old in REMOVED_SCHEDULES:
-        merged["pp_schedule"] = "1f1b"
-        _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)
+            raise SettingError(labels[key], expected, value)
     nested: dict[str, Any] = {"model": {}}
     for key, value in merged.items():
         section, _, name = key.rpartition(".")

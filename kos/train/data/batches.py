@@ -28,7 +28,7 @@ from kos.train.data.mixture import Mixture, mix
 from kos.train.data.packing import PackedTokens, Packing, pack
 from kos.train.data.permutation import permuted
 from kos.train.data.tokenizers import Tokenizer
-from kos.train.data.tokens import Tokens, unmasked
+from kos.train.data.tokens import Tokens
 from kos.train.parallel.mesh import Axis
 
 EVAL_BATCH_TOKENS = 16_384
@@ -226,9 +226,9 @@ class Dataset:
                 continue
             whole, bounds = Tokens(row.shards, row.documents), [*row.begins[: QUESTIONS + 1].tolist(), row.size]
             for start, stop in pairwise(bounds[: QUESTIONS + 1]):
-                tokens = whole.window(start, min(stop - start, most + 1))
-                if (counted := np.flatnonzero(tokens >= 0)).size and counted[0]:
-                    return [*map(int, unmasked(tokens[: counted[0]]))]
+                tokens, mask = whole.window(start, min(stop - start, most + 1))
+                if (counted := np.flatnonzero(mask)).size and counted[0]:
+                    return [*map(int, tokens[: counted[0]])]
         return []
 
     @property
@@ -246,10 +246,9 @@ class Dataset:
             starts, fills = self._starts(step, rows)
             for start in map(int, starts[~fills]):
                 before = min(start, 1)  # one token more shows whether a document begins with the sequence
-                window = self.train.window(start - before, before + self.seq_len + 1)
-                targets = slice(before + 1, None)
-                counted = window[targets] >= 0
-                begun = self.train.document_starts(start - before, unmasked(window))[targets]
+                window, mask = self.train.window(start - before, before + self.seq_len + 1)
+                counted = mask[before + 1 :] > 0
+                begun = self.train.document_starts(start - before, window)[before + 1 :]
                 lack, counts = lack + int((counted & (begun < before)).sum()), counts + int(counted.sum())
         return lack / max(1, counts)
 
@@ -347,10 +346,8 @@ class Dataset:
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
         """The sequences that start at ``starts``."""
         starts = [*map(int, starts)]
-        windows = np.stack([tokens.window(start, self.seq_len + 1) for start in starts])
-        masked = windows.dtype.kind == "i"  # of several shards, some may have a mask
-        targets = np.maximum(windows[:, 1:], LEFT_OUT) if masked else windows[:, 1:]
-        windows, documents = unmasked(windows), None
+        windows, masks = map(np.stack, zip(*(tokens.window(start, self.seq_len + 1) for start in starts), strict=True))
+        targets, documents = np.where(masks[:, 1:], windows[:, 1:], np.int32(LEFT_OUT)), None
         if self.packs:
             each = zip(starts, windows[:, :-1], strict=True)
             documents = np.stack([tokens.document_starts(start, window) for start, window in each])
@@ -467,7 +464,7 @@ def _ignored(corpus: Corpus, config: TrainConfig, about: Mapping[str, Any]) -> d
         if unused := about.get("unused"):
             found["text_field"] = f"no record of {corpus.name} has the field {' or '.join(unused)}"
         return found
-    names = ("text_field", "encoding", "split_turns", "split_special_tokens", "allow_lost_content")
+    names = ("text_field", "split_turns", "split_special_tokens", "allow_lost_content")
     of_text = [name for name in names if getattr(config, name) != ()]  # those of other sources alone
     written = ("token_dtype", "hold_out") if corpus.tokenized else ()
     found = dict.fromkeys(of_text, f"{corpus.name} has tokens")

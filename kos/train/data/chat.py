@@ -442,7 +442,7 @@ def read_chat_template(tokenizer: str) -> ChatTemplate | None:
     """The chat template in the folder that ``tokenizer``, a value of ``--tokenizer``, names; None if it has none."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     path, alone = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # transformers writes the latter
-    if tokenizer in ("bytes", "chars"):
+    if tokenizer == "bytes":
         return None
     try:
         found = [each for each in (folder / "special_tokens_map.json", path) if each.is_file()]

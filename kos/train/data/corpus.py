@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kos.errors import ConfigError, DataError, plural
-from kos.train.data import HOLD_OUT, download
+from kos.train.data import HOLD_OUT
 from kos.train.data.documents import (
     OPENERS,
     TEXT,
     Document,
     Lines,
     Records,
-    check_encoding,
     check_kind,
     is_converted,
+    kind_of,
     open_documents,
 )
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
-from kos.train.data.token_files import VOCAB_SIZES, is_token_file, is_tokenized, mask_of, open_tokens
+from kos.train.data.token_files import VOCAB_SIZES, is_tokenized, mask_of, open_tokens
 from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def read_corpus(
 ) -> Corpus:
     """The corpus that ``--data`` names.  Its validation data is what ``--val-data`` names, or a part that is held out.
 
-    Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, records or tokens, or a folder or glob pattern
+    Both are ``stdlib`` or a path: a file of text, records or tokens, or a folder or glob pattern
     of such files.  Several names of ``data`` are read as one; without a name there is only validation data.  ``split``
     describes which data is held out; ``hold_out`` is the fraction.  Each of several names is split separately, unless a
     file is named for validation.  ``val_flag`` names ``val_data``.
@@ -216,26 +216,22 @@ def errors_with(flag: str, data: str) -> Iterator[None]:
 def _find(data: str, show: Show, lines: Lines) -> _Source:
     if data == "stdlib":
         return _Source(data, [], _stdlib)
-    if data == download.NAME:
-        return _Source(data, [], lambda: [File(data, "", None, open_documents(download.tinyshakespeare()))])
     path, lines = Path(data), lines.of(data)
     if path.is_dir() and is_tokenized(path):
         return _Source(data, [each for each in sorted(path.iterdir()) if each.is_file()], list, tokenized=path)
     if path.is_dir():
         return _of_files(path.name or data, _visible_files(path), path, show, lines)
     if path.is_file():
-        if is_token_file(path, lines.token_dtype):
+        if kind_of(path, lines.token_dtype) == "tokens":
             return _of_files(path.name, [path], None, show, lines)
         check_kind(path)
-        check_encoding(path, lines)
         return _Source(path.name, [path], lambda: [File(path.name, "", path, open_documents(path, lines))])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     if matches := [Path(match) for match in sorted(glob.glob(data, recursive=True))] if glob.has_magic(data) else []:
         home = Path(os.path.commonpath([match.parent for match in matches]))
         return _of_files(data, [match for match in matches if match.is_file()], home, show, lines)
-    names = f"stdlib, {download.NAME}, or the path of a file or folder"
-    raise ConfigError(f"--data: expected {names}, got {data!r} (no such file)")
+    raise ConfigError(f"--data: expected stdlib, or the path of a file or folder, got {data!r} (no such file)")
 
 
 def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, lines: Lines) -> _Source:
@@ -266,14 +262,14 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         return files
 
     may_be = [path for path in paths if path.suffix in ("", ".bin", ".npy")] if home else paths
-    tokens = [path for path in may_be if is_token_file(path, lines.token_dtype)]
+    tokens = [path for path in may_be if kind_of(path, lines.token_dtype) == "tokens"]
     masks = [mask for path in tokens if (mask := mask_of(path)).is_file()]
     texts = sorted({*paths} - {*tokens, *masks})
     if tokens:
         if texts:
             _log.warning("skipped, since there are token files: %s", _names([str(path) for path in texts]))
         files = [file(path, open_tokens(path, lines.token_dtype)) for path in tokens]
-        sizes = [each.content.itemsize for each in files]
+        sizes = [each.content.tokens.itemsize for each in files]
         if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
             raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")
         names = [] if home is None else [*map(below, tokens)]
@@ -283,7 +279,6 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         texts = sorted({*texts} - {*converted})
     for path in texts:
         check_kind(path)
-        check_encoding(path, lines)
     return _Source(name, texts, read_texts, below=[*map(below, texts)])
 
 

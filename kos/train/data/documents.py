@@ -8,7 +8,6 @@ All files are read in pieces, never as a whole.
 from __future__ import annotations
 
 import bz2
-import codecs
 import csv
 import gzip
 import io
@@ -21,7 +20,6 @@ import reprlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +32,7 @@ from kos.train.config.other_names import WITHOUT
 from kos.train.data import KINDS
 from kos.train.data.chat import ChatTemplate
 from kos.train.data.messages import JSON, counts
+from kos.train.data.token_files import has_magic
 
 _log = logging.getLogger(__name__)
 
@@ -73,24 +72,21 @@ class Document:
 
 class Lines(NamedTuple):
     """How files become documents: the field of a text or a chat, what gives the template of chats, whether each answer
-    is a document, the encoding of text, the dtype of token files, and whether a template may leave out content.
+    is a document, the dtype of token files, and whether a template may leave out content.
 
-    Without ``text_field``, a record has one of ``FORMS``.  ``of_source`` has the field and the encoding of sources that
-    differ from these.
+    Without ``text_field``, a record has one of ``FORMS``.  ``of_source`` has the fields of single sources.
     """
 
     text_field: str | None = None
     chat_template: Callable[[], ChatTemplate | None] = lambda: None
     split_turns: bool = False
-    encoding: str = "utf-8"
     token_dtype: str | None = None
     allow_lost_content: bool = False
-    of_source: Mapping[str, tuple[str | None, str | None]] = MappingProxyType({})
+    of_source: Mapping[str, str] = MappingProxyType({})
 
     def of(self, source: str) -> Lines:
         """Those of one source."""
-        field, encoding = self.of_source.get(source, (None, None))
-        return self._replace(text_field=field or self.text_field, encoding=encoding or self.encoding)
+        return self._replace(text_field=self.of_source.get(source, self.text_field))
 
 
 TEXT = Lines()
@@ -190,7 +186,7 @@ def _wrong(where: str, wrong: Mapping[str, tuple[str, int]], bad: int) -> DataEr
 def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
     """The documents in a file.  The whole of a text file is read, to count its characters.
 
-    DataError: the file is empty, or its bytes are not text in the given encoding.
+    DataError: the file is empty, or its bytes are not text in UTF-8.
     """
     if has_records(path, lines):
         return Records(path, lines)
@@ -199,15 +195,18 @@ def open_documents(path: Path, lines: Lines = TEXT) -> Text | Records:
     return Text(path, lines, 0, size)
 
 
-def _kind(path: Path) -> str:
-    """The suffix of a file, without that of its compression."""
+def kind_of(path: Path, token_dtype: str | None = None) -> str:
+    """``tokens`` for a token file, with a dtype also any ``.bin``; else its suffix, without that of its compression."""
     last = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if last in OPENERS else last
+    if last in OPENERS:
+        return path.with_suffix("").suffix.lower()
+    is_tokens = last == ".npy" or (last == ".bin" and token_dtype) or (last not in READERS and has_magic(path))
+    return "tokens" if is_tokens else last
 
 
 def has_records(path: Path, lines: Lines = TEXT) -> bool:
     """Whether a file has records: by its suffix, or a ``.json`` file by its beginning."""
-    kind = _kind(path)
+    kind = kind_of(path)
     return kind in READERS and (kind != ".json" or _kind_of_json(path, lines) != "text")
 
 
@@ -221,20 +220,6 @@ def check_kind(path: Path) -> None:
     to_parquet = python_code(code, path, path.with_suffix(".parquet"))
     if how := {".arrow": to_parquet, ".zip": f"unzip {shlex.quote(str(path))}"}.get(suffix):
         raise DataError(f"--data {path}: expected {KINDS}, got {suffix}; run: {how}")
-
-
-def check_encoding(path: Path, lines: Lines) -> None:
-    """Warn if the beginning of a file of text is UTF-8 in spite of ``lines.encoding``, with which it has other text."""
-    name = codecs.lookup(lines.encoding).name
-    if name in ("utf-8", "utf-8-sig") or _kind(path) == ".parquet":
-        return
-    with suppress(Exception):  # each library of a format has its own; the reader reports it
-        with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
-            text = codecs.getincrementaldecoder("utf-8")().decode(raw.read(READ))
-        if found := re.search(r"[^\0-\x7f]{1,20}", text):
-            got = found[0].encode().decode(name, "replace")
-            text = "--data %s: the text is valid UTF-8, but --encoding %s reads %r as %r"
-            _log.warning(text, path, lines.encoding, found[0], got)
 
 
 def is_converted(path: Path) -> bool:
@@ -276,19 +261,21 @@ def _library(name: str, extra: str, path: Path) -> Any:
         raise ConfigError(f"--data {path}: expected the module {name}, got none ({install(extra)})") from None
 
 
-def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[str]:
+def _decoded(path: Path, newline: str | None = None) -> Iterator[str]:
     """The text of a file, in parts of READ characters; in lines if ``newline`` says, as for ``open``, how they end."""
-    kinds = "text" if _kind(path) in READERS else KINDS
+    kinds = "text" if kind_of(path) in READERS else KINDS
 
     def wrong(expected: str, got: str, likely: str) -> DataError:
-        other = f", such as {likely}" * (codecs.lookup(likely).name != codecs.lookup(encoding).name)
-        how = f"--encoding reads text in another encoding{other}"
-        return DataError(f"--data {path}{where}: expected {expected}, got {got}; {how}").about("data", "encoding")
+        home = path.with_suffix("") if (suffix := path.suffix.lower()) in OPENERS else path
+        new, old = (shlex.quote(str(each)) for each in (home.with_name(f"{home.stem}-utf-8{home.suffix}"), path))
+        tools = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+        command = f"{tools[suffix]} -dc {old} | iconv" if suffix in tools else f"iconv {old}"
+        how = f"if it is {likely}, run: {command} -f {likely} -t utf-8 > {new}"
+        return DataError(f"--data {path}{where}: expected {expected}, got {got}; {how}").about("data")
 
     where = ""
-    codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     with OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))(path) as raw:
-        file, at = io.TextIOWrapper(raw, codec, newline=newline or ""), 0
+        file, at = io.TextIOWrapper(raw, "utf-8-sig", newline=newline or ""), 0
         try:
             for number, part in enumerate(file if newline is not None else iter(lambda: file.read(READ), ""), 1):
                 if (nul := part.find("\0")) >= 0:
@@ -302,19 +289,19 @@ def _decoded(path: Path, encoding: str, newline: str | None = None) -> Iterator[
             raw.seek(0)
             lines = 1 + sum(raw.read(min(READ, place - at)).count(b"\n") for at in range(0, place, READ))
             where = f", line {lines}" * (newline is not None)
-            likely = "utf-16" if not place and byte in (0xFE, 0xFF) else "latin-1"
-            raise wrong(f"{encoding.upper()} {kinds}", f"byte 0x{byte:02x} at {place}", likely) from None
+            likely = "utf-16" if not place and byte in (0xFE, 0xFF) else "latin1"
+            raise wrong(f"UTF-8 {kinds}", f"byte 0x{byte:02x} at {place}", likely) from None
 
 
 def _text(path: Path, lines: Lines) -> Iterator[tuple[str, str]]:
     at = 0
-    for part in _decoded(path, lines.encoding):
+    for part in _decoded(path):
         at += len(part)
         yield f"character {at}", part
 
 
 def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_decoded(path, lines.encoding, "\n"), 1):
+    for number, line in enumerate(_decoded(path, "\n"), 1):
         # Without the line's end, a line that is cut is wrong at its own end, and not at column 1 after it.
         if not (line := line.rstrip("\r\n")).strip():
             continue
@@ -330,8 +317,8 @@ def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
 
 def _table(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
-    dialect = "excel-tab" if _kind(path) == ".tsv" else "excel"
-    rows = csv.reader(_decoded(path, lines.encoding, ""), dialect, strict=True)
+    dialect = "excel-tab" if kind_of(path) == ".tsv" else "excel"
+    rows = csv.reader(_decoded(path, ""), dialect, strict=True)
     names: list[str] | None = None
     row: list[str] | None = []
     while row is not None:
@@ -381,7 +368,7 @@ def _json(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
 def _json_list(path: Path, lines: Lines) -> Iterator[tuple[str, Any]]:
     """The items of a list, of which one at a time is in memory."""
     decode, text, number = JSON.raw_decode, "", 1
-    for part in itertools.chain(_decoded(path, lines.encoding), [""]):  # the last is the end of the file
+    for part in itertools.chain(_decoded(path), [""]):  # the last is the end of the file
         text, at = text + part, 0
         while found := re.compile(r"\s*,\s*" if number > 1 else r"\s*\[\s*(?!\s|\])").match(text, at):
             try:
@@ -420,7 +407,7 @@ def read_records(path: Path, lines: Lines = TEXT) -> Iterator[tuple[str, Any]]:
 
 def _reader(path: Path) -> Reader:
     """The reader of a file with records.  In place of a broken record, it yields a DataError, and continues."""
-    return READERS.get(_kind(path), _json_lines)  # a file whose suffix is unknown is read as JSON Lines
+    return READERS.get(kind_of(path), _json_lines)  # a file whose suffix is unknown is read as JSON Lines
 
 
 # --- records to documents -----------------------------------------------------------------------------

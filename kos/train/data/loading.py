@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show
 from kos.train.data.documents import Lines
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS, MaskedTokens, beyond_vocabulary, check_mask, pieces
-from kos.train.data.tokenized import CorpusDocuments, check_shards, fingerprint, read_manifest, read_rows, tokenize
+from kos.train.data.token_files import BEGINS, Shard, beyond_vocabulary, check_mask
+from kos.train.data.tokenized import check_shards, fingerprint, read_manifest, read_rows, tokenize
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -27,7 +27,7 @@ from kos.train.data.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
-from kos.train.data.tokens import Separator, Shards, Tokens, unmasked
+from kos.train.data.tokens import Separator, Tokens
 
 TOKENS_VERSION = 2
 """Increase this number if the same text and settings give other tokens, other pieces or another split than before."""
@@ -39,11 +39,9 @@ _BEGINS = ("train.npy", "val.npy")
 def lines_of(config: TrainConfig, weights: str | None = None) -> Lines:
     """How files are read with these settings."""
     template = functools.cache(lambda: read_chat_template(_tokenizer_of_text(config, weights)))
-    fields, encodings = by_source(config.text_field), {"": "utf-8", **by_source(config.encoding)}
-    of_source = {name: (fields.get(name), encodings.get(name)) for name in {*fields, *encodings}}
+    fields = by_source(config.text_field)
     return Lines(
-        fields.get(""), template, config.split_turns, encodings[""], config.token_dtype, config.allow_lost_content,
-        of_source,
+        fields.get(""), template, config.split_turns, config.token_dtype, config.allow_lost_content, fields
     )  # fmt: skip
 
 
@@ -65,9 +63,9 @@ def _load_tokens(
     tokenizer = given or _tokenizer_of_tokens(config, corpus)
     separator = _separator_of_tokens(tokenizer, corpus)
     shards, val_shards, _, trained_on, _ = corpus.splits
-    masked = any(isinstance(shard, MaskedTokens) for shard in (*shards, *val_shards))
+    masked = any(shard.mask is not None for shard in (*shards, *val_shards))
     if config.loss_on == "all":
-        shards, val_shards = ([getattr(shard, "tokens", shard) for shard in each] for each in (shards, val_shards))
+        shards, val_shards = ([Shard(shard.tokens) for shard in each] for each in (shards, val_shards))
 
     def make(folder: Path) -> dict[str, Any]:
         every, counts = [*shards, *val_shards], 0
@@ -75,14 +73,14 @@ def _load_tokens(
         for flag, shard in zip(flags, every, strict=True):
             check_mask(flag, shard)
         at, begins = [0, 0], [[np.zeros(1, np.int64)], [np.zeros(1, np.int64)]]  # of train and val
-        for number, piece in _pieces(every, show):
-            tokens, of = unmasked(piece), int(number >= len(shards))
+        for number, (tokens, mask) in _pieces(every, show):
+            of = int(number >= len(shards))
             if tokens.max() >= tokenizer.vocab_size:
                 raise beyond_vocabulary(flags[number], every[number], tokenizer.vocab_size)
             if separator is not None:
                 begins[of].append(np.flatnonzero(tokens == separator.token) + at[of] + separator.ends)
-            at[of] += len(piece)
-            counts += int(np.count_nonzero(piece >= 0)) if masked and not of else 0
+            at[of] += len(tokens)
+            counts += int(mask.sum()) if masked and not of else 0
         found = any(map(len, (*begins[0][1:], *begins[1][1:])))
         for of, name in enumerate(_BEGINS):
             places = np.unique(np.concatenate(begins[of]))
@@ -91,8 +89,8 @@ def _load_tokens(
         if separator is not None and found:
             between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
         about = {"held_out": corpus.splits.in_words(*at), "trained_on": trained_on, "several": found}
-        about |= {"sha256": fingerprint([shard] for shard in every), "masked": masked, "counted": counts}
-        return about | {"between": between}
+        rows = [(shard.tokens.dtype if shard.mask is None else np.dtype(np.int64), [shard]) for shard in every]
+        return about | {"sha256": fingerprint(rows), "masked": masked, "counted": counts, "between": between}
 
     how = ["tokens", tokenizer.vocab_size, separator, config.loss_on, corpus.below, config.token_dtype]
     how += corpus.split_by
@@ -106,9 +104,6 @@ def _load_tokens(
 def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
     if config.tokenizer == "auto":
         return NumberTokenizer(config.model.vocab_size or corpus.vocab_size or 0)
-    if config.tokenizer == "chars":
-        expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
-        raise SettingError("--tokenizer", expected, "'chars'")
     return make_tokenizer(config.tokenizer)
 
 
@@ -122,11 +117,11 @@ def _separator_of_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Separator | No
     return Separator(BEGINS[size], False) if size in BEGINS and tokenizer.vocab_size in padded else None
 
 
-def _pieces(shards: Shards, show: Show) -> Iterator[tuple[int, NDArray[Any]]]:
-    """The number of the shard, and as many of its tokens as fit in memory, one after another."""
+def _pieces(shards: Sequence[Shard], show: Show) -> Iterator[tuple[int, tuple[NDArray[Any], NDArray[np.uint8]]]]:
+    """The number of the shard, and as many of its tokens and of its mask as fit in memory, one after another."""
     for number, shard in enumerate(shards):
         show("reading the data", number / len(shards))
-        yield from ((number, piece) for piece in pieces(shard))
+        yield from ((number, piece) for piece in shard.pieces())
 
 
 def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
@@ -134,7 +129,7 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
     if config.tokenizer != "auto":
         return config.tokenizer
     if folder is not None and not has_tokenizer(Path(folder)):
-        expected = f"bytes, chars or the PATH of a tokenizer.json, as {folder} has none"
+        expected = f"bytes or the PATH of a tokenizer.json, as {folder} has none"
         raise SettingError("--tokenizer", expected, f"auto{how_to_make(Path(folder))}")
     return folder or "bytes"
 
@@ -163,11 +158,11 @@ def tokenizing(
     They also depend on the files and on ``corpus.below``.
     """
     spec = _tokenizer_of_text(config, weights)
-    tokenizer = given or (None if spec == "chars" else make_tokenizer(spec))
-    how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
+    tokenizer = given or make_tokenizer(spec)
+    how: list[Any] = [{**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
     how += [TOKENS_VERSION, config.split_special_tokens, config.loss_on, config.split_turns, *corpus.split_by]
-    how += [[(each.text_field, each.encoding) for each in corpus.lines]]
+    how += [[each.text_field for each in corpus.lines]]
     how += ["lost content"] * config.allow_lost_content
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
@@ -175,8 +170,8 @@ def tokenizing(
 
     def make(folder: Path, key: str = "") -> dict[str, Any]:
         return tokenize(
-            folder, corpus, tokenizer or make_tokenizer(spec, text=CorpusDocuments(corpus)), key=key, show=show,
-            split_special_tokens=config.split_special_tokens, loss_on=config.loss_on,
+            folder, corpus, tokenizer, key=key, show=show, split_special_tokens=config.split_special_tokens,
+            loss_on=config.loss_on,
         )  # fmt: skip
 
     return how, make
@@ -192,7 +187,7 @@ def _load_tokenized(
     tokenizer = _tokenizer_of(about)
     if given is not None and not tokenizer.is_like(given):
         raise DataError(f"--data {source}: expected tokens of the tokenizer {given.name}, got {tokenizer.name}")
-    named = given is None and config.tokenizer not in ("auto", "chars") and make_tokenizer(config.tokenizer)
+    named = given is None and config.tokenizer != "auto" and make_tokenizer(config.tokenizer)
     if named and not tokenizer.is_like(named):
         raise SettingError("--tokenizer", f"{tokenizer.name}, that of {source}, or auto", named.name)
     if about["masked"] and config.loss_on != about["loss_on"]:

@@ -234,7 +234,7 @@ def own_data(config: TrainConfig, weights: str | None = None) -> OwnData:
     spec, none, name = config.tokenizer, Tokens([np.zeros(0, np.uint16)]), "batches of the program"
     if spec == "auto" and (folder := weights or config.init_from) and has_tokenizer(Path(folder)):
         spec = folder
-    if spec == "chars" or (spec == "auto" and config.model.vocab_size is None):
+    if spec == "auto" and config.model.vocab_size is None:
         expected = "bytes, a tokenizer.json, or auto with --vocab-size"
         raise ConfigError(f"--tokenizer: expected {expected}, got {spec}").about("tokenizer", "vocab_size")
     tokenizer: Tokenizer = NumberTokenizer(config.model.vocab_size or 0) if spec == "auto" else make_tokenizer(spec)

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from kos.errors import plural
 from kos.files import replace_file
 from kos.train.data.permutation import permuted
-from kos.train.data.token_files import pieces
 from kos.train.data.tokens import Tokens
 
 _log = logging.getLogger(__name__)
@@ -40,8 +39,6 @@ CHUNK = 1 << 16
 
 ORDER = 2**64 - 1
 """The number of an epoch that no run reaches.  Its permutation is the order in which documents are packed."""
-
-NOTHING = np.int64(~0)  # padding: a token that the loss does not count
 
 
 class PackedTokens(Tokens):
@@ -76,15 +73,15 @@ class PackedTokens(Tokens):
         begins = np.where(begins < 0, ~begins, begins)
         return begins, self._bounds[np.searchsorted(self._bounds, begins, side="right")]
 
-    def window(self, start: int, length: int) -> NDArray[np.int64]:
+    def window(self, start: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """The tokens of the sequence at ``start``. The first token of a document is not a target, nor is padding."""
-        window, at = np.full(length, NOTHING), 0
+        window, mask, at = np.zeros(length, np.int64), np.zeros(length, np.uint8), 0
         for begin, end in zip(*self._pieces(start), strict=True):
-            count = min(end - begin, length - at)
-            window[at : at + count] = super().window(begin, count)
-            window[at] = min(window[at], ~window[at])
-            at += count
-        return window
+            inside = slice(at, at + min(end - begin, length - at))
+            window[inside], mask[inside] = super().window(begin, inside.stop - at)
+            mask[at] = 0
+            at = inside.stop
+        return window, mask
 
     def padding(self, start: int, length: int) -> int:
         begins, ends = self._pieces(start)
@@ -134,13 +131,12 @@ def counted(tokens: Tokens, starts: NDArray[np.int64], stops: NDArray[np.int64])
     places, inverse = np.unique(np.concatenate([starts, np.maximum(starts, stops)]), return_inverse=True)
     before, at, total = places.copy(), 0, 0  # ``before``: the number of counted tokens before each place
     for shard in tokens.shards:
-        masked = shard.dtype.kind == "i"  # without a mask, all tokens count
-        for piece in pieces(shard) if masked else ():
-            inside = slice(*np.searchsorted(places, [at, at + len(piece)], "right"))
-            ends = np.cumsum(piece < 0)
+        for _, mask in shard.pieces() if shard.mask is not None else ():
+            inside = slice(*np.searchsorted(places, [at, at + len(mask)], "right"))
+            ends = np.cumsum(mask == 0)
             before[inside] -= total + ends[places[inside] - at - 1]
-            total, at = total + int(ends[-1]), at + len(piece)
-        if not masked:
+            total, at = total + int(ends[-1]), at + len(mask)
+        if shard.mask is None:  # all tokens count
             before[slice(*np.searchsorted(places, [at, at + len(shard)], "right"))] -= total
             at += len(shard)
     first, last = np.split(before[inverse], 2)
@@ -202,9 +198,6 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class Packing:
     """The plans of a run's training and validation data.  ``key`` identifies the data and settings behind them."""
 
-    stored = False
-    """Whether the plans were read from the folder of a run."""
-
     def __init__(self, key: Sequence[Any], plans: Sequence[NDArray[np.int64]]) -> None:
         self.key, self.plans = json.dumps(key), plans
 
@@ -239,7 +232,6 @@ class Packing:
             found = np.load(path, allow_pickle=False)
             packing = cls(key, np.split(found[5:], [int(found[4])]))
             if np.array_equal(packing.array(), found):
-                packing.stored = True
                 return packing
             got = "that of other data or settings, or a damaged file"
         except FileNotFoundError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,8 @@ BEGINS = {50_257: 50_256, 128_256: 128_000}
 """The token that begins a document, by the vocabulary: <|endoftext|> of GPT-2, <|begin_of_text|> of LLaMA-3."""
 
 
-def is_token_file(path: Path, token_dtype: str | None = None) -> bool:
-    """Whether a file is a ``.npy`` or starts with one of the format's magic numbers; with a dtype also any ``.bin``."""
-    suffix = path.suffix.lower()
-    if suffix == ".npy" or (suffix == ".bin" and token_dtype):
-        return True
+def has_magic(path: Path) -> bool:
+    """Whether a file starts with one of the format's magic numbers."""
     with path.open("rb") as file:
         return int.from_bytes(file.read(4), "little") in FORMATS
 
@@ -90,23 +88,27 @@ class FileArray:
         return numbers.astype(self.dtype, copy=False).astype(dtype or self.dtype, copy=False)
 
 
-class MaskedTokens:
-    """Tokens and their mask as an array that is made where it is read: a token t not counted is ~t, in int64."""
+@dataclass(frozen=True)
+class Shard:
+    """Tokens, and a mask of as many bytes, 1 if the loss counts the token. Without a mask, it counts all of them."""
 
-    dtype = np.dtype(np.int64)
-
-    def __init__(self, tokens: FileArray, mask: FileArray) -> None:
-        self.tokens, self.mask, self.itemsize = tokens, mask, tokens.itemsize
+    tokens: NDArray[Any] | FileArray
+    mask: NDArray[np.uint8] | FileArray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, at: slice) -> MaskedTokens:
-        return MaskedTokens(self.tokens[at], self.mask[at])
+    def __getitem__(self, at: slice) -> Shard:
+        return Shard(self.tokens[at], None if self.mask is None else self.mask[at])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        tokens = np.asarray(self.tokens, dtype or self.dtype)
-        return np.where(np.asarray(self.mask), tokens, ~tokens)
+    def arrays(self) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """The tokens and the mask, read."""
+        mask = np.ones(len(self), np.uint8) if self.mask is None else np.asarray(self.mask, np.uint8)
+        return np.asarray(self.tokens), mask
+
+    def pieces(self) -> Iterator[tuple[NDArray[Any], NDArray[np.uint8]]]:
+        """``arrays`` in pieces that fit in memory, one after another."""
+        return (self[at : at + SCANNED].arrays() for at in range(0, len(self), SCANNED))
 
 
 def mask_of(path: Path) -> Path:
@@ -114,17 +116,14 @@ def mask_of(path: Path) -> Path:
     return path.with_suffix(".mask")
 
 
-def open_tokens(path: Path, token_dtype: str | None = None) -> FileArray | MaskedTokens:
+def open_tokens(path: Path, token_dtype: str | None = None) -> Shard:
     """The tokens of a file, with its mask if there is one; ``token_dtype`` is that of a ``.bin`` file without a header.
-
-    Unsigned numbers are tokens that the loss counts. Where the dtype is signed, a token t that it does not count is ~t
-    (``Tokens.masked``, ``unmasked``): no other negative number may be there.
 
     DataError: another version, empty, not as long as its header says; no array of integers; a mask of another length.
     """
     if path.suffix.lower() == ".npy":
         dtype, start, count = _read_npy(path)
-    elif is_token_file(path):
+    elif has_magic(path):
         dtype, start, count = _read_header(path)
     else:
         dtype, start = np.dtype(token_dtype).newbyteorder("<"), 0
@@ -134,10 +133,10 @@ def open_tokens(path: Path, token_dtype: str | None = None) -> FileArray | Maske
             raise DataError(f"--data {path}: expected {expected}, got {size} bytes").about("data", "token_dtype")
     tokens = FileArray(OpenFile(path), dtype, start, count)
     if not (beside := mask_of(path)).is_file():
-        return tokens
+        return Shard(tokens)
     if (size := beside.stat().st_size) != count:
         raise DataError(f"--data {beside}: expected {count} bytes, one for each token of {path.name}, got {size}")
-    return MaskedTokens(tokens, FileArray(OpenFile(beside), np.uint8, 0, count))
+    return Shard(tokens, FileArray(OpenFile(beside), np.uint8, 0, count))
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
@@ -167,22 +166,17 @@ def _read_npy(path: Path) -> tuple[np.dtype[Any], int, int]:
     return array.dtype, array.offset, array.size
 
 
-def pieces(array: Any) -> Iterator[NDArray[Any]]:
-    """An array in pieces that fit in memory, one after another."""
-    return (np.asarray(array[at : at + SCANNED]) for at in range(0, len(array), SCANNED))
-
-
-def check_mask(flag: str, shard: Any) -> None:
+def check_mask(flag: str, shard: Shard) -> None:
     """DataError if the mask of a token file of ``flag`` has other bytes than 0 and 1, such as text."""
-    mask = getattr(shard, "mask", None)
-    if mask is not None and (largest := max((int(piece.max()) for piece in pieces(mask)), default=0)) > 1:
-        raise DataError(f"{flag} {mask.path}: expected bytes of 0 and 1, got {largest}")
+    if isinstance(shard.mask, FileArray) and (largest := max(int(mask.max()) for _, mask in shard.pieces())) > 1:
+        raise DataError(f"{flag} {shard.mask.path}: expected bytes of 0 and 1, got {largest}")
 
 
-def beyond_vocabulary(flag: str, shard: Any, vocab_size: int) -> DataError:
+def beyond_vocabulary(flag: str, shard: Shard, vocab_size: int) -> DataError:
     """The error for the first token of ``shard``, of a file, that is not below ``vocab_size``."""
-    tokens, at = getattr(shard, "tokens", shard), 0
-    for piece in pieces(tokens):
+    tokens, at = shard.tokens, 0
+    assert isinstance(tokens, FileArray)
+    for piece, _ in shard.pieces():
         if (beyond := piece >= vocab_size).any():
             at += int(beyond.argmax())
             break

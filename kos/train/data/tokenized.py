@@ -24,9 +24,9 @@ from kos.errors import ConfigError, DataError, plural
 from kos.files import replace_file
 from kos.train.data.corpus import Corpus, Show, errors_with
 from kos.train.data.documents import Document, Records, Text
-from kos.train.data.token_files import FORMAT, FORMATS, HEADER_BYTES, MANIFEST, is_tokenized, open_tokens, pieces
+from kos.train.data.token_files import FORMAT, FORMATS, HEADER_BYTES, MANIFEST, Shard, is_tokenized, open_tokens
 from kos.train.data.tokenizers import Encoded, Tokenizer
-from kos.train.data.tokens import Shards, Tokens
+from kos.train.data.tokens import Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def tokenize(
     done = sum(shard["characters"] for shard in shards)
     masked, skip = loss_on == "completion", sum(shard["pieces"] for shard in shards)
     show("tokenizing the data", min(1.0, done / total))
-    encoded = tokenizer.encode_documents(documents, split_special_tokens, masked=True, skip=skip)
+    encoded = tokenizer.encode_documents(documents, split_special_tokens, skip)
     for part in chain(encoded, [None]):
         if held and (part is None or sum(len(each.tokens) for each in held) >= SHARD_TOKENS):
             shards.append(_write_shard(folder, len(shards), held, tokenizer, masked))
@@ -139,10 +139,9 @@ def _write_shard(
     magic, (version, dtype) = next(each for each in FORMATS.items() if np.dtype(each[1][1]).itemsize == itemsize)
     header = np.array([magic, version, offsets[-1], *[0] * (HEADER_BYTES // 4 - 3)], "<i4")
     begins = [(part.begins + at).astype("<i8") for part, at in zip(parts, offsets, strict=False)]
-    files = {"bin": [header, *(np.where(part.tokens < 0, ~part.tokens, part.tokens).astype(dtype) for part in parts)]}
-    files["documents"] = begins
-    if masked and any((part.tokens < 0).any() for part in parts):
-        files["mask"] = [part.tokens >= 0 for part in parts]
+    files = {"bin": [header, *(part.tokens.astype(dtype) for part in parts)], "documents": begins}
+    if masked and not all(part.mask.all() for part in parts):
+        files["mask"] = [part.mask for part in parts]
     name, digests = f"{number:05}", {}
     (folder / f"{name}.mask").unlink(missing_ok=True)  # of an interrupted call
     for suffix, arrays in files.items():
@@ -178,6 +177,7 @@ def _about(
     for prompt, count in documents.lacking.most_common():
         between += f"; {plural(count, 'answer')} without {prompt!r}, with which the generation prompt ends"
     identity = json.dumps(tokenizer.to_json(), sort_keys=True).encode()
+    dtype = np.min_scalar_type(-tokenizer.vocab_size) if masked and in_parts else tokenizer.dtype
     return {
         "tokenizer": tokenizer.to_json(), "tokenizer_sha256": hashlib.sha256(identity).hexdigest(),
         "rules": tokenizer.rules, "train_tokens": at, "masked": in_parts, "what": "chat" if rendered else "document",
@@ -188,19 +188,22 @@ def _about(
         "spelled_out": sum((Counter(shard["spelled_out"]) for shard in shards), Counter[str]()),
         "unused": sorted({name for each in documents.corpus.lines if (name := each.text_field)} - documents.fields),
         "several": max(len(part.begins) for part in parts) > 1,
-        "counted": sum(int(np.count_nonzero(piece >= 0)) for piece in chain(*map(pieces, parts[0].shards))),
-        "sha256": fingerprint([part.shards for part in parts], tokenizer.dtype_of(masked and in_parts)),
+        "counted": sum(int(mask.sum()) for shard in parts[0].shards for _, mask in shard.pieces()),
+        "sha256": fingerprint((dtype, part.shards) for part in parts),
     }  # fmt: skip
 
 
-def fingerprint(rows: Iterable[Shards], dtype: np.dtype[Any] | None = None) -> str:
-    """SHA-256 of rows of tokens, each as numbers of ``dtype``, however they lie in shards."""
+def fingerprint(rows: Iterable[tuple[np.dtype[Any], Sequence[Shard]]]) -> str:
+    """SHA-256 of rows of tokens, each as numbers of a dtype, however they lie in shards.
+
+    Checkpoints have it, so it is that of kos 0.3: if a dtype is signed, a token t that the loss does not count is ~t.
+    """
     digest = hashlib.sha256()
-    for row in rows:
-        of_row = dtype or row[0].dtype
-        digest.update(f"{of_row.str} {sum(map(len, row))} ".encode())
-        for piece in chain.from_iterable(map(pieces, row)):
-            digest.update(np.ascontiguousarray(piece, of_row).data)
+    for dtype, row in rows:
+        digest.update(f"{dtype.str} {sum(map(len, row))} ".encode())
+        for tokens, mask in chain.from_iterable(shard.pieces() for shard in row):
+            numbers = np.ascontiguousarray(tokens, dtype)
+            digest.update((np.where(mask, numbers, ~numbers) if dtype.kind == "i" else numbers).data)
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Text to token numbers and back: bytes, characters, Hugging Face's tokenizer.json, or bare numbers.
+"""Text to token numbers and back: bytes, Hugging Face's tokenizer.json, or bare numbers.
 
 A checkpoint carries its tokenizer, for kos and, where transformers can hold it, as a ``tokenizer.json``.
 """
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from kos.commands import python_code
 from kos.errors import CheckpointError, ConfigError, DataError, SettingError, install
 from kos.train.data.cuts import ANYWHERE, adds_to_start, where_to_cut
-from kos.train.data.documents import Text
 from kos.train.data.pieces import Documents, Piece, pieces_of, portions
 from kos.train.data.tokenizer_classes import by_class
 
@@ -37,6 +36,7 @@ class Encoded(NamedTuple):
     """A part of the tokens of documents."""
 
     tokens: NDArray[Any]
+    mask: NDArray[np.uint8]  # 1 if the loss counts the token
     begins: NDArray[np.int64]  # where documents begin in it
     characters: int
     pieces: int  # of documents
@@ -61,11 +61,7 @@ class Tokenizer(ABC):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest unsigned dtype that holds every token."""
-        return self.dtype_of(masked=False)
-
-    def dtype_of(self, masked: bool) -> np.dtype[Any]:
-        """The smallest dtype that holds every token t; with ``masked`` ~t as well."""
-        return np.min_scalar_type(-self.vocab_size if masked else self.vocab_size - 1)
+        return np.min_scalar_type(self.vocab_size - 1)
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[Any]:
@@ -87,14 +83,13 @@ class Tokenizer(ABC):
         return [*self.prefix], [*self.suffix, *ends]
 
     def encode_documents(
-        self, documents: Documents, split_special_tokens: bool, masked: bool = False, skip: int = 0
+        self, documents: Documents, split_special_tokens: bool, skip: int = 0
     ) -> Iterator[Encoded]:
         """The tokens of documents, with ``document_affixes``, in parts, without those of the first ``skip`` pieces.
 
         With ``split_special_tokens``, special tokens that are spelled out in a document are encoded as text.
-        With ``masked`` a token t that the loss does not count is ~t, which is negative.
         """
-        dtype = self.dtype_of(masked)
+        dtype = self.dtype
 
         def encode(portion: list[Piece]) -> tuple[list[list[NDArray[Any]]], Counter[str]]:
             splits = split_special_tokens and not portion[0].rendered
@@ -103,18 +98,17 @@ class Tokenizer(ABC):
 
         for portion, (encodings, spelled_out) in _ahead(encode, portions(documents, self.cuts, skip)):
             affixes = ([], []) if portion[0].rendered else self.document_affixes
-            (before, after), pieces = (np.array(ids, dtype) for ids in affixes), list[NDArray[Any]]()
+            (before, after), pieces, masks = (np.array(ids, dtype) for ids in affixes), list[Any](), list[Any]()
             for encoded, piece in zip(encodings, portion, strict=True):
-                ids = [part.astype(dtype, copy=False) for part in encoded]
+                ids = [*encoded]
                 ids[0] = np.concatenate([*[before] * (not piece.before), ids[0]])
                 ids[-1] = np.concatenate([ids[-1], *[after] * piece.last])
-                if masked:
-                    ids = [part if counted else ~part for part, (_, counted) in zip(ids, piece.parts, strict=True)]
                 pieces.append(np.concatenate(ids))
+                masks.append(np.repeat(np.array([counted for _, counted in piece.parts], np.uint8), [*map(len, ids)]))
             places = zip(np.cumsum([0, *map(len, pieces)]), portion, strict=False)
             begins = np.array([at for at, piece in places if not piece.before], np.int64)
             size = sum(len(text) for piece in portion for text, _ in piece.parts)
-            yield Encoded(np.concatenate(pieces), begins, size, len(portion), spelled_out)
+            yield Encoded(np.concatenate(pieces), np.concatenate(masks), begins, size, len(portion), spelled_out)
 
     def _encode(self, pieces: Sequence[Piece], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
         """The tokens of each part of each piece, without those that ``encode`` adds."""
@@ -188,47 +182,9 @@ class ByteTokenizer(Tokenizer):
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", "replace")
 
 
-class CharTokenizer(Tokenizer):
-    """One token a character of ``alphabet``, sorted, as nanoGPT's data/shakespeare_char."""
-
-    kind = name = "chars"
-
-    def __init__(self, alphabet: str) -> None:
-        self.alphabet = "".join(sorted(set(alphabet)))
-        if not self.alphabet:
-            raise DataError("tokenizer chars: expected an alphabet of at least one character, got none")
-        self.arguments = {"alphabet": self.alphabet}
-        self.vocab_size = len(self.alphabet)
-        self.start = max(0, self.alphabet.find("\n"))
-        self._codes = _code_points(self.alphabet)
-
-    def encode(self, text: str) -> NDArray[Any]:
-        codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
-        unknown = np.flatnonzero(self._codes[ids] != codes)
-        if unknown.size:
-            got = f"{text[unknown[0]]!r} at character {unknown[0]}"
-            raise DataError(f"tokenizer chars: expected one of its {self.vocab_size} characters, got {got}")
-        return ids.astype(self.dtype)
-
-    def huggingface(self) -> dict[str, Any]:
-        vocab = {character: number for number, character in enumerate(self.alphabet)}
-        return {"decoder": {"type": "Fuse"}, **_one_token_each(vocab)}
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array([len(each.encode("utf-8", "surrogatepass")) for each in self.alphabet])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.alphabet[i] if 0 <= i < self.vocab_size else "\ufffd" for i in map(int, ids))
-
-
 def _one_token_each(vocab: Mapping[str, int]) -> dict[str, Any]:
     """Of a ``tokenizer.json``: one token a character."""
     return {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
-
-
-def _code_points(text: str) -> NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 class NumberTokenizer(Tokenizer):
@@ -373,12 +329,16 @@ def _ahead(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tup
             yield item, future.result()
 
 
-KINDS = {kind.kind: kind for kind in (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)}
+KINDS = {kind.kind: kind for kind in (ByteTokenizer, NumberTokenizer, HuggingFaceTokenizer)}
 
 
 def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
     """The inverse of a tokenizer's ``to_json``.  Raises DataError for anything else."""
     arguments = dict(values)
+    if values.get("kind") == "chars" and isinstance(alphabet := values.get("alphabet"), str):  # of a run of kos 0.3
+        vocab = {character: number for number, character in enumerate(alphabet)}
+        arguments = {"kind": "huggingface", "name": "chars", "tokenizer": _one_token_each(vocab)}
+        arguments["tokenizer"]["decoder"] = {"type": "Fuse"}
     kind = KINDS.get(arguments.pop("kind", None))
     if kind is None:
         raise DataError(f"tokenizer: expected kind {', '.join(KINDS)}, got {values.get('kind')!r}")
@@ -388,17 +348,14 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
         raise DataError(f"tokenizer {values['kind']}: expected its saved values, got {error}") from None
 
 
-def make_tokenizer(spec: str, *, text: Documents = ()) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
+def make_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` names.
 
     In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is not a tokenizer.json.  CheckpointError:
     it is in a checkpoint whose tokenizer cannot be read.  ConfigError: PATH is missing; the library is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
-    if spec == "chars":
-        parts = itertools.chain.from_iterable(each if isinstance(each, Text) else [str(each)] for each in text)
-        return CharTokenizer("".join(set[str]().union(*map(frozenset, parts))))
     path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
     if path.name == "tokenizer.json" and path.with_name(SAVED).exists():
         return read_tokenizer(path.parent)
@@ -457,7 +414,7 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text("utf-8"))
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror}{how_to_make(path.parent)}"
-        expected = "bytes, chars or the PATH of a tokenizer.json"
+        expected = "bytes or the PATH of a tokenizer.json"
         kind = ConfigError if isinstance(error, FileNotFoundError) else DataError
         raise kind(f"--tokenizer: expected {expected}, got {got}").about("tokenizer") from None
     except (ValueError, RecursionError) as error:

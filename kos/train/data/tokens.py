@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.train.data.token_files import FileArray, MaskedTokens
-
-Shards = Sequence[NDArray[Any] | FileArray | MaskedTokens]
+from kos.train.data.token_files import Shard
 
 
 class Separator(NamedTuple):
@@ -21,9 +19,9 @@ class Separator(NamedTuple):
 
 
 class Tokens:
-    """A row of tokens over one or more arrays (shards), which stay where they are, in files or in memory.
+    """A row of tokens and their mask over one or more shards, which stay where they are, in files or in memory.
 
-    Where a shard has signed numbers, a token t that the loss does not count is ~t.  ``documents`` are the places where
+    An array as a shard is one whose tokens all count in the loss.  ``documents`` are the places where
     documents begin, from 0 on and increasing, or the token between them.
     """
 
@@ -33,8 +31,10 @@ class Tokens:
     fill = 1.0
     """The share of sequences that is tokens; the rest is padding."""
 
-    def __init__(self, shards: Shards, documents: NDArray[np.int64] | Separator | None = None) -> None:
-        self.shards, self.documents = shards, documents
+    def __init__(
+        self, shards: Sequence[Shard | NDArray[Any]], documents: NDArray[np.int64] | Separator | None = None
+    ) -> None:
+        self.shards, self.documents = [x if isinstance(x, Shard) else Shard(x) for x in shards], documents
         self._ends = np.cumsum([len(shard) for shard in self.shards])
 
     @property
@@ -48,7 +48,7 @@ class Tokens:
     @property
     def masked(self) -> bool:
         """Whether there may be tokens that the loss does not count."""
-        return any(shard.dtype.kind == "i" for shard in self.shards)
+        return any(shard.mask is not None for shard in self.shards)
 
     @property
     def begins(self) -> NDArray[np.int64]:
@@ -56,13 +56,14 @@ class Tokens:
         assert isinstance(self.documents, np.ndarray)
         return self.documents
 
-    def window(self, start: int, length: int) -> NDArray[Any]:
-        """The tokens ``start`` to ``start + length``, as they are in the shards."""
-        parts = self._slices(start, length)
-        return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+    def window(self, start: int, length: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """The tokens ``start`` to ``start + length``, and their mask: 1 if the loss counts the token."""
+        parts = [shard.arrays() for shard in self._slices(start, length) or [self.shards[0][:0]]]
+        tokens, masks = zip(*parts, strict=True)
+        return parts[0] if len(parts) == 1 else (np.concatenate(tokens), np.concatenate(masks))
 
-    def _slices(self, start: int, length: int) -> list[Any]:
-        parts = list[Any]()
+    def _slices(self, start: int, length: int) -> list[Shard]:
+        parts = list[Shard]()
         shard = int(np.searchsorted(self._ends, start, side="right"))
         start -= int(self._ends[shard - 1]) if shard else 0
         while length > 0:
@@ -93,8 +94,3 @@ class Tokens:
         places = np.arange(start, start + len(window))
         begun = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
         return np.maximum(begun - start, 0).astype(np.int32)
-
-
-def unmasked(tokens: NDArray[Any]) -> NDArray[Any]:
-    """``tokens``, of which those may be ~t that the loss does not count."""
-    return np.where(tokens < 0, ~tokens, tokens) if tokens.dtype.kind == "i" else tokens

@@ -1,4 +1,4 @@
-"""``--tracker``: TensorBoard, Weights & Biases and Trackio, beside ``metrics.jsonl``.
+"""``--tracker``: TensorBoard and Weights & Biases, beside ``metrics.jsonl``.
 
 A tracker is two functions: ``log(values, step=)`` for each row, and ``close()``. They run in a process of their own,
 which reads that file. So imports, threads, signal and exit handlers, and the network neither delay nor end the run.
@@ -26,7 +26,7 @@ from kos.errors import SettingError, install
 from kos.files import replace_file
 from kos.train.tools.metrics import METRICS
 
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """Trackers and what they import. tensorboardX writes the files; unlike tensorboard it needs no web server to do so."""
 
 ID = ".tracker-id"
@@ -51,13 +51,11 @@ def tensorboard(name: str, out: Path, about: Mapping[str, Any]) -> tuple[Callabl
 
 
 def wandb(name: str, out: Path, about: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """A run of wandb, or of trackio, which has wandb's functions. Their environment variables say where and how."""
-    options: dict[str, Any] = {"project": os.environ.get(f"{name.upper()}_PROJECT", "kos"), "config": about["config"]}
-    options["name"] = f"{out.name}-{about['id']}"  # by which trackio finds a run again
-    if name == "wandb":
-        options |= {"name": os.environ.get("WANDB_NAME", out.name), "id": about["id"], "allow_val_change": True}
-        options["dir"] = os.environ.get("WANDB_DIR", str(out))
-    run = importlib.import_module(name).init(resume="allow", **options)
+    """A run of wandb. Its environment variables say where and how."""
+    run = importlib.import_module(name).init(
+        project=os.environ.get("WANDB_PROJECT", "kos"), name=os.environ.get("WANDB_NAME", out.name), id=about["id"],
+        config=about["config"], dir=os.environ.get("WANDB_DIR", str(out)), resume="allow", allow_val_change=True,
+    )  # fmt: skip
     return run.log, run.finish
 
 

@@ -84,13 +84,16 @@ class CallRing(Fingerprints):
         """Publish that this rank begins ``o``."""
         self.core.publish(o.sequence, o.prepared.fingerprint)
 
-    def publish(self, o: Work[Any]) -> Callable[[], bool]:
+    def publish(self, o: Work[Any]) -> Callable[[], bool] | None:
         """Publish that this rank begins ``o``; returns a function that polls whether every rank of the host has.
 
+        Returns None if it has no other rank.
         The poll raises CollectiveMismatch if a rank began another call, RankLost if a rank is lost, and the failure of
         another rank of the host.
         """
-        self.announce(o)
+        self.core.publish(o.sequence, o.prepared.fingerprint)
+        if not self._peers:
+            return None
         liveness = Liveness(self)
         return lambda: self.check(o, liveness)
 

@@ -139,7 +139,7 @@ class Node:
             message.recv_tag, prepared.fingerprint, prepared.sizeless,
         )  # fmt: skip
         if call is None:  # more bytes than it counts
-            prepared.launch = prepared.backend.launch
+            prepared.launch = prepared.backend.scheduled.start
             return
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
@@ -162,7 +162,8 @@ class Node:
             if left is None:
                 prepared = work.prepared
                 if self.waiting and self._waits(prepared.operation.message):
-                    return prepared.backend.launch(work)
+                    steps: Steps | None = prepared.backend.scheduled.start(work)
+                    return steps
                 call, puts, gets = prepared.run
                 if self._status.last is not None:
                     self._status.clear_failure()

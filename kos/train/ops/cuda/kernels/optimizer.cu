@@ -131,8 +131,7 @@ agree(const double* report, const double* reports, int ranks, int columns, State
 extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,
                                    long decay_steps, double beta1, double beta2, double micro_batches,
                                    double max_norm, double outlier, const float* count) {
-    const double average = 1 / micro_batches;
-    const double norm = sqrt(state->sum_of_squares + state->rest) * average;
+    const double average = 1 / micro_batches, norm = sqrt(state->sum_of_squares + state->rest) * average;
     const bool good = isfinite(norm) && !(outlier > 0 && norm > outlier);
     state->norm = norm;
     if (!good && !(outlier > 0)) state->halted = 1;
