@@ -21,6 +21,7 @@ from kos.train.layers import Weights
 from kos.train.layers.cache import make_cache
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import join_parts, make_whole
+from kos.train.ops.fp8 import MULTIPLE
 from kos.train.ops.linear import FewRows
 from kos.train.parallel.mesh import ALONE, Axis
 
@@ -280,3 +281,23 @@ def sample_text(
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The token ids of ``Tokenizer.encode_prompt``; none for an empty prompt, whose start token is not printed."""
     return tokenizer.encode_prompt(prompt) if prompt else []
+
+
+def sample_of(run: Any) -> str:
+    """Text from the trained model; "" on ranks that do not get it."""
+    run.stop.plan, run.stop.advice = "ending the sample, all steps are saved", ""
+    config, next_logits, model = run.config, run.device.sampler(), run.mesh.model_parallel
+
+    def stopped_by_any() -> bool:
+        return any(model.comm.all_gather_bytes(b"!" * run.stop.asked)) if model.size > 1 else run.stop.asked
+
+    if next_logits is None or (model.size == 1 and run.comm.rank > 0):
+        return ""
+    context = run.model_config.max_position_embeddings
+    if run.device.step.quantized and context > MULTIPLE:
+        context -= context % MULTIPLE  # sequences are padded to it
+    return sample_text(
+        next_logits, context, run.data.tokenizer, config.prompt or run.data.question(context // 2),
+        config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k,
+        stopped=stopped_by_any,
+    )  # fmt: skip
