@@ -27,6 +27,8 @@ from kos.train.data.mixture import passes_in_words
 from kos.train.data.show import first_line
 from kos.train.elastic import logged_epoch
 from kos.train.folder import ADDRESS
+from kos.train.generate import Sampling, continue_texts, prompt_ids
+from kos.train.ops.fp8 import MULTIPLE
 from kos.train.parallel.failures import on_every_rank
 from kos.train.step import StepResult
 from kos.train.tools.metrics import METRICS
@@ -166,6 +168,32 @@ def conclude(run: Any, text: str) -> None:
         say(f"chat:       {sample(out, config, 'chat')}" if _chats(run) else f"more text:  {sample(out, config)}")
         if step > run.start and not run.of_program:  # else config.json may be that of another run, of another layout
             say(f"more steps: {more_steps(out, run.comm.size, config)}")
+
+
+def sample_of(run: Any) -> str:
+    """Text from the trained model; "" on ranks that do not get it.  A text that outgrows the context gives no warning.
+    """
+    run.stop.plan, run.stop.advice = "ending the sample, all steps are saved", ""
+    config, model, tokenizer = run.config, run.mesh.model_parallel, run.data.tokenizer
+    context = run.model_config.max_position_embeddings
+    if run.device.step.quantized and context > MULTIPLE:
+        context -= context % MULTIPLE  # sequences are padded to it
+    prompt = config.prompt or run.data.question(context // 2)
+    ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else [*prompt]
+    decoder = run.device.decoder(1, min(context, len(ids) + config.sample_tokens + 1))
+    if decoder is None or (model.size == 1 and run.comm.rank > 0):
+        return ""
+
+    def stopped_by_any() -> bool:
+        return any(model.comm.all_gather_bytes(b"!" * run.stop.asked)) if model.size > 1 else run.stop.asked
+
+    how = Sampling(seed=config.seed, temperature=config.temperature, top_k=config.top_k)
+    ends = [] if tokenizer.eos is None else [tokenizer.eos]
+    pieces = continue_texts(
+        decoder, context, tokenizer, [ids], config.sample_tokens, how, ends=ends,
+        stopped=stopped_by_any, warns=False, tp=model,
+    )  # fmt: skip
+    return (prompt if isinstance(prompt, str) else tokenizer.decode(ids)) + "".join(piece for _, piece in pieces)
 
 
 def resume(out: Path, ranks: int, *flags: str) -> str:

@@ -28,6 +28,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.data.own import EndOfBatches
 from kos.train.layers import LOOKUPS, Weights
+from kos.train.layers.cache import Cache
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import InFlight, Model, Result, make_stage
 from kos.train.model.parameters import OwnedSlices, Parameters
@@ -120,8 +121,9 @@ class Stages:
         self.in_flight: dict[tuple[int, int], InFlight] = {}  # by micro-batch and chunk
 
     def forward(
-        self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, result: Result | None = None
-    ) -> Any:
+        self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, result: Result | None = None,
+        cache: Cache | None = None,
+    ) -> Any:  # fmt: skip
         """The forward of a stage.  Its input is received, or is the output of the previous chunk on this rank.
 
         Without ``result``, the micro-batch is in flight until its backward.  With ``result``, there is no backward, and
@@ -137,7 +139,7 @@ class Stages:
             x_nD = flight.arena.take(source.shape, source.dtype)
             model.ops.copy(source, x_nD)
         with model.ops.step(model.arena):
-            out_nD = model.forward(weights, flight, batch, x_nD, result is None)
+            out_nD = model.forward(weights, flight, batch, x_nD, result is None, cache)
             value = result(model, weights, flight) if result is not None and model.local.last else None
         flight.sent = self.pipeline.send(action, out_nD)
         if result is None or self.pipeline.own_destination(action) is not None:

@@ -43,7 +43,6 @@ from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.device.replicas import check_replicas
 from kos.train.elastic import PATHS, Elastic
 from kos.train.folder import check_folder, check_shared, describe, open_output, remove_address, run_folder
-from kos.train.generate import sample_of
 from kos.train.machine import limit_threads
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import CudaLoss
@@ -307,7 +306,7 @@ class Trainer:
                 self.call("on_end")
                 self.console.close()
                 samples = self.steps_done == self.config.steps and self.config.sample_tokens and not stopped
-                report.conclude(self, sample_of(self) if samples else "")
+                report.conclude(self, report.sample_of(self) if samples else "")
             except CompileError:
                 raise
             except (

@@ -155,8 +155,8 @@ MOMENTS = {
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
     "last step": "from kos.train.device import cpu\nlast = cpu.CpuDevice.start_step\n"
     "cpu.CpuDevice.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
-    "sample": "from kos.train import generate as loop\nlast = loop.sample_text\n"
-    "loop.sample_text = lambda *a, **k: (go(), last(*a, **k))[1]\n",
+    "sample": "from kos.train import report\nlast = report.continue_texts\n"
+    "report.continue_texts = lambda *a, **k: (go(), last(*a, **k))[1]\n",
 }
 
 

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,21 +19,21 @@ from kos.train.data.batch import Batch
 from kos.train.data.batches import LEFT_OUT, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
 from kos.train.data.own import OwnBatches, Rows
+from kos.train.generate import Decoder
 from kos.train.layers import Weights
+from kos.train.layers.cache import Cache
 from kos.train.layers.lora import is_adapter
 from kos.train.model.initial import InitialWeights
-from kos.train.model.llama import LlamaConfig
+from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
 from kos.train.ops import Loss
-from kos.train.ops.fp8 import MULTIPLE, Fp8Ops, first_of
-from kos.train.ops.linear import LinearOps
+from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
 from kos.train.parallel.failures import LEAVE, STOP, raised_on_every_rank
-from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
-from kos.train.parallel.tensor import TensorParallel
 from kos.train.step import REPORT, WRITING, Stages, Step, StepResult
 
 
@@ -269,39 +269,16 @@ class Device:
 
     # --- text --------------------------------------------------------------------------------------------
 
-    def sampler(self) -> Callable[[np.ndarray], np.ndarray] | None:
-        """The function that computes the logits (V,) of the token after (1, T); None on ranks that take no part."""
-        weights, mesh, ops = self.whole_weights(), self.mesh, self.step.models[0].ops
+    def decoder(self, sequences: int, capacity: int) -> Decoder | None:
+        """A decoder of the model; None on ranks that take no part."""
+        weights, mesh, step = self.whole_weights(), self.mesh, self.step
         if mesh.dp.rank or mesh.cp.rank:  # one of the ranks that hold the same weights is enough
             return None
-        arena, multiple, wrapped = ops.make_arena(), mesh.tp.size, ops
-        if self.step.quantized:
-            wrapped = Fp8Ops(LinearOps(ops), arena, mesh.tp.size == 1)
-            if self.config.device != "cpu":  # which takes all sizes
-                multiple *= MULTIPLE * min(2, mesh.tp.size)  # each half has its own matmul
-        models = [
-            Model(each.config, wrapped, local=each.local, arena=arena,
-                  tensor=TensorParallel(ops, mesh.tp, each.local.vocabulary.start))
-            for each in self.step.models
-        ]  # fmt: skip
-        (_, hidden), dtype = self.step.message
-        stages = Stages(models, self.pipeline)
-
-        def next_logits(tokens: np.ndarray) -> np.ndarray:
-            length = tokens.shape[1]
-            batch = Batch(np.pad(tokens, ((0, 0), (0, -length % multiple))))  # which earlier tokens do not see
-            shape = models[0].tensor.rows(batch.tokens.size), hidden
-            last = partial(Model.logits_of, rows=slice(length - 1, length))
-            for chunk, model in enumerate(models):
-                action = Action("F", 0, chunk)
-                received = self.pipeline.receive(action, partial(model.arena.take, shape, dtype))
-                logits = stages.forward(action, weights, received, batch, last)
-            stages.clear()
-            whole, mine = mesh.model_parallel, b"" if logits is None else logits.tobytes()
-            parts = whole.comm.all_gather_bytes(mine) if whole.size > 1 else [mine]
-            return np.frombuffer(b"".join(parts), ops.to_host(models[0].arena.take((1,), dtype)).dtype)
-
-        return next_logits
+        model, in_8_bits, stages = step.models[0].config, bool(step.quantized), None
+        if mesh.pp.size > 1 or in_8_bits:
+            ranks = mesh.model_parallel
+            stages = RunStages(self.parts, self.pipeline, ranks, model.hidden_size, step.dtype, in_8_bits)
+        return Decoder(model, step.ops, weights, sequences, capacity, mesh.tp, stages)
 
     # --- state -----------------------------------------------------------------------------------------
 
@@ -341,6 +318,34 @@ class Device:
                 pass  # each read waits
             parallel.synchronize()  # what waits for a GPU next knows no timeout
         return self.step.with_frozen(weights)
+
+
+class RunStages(NamedTuple):
+    """The stages that the ranks of one model hold in training: the ``parts`` of this rank, and how they are joined."""
+
+    parts: Sequence[Local]
+    pipeline: Pipeline
+    ranks: Axis
+    """Those that hold the model together."""
+    hidden_size: int
+    dtype: Any
+    in_8_bits: bool
+    """Whether linear layers have weights in 8 bits."""
+
+    def logits(
+        self, models: Sequence[Model], weights: Weights, tokens: Any, cache: Cache, rows: slice
+    ) -> np.ndarray:
+        """The logits of ``rows`` after a forward through all stages, on every rank."""
+        stages, found, batch = Stages(models, self.pipeline), None, Batch(tokens)
+        for chunk, model in enumerate(models):
+            action, shape = Action("F", 0, chunk), (tokens.size, self.hidden_size)
+            received = self.pipeline.receive(action, partial(model.arena.take, shape, self.dtype))
+            result = partial(Model.logits_of, rows=rows)
+            found = stages.forward(action, weights, received, batch, result, cache)
+        stages.clear()
+        mine = b"" if found is None else np.asarray(found, np.float32).tobytes()
+        every = self.ranks.comm.all_gather_bytes(mine) if self.ranks.size > 1 else [mine]
+        return np.frombuffer(next(filter(None, every)), np.float32).reshape(rows.stop - rows.start, -1)
 
 
 def _filled(batch: Batch, rows: int) -> Batch:

@@ -452,14 +452,18 @@ def check_fp8(config: TrainConfig, model: LlamaConfig, mesh: Mesh, parts: Sequen
     check_sizes([layer for part in parts for layer in model.layers(part.layers)], mesh.tp.size, tokens)
 
 
-def make_whole(config: LlamaConfig, ops: Any, tp: Axis = ALONE) -> Model:
-    """The model for forward passes only.  With several ranks of ``tp``, each rank has a part of the tensors, and all
-    rows.
+def make_whole(
+    config: LlamaConfig, ops: Any, tp: Axis = ALONE, local: Local | None = None, arena: Arena | None = None
+) -> Model:
+    """The model, or the stage ``local``, for forward passes only.
+
+    With several ranks of ``tp``, each rank has a part of the tensors, and all rows.
 
     Raises SettingError as ``LlamaConfig.local`` does.
     """
-    local = config.local(tp.rank, tp.size)
-    return Model(config, ops, local=local, tensor=PlainTensorParallel(ops, tp, local.vocabulary.start))
+    local = local or config.local(tp.rank, tp.size)
+    tensor = PlainTensorParallel(ops, tp, local.vocabulary.start)
+    return Model(config, ops, local=local, tensor=tensor, arena=arena)
 
 
 def make_stage(
