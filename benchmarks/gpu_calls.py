@@ -40,7 +40,7 @@ from kos.bench.report import provenance, to_json
 from kos.comm.gpu.eager import pack
 from kos.commands import program
 from kos.cuda import create_stream, driver
-from kos.cuda.kernels import Launch, launches_of
+from kos.cuda.kernels import Launch
 from kos.errors import BackendUnavailable, KosError
 from kos.files import check_writable
 from kos.memory import Array
@@ -120,7 +120,7 @@ class Timer:
         backend._last = None
         run()
         work = backend._last
-        known = self._comm._core_group is not None and launches_of(work.prepared.run, work.stream)
+        known = self._comm._core_group is not None and work.prepared.plan.launches(work.stream)
         return (known, work) if known else None
 
     def row(self, make: Callable[..., Call], *arrays: Any) -> dict[str, Any]:

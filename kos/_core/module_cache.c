@@ -442,7 +442,7 @@ void cache_adopt(call_cache *c, const call_key *key, PyObject *prepared, PyObjec
     Py_DECREF(old);
 }
 
-// Fills in a call from its CoreCall.  Returns 0 if it cannot be read.
+// Fills in a call from its description.  Returns 0 if it cannot be read.
 static int read_call(cached_call *k, PyObject *core_call, uint64_t *distance) {
     PyObject *unused;
     unsigned long long number, far;

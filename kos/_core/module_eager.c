@@ -4,8 +4,8 @@
 // arrays by dtype, shape and flags, integers and lists of them by value, all others by identity.  A call that it knows
 // is numbered, recorded and started here.  If the call completes while the GIL is held, no Python code runs.  Otherwise
 // Prepared.start completes it.  If the core knows a call but cannot start it, Operations._start_cached starts it
-// without checks.  Operations._start_uncached starts all other calls, and returns for each a CoreCall
-// (kos/comm/prepared.py), by which the core can repeat it.
+// without checks.  Operations._start_uncached starts all other calls, and returns for each what the core must
+// know to repeat it.
 //
 // Many functions of Python's C API can run Python code: releasing an object, reading an attribute, and, up to Python
 // 3.11, any allocation that collects garbage.  That code may make the same call, set a timeout, or close the

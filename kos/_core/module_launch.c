@@ -22,7 +22,9 @@ typedef struct {
 } queued_call;
 _Static_assert(offsetof(queued_call, launches) == KOS_PLAN_AT, "KOS_PLAN_AT: expected the bytes of the objects");
 
-enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES, BACKEND, SHARED };  // fields of its Guards
+// What must hold: the Streams of the communicator, whose last call must have had this owner and party; the handle that
+// the owner must still have, or None.  The launches, from which errors are made.  Two objects that hold the last Work.
+enum { STREAMS, OWNER_OF_STREAM, PARTY, HANDLE, LAUNCHES, BACKEND, SHARED };
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,16 @@ static inline int is_as_far(const char *send, const char *recv, uint64_t send_by
     return apart ? distance == UINT64_MAX : distance == (uint64_t)(send - recv);
 }
 
-// Fields of kos.comm.prepared.CoreCall, which describes a cached call.
+// A cached call, as Operations._core_call describes it by a tuple.  read_call reads it.
+// - the capsule of Group.prepare; on a GPU, the packed launches; None if the core cannot start such calls
+// - the Prepared; its description, which the recorder stores; a Work of such a call, which the core starts on a GPU, and
+//   of which it uses only the class in host memory; the object that keeps the stream alive, or None
+// - whether the call waits and returns its result; if not, it returns a Work
+// - arguments of the call, or -1: the array that the core reads, and the one that it writes; the operation's input, and
+//   its output, which is the result of the call
+// - the bytes from the output to the input if these overlap, else UINT64_MAX; the bytes of both
+// - objects that must stay alive, because the core compares them by identity
+// - on a GPU, the conditions under which the launches are valid (module_launch.c)
 enum { CALL, CALL_PREPARED, DESCRIPTION, EXAMPLE, STREAM, INPUT = 8, OUTPUT, DISTANCE, GUARDS = 14 };
 
 enum { CODE = 2, NUMBER = 4, COMPLETED, FAILED };  // of an entry of the recorder
@@ -148,7 +157,7 @@ enum { OBJECT, INTEGER, FLOAT, COUNTS, FACTOR };  // kinds but those of arrays, 
                                                   // FACTOR is added to that of a number
 
 typedef struct {
-    PyObject *core_call;  // the CoreCall; it holds references to all objects of this call and of its key
+    PyObject *core_call;  // the tuple; it holds references to all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
     PyObject *work;                           // the class of its Works
     const kos_prepared *core;                 // that of `call`; NULL of a call on a GPU, and if `call` is None
@@ -198,8 +207,8 @@ int read_array(PyObject *x, array_words *words, tensor *t, int64_t *shape);
 int read_tensor(PyObject *x, array_words *words, tensor *t);
 uint64_t key_of(const char *data);  // the property of an address on which a call depends: kos.memory.windows.place
 // Of module_launch.c.
-int find_slots(PyObject *core_call);  // completes a CoreCall for queue_call; 0 if queue_call cannot make such calls
-// Queues the call that a CoreCall describes, and returns `result`.  Returns NULL without an exception if Python must
+int find_slots(PyObject *core_call);  // completes a cached call for queue_call; 0 if queue_call cannot make such calls
+// Queues a cached call, and returns `result`.  Returns NULL without an exception if Python must
 // make the call.
 PyObject *queue_call(Group *g, PyObject *core_call, PyObject *frame, PyObject *result, char *send, char *recv);
 // A new Work.

@@ -47,7 +47,7 @@ from kos.comm.compression import check_compress, shards
 from kos.comm.handlers import interruptible
 from kos.comm.matching import Envelope
 from kos.comm.operation import ANY, AUTO, CORE_OPERATIONS, NO_MESSAGE, POINT_TO_POINT, Message, Operation, Options
-from kos.comm.prepared import APART, BY_CAPTURE, CoreCall, Prepared, Store, resized
+from kos.comm.prepared import APART, BY_CAPTURE, Prepared, Store, resized
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
@@ -200,11 +200,11 @@ class Operations:
 
     def _start_uncached(
         self, check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], has_key: bool
-    ) -> tuple[Any, CoreCall | None]:
+    ) -> tuple[Any, tuple[Any, ...] | None]:
         """Check a call, and start it.
 
-        Returns the result of the call, and the CoreCall by which the core starts later calls with the same key.  The
-        CoreCall is None if the call has no key, or if a later call with the same key might have to run differently.
+        Returns the result of the call, and what the core must know to start later calls with the same key.  This is
+        None if the call has no key, or if a later call with the same key might have to run differently.
         """
         try:
             work = check(self, *args, **options)
@@ -222,8 +222,8 @@ class Operations:
 
     def _core_call(
         self, work: Work[Any], send: Any, recv: Any, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> CoreCall | None:
-        """The CoreCall of calls like ``work``, or None as in ``_start_uncached``.
+    ) -> tuple[Any, ...] | None:
+        """What the core must know of calls like ``work`` (``objects.h`` lists it), or None as in ``_start_uncached``.
 
         ``send`` and ``recv`` are the arrays that the call read and wrote, as the caller passed them; None where this
         rank has none.
@@ -262,10 +262,9 @@ class Operations:
         call, reads, writes, guards = how
         example: Work[Any] = prepared.work(prepared)
         example.stream, example.queue = work.stream, work.queue
-        return CoreCall(
-            call, prepared, prepared.description, example, work.queue, prepared.waits, reads, writes, x, out, *overlap,
-            (*objects, *options), guards,
-        )  # fmt: skip
+        kept = (*objects, *options)  # which the core compares by identity
+        about = prepared, prepared.description, example, work.queue, prepared.waits
+        return call, *about, reads, writes, x, out, *overlap, kept, guards
 
     def _prepare_anew(self, o: Operation) -> Prepared:
         """Have the backend for the memory of ``o`` prepare it; a barrier runs on the GPUs if a stream waits for it."""

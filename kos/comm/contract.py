@@ -47,7 +47,8 @@ from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.tuning import Table
 from kos.comm.waits import Backoff
 from kos.comm.work import Engine, Steps, Work
-from kos.cuda import Kernel, load_kernel
+from kos.cuda import Kernel, driver, load_kernel
+from kos.cuda.kernels import Plan, resolved
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Array as GPUArray
 from kos.memory import Buffer
@@ -63,10 +64,6 @@ Message = tuple[int, int, int]
 Piece = tuple[Any, int]
 """The address and the bytes of a part of GPU memory.  The address may be an ``Address``, relative to an array of a
 launch."""
-Resolved = tuple[Run, str | None, bool]
-"""How a route runs calls of one signature on a GPU.  First: the function that queues a call.  Second: the name of the
-kernel, if its choice depends on more than the arguments; kos checks that all ranks have chosen the same.  Third:
-whether later calls may use the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,22 +330,29 @@ class Backend(ABC):
     def set_timeout(self, seconds: float) -> None:  # noqa: B027
         """kos calls this when the timeout of the communicator changes."""
 
-    def resolve(self, o: Operation) -> Resolved | None:
+    def resolve(self, o: Operation) -> Plan | None:
         """How calls like ``o`` run here; its buffers have no memory.  None: kos builds them on ``exchange``."""
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' on {self.name}, got {o.options.algorithm!r}")
         ordered = o.options.deterministic and o.reduction is not None
         launch = None if o.options.compress or ordered else self.native_on_gpu(o)
-        return None if launch is None else (launch, None, True)
+        return None if launch is None else Plan((launch,))
 
-    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run | None:
-        """A launch that sends piece j to rank j and receives piece j from it.  None: kos uses ``exchange``."""
-        return None
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
+        """A step that sends piece j to rank j, also to itself, and receives piece j from it.  It skips empty pieces."""
 
-    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run | None:
-        """A launch that does the same all-gather as ``collect``.  None: kos uses ``collect``."""
-        recvs = [(recv + rank * nbytes, nbytes) for rank in range(self.size)]
-        return self.bind_exchange([(send, nbytes)] * self.size, recvs)
+        def run(stream: int, *arrays: int) -> None:
+            self.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
+
+        return run
+
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run:
+        """A step of an all-gather of ``nbytes`` from each rank."""
+
+        def run(stream: int, *arrays: int) -> None:
+            self.collect(resolved(send, arrays), resolved(recv, arrays), nbytes, stream)
+
+        return run
 
     def connect(self) -> None:  # noqa: B027
         """Return once the backend is connected to the other ranks.
@@ -360,6 +364,22 @@ class Backend(ABC):
         """A kernel of kos for this GPU."""
         assert self.device is not None
         return load_kernel(path, name, self.device, **macros)
+
+    def start(self, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue a plan of this route.  A copy, and a kernel on a default stream, need a current device."""
+        if self.sets_device and not plan.kernels:
+            return plan(stream, send, recv)
+        assert self.device is not None
+        with driver.on_device(self.device):
+            plan(stream, send, recv)
+
+    def room(self, plan: Plan) -> tuple[int, int, int] | None:
+        """When the compiled core may repeat a plan of this route: the address of two words, and two bounds.
+
+        The first word must be at least the first bound, and the second word at most the second bound; the address is 0
+        if there are no such words.  None if it may never.
+        """
+        return 0, 0, 0
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Queue Works of this route together on ``stream``, or each on its own stream."""
@@ -437,6 +457,11 @@ class Backend(ABC):
 
     def _lacks(self, method: str) -> NoReturn:
         raise BackendUnavailable(f"{method}: expected a backend that defines it, got {self.name}, which does not")
+
+
+def messages_of(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Message]:
+    """The messages for the pieces of each rank, with addresses on the arrays of a launch."""
+    return [(rank, resolved(place, arrays), nbytes) for rank, (place, nbytes) in enumerate(pieces) if nbytes]
 
 
 REQUIRED = {"on_host": ("isend", "irecv", "cancel"), "on_gpu": ("exchange",)}

@@ -19,7 +19,7 @@ from os.path import dirname, sep
 from sys import _getframe
 from threading import get_ident
 from time import time_ns
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from kos.comm.one_thread import check_one_thread
 from kos.comm.operation import ANY, POINT_TO_POINT, Operation
@@ -46,46 +46,26 @@ class Prepared:
     """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
 
     __slots__ = (
-        "arguments",
-        "backend",
-        "collective",
-        "description",
-        "fingerprint",
-        "fixed",
-        "gets",
-        "kernel",
-        "lasting",
-        "launch",
-        "name",
-        "operation",
-        "route",
-        "run",
-        "sizeless",
-        "text",
-        "values",
-        "waits",
-        "work",
+        "arguments", "backend", "collective", "description", "fingerprint", "fixed", "gets", "lasting", "launch",
+        "name", "operation", "plan", "route", "sizeless", "text", "values", "waits", "work",
     )  # fmt: skip
 
     def __init__(
-        self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], run: Any = None,
-        kernel: str | None = None, lasting: bool = True, route: Any = None,
+        self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], plan: Any = None,
+        route: Any = None,
     ) -> None:  # fmt: skip
         """``launch`` begins a Work: it returns the steps that are left, or None if the Work is complete or queued."""
         self.operation, self.name, self.collective = operation, operation.name, operation.name not in POINT_TO_POINT
         self.backend, self.route = backend, route or backend
         """The backend of the communicator, and the route of that backend that runs the calls."""
-        self.launch, self.run, self.kernel = launch, run, kernel
-        """``run`` belongs to the backend.  On a GPU, it is a function of a stream and two addresses that queues a call.
-        ``kernel``, if any, must be the same on all ranks."""
+        self.launch, self.plan, self.lasting = launch, plan, getattr(plan, "lasting", True)
+        """``plan``: on a GPU, a ``Plan``; in shared memory, what the core has prepared."""
         self.work, self.gets = backend.work, operation.recv is not None
         """The class of its Works, and whether this rank has a result."""
-        self.lasting = lasting
-        """Whether later calls may use it; not if the first call connects ranks."""
         self.fixed = True
         """Whether calls take the same route inside and outside a graph."""
         self.waits = not operation.options.overlap
-        self.values = _values(operation, self.route.name, kernel)
+        self.values = _values(operation, self.route.name, getattr(plan, "name", None))
         """What must be equal on all ranks."""
         self.arguments = _arguments(operation, backend.group_suffix)
         """`` of float32[4] by SUM``: what follows the number of a call in texts."""
@@ -260,7 +240,7 @@ class Fingerprints:
     def __init__(self, memory: memoryview | None = None) -> None:
         """``memory``: where the other ranks of the host read the descriptions."""
         self.texts: dict[int, bytes] = {}  # the descriptions of the last calls, by fingerprint
-        self._places: dict[int, int] = {}  # and where they are published
+        self._added = 0  # texts so far
         self._memory = memory
 
     def add(self, prepared: Prepared) -> Prepared:
@@ -275,15 +255,12 @@ class Fingerprints:
             fingerprint = sized(fingerprint, count)
         prepared.fingerprint = fingerprint
         if fingerprint not in texts:
-            place = len(texts)
-            if place == TEXTS:
-                oldest = next(iter(texts))
-                place = self._places.pop(oldest)
-                del texts[oldest]
-            text = _description(prepared, fingerprint)
+            place, self._added = self._added % TEXTS, self._added + 1
+            if len(texts) == TEXTS:
+                del texts[next(iter(texts))]  # the oldest, which was published in the same place
+            text = texts[fingerprint] = _description(prepared, fingerprint)
             if (memory := self._memory) is not None:  # another thread may close it, which keeps it mapped here
                 memory[TEXT_BYTES * place : TEXT_BYTES * (place + 1)] = text.ljust(TEXT_BYTES)
-            texts[fingerprint], self._places[fingerprint] = text, place
         prepared.text = texts[fingerprint]
         return prepared
 
@@ -361,58 +338,6 @@ BY_CAPTURE: Any = object()
 
 For such a signature, the key of the Prepared also says whether the stream is being captured.
 """
-
-
-class CoreCall(NamedTuple):
-    """How the compiled core repeats a cached call.  ``read_call`` in ``module_cache.c`` reads the fields in this order.
-
-    The fields ``reads``, ``writes``, ``input`` and ``output`` are indices of arguments of the call, or -1 for no array.
-    """
-
-    call: Any
-    """The call of ``Group.prepare``; on a GPU, the packed launches.  None if the core cannot start such calls."""
-    prepared: Prepared
-    description: Any
-    """The description of ``prepared``, which the recorder stores."""
-    example: Any
-    """A Work of such a call.  In host memory, the core uses only its class.  On a GPU, it starts this Work itself."""
-    stream: Any
-    """The object that keeps the stream of the arrays alive; None for host memory."""
-    waits: bool
-    """True if such calls wait and return their result; False if they return a Work."""
-    reads: int
-    """The index of the array that the core reads."""
-    writes: int
-    """The index of the array that the core writes."""
-    input: int
-    """The index of the operation's input."""
-    output: int
-    """The index of the operation's output, which is the result of the call."""
-    distance: int
-    """The bytes from the output to the input if these overlap, else ``APART``."""
-    input_bytes: int
-    output_bytes: int
-    objects: tuple[Any, ...]
-    """Objects that must stay alive, because the core compares them by identity."""
-    guards: Guards | None
-    """On a GPU, the conditions under which the launches are valid."""
-
-
-class Guards(NamedTuple):
-    """What the core checks before it launches a cached call.  ``find_slots`` in ``module_launch.c`` reads it."""
-
-    streams: Any
-    """The ``Streams`` of the communicator.  Its last call must have had this ``owner`` and ``party``."""
-    owner: Any
-    """The owner of the stream."""
-    party: Any
-    handle: Any
-    """The handle that the owner of the stream must still have; None if the owner cannot close the stream."""
-    launches: list[Any]
-    """The launches, from which the error of a failed launch is made."""
-    backend: Any
-    """``backend`` and ``shared`` each hold the last Work."""
-    shared: Any
 
 
 class Store(dict[Any, Prepared]):

@@ -71,53 +71,98 @@ _CONFIG_BYTES = 56
 
 
 class Launch(NamedTuple):
-    """A call of a C function that queues work on a stream, for the compiled core."""
+    """A call of a C function that queues work on a stream."""
 
+    call: Callable[..., Any]
+    """The function as Python calls it.  It raises errors."""
     function: int
-    """Its address."""
+    """Its address, for the compiled core."""
     arguments: Sequence[Any]
     """Numbers; each is an ``Address`` if it differs between two launches."""
     error: Callable[[int], Exception]
-    """The error to raise if the function has returned this status."""
+    """The error to raise if the function has returned this status to the core."""
     context_up_to: int = 0
-    """If the handle of the stream is at most this number, the context of its GPU must be current; 0: it need never
-    be."""
-    room: tuple[int, int, int] = (0, 0, 0)
-    """The address of two words, and two bounds.  The core queues the launch only while the first word is at least the
-    first bound, and the second word is at most the second bound.  0 if there are no such words."""
+    """If the handle of the stream is at most this number, the context of its GPU must be current for the core; 0: it
+    need never be."""
     kernel: int = 0
     config: bytes = bytes(_CONFIG_BYTES)
     closes: int = 0
     """The function is called even if one of so many launches before it has failed."""
 
+    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue it, with the addresses of the two arrays."""
+        values = send, recv, stream
+        self.call(*[values[x.number] + x.offset if type(x) is Address else x for x in self.arguments])
 
-def copy_launch(target: Any, source: Any, nbytes: int) -> Launch:
-    """The launch of a copy; each address may be an ``Address``."""
+
+def copy_launch(target: Any, source: Any, nbytes: int, device: int) -> Launch:
+    """The launch of a copy on a GPU; each address may be an ``Address``."""
+
+    def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+        if target == source:
+            return
+        if stream > streams.PER_THREAD and cu.cuMemcpyDtoDAsync(target, source, nbytes, stream) == (0,):
+            return  # on the stream's device; the call fails if the thread has no current device
+        with driver.on_device(device):
+            call(cu.cuMemcpyDtoDAsync, target, source, nbytes, stream)
 
     def error(status: int) -> Exception:
         return driver.error_of("cuMemcpyDtoDAsync", cu.CUresult(status))
 
-    return Launch(driver.address("cuMemcpyDtoDAsync_v2"), (target, source, nbytes, STREAM), error, sys.maxsize)
+    arguments = target, source, nbytes, STREAM
+    return Launch(copy, driver.address("cuMemcpyDtoDAsync_v2"), arguments, error, sys.maxsize)
 
 
-class Plan(functools.partial[None]):
-    """A function of a stream and two addresses that queues a call, and the launches that do the same."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the calls of one kind queue on a GPU: steps, in order.
 
-    launches: Callable[[int], list[Launch] | None]
-    """What the compiled core queues on a stream instead; None if it cannot."""
+    A step is a ``Launch``, a ``BoundKernel``, another Plan, or any function of a stream and two addresses.  The
+    compiled core repeats a call if it has launches and kernels only.
+    """
 
-    @classmethod
-    def of(cls, launches: Callable[[int], list[Launch] | None], run: Callable[..., None], *arguments: Any) -> Plan:
-        """``run`` with ``arguments`` before the stream and the addresses."""
-        plan = cls(run, *arguments)
-        plan.launches = launches
-        return plan
+    steps: Sequence[Any] | Callable[[int, Sequence[Any]], Sequence[Any]]
+    """If they depend on the stream, for example by scratch memory, a function of the stream and the two arrays.  The
+    arrays are addresses or, for launches of any arrays, ``Address``es."""
+    name: str | None = None
+    """The name of the kernel, if its choice depends on more than the arguments.  kos checks that all ranks have chosen
+    the same."""
+    kernels: tuple[Any, ...] = ()
+    """What describes kernels of kos among the steps, equally on all ranks."""
+    waits: bool = True
+    """Whether it waits for other ranks; False for the copy of a group of one rank."""
+    lasting: bool = True
+    """Whether later calls may use it; not if the first call connects ranks."""
+    about: Any = None
+    """What the route that has made it must know when it starts it."""
+    memories: Sequence[Any] = ()
+    """The memory of windows that the steps use, which outlives the graphs that capture them."""
+
+    def on(self, stream: int, arrays: Sequence[Any]) -> list[Any]:
+        """The steps on a stream, without Plans among them."""
+        steps = self.steps(stream, arrays) if callable(self.steps) else self.steps
+        return [each for step in steps for each in (step.on(stream, arrays) if type(step) is Plan else (step,))]
+
+    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue the steps.  If one raises, those that close a group are still called."""
+        steps = self.on(stream, (send, recv))
+        for number, step in enumerate(steps):
+            try:
+                step(stream, send, recv)
+            except BaseException:
+                for distance, later in enumerate(steps[number + 1 :], 1):
+                    if type(later) is Launch and distance <= later.closes:
+                        later(stream, send, recv)
+                raise
+
+    def launches(self, stream: int) -> list[Launch] | None:
+        """The steps on a stream, outside of a graph and for any arrays; None if the core cannot make them."""
+        steps = [each.launch() if isinstance(each, BoundKernel) else each for each in self.on(stream, (SEND, RECV))]
+        return steps if all(type(each) is Launch for each in steps) else None
 
 
-def launches_of(run: Any, stream: int) -> list[Launch] | None:
-    """The launches that ``run`` queues on ``stream`` outside of a graph; None if the core cannot make them."""
-    launches: Callable[[int], list[Launch] | None] | None = getattr(run, "launches", None)
-    return None if launches is None else launches(stream)
+NOTHING = Plan(())
+"""The plan of an operation that moves no elements."""
 
 
 class KernelCache:
@@ -353,14 +398,14 @@ class BoundKernel:
         """The error of a launch that the driver has refused with ``status``."""
         return driver.error_of(f"launch of {self._kernel.name}: cuLaunchKernelEx", cu.CUresult(status))
 
-    def launches(self, stream: int) -> list[Launch]:
+    def launch(self) -> Launch:
         """The launch for the compiled core, which needs this object meanwhile."""
         words: list[Any] = self._words[: len(self._words) // 2]
         for i, number, offset in self._addresses:
             words[i] = Address(number, offset, 0)
         config = ctypes.string_at(int(self._config.getPtr()), _CONFIG_BYTES)
         about: dict[str, Any] = {"kernel": int(self._kernel._function), "config": config}
-        return [Launch(driver.address("cuLaunchKernelEx"), words, self.error, streams.PER_THREAD, **about)]
+        return Launch(self, driver.address("cuLaunchKernelEx"), words, self.error, streams.PER_THREAD, **about)
 
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:

@@ -7,12 +7,11 @@ graphs, and is freed after they are destroyed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kos.cuda.driver import cu
 from kos.cuda.graphs import CapturedGraph, captured_graph
-from kos.cuda.kernels import Launch, launches_of
 from kos.cuda.streams import LEGACY
 
 Run = Callable[..., None]
@@ -68,25 +67,6 @@ class WindowMemory:
         changed()
 
 
-class InWindows:
-    """A launch on memory of windows; the memory outlives the graphs that capture the launch."""
-
-    __slots__ = ("_memories", "launch")
-
-    def __init__(self, launch: Run, memories: Sequence[WindowMemory]) -> None:
-        self.launch, self._memories = launch, memories
-
-    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        if stream != LEGACY and cu.cuStreamIsCapturing(stream)[1] and (graph := captured_graph(stream)) is not None:
-            for memory in self._memories:
-                memory.add(graph)
-        self.launch(stream, send, recv)
-
-    def launches(self, stream: int) -> list[Launch] | None:
-        """Those of the launch outside of a graph."""
-        return launches_of(self.launch, stream)
-
-
 memories: dict[int, WindowMemory] = {}
 """All windows of this process."""
 
@@ -95,11 +75,17 @@ def changed() -> None:
     """Called when there is another window, or one less; replaced by whoever must know."""
 
 
-def in_windows(launch: Run, pointers: Iterable[Any]) -> Run:
-    """``launch`` as InWindows; ``launch`` itself if none of the addresses lies in a window of this process."""
+def under(pointers: Iterable[Any]) -> list[WindowMemory]:
+    """The windows of this process in which one of the addresses lies."""
     known = [p for p in pointers if isinstance(p, int)]
-    near = [m for m in list(memories.values()) if any(0 <= p - m.pointer < m.nbytes for p in known)]
-    return InWindows(launch, near) if near else launch
+    return [m for m in list(memories.values()) if any(0 <= p - m.pointer < m.nbytes for p in known)]
+
+
+def keep_in_graph(used: Iterable[WindowMemory], stream: int) -> None:
+    """If ``stream`` is being captured, record that the graph uses these windows."""
+    if stream != LEGACY and cu.cuStreamIsCapturing(stream)[1] and (graph := captured_graph(stream)) is not None:
+        for memory in used:
+            memory.add(graph)
 
 
 def place(pointer: int) -> int:

@@ -108,8 +108,8 @@ def _prepare_output(rank: int) -> None:
 def _show_data(config: TrainConfig) -> None:
     """Print the sequences that ``--show-data`` asks for."""
     from kos.train.checkpoint import resume
-    from kos.train.data import show
     from kos.train.folder import run_folder
+    from kos.train.tools import show
 
     out = run_folder(config) if config.resume == "auto" else Path()
     with printing():

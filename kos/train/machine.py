@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import re
@@ -19,10 +20,12 @@ import numpy  # noqa: F401 - loads BLAS
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
 from kos.cuda.devices import visible_devices
+from kos.train.blas import slow_kernels, threads_of_rank
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
+_log = logging.getLogger(__name__)
 DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 
 PEAK_FLOPS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
@@ -44,16 +47,18 @@ def thread_pools() -> ThreadpoolController:
 
 
 def limit_threads(comm: Communicator, threads: int | None = None) -> int:
-    """Let BLAS use ``threads`` threads, by default this rank's share of the cores that it may run on.
+    """Let BLAS use ``threads`` threads, by default OMP_NUM_THREADS, or this rank's share of the cores that it may use.
 
-    Ranks share the cores that they may all run on; where mpirun has bound each to its own, they share nothing.
-    Collective.
+    Ranks share the cores that they may all run on, within the quota of their control group; where mpirun has bound
+    each to its own, they share nothing. Collective.
     """
     cores = sorted(os.sched_getaffinity(0))
     place = f"{machine_id()} {cores}".encode()
     sharing = comm.all_gather_bytes(place).count(place)
-    threads = threads or max(1, len(cores) // sharing)
+    threads = threads or threads_of_rank(len(cores), sharing)
     thread_pools().limit(limits=threads)
+    if advice := slow_kernels(thread_pools().info()):
+        _log.warning("%s", advice)
     return threads
 
 

@@ -20,11 +20,10 @@ from kos.errors import CudaError, KosError, TrainingError, plural
 from kos.launcher import under_mpirun
 from kos.train.checkpoint import BEST, adapter, dropout, extra_names
 from kos.train.config import flag_of
-from kos.train.config.effects import without_effect
+from kos.train.config.flags import without_effect
 from kos.train.config.options import TrainConfig
 from kos.train.data.chat import read_chat_template
 from kos.train.data.mixture import passes_in_words
-from kos.train.data.show import first_line
 from kos.train.elastic import logged_epoch
 from kos.train.folder import ADDRESS
 from kos.train.generate import Sampling, continue_texts, prompt_ids
@@ -32,6 +31,7 @@ from kos.train.ops.fp8 import MULTIPLE
 from kos.train.parallel.failures import on_every_rank
 from kos.train.step import StepResult
 from kos.train.tools.metrics import METRICS
+from kos.train.tools.show import first_line
 
 MANY_PASSES = 20
 """A fine-tuning run with more passes over its data warns.  Usual are 1 to 10 epochs; more may be intended."""

@@ -20,7 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 from kos.errors import CheckpointError, ConfigError, InvalidArgument, SettingError, install, raised_as
 from kos.train import checkpoint
 from kos.train.checkpoint import adapter
-from kos.train.data.batch import Batch
 from kos.train.data.chat import ChatTemplate, read_chat_template
 from kos.train.data.documents import Document
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
@@ -29,6 +28,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import make_whole
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.batch import Batch
 from kos.train.parallel.failures import same_on_all, together
 from kos.train.parallel.mesh import ALONE, Axis
 

@@ -36,7 +36,6 @@ from kos.train.checkpoint import Extra, adapter
 from kos.train.checkpoint.huggingface import TensorFiles, weight_files
 from kos.train.checkpoint.saving import Saving
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.device import Device
 from kos.train.device.choose import choose_device, layout_of, make_device
@@ -46,6 +45,7 @@ from kos.train.folder import check_folder, check_shared, describe, open_output, 
 from kos.train.machine import limit_threads
 from kos.train.model.llama import LlamaConfig
 from kos.train.ops import CudaLoss
+from kos.train.ops.batch import Batch
 from kos.train.parallel.failures import (
     STOP,
     Stop,

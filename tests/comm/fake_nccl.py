@@ -24,17 +24,18 @@ import pytest
 
 import kos
 from kos.comm import contract, watchdog
-from kos.comm.contract import Backend, Probe, Resolved
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.thread_rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl_binding, routes, shared, works
+from kos.comm.gpu import nccl_binding, shared, works
 from kos.comm.gpu.backend import GPUBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine, record
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Engine
+from kos.cuda.kernels import NOTHING
 from kos.memory import array, windows
 from kos.testing.conformance.model import in_rank_order
 from tests.comm import fake_driver
@@ -331,14 +332,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[GPU, ...] = (GPU(),)) ->
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
 
-    def nothing(route: NCCLBackend, o: Any) -> Resolved:
-        return routes.nothing, None, True
-
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
     with no_gpu(monkeypatch) as fake:
-        monkeypatch.setattr(NCCLBackend, "resolve", nothing)
-        monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
+        monkeypatch.setattr(NCCLBackend, "resolve", lambda route, o: NOTHING)
+        monkeypatch.setattr(works.Mark, "ended", lambda mark: False)
         yield fake
 
 
@@ -359,7 +357,7 @@ def usable(monkeypatch: pytest.MonkeyPatch, kind: type[Backend] = NCCLBackend) -
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one launch its operations by Python, as larger groups do; else they are copies, or nothing."""
-    monkeypatch.setattr(device, "single_rank_route", lambda o, index: None)
+    monkeypatch.setattr(device, "single_rank_plan", lambda o, index: None)
     monkeypatch.setattr(GPUBackend, "core_calls", lambda _: (None, None))
 
 

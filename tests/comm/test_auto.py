@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import kos
 from kos.bench import tables as tune
 from kos.comm import making
-from kos.comm.contract import Backend, Probe, Resolved
+from kos.comm.contract import Backend, Probe
 from kos.comm.control.thread_rendezvous import ThreadRendezvous
 from kos.comm.gpu import works
 from kos.comm.gpu.backend import GPUBackend
@@ -23,6 +24,7 @@ from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import Operation, Options
 from kos.comm.tuning import parse, read
 from kos.comm.work import Engine
+from kos.cuda.kernels import Plan
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, PeerMemoryError
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -61,9 +63,8 @@ class Peer(NCCLBackend):
     def is_symmetric(self, o: Operation) -> bool:
         return self.symmetric
 
-    def resolve(self, o: Operation) -> Resolved:
-        run, _, lasting = super().resolve(o)
-        return run, "a kernel", lasting
+    def resolve(self, o: Operation) -> Plan:
+        return replace(super().resolve(o), name="a kernel")
 
 
 KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}

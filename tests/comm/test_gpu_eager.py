@@ -266,6 +266,18 @@ def test_the_legacy_stream_is_that_of_the_current_device(gpu, /, peers):
     peers.driver.current -= 1
 
 
+@needs_compiler
+@on_each_rank(ThreadRanks(2).run)
+def test_a_sum_in_rank_order_on_peer(gpu, /, peers):
+    """An exchange, and a kernel that adds, on scratch memory."""
+    x, terms = on_gpu(np.zeros(4, np.complex64)), np.array([1, 2j, -3, 4 - 1j], np.complex64)
+    known(gpu.comm, x)
+    x.copy_from(terms * (gpu.comm.rank + 1))
+    with by(gpu.comm, 1):
+        gpu.comm.all_reduce(x)
+    assert (x.numpy() == 3 * terms).all()
+
+
 @on_each_rank(FakeRanks(2).run)
 def test_every_64th_call_compares(gpu, /, fake):
     comm, x = gpu.comm, on_gpu([1.0])

@@ -11,10 +11,11 @@ import pytest
 import kos
 from kos.comm.gpu import shared
 from kos.comm.gpu.hierarchical import CARRIED, HierarchicalBackend
-from kos.comm.gpu.routes import PHASES, nothing
+from kos.comm.gpu.routes import PHASES
 from kos.comm.host.host_backend import HostBackend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
+from kos.cuda.kernels import Plan
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm import fake_nccl
 from tests.comm.fake_gpu import Status
@@ -171,7 +172,7 @@ def test_survivors_work_in_phases_if_hosts_are_alike(rendezvous, /, no_gpu, dead
 @pytest.mark.parametrize("hosts", ["within a host", "between hosts"])
 def test_calls_that_differ_are_named_on_all(kernels, no_gpu, monkeypatch, differs, hosts):
     """The error is that of calls without phases: it compares the properties of the call that the program made."""
-    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda route, o: (nothing, PHASES, True))
+    monkeypatch.setattr(HierarchicalBackend, "resolve", lambda route, o: Plan((), PHASES))
     no_gpu.cu.cuStreamQuery = lambda stream: (Status.CUDA_ERROR_NOT_READY,)
 
     def body(comm):

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -19,6 +20,7 @@ from kos.comm.gpu.memory import Windows, exchange_of
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.cuda import driver
+from kos.cuda.kernels import Address, Launch, Plan
 from kos.errors import CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
@@ -407,3 +409,13 @@ def test_an_operation_whose_exchange_is_unknown_is_refused():
     """Otherwise it would move nothing and raise no error."""
     with pytest.raises(NotImplementedError, match="expected an operation that exchanges pieces .*, got rotate"):
         exchange_of(Operation("rotate", 0), 0, 2)
+
+
+def test_a_plan_ends_its_group_if_a_step_raises():
+    called: list[object] = []
+    start, last, copy = (Launch(partial(called.append, name), 0, (), OSError) for name in ("start", "last", "copy"))
+    end = Launch(partial(called.append, "end"), 0, (), OSError, closes=2)
+    refused = Launch(lambda at: called.append(at) or 1 / 0, 0, (Address(1, 4, 0),), OSError)
+    with pytest.raises(ZeroDivisionError):
+        Plan((Plan((start, refused)), last, end, copy))(0, 100, 200)
+    assert called == ["start", 204, "end"]

@@ -324,8 +324,8 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks):
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
                 assert backend.route_of("all_reduce", nbytes, True) == f"peer {way}"
-                assert f"'{way}'" in prepared_of(comm, partial(comm.all_reduce, x)).kernel
-                scaled = prepared_of(comm, partial(comm.all_reduce, x, PremulSum(2.0))).kernel
+                assert f"'{way}'" in prepared_of(comm, partial(comm.all_reduce, x)).plan.name
+                scaled = prepared_of(comm, partial(comm.all_reduce, x, PremulSum(2.0))).plan.name
                 assert "'two_shot'" in scaled and scaled.endswith("at []")
         finally:
             backend.routes[0]._engine.staging = staging

@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(comm, log, /):
 
 def test_a_call_that_waits_behind_one_without_a_mark(fake, monkeypatch):
     """The GPU has not begun the marked call.  It may hang in an earlier collective, which has no mark."""
-    monkeypatch.setattr(works._Mark, "ended", lambda mark: not mark.follows_unmarked)
+    monkeypatch.setattr(works.Mark, "ended", lambda mark: not mark.follows_unmarked)
     fake.cu.cuEventQuery = lambda event: (Status.CUDA_ERROR_NOT_READY,)
 
     def body(comm, log):

@@ -214,7 +214,7 @@ def test_a_bound_launch_as_the_core_reads_it(monkeypatch):
     arguments = 99, Address(1, 12, 0), np.float32(1)
     with loaded(monkeypatch, bindings, SimpleNamespace(cuLaunchKernelEx=ctypes.c_void_p(0x5000))) as kernel:
         bound = kernel.bind((7, 8), 128, *arguments, shared=1000, cooperative=True, overlap=True)
-        (launch,) = bound.launches(streams.LEGACY)
+        launch = bound.launch()
     head, config, rest = struct.unpack("=5Q", (text := pack(launch))[:40]), text[40:96], text[96:]
     assert head == (0x5000, 0x4000, 8, 1, 0) and launch.context_up_to == streams.PER_THREAD
     *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", config)

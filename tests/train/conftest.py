@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kos.train import machine, source
-from kos.train.data import documents, packing, pieces, prepared, token_files
+from kos.train.data import documents, loading, packing, pieces, tokens
 from kos.train.data.batches import Dataset, load_data
 from kos.train.layers import vocabulary
 from kos.train.model import initial
@@ -65,7 +65,7 @@ def small_buckets(monkeypatch):
 def small_pieces(monkeypatch):
     """A function: from its call on, short texts and few tokens are read, cut and packed as long ones are."""
     of_texts = (pieces, "PIECE", 37), (pieces, "PORTION", 99), (documents, "READ", 13)
-    of_tokens = (token_files, "SCANNED", 5), (packing, "CHUNK", 7)
+    of_tokens = (tokens, "SCANNED", 5), (packing, "CHUNK", 7)
 
     def use():
         for module, name, value in (*of_texts, *of_tokens):
@@ -77,7 +77,7 @@ def small_pieces(monkeypatch):
 @pytest.fixture
 def all_is_kept(monkeypatch):
     """What is read of data is kept for later starts, however little it is."""
-    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setattr(loading, "LEAST", 0)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
 from kos.train.config import PRESETS
-from kos.train.config.effects import without_effect
-from kos.train.config.flags import parse
+from kos.train.config.flags import parse, without_effect
 from kos.train.config.options import KEYS, TrainConfig
 from kos.train.model.families import FAMILIES
 from kos.train.model.gpt2 import GPT2Config

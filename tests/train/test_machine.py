@@ -1,18 +1,24 @@
 """What a run decides by looking at the machine."""
 
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 import kos
 from kos.testing import spawn
+from kos.train import blas
 from kos.train.machine import free_memory, git_commit, limit_threads, thread_pools
 
 
 def test_ranks_share_the_cores(monkeypatch):
+    for name in blas.THREADS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("kos.train.blas.cores_of_quota", lambda root: math.inf)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert spawn(limit_threads, 1) == [8]
     assert spawn(limit_threads, 3) == [2, 2, 2]
@@ -22,6 +28,64 @@ def test_ranks_share_the_cores(monkeypatch):
     with kos.init(backend="mock") as comm:
         limit_threads(comm, 1)
     assert {pool["num_threads"] for pool in thread_pools().info()} <= {1}
+
+
+def test_the_variables_of_the_user_hold(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,2")
+    assert spawn(limit_threads, 2) == [1, 1]
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    assert spawn(limit_threads, 1) == [3]
+
+
+def test_of_the_threads_a_control_group_allows_a_part(tmp_path):
+    def threads(files, cores=8, sharing=1):
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
+        return blas.threads_of_rank(cores, sharing, {}, tmp_path)
+
+    assert threads({}) == 8
+    assert threads({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/cpu.max": "max 100000\n"}) == 8
+    assert threads({"sys/fs/cgroup/job/cpu.max": "450000 100000\n"}) == 4
+    assert threads({}, sharing=2) == 2
+    assert threads({"sys/fs/cgroup/job/cpu.max": "50000 100000\n"}) == 1
+    of_first = {"proc/self/cgroup": "4:memory:/docker\n3:cpu,cpuacct:/docker\n"}
+    quota = {"sys/fs/cgroup/cpu/docker/cpu.cfs_quota_us": "300000\n"}
+    assert threads(of_first | quota | {"sys/fs/cgroup/cpu/docker/cpu.cfs_period_us": "100000\n"}) == 3
+    assert threads({"sys/fs/cgroup/cpu/docker/cpu.cfs_quota_us": "-1\n"}) == 8
+
+
+ZEN_5 = "vendor_id\t: AuthenticAMD\nflags\t\t: avx2 avx512f avx512dq avx512cd avx512bw avx512vl\n"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "expected"),
+    [(ZEN_5, True), (ZEN_5.replace(" avx512vl", ""), False), (ZEN_5.replace("AuthenticAMD", "GenuineIntel"), False)],
+)
+def test_amd_with_avx_512_needs_kernels_that_openblas_does_not_choose(tmp_path, monkeypatch, cpu, expected):
+    pools = [{"internal_api": "openblas", "architecture": "Haswell"}]
+    monkeypatch.delenv(blas.KERNELS, raising=False)
+    assert not blas.has_avx_512_of_amd(tmp_path)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(cpu)
+    assert blas.has_avx_512_of_amd(tmp_path) == expected
+    assert bool(blas.slow_kernels(pools, tmp_path)) == expected
+    assert not blas.slow_kernels([{"internal_api": "openblas", "architecture": "SkylakeX"}], tmp_path)
+    monkeypatch.setenv(blas.KERNELS, "Haswell")
+    assert not blas.slow_kernels(pools, tmp_path)
+
+
+def test_openblas_reads_what_the_user_set_and_kos_otherwise():
+    """The variables are set before NumPy is loaded, so a new process is needed."""
+    program = "import kos.train, os; print(os.environ['OPENBLAS_CORETYPE'], os.environ['OPENBLAS_THREAD_TIMEOUT'])"
+    environment = {**os.environ, "OPENBLAS_CORETYPE": "Prescott"}
+    environment.pop("OPENBLAS_THREAD_TIMEOUT", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True, timeout=60
+    )
+    assert ran.stdout.split() == ["Prescott", str(blas.SPIN)]
 
 
 def test_the_commit_says_where_files_differ(tmp_path, monkeypatch):

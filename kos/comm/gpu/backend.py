@@ -18,19 +18,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from kos.comm import watchdog
-from kos.comm.contract import UNMADE, Backend, Message, Resolved
+from kos.comm.contract import UNMADE, Backend, messages_of
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.compressed import CompressedOperation, with_feedback
+from kos.comm.gpu.compressed import CompressedOperation, bind_feed_back
 from kos.comm.gpu.devices import check_float8
 from kos.comm.gpu.eager import EagerCalls
-from kos.comm.gpu.memory import exchange_of, messages_of, run_on_device
+from kos.comm.gpu.memory import exchange_of
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
-from kos.comm.gpu.routes import PHASES, Choices, is_copy, nothing, single_rank_route
+from kos.comm.gpu.routes import PHASES, Choices, single_rank_plan
 from kos.comm.gpu.watched import WatchedBackend
 from kos.comm.gpu.works import DeviceWork, PooledEvent, free_finished
 from kos.comm.host.host_backend import HostBackend
@@ -40,11 +41,11 @@ from kos.comm.tuning import Table, for_group
 from kos.comm.work import Steps, Work
 from kos.cuda import create_stream, driver
 from kos.cuda.driver import call, cu, relaxed_capture
+from kos.cuda.kernels import NOTHING, Plan
 from kos.cuda.streams import PER_THREAD, Event, capture_of, is_captured
 from kos.errors import CudaError, InvalidArgument, PeerMemoryError
 from kos.memory import Array, Buffer, windows
 from kos.memory.libraries import immutable
-from kos.memory.windows import Run
 
 
 class GPUBackend(WatchedBackend):
@@ -69,7 +70,6 @@ class GPUBackend(WatchedBackend):
         self._lock = threading.RLock()  # for ``order``; reentrant, because a finalizer may make a call
         self._events: list[Event] = []  # unused ones
         self._side: Any = None
-        self._together: dict[int, tuple[list[Message], list[Message]]] | None = None  # messages of a batch, by stream
         try:
             for route in routes:
                 self.failures.reporters.append(route)
@@ -152,17 +152,16 @@ class GPUBackend(WatchedBackend):
         for each in self.routes if self.size > 1 else ():
             each.connect()
         o = without_memory(o)
-        resolved = single_rank_route(o, self.device) if self.size == 1 else None
-        if resolved is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
+        plan = single_rank_plan(o, self.device) if self.size == 1 else None
+        if plan is None and o.reduction is not None and o.reduction.dtype.name.startswith("float8"):
             check_float8("x", o.reduction.dtype, self.device)
-        run, kernel, lasting = resolved or route.resolve(o) or self.by_exchanges(route, o)
-        if not route.sets_device and not is_copy(run):
-            run = partial(run_on_device, self.device, run)
-        if o.residual is not None and self.size > 1 and route.name != PHASES:
-            run = with_feedback(route, o, run)
+        plan = plan or route.resolve(o) or self.by_exchanges(route, o)
+        if o.residual is not None and o.send is not None and self.size > 1 and route.name != PHASES:
+            feed_back = bind_feed_back(route, o.send, o.residual, o.options.compress)
+            plan = replace(plan, steps=(feed_back, plan), kernels=(*plan.kernels, *feed_back.kernels))
         if not uncaptured and windows.memories:  # else it runs only outside of graphs
-            run = windows.in_windows(run, [x.pointer for x in (o.send, o.recv) if x])
-        prepared = Prepared(o, self, self.launch, run, kernel, lasting, route)
+            plan = replace(plan, memories=windows.under([x.pointer for x in (o.send, o.recv) if x]))
+        prepared = Prepared(o, self, self.launch, plan, route)
         prepared.fixed = fixed
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
@@ -172,29 +171,21 @@ class GPUBackend(WatchedBackend):
         self.shared.compare_host_calls(prepared)
         return prepared
 
-    def by_exchanges(self, route: Backend, o: Operation) -> Resolved:
-        """The launch of an operation that is built on exchanges of ``route`` and on kernels of kos."""
+    def by_exchanges(self, route: Backend, o: Operation) -> Plan:
+        """The plan of an operation that is built on exchanges of ``route`` and on kernels of kos."""
         if o.options.compress:
-            return CompressedOperation(route, o), None, True
+            return CompressedOperation(route, o).plan()
         if o.reduction is not None:
-            return OrderedReduction(route, o) if o.send is not None and o.send.count else nothing, None, True
+            return OrderedReduction(route, o).plan() if o.send is not None and o.send.count else NOTHING
         if o.name == "barrier":
-            return partial(self._barrier, route), None, True
-        return partial(self._exchange, route, *exchange_of(o, route.rank, route.size)), None, True
+            return Plan((partial(self._barrier, route),))
+        pieces = exchange_of(o, route.rank, route.size)
+        return Plan((route.bind_exchange(*pieces),), about=pieces)
 
     def _barrier(self, route: Backend, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a barrier, in which each rank sends one byte to every rank."""
         token = self.scratch(1 + route.size, stream)
         route.collect(token, token + 1, 1, stream)
-
-    def _exchange(self, route: Backend, sends: Any, recvs: Any, stream: int, *arrays: int) -> None:
-        """Queue an exchange, or add it to those of the batch that is being queued."""
-        both = messages_of(sends, arrays), messages_of(recvs, arrays)
-        if self._together is None:
-            route.exchange(*both, stream)
-        else:
-            for messages, more in zip(self._together[stream], both, strict=True):
-                messages += more
 
     def core_calls(self) -> tuple[Any, Any]:
         """The core's Group for the calls of a communicator, and what describes calls to it; None, None without one."""
@@ -205,8 +196,7 @@ class GPUBackend(WatchedBackend):
 
     def party(self, prepared: Prepared) -> Any:
         """The route of a call, if the call must be ordered among those of other routes; None if not, as for a copy."""
-        alone = self.order is None or (self.size == 1 and is_copy(prepared.run))
-        return None if alone else prepared.route
+        return None if self.order is None or not prepared.plan.waits else prepared.route
 
     # Launching.
 
@@ -237,7 +227,7 @@ class GPUBackend(WatchedBackend):
             if not prepared.waits:
                 self._start_overlapped((work,))
             elif self._may_follow(work):
-                prepared.run(work.stream, work.send, work.recv)
+                self._start(prepared.route, prepared.plan, work.stream, work.send, work.recv)
                 self._hold_array(work)
             else:
                 self._queue((work,))
@@ -282,34 +272,39 @@ class GPUBackend(WatchedBackend):
         """Queue Works of one route on ``stream``, or each on its own.  A route may combine them in one launch."""
         route = works[0].prepared.route
         self._last = works[-1]
-        messages = [work for work in works if not work.collective]
+        messages = [work for work in works if not work.collective and work.prepared.plan.about is not None]
         if len(works) == 1 or not messages or type(route).queue is not Backend.queue:
             return route.queue(works, stream)
         # Collectives first, then the messages in one exchange per stream.  A library matches the messages of two ranks
         # by their order, which is the same on all ranks.
-        self.queue_each([work for work in works if work.collective], stream)
-        together = self._together = defaultdict[int, tuple[list[Message], list[Message]]](lambda: ([], []))
-        try:
-            self.queue_each(messages, stream)
-        finally:
-            self._together = None
-        for each, both in together.items():
-            route.exchange(*both, each)
+        self.queue_each([work for work in works if work not in messages], stream)
+        together = defaultdict[int, list[Work[Any]]](list)
+        for work in messages:
+            together[work.stream if stream is None else stream].append(work)
+        for at, several in together.items():
+            pieces = [(each.prepared.plan.about, (each.send, each.recv)) for each in several]
+            sends, recvs = ([m for both, x in pieces for m in messages_of(both[side], x)] for side in range(2))
+            self.queue_plan(route, Plan((lambda on, *_, both=(sends, recvs): route.exchange(*both, on),)), at)
 
     def queue_each(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Queue Works of one route one after another, on ``stream`` or each on its own stream."""
         for each in works:
             self._last, prepared = each, each.prepared
             at = each.stream if stream is None else stream
-            self.queue_run(prepared.route, prepared.run, at, each.send, each.recv)
+            self.queue_plan(prepared.route, prepared.plan, at, each.send, each.recv)
 
-    def queue_run(self, route: Backend, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue a launch of ``route``.  If the route is serial, order the launch behind all earlier work."""
-        if not route.serial or (self.size == 1 and is_copy(run)):
-            return run(stream, send, recv)
+    def queue_plan(self, route: Backend, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue a plan of ``route``.  If the route is serial, order it behind all earlier work."""
+        if not route.serial or not plan.waits:
+            return self._start(route, plan, stream, send, recv)
         self._enter(route, (stream,))
-        run(stream, send, recv)
+        self._start(route, plan, stream, send, recv)
         self.streams.mark(stream)
+
+    def _start(self, route: Backend, plan: Plan, stream: int, send: int, recv: int) -> None:
+        if plan.memories:
+            windows.keep_in_graph(plan.memories, stream)
+        route.start(plan, stream, send, recv)
 
     def _enter(self, route: Backend, streams: Collection[int]) -> None:
         """Order the next work on these streams behind the work of other routes."""
@@ -345,7 +340,7 @@ class GPUBackend(WatchedBackend):
     def _queue_marked(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """As ``queue``.  Marks the Works for the watchdog if they are on one stream and kos watches their deadlines."""
         route = works[0].prepared.route
-        waits = self.size > 1 or not all(is_copy(work.prepared.run) for work in works)  # for other ranks
+        waits = any(work.prepared.plan.waits for work in works)  # for other ranks
         if self.order is not None and not route.serial and waits:  # before the mark: earlier work has its own time
             self._enter(route, {work.stream for work in works} if stream is None else (stream,))
         if stream is None or not route.watched:

@@ -7,7 +7,6 @@ The exchanges are those of the backend; ``kos.comm.host_compressed`` does the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from typing import Any
 from kos.comm.compression import FORMATS, Format
 from kos.comm.contract import Backend
 from kos.comm.gpu.devices import check_float8
-from kos.comm.gpu.memory import InScratch, collect, exchange, run_on_device, up
-from kos.comm.gpu.routes import nothing
+from kos.comm.gpu.memory import in_scratch, up
 from kos.comm.host_compressed import parts
 from kos.comm.operation import Operation
+from kos.cuda import Kernel
 from kos.cuda.driver import relaxed_capture
+from kos.cuda.kernels import NOTHING, Plan
 from kos.memory import Buffer
 from kos.memory.windows import Run
 
@@ -29,27 +29,15 @@ THREADS = 128
 _MOST_BLOCKS = 2048
 
 
-def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> Run:
-    """The launch of ``host_compressed.feed_back`` on ``x``, which is an array of the launch or in scratch memory."""
+def bind_feed_back(route: Backend, x: Buffer, residual: Buffer, compress: str) -> Plan:
+    """The plan of ``host_compressed.feed_back`` on ``x``, which is an array of the launch or in scratch memory."""
     form, count = format_of(route, compress), x.count
     if not count:
-        return nothing
+        return NOTHING
     with relaxed_capture():
         kernel = route.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
         run = kernel.bind(_grid(count, 1), THREADS, x.pointer, residual.pointer, count)
-    return partial(run_on_device, route.backend.device, run)
-
-
-def with_feedback(route: Backend, o: Operation, run: Run) -> Run:
-    """A launch of error feedback and then of ``run``, a compressed reduction."""
-    assert o.send is not None and o.residual is not None
-    first = bind_feed_back(route, o.send, o.residual, o.options.compress)
-
-    def both(stream: int, send: int = 0, recv: int = 0) -> None:
-        first(stream, send, recv)
-        run(stream, send, recv)
-
-    return both
+    return Plan((run,), kernels=("feed_back",))
 
 
 def format_of(route: Backend, compress: str) -> Format:
@@ -68,14 +56,12 @@ def _grid(count: int, size: int) -> int:
     return min(-(-count // (tile(size) * THREADS // 32)), _MOST_BLOCKS)
 
 
-class CompressedOperation(InScratch):
-    """The launch of one operation that sends compressed data."""
-
-    source = KERNELS
+class CompressedOperation:
+    """The plan of one operation that sends compressed data."""
 
     def __init__(self, route: Backend, o: Operation) -> None:
         assert o.send is not None
-        super().__init__(route)
+        self._route = route
         self._form, self._name = format_of(route, o.options.compress), o.name
         self._send: Any = o.send.pointer
         self._recv: Any = self._send if o.recv is None else o.recv.pointer
@@ -87,10 +73,9 @@ class CompressedOperation(InScratch):
             self._form.name.upper(): 1,
         }  # fmt: skip
         self._macros, self._reduces = macros, o.reduction is not None
-        self.kernels = (self._form.name, *macros.items())
         sums = ["add_encoded", "decode"] if o.name == "all_reduce" else ["add_encoded"]
         for name in ("encode", *(sums if self._reduces else ["decode"])):
-            self._load(name, **macros)  # compiled and loaded before anything is sent
+            self._load(name)  # compiled and loaded before anything is sent
         # Two ranks send each other all pieces, as many bytes as in two exchanges, and both add all.
         self._adds_all = o.name == "all_reduce" and route.size == 2
         own = max(map(self._nbytes, self._last), default=0)
@@ -98,7 +83,14 @@ class CompressedOperation(InScratch):
         if self._adds_all:
             out, arrived = 2 * own, 4 * own
         last = sum(map(self._nbytes, self._last)) + route.size * up(own)
-        self._divide(out, arrived, own, last)
+        self._sizes = out, arrived, own, last
+
+    def plan(self) -> Plan:
+        return in_scratch(self._route, self._sizes, (self._form.name, *self._macros.items()), self._bind)
+
+    def _load(self, kernel: str) -> Kernel:
+        with relaxed_capture():
+            return self._route.load(KERNELS, kernel, RANKS=self._route.size, **self._macros)
 
     def _nbytes(self, count: int) -> int:
         """Of an encoded piece in scratch memory, where pieces are aligned."""
@@ -114,17 +106,17 @@ class CompressedOperation(InScratch):
         runs = self._encode(self._send, self._counts, out)
         if not self._reduces:
             sends, recvs = self._pieces(out, self._counts), self._pieces(last, self._last)
-            return [*runs, exchange(route, sends, recvs), *self._decode(last, self._last)]
+            return [*runs, route.bind_exchange(sends, recvs), *self._decode(last, self._last)]
         if self._adds_all:
             stride = self._nbytes(max(self._counts))
-            runs += [collect(route, out, arrived, 2 * stride)] if stride else []
+            runs += [route.bind_collect(out, arrived, 2 * stride)] if stride else []
             for piece, count in enumerate(self._counts):
                 place = piece * stride
                 runs += self._launch("add_encoded", count, arrived + place, 2 * stride, last + place, count, 1)
             return [*runs, *self._decode(last, self._last)]
         stride = self._nbytes(self._mine)
         recvs = [(arrived + r * stride, stride) for r in range(size)]
-        runs.append(exchange(route, self._pieces(out, self._counts), recvs))
+        runs.append(route.bind_exchange(self._pieces(out, self._counts), recvs))
         if self._name != "all_reduce":
             return [*runs, *self._launch("add_encoded", self._mine, arrived, stride, self._recv, self._mine, 0)]
         runs += self._launch("add_encoded", self._mine, arrived, stride, own, self._mine, 1)
@@ -135,10 +127,10 @@ class CompressedOperation(InScratch):
         route, counts = self._route, self._last
         longest = self._nbytes(max(counts, default=0))
         if self._name != "all_gather_v":  # pieces of an all_reduce are equal but for the last ones
-            runs: list[Run] = [collect(route, own, last, longest)] if longest else []
+            runs: list[Run] = [route.bind_collect(own, last, longest)] if longest else []
             return [*runs, *self._decode(last, counts)]
         sends = [(own, self._nbytes(counts[route.rank]))] * route.size
-        return [exchange(route, sends, self._pieces(last, counts)), *self._decode(last, counts)]
+        return [route.bind_exchange(sends, self._pieces(last, counts)), *self._decode(last, counts)]
 
     def _pieces(self, address: int, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Address and bytes of each encoded piece."""
@@ -171,4 +163,4 @@ class CompressedOperation(InScratch):
         """A launch that handles ``count`` elements."""
         if not count:
             return []
-        return [self._load(name, **self._macros).bind(_grid(count, self._route.size), THREADS, *arguments)]
+        return [self._load(name).bind(_grid(count, self._route.size), THREADS, *arguments)]

@@ -13,16 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kos._core import native
-from kos.comm.gpu.routes import is_copy
-from kos.comm.prepared import Guards
 from kos.comm.work import Work
 from kos.cuda import driver
-from kos.cuda.kernels import Address, Launch, launches_of
+from kos.cuda.kernels import Address, Launch
 from kos.cuda.streams import LEGACY, is_captured
 from kos.memory import windows
 from kos.memory.array import Array
 from kos.memory.libraries import may_close, may_die
-from kos.memory.windows import InWindows
 
 _MOST_LAUNCHES = 1024
 """The most launches of a cached call.  Each takes some 200 bytes."""
@@ -56,7 +53,7 @@ class EagerCalls:
     ) -> tuple[Any, int, int, Any] | None:
         """The packed launches of calls like ``work``, the arguments ``x`` and ``out`` that they read, and the guards.
 
-        ``overlap`` is that of a CoreCall.  ``streams`` has the owner of the stream of each argument.  There are no
+        ``overlap``: as in ``objects.h``.  ``streams`` has the owner of the stream of each argument.  There are no
         launches if the core cannot make them.  Returns None if no later call can be like this one.
         """
         prepared = work.prepared
@@ -85,26 +82,26 @@ class EagerCalls:
         o, route = prepared.operation, prepared.route
         if o.options.purpose or work.convert is not None or (type(owner) is int and stream > LEGACY):
             return None, None
-        no_copy = work.send == work.recv and is_copy(prepared.run)  # of an array to itself
-        launches = [] if no_copy else launches_of(prepared.run, stream)
-        if launches is None or len(launches) > _MOST_LAUNCHES:
+        plan, room = prepared.plan, route.room(prepared.plan)
+        no_copy = work.send == work.recv and not plan.waits  # of an array to itself
+        launches = [] if no_copy else None if room is None else plan.launches(stream)
+        if launches is None or room is None or len(launches) > _MOST_LAUNCHES:
             return None, None
         if any(len(each.arguments) > native.MOST_WORDS for each in launches):
             return None, None
         handle = owner.__cuda_stream__() if owner is not None and may_close(owner) else None
         needs_context = any(stream <= each.context_up_to for each in launches)
         context = int(driver.primary_context(prepared.backend.device)) if needs_context else 0
-        in_graph_alike = prepared.fixed and not isinstance(prepared.run, InWindows) and len(launches) == 1
+        in_graph_alike = prepared.fixed and not plan.memories and len(launches) == 1
         asks = launches and stream > LEGACY and not in_graph_alike
         captured = driver.address("cuStreamIsCapturing") if asks else 0
         current = driver.address("cuCtxGetCurrent") if context else 0
-        room = launches[0].room if launches else (0, 0, 0)
         numbers = len(launches), prepared.fingerprint, stream, route.failed_word, *room, context, current, captured
         distance, *nbytes = overlap
-        plan = struct.pack("=13Q", *numbers, *nbytes, distance) + b"".join(map(pack, launches))
+        packed = struct.pack("=13Q", *numbers, *nbytes, distance) + b"".join(map(pack, launches))
         party = prepared.backend.party(prepared)
-        guards = Guards(self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared)
-        return bytearray(native.PLAN_AT) + plan, guards
+        guards = self._shared.streams, owner, party, handle, launches, prepared.backend, self._shared
+        return bytearray(native.PLAN_AT) + packed, guards
 
     def launch_failed(self, work: Work[Any], launch: Launch, status: int) -> None:
         """Raise the error of a launch that the core could not make."""

@@ -26,22 +26,21 @@ from dataclasses import replace
 from typing import Any
 
 from kos.comm.compression import shards
-from kos.comm.contract import UNMADE, Backend, Probe, Resolved
+from kos.comm.contract import UNMADE, Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.compressed import bind_feed_back
 from kos.comm.gpu.devices import table_between
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.routes import PHASES, nothing
+from kos.comm.gpu.routes import PHASES
 from kos.comm.host_compressed import IN_PHASES
 from kos.comm.operation import Operation, Options
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.work import Engine, Work
-from kos.cuda.kernels import Address
+from kos.cuda.kernels import Address, Plan
 from kos.errors import BackendUnavailable, KosError
 from kos.memory import Buffer
 from kos.memory.symmetric import on_all
-from kos.memory.windows import Run
 
 CARRIED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 SEND, RECV, SCRATCH = range(3)
@@ -50,7 +49,7 @@ Place = tuple[int, int, int]
 
 
 class Phases:
-    """The launch of one operation: launches of ``node`` and ``rail``, on its arrays and scratch memory.
+    """The step that runs one operation: plans of ``node`` and ``rail``, on its arrays and scratch memory.
 
     Of L ranks on each of h hosts, rank l of host k is rank k * L + l.
     """
@@ -61,15 +60,15 @@ class Phases:
         self._node, self._rail, self._hosts = node, rail, rail.size
         self._sent, self._received = self._like.count, o.recv.count
         self._scratch = 0  # elements
-        self._launches: list[tuple[Run, int, int, int, int]] = []  # run, array and offset read, those written
+        self._plans: list[tuple[Backend, Plan, int, int, int, int]] = []  # array and offset read, those written
         self.lasting = True
         getattr(self, f"_{o.name}")()
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
         nbytes = self._scratch * self._like.dtype.itemsize  # a part of its own: the phases have scratch memory too
         starts = send, recv, self._backend.scratch(nbytes, stream, PHASES)
-        for run, source, offset, target, place in self._launches:
-            run(stream, starts[source] + offset, starts[target] + place)
+        for part, plan, source, offset, target, place in self._plans:
+            part.start(plan, stream, starts[source] + offset, starts[target] + place)
 
     def _all_reduce(self) -> None:
         whole = self._sent
@@ -146,17 +145,17 @@ class Phases:
         name += "_v" if counts else ""
         form = self._o.options.compress if reduction is not None and part is self._rail else ""
         options = Options(timeout=self._o.options.timeout, compress=form)
-        run, _, lasting = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
-        self.lasting &= lasting
+        plan = part.resolve(Operation(name, part.rank, options, source, target, reduction, root, **sizes))
+        self.lasting &= plan.lasting
         itemsize, (array, start, _) = self._like.dtype.itemsize, send or recv
-        self._launches.append((run, array, start * itemsize, recv[0], recv[1] * itemsize))
+        self._plans.append((part, plan, array, start * itemsize, recv[0], recv[1] * itemsize))
 
     def _feed_back(self, place: Place) -> None:
         """Add the launch of error feedback, if the call has a residual."""
         if self._o.residual is not None:
             compress, at = self._o.options.compress, place[1] * self._like.dtype.itemsize
-            run = bind_feed_back(self._rail, self._buffer(0, *place), self._o.residual, compress)
-            self._launches.append((run, place[0], at, place[0], at))
+            plan = bind_feed_back(self._rail, self._buffer(0, *place), self._o.residual, compress)
+            self._plans.append((self._rail, plan, place[0], at, place[0], at))
 
     def _buffer(self, number: int, array: int, start: int, count: int) -> Buffer:
         """Those elements, as array ``number`` of a launch."""
@@ -255,13 +254,13 @@ class HierarchicalBackend(Backend):
             return o.name in IN_PHASES and not options.deterministic
         return not (options.deterministic or rounds_twice)
 
-    def resolve(self, o: Operation) -> Resolved:
+    def resolve(self, o: Operation) -> Plan:
         buffer = o.send or o.recv
         assert buffer is not None and self.node is not None and self.rail is not None
         if not buffer.count:
-            return nothing, PHASES, True
+            return Plan((), PHASES)
         phases = Phases(self.backend, self.node, self.rail, o)
-        return phases, PHASES, phases.lasting
+        return Plan((phases,), PHASES, lasting=phases.lasting)
 
     def entered(self, stream: int) -> None:
         for part in self._parts:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from kos.comm.contract import Backend, Message, Piece
+from kos.comm.contract import Backend, Piece
 from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
 from kos.comm.operations import OPERATIONS, PARTS
-from kos.cuda import Kernel, driver
+from kos.cuda import driver
 from kos.cuda.driver import call, cu, relaxed_capture
-from kos.cuda.kernels import Launch, launches_of, resolved
+from kos.cuda.kernels import Plan
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
@@ -61,38 +59,6 @@ def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> li
         parts.append((at, count * buffer.dtype.itemsize))
         at += parts[-1][1]
     return parts
-
-
-def messages_of(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Message]:
-    """The messages for the pieces of each rank, with addresses on the arrays of a launch."""
-    return [(rank, resolved(place, arrays), nbytes) for rank, (place, nbytes) in enumerate(pieces) if nbytes]
-
-
-def exchange(route: Backend, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
-    """A launch that sends piece j to rank j, also to itself, and receives piece j from it.  It skips empty pieces.
-
-    An address is in memory of this rank's GPU, or relative to an array of the launch.
-    """
-
-    def run(stream: int, *arrays: int) -> None:
-        route.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
-
-    return route.bind_exchange(sends, recvs) or run
-
-
-def collect(route: Backend, send: Any, recv: Any, nbytes: int) -> Run:
-    """A launch of an all-gather of ``nbytes`` from each rank; addresses as in ``exchange``."""
-
-    def run(stream: int, *arrays: int) -> None:
-        route.collect(resolved(send, arrays), resolved(recv, arrays), nbytes, stream)
-
-    return route.bind_collect(send, recv, nbytes) or run
-
-
-def run_on_device(device: int, run: Run, stream: Any, *arrays: int) -> None:
-    """Run with ``device`` current.  Unlike kernels, copies need a current device on any stream."""
-    with driver.on_device(device):
-        run(stream, *arrays)
 
 
 class Scratch:
@@ -157,54 +123,26 @@ class ScratchPool:
         self._pieces.clear()
 
 
-class InScratch(ABC):
-    """The launch of an operation in several steps, which pass intermediate results in scratch memory.
+def in_scratch(
+    route: Backend, sizes: Iterable[int], kernels: tuple[Any, ...], bind: Callable[[Sequence[int]], list[Run]]
+) -> Plan:
+    """The plan of steps that pass intermediate results in scratch memory, which has a part of each of these ``sizes``.
 
-    The steps are bound once for each piece of scratch memory.  ``kernels`` are the kernels among them.
+    ``bind`` returns the steps for parts at these addresses.  They are bound once for each piece of scratch memory.
     """
+    *starts, nbytes = accumulate(map(up, sizes), initial=0)
+    bound: dict[int, list[Run]] = {}  # by the address of the scratch memory
 
-    source: ClassVar[Path]  # of its kernels
-    kernels: tuple[Any, ...]
-
-    def __init__(self, route: Backend) -> None:
-        self._route = route
-        self._bound: dict[int, list[Run]] = {}  # the steps in order, by the address of their scratch memory
-
-    def _load(self, kernel: str, **macros: Any) -> Kernel:
-        with relaxed_capture():
-            return self._route.load(self.source, kernel, RANKS=self._route.size, **macros)
-
-    def _divide(self, *sizes: int) -> None:
-        """Divide scratch memory into parts of so many bytes, one for each step that needs it."""
-        self._parts = list(accumulate(map(up, sizes), initial=0))
-
-    @abstractmethod
-    def _bind(self, parts: Sequence[int]) -> list[Run]:
-        """The steps, bound to the parts of scratch memory at these addresses."""
-
-    def _steps(self, stream: int) -> list[Run]:
-        scratch = self._route.backend.scratch(self._parts[-1], stream)
-        if scratch not in self._bound:
-            if len(self._bound) == _BOUND:
-                self._bound.clear()
+    def steps(stream: int, arrays: Sequence[Any]) -> list[Run]:
+        scratch = route.backend.scratch(nbytes, stream)
+        if scratch not in bound:
+            if len(bound) == _BOUND:
+                bound.clear()
             with relaxed_capture():
-                self._bound[scratch] = self._bind([scratch + start for start in self._parts[:-1]])
-        return self._bound[scratch]
+                bound[scratch] = bind([scratch + start for start in starts])
+        return bound[scratch]
 
-    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
-        steps = self._steps(stream)
-        with driver.on_device(self._route.backend.device):
-            for run in steps:
-                run(stream, send, recv)
-
-    def launches(self, stream: int) -> list[Launch] | None:
-        """The launches of a call on ``stream``; None if the core cannot make one of them."""
-        found = list[Launch]()
-        for run in self._steps(stream):
-            if (of_step := launches_of(run, stream)) is None:
-                return None
-            found += of_step
-        return found
+    return Plan(steps, kernels=kernels)
 
 
 class Windows:

@@ -19,22 +19,22 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, starmap
+from itertools import accumulate
 from math import prod
 from mmap import PAGESIZE
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.contract import Backend, Message, Piece, Probe, Resolved
+from kos.comm.contract import Backend, Message, Piece, Probe, messages_of
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.memory import InScratch, Scratch, Windows, exchange_of, messages_of
-from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, Call, group_of, launches_in_group, make_in_group, native_call
-from kos.comm.gpu.nccl_staging import MESSAGES, Copy, as_messages, copy, stage, windows_of
-from kos.comm.gpu.routes import nothing
+from kos.comm.gpu.memory import Scratch, Windows, exchange_of
+from kos.comm.gpu.nccl_binding import BYTE, CODE_OF, SUM, launch_of, launches_in_group
+from kos.comm.gpu.nccl_staging import MESSAGES, as_messages, stage, windows_of
 from kos.comm.gpu.works import unstarted
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction
@@ -42,13 +42,13 @@ from kos.comm.waits import start_in_thread, wait_at_exit
 from kos.comm.work import Engine, Work
 from kos.cuda import driver
 from kos.cuda.driver import relaxed_capture
-from kos.cuda.kernels import RECV, SEND, Launch, Plan, copy_launch
+from kos.cuda.kernels import NOTHING, RECV, SEND, Address, Launch, Plan, copy_launch
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
-from kos.memory.windows import InWindows, Run, WindowMemory
+from kos.memory.windows import WindowMemory, keep_in_graph
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class NCCLBackend(Backend):
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, self._has_ended)
-        self._afterwards: list[tuple[list[Copy], int, int]] | None = None  # copies after ncclGroupEnd; None if no group
+        self._part = 1  # of staging memory, for the next exchange
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -310,68 +310,67 @@ class NCCLBackend(Backend):
 
     # The operations.
 
-    def resolve(self, o: Operation) -> Resolved:
+    def resolve(self, o: Operation) -> Plan:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
         if o.options.compress:
-            launch, how = self._by_exchanges(o), o.options.compress
+            plan, how = self.backend.by_exchanges(self, o), o.options.compress
         else:
-            launch, how = (self._movement if o.reduction is None else self._reduction)(o)
+            plan, how = (self._movement if o.reduction is None else self._reduction)(o)
         buffer, message = o.send or o.recv, o.message
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         sent = "messages" if o.name in MESSAGES else how  # by its own function and by kos over the same connections
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{sent} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        launch = launch if connected else partial(self._first_call, kind, o.options.timeout, launch)
-        return launch, windows_of(o, self._windows, how) if self._windows.memories else None, connected
+        name = windows_of(o, self._windows, how) if self._windows.memories else None
+        return replace(plan, name=name, lasting=connected, about=None if connected else kind)
 
-    def _first_call(self, kind: _Kind, timeout: float | None, launch: Run, stream: int, send: int, recv: int) -> None:
-        """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
-        if kind in self._connected or self._afterwards is not None:  # a group connects all of its kinds
-            return launch(stream, send, recv)
-        self.bounded(lambda: launch(stream, send, recv), timeout, str(self.backend._last))
-        self._connected.add(kind)
+    def start(self, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue a plan.  At the first of its kind NCCL may connect to the other ranks, and wait for them."""
+        queue = partial(super().start, plan, stream, send, recv)
+        if plan.about is None or plan.about in self._connected:
+            return queue()
+        last = self.backend._last
+        self.bounded(queue, last.operation.options.timeout, str(last))
+        self._connected.add(plan.about)
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group.  Operations that also launch kernels of kos follow one by one."""
-        alone = [work for work in works if work.operation.residual or isinstance(self._innermost(work), InScratch)]
+        alone = [work for work in works if work.prepared.plan.kernels]
         together = [work for work in works if work not in alone]
         if not together or (not alone and len(together) < 2):  # with both kinds, all ranks need the same order
             return self.backend.queue_each(works, stream)
-
-        def launch() -> None:
-            afterwards = self._afterwards = list[tuple[list[Copy], int, int]]()
-            self._nccl.group_start()
-            try:
-                for work in together:
-                    work.prepared.run(work.stream if stream is None else stream, work.send, work.recv)
-            finally:
-                self._afterwards = None
-                self._nccl.group_end()
-            for each in afterwards:
-                copy(*each)
-
-        kinds = frozenset(run.args[0] for run in map(_bare, together) if self._is_first(run))
-        if kinds and (len(together), kinds) not in self._connected:
-            self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
+        kinds = frozenset(kind for work in together if (kind := work.prepared.plan.about) is not None)
+        if kinds and (len(together), kinds) not in self._connected:  # the group connects all of its kinds
+            queue = partial(self._queue_group, together, stream)
+            self.bounded(queue, together[0].operation.options.timeout, str(together[0]))
             self._connected.add((len(together), kinds))
         else:
-            launch()
+            self._queue_group(together, stream)
         self.backend.queue_each(alone, stream)
 
-    def _is_first(self, run: Any) -> bool:
-        return isinstance(run, partial) and run.func == self._first_call
+    def _queue_group(self, works: Sequence[Work[Any]], stream: int | None) -> None:
+        """Queue the steps of several plans in one group of NCCL.  Copies out of staging memory follow the group."""
+        start, end = launches_in_group([])
+        afterwards: list[Callable[[], None]] = []
+        start(0)
+        try:
+            for self._part, work in enumerate(works, 1):
+                plan, at = work.prepared.plan, work.stream if stream is None else stream
+                keep_in_graph(plan.memories, at)
+                steps = plan.on(at, (work.send, work.recv))
+                ends = [number for number, each in enumerate(steps, 1) if getattr(each, "closes", 0)]
+                cut = ends[-1] if ends else len(steps)
+                afterwards.append(partial(Plan(steps[cut:]), at, work.send, work.recv))
+                Plan(steps[:cut])(at, work.send, work.recv)
+        finally:
+            self._part = 1
+            end(0)
+        for each in afterwards:
+            each()
 
-    def _innermost(self, work: Work[Any]) -> Any:
-        run = _bare(work)
-        return run.args[-1] if self._is_first(run) else run
-
-    def _by_exchanges(self, o: Operation) -> Run:
-        run: Run = self.backend.by_exchanges(self, o)[0]
-        return run
-
-    def _reduction(self, o: Operation) -> tuple[Run, str]:
-        """The launch of a reduction, and what runs it."""
+    def _reduction(self, o: Operation) -> tuple[Plan, str]:
+        """The plan of a reduction, and what runs it."""
         reduction, send, recv = o.reduction, o.send, o.recv
         assert reduction is not None and send is not None
         known = None if o.name in ("scan", "exscan") else binding.native(reduction.op, reduction.dtype)
@@ -384,19 +383,19 @@ class NCCLBackend(Backend):
                 return self._reduces(o, *known), "reduces"
             known = None
         if known is None:
-            return self._by_exchanges(o), "ordered"
+            return self.backend.by_exchanges(self, o), "ordered"
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
-            return nothing, ""
+            return NOTHING, ""
         code, op, per = known  # NCCL's dtype, its op (-1: created at the call), its elements per element
         last = () if o.root is None else (o.root,)
         comm = self._comm
         if op < 0:
             function = getattr(self._nccl, o.name)
-            return partial(self._premultiplied, function, count * per, reduction, last), "premultiplied"
-        return native_call(o.name, count * per, code, op, *last, comm), "native"
+            return Plan((partial(self._premultiplied, function, count * per, reduction, last),)), "premultiplied"
+        return Plan((launch_of((o.name, SEND, RECV, count * per, code, op, *last, comm)),)), "native"
 
-    def _reduces(self, o: Operation, code: int, op: int, per: int) -> Run:
+    def _reduces(self, o: Operation, code: int, op: int, per: int) -> Plan:
         """A reduce_scatter_v as a group of reduces, one for each rank, whose root is that rank.
 
         NCCL's reduce does not use registered memory, so arrays in windows need no staging memory.
@@ -404,10 +403,10 @@ class NCCLBackend(Backend):
         assert o.send is not None and o.send_counts is not None
         send, recv, size = o.send.pointer, 0 if o.recv is None else o.recv.pointer, o.send.dtype.itemsize
         parts = zip(accumulate(o.send_counts, initial=0), o.send_counts, strict=False)
-        return group_of([
+        return Plan(launches_in_group([
             ("reduce", send + start * size, recv, count * per, code, op, root, self._comm)
             for root, (start, count) in enumerate(parts) if count
-        ])  # fmt: skip
+        ]))  # fmt: skip
 
     def _premultiplied(
         self, function: Callable[..., None], count: int, reduction: Reduction, root: tuple[int, ...], stream: int,
@@ -420,17 +419,16 @@ class NCCLBackend(Backend):
         finally:
             self._nccl.red_op_destroy(op, self._comm)
 
-    def _movement(self, o: Operation) -> tuple[Run, str]:
-        """The launch of an operation without a reduction, and what runs it."""
-        nccl, comm = self._nccl, self._comm
-        root = () if o.root is None else (o.root,)
+    def _movement(self, o: Operation) -> tuple[Plan, str]:
+        """The plan of an operation without a reduction, and what runs it."""
+        comm, root = self._comm, () if o.root is None else (o.root,)
         by_messages = as_messages(o, self._windows)
         x_bytes, out_bytes = (0 if end is None else end.nbytes for end in (o.send, o.recv))
         match o.name:
             case "barrier":
                 token = self._token.pointer
-                arguments = token, token, 1, CODE_OF[DTYPES["int32"]], SUM, comm
-                return lambda stream, *_: nccl.all_reduce(*arguments, stream), "native"
+                call = "all_reduce", token, token, 1, CODE_OF[DTYPES["int32"]], SUM, comm
+                return Plan((launch_of(call),)), "native"
             case "broadcast" | "scatter":
                 nbytes = out_bytes
             case "all_gather" | "gather":
@@ -441,46 +439,34 @@ class NCCLBackend(Backend):
                 by_messages = True
         if by_messages:
             return self.bind_exchange(*exchange_of(o, self.rank, self.size)), "exchange"
-        return (native_call(o.name, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
+        if not nbytes:
+            return NOTHING, ""
+        return Plan((launch_of((o.name, SEND, RECV, nbytes, BYTE, *root, comm)),)), "native"
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
-        """As ``Backend.exchange``.  Within the group of a batch, the copies out of staging memory follow the group."""
-        before, calls, after = self._staged(sends, recvs, stream)
-        copy(before, self.device, stream)
-        make_in_group(calls, stream)
-        if self._afterwards is None:
-            copy(after, self.device, stream)
-        else:
-            self._afterwards.append((after, self.device, stream))
+        Plan(self._exchange(sends, recvs, stream))(stream)
 
-    def _staged(
-        self, sends: Sequence[Message], recvs: Sequence[Message], stream: int
-    ) -> tuple[list[Copy], list[Call], list[Copy]]:
+    def _exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> list[Launch]:
         """The copies before an exchange, its calls, and the copies after it."""
-        places = self._windows, self.backend.scratch, 1 + len(self._afterwards or ())
+        places = self._windows, self.backend.scratch, self._part
         sends, recvs, before, after = stage(sends, recvs, self.rank, *places, stream)
         messages = [("send", *each) for each in sends] + [("recv", *each) for each in recvs]
         calls = [(name, pointer, nbytes, BYTE, peer, self._comm) for name, peer, pointer, nbytes in messages]
-        return before, calls, after
+        first, last = ([copy_launch(*each, self.device) for each in copies] for copies in (before, after))
+        return [*first, *launches_in_group(calls), *last]
 
-    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
-        return Plan.of(partial(self._exchange_launches, sends, recvs), self._exchange, sends, recvs)
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Plan:
+        return Plan(partial(self._exchange_steps, sends, recvs))
 
-    def _exchange_launches(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> list[Launch] | None:
-        # The rest of the last page of the program's registered memory counts as registered, and may have other arrays.
-        if any(each.nbytes % PAGESIZE for each in list(self._windows.memories.values()) if each.owner is not None):
-            return None
-        arrays = SEND, RECV
-        before, calls, after = self._staged(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
-        return [*starmap(copy_launch, before), *launches_in_group(calls), *starmap(copy_launch, after)]
+    def _exchange_steps(
+        self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, arrays: Sequence[Any]
+    ) -> Sequence[Any]:
+        # The rest of the last page of the program's registered memory counts as registered, and may have other arrays:
+        # what to stage is then known only with the arrays of a call.
+        registered = [each for each in list(self._windows.memories.values()) if each.owner is not None]
+        if type(arrays[0]) is Address and any(each.nbytes % PAGESIZE for each in registered):
+            return (self._exchange,)
+        return self._exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
 
-    def _exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
-        self.exchange(messages_of(sends, arrays), messages_of(recvs, arrays), stream)
-
-    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run:
-        return group_of([("all_gather", send, recv, nbytes, BYTE, self._comm)])
-
-
-def _bare(work: Work[Any]) -> Any:
-    run = work.prepared.run
-    return run.launch if isinstance(run, InWindows) else run
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Plan:
+        return Plan((launch_of(("all_gather", send, recv, nbytes, BYTE, self._comm)),))

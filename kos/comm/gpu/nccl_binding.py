@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from kos.comm.failures import EndedEarly
 from kos.comm.reduction import ReduceOp
 from kos.cuda.driver import call, cu
-from kos.cuda.kernels import RECV, SEND, STREAM, Address, Launch, Plan
+from kos.cuda.kernels import STREAM, Launch
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, install
 
@@ -45,7 +45,7 @@ _OPS = {
 }  # fmt: skip
 _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 
-_NAMES = {"all_to_all": "allto_all"}
+_NAMES: dict[Any, str] = {"all_to_all": "allto_all"}
 """Operations whose functions in the binding have other names."""
 
 
@@ -127,43 +127,21 @@ def real_type(dtype: DType) -> DType:
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
 
 
-def native_call(operation: str, *arguments: Any) -> Plan:
-    """The plan of an operation of NCCL: ``arguments`` are those between the two addresses and the stream."""
-    function, call = getattr(library(), _NAMES.get(operation, operation)), (operation, SEND, RECV, *arguments)
-    return Plan.of(lambda stream: [launch_of(call)], _call_function, function, arguments)
-
-
-def _call_function(function: Any, arguments: Any, stream: int, send: int, recv: int) -> None:
-    function(send, recv, *arguments, stream)
-
-
-def group_of(calls: Sequence[Call]) -> Plan:
-    """The plan of calls of NCCL in one group."""
-    return Plan.of(lambda stream: launches_in_group(calls), make_in_group, calls)
-
-
-def make_in_group(calls: Sequence[Call], stream: int, *arrays: int) -> None:
-    """Make calls of NCCL on a stream, in one group; their Addresses are relative to ``arrays``."""
-    nccl = library()
-    nccl.group_start()
-    try:
-        for name, *arguments in calls:
-            known = (arrays[x.number] + x.offset if type(x) is Address else x for x in arguments)
-            getattr(nccl, name)(*known, stream)
-    finally:
-        nccl.group_end()
-
-
 def launch_of(call: Call, closes: int = 0) -> Launch:
-    """The launch with which the compiled core makes a call of NCCL."""
-    return Launch(address_of(call[0]), (*call[1:], STREAM), lambda status: library().NCCLError(status), closes=closes)
+    """The launch of a call of NCCL."""
+    name, *arguments = call
+    error: Callable[[int], Exception] = lambda status: library().NCCLError(status)  # noqa: E731
+    words = (*arguments, STREAM) if arguments else ()
+    function: Callable[..., Any] = getattr(library(), _NAMES.get(name) or name)
+    return Launch(function, address_of(name), words, error, closes=closes)
 
 
 def launches_in_group(calls: Sequence[Call]) -> list[Launch]:
-    """The launches with which the compiled core does what ``make_in_group`` does."""
+    """The launches of calls of NCCL in one group."""
     return [launch_of(("group_start",)), *map(launch_of, calls), launch_of(("group_end",), closes=len(calls))]
 
 
+@functools.cache
 def address_of(operation: str) -> int:
     """The address of a function of the library that the binding has loaded: a process may have loaded several."""
     from nccl.bindings._internal import nccl

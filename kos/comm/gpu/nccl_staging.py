@@ -16,8 +16,6 @@ from kos.comm.contract import Message
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.memory import Windows, up
 from kos.comm.operation import Operation
-from kos.cuda import driver
-from kos.cuda.driver import call, cu
 from kos.cuda.streams import capture_of, is_captured
 
 MESSAGES = ("all_to_all", "gather", "scatter")
@@ -92,10 +90,3 @@ def stage(
     sent, received = places
     before = [(start + at, pointer, nbytes) for (pointer, nbytes), at in sent.items()]
     return *sides, before, [(pointer, start + at, nbytes) for (pointer, nbytes), at in received.items()]
-
-
-def copy(copies: Sequence[Copy], device: int, stream: int) -> None:
-    if copies:
-        with driver.on_device(device):
-            for each in copies:
-                call(cu.cuMemcpyDtoDAsync, *each, stream)

@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from kos.comm.contract import Backend, Piece
-from kos.comm.gpu.memory import InScratch, collect, exchange
+from kos.comm.gpu.memory import in_scratch
 from kos.comm.operation import Operation
+from kos.cuda import Kernel
+from kos.cuda.driver import relaxed_capture
+from kos.cuda.kernels import Plan
 from kos.dtypes import DTYPES
 from kos.memory.windows import Run
 
@@ -29,17 +32,14 @@ THREADS = 256
 _ALIGNMENT = 16  # elements: parts begin at multiples of it
 
 
-class OrderedReduction(InScratch):
-    """The launch of one all_reduce, reduce, reduce_scatter, reduce_scatter_v, scan or exscan."""
-
-    source = KERNELS
+class OrderedReduction:
+    """The plan of one all_reduce, reduce, reduce_scatter, reduce_scatter_v, scan or exscan."""
 
     def __init__(self, route: Backend, o: Operation) -> None:
         assert o.send is not None and o.reduction is not None
-        super().__init__(route)
-        size, rank = route.size, route.rank
+        self._route, size, rank = route, route.size, route.rank
         name, op, per = o.reduction.element.name, o.reduction.op.name, o.reduction.parts
-        self.kernels = name, op  # the dtype and operation that select the kernels
+        self._kernels = name, op  # the dtype and operation that select the kernels
         self._name, self._root, self._factor = o.name, o.root, o.reduction.factor
         self._send: Any = o.send.pointer
         self._recv: Any = o.recv.pointer if o.recv is not None else 0
@@ -66,11 +66,18 @@ class OrderedReduction(InScratch):
         self._counts = counts
         self._starts = [sum(counts[:r]) for r in range(size)]
         self._mine = self._count if self._whole else counts[rank]
-        self._divide(  # the scaled input, the parts of all ranks, the result
+        self._sizes = (  # of the scaled input, the parts of all ranks, the result
             self._count * self._itemsize if self._scale is not None else 0,
             size * self._mine * self._itemsize,
             self._mine * self._result * (size if self._scans else 1),
         )
+
+    def plan(self) -> Plan:
+        return in_scratch(self._route, self._sizes, self._kernels, self._bind)
+
+    def _load(self, kernel: str, **macros: Any) -> Kernel:
+        with relaxed_capture():
+            return self._route.load(KERNELS, kernel, RANKS=self._route.size, **macros)
 
     def _bind(self, parts: Sequence[int]) -> list[Run]:
         """Scale, exchange, add, distribute."""
@@ -100,28 +107,28 @@ class OrderedReduction(InScratch):
     def _exchange(self, source: Any, gathered: int) -> Run:
         route, size = self._route, self._itemsize
         if self._whole:
-            return collect(route, source, gathered, self._count * size)
+            return route.bind_collect(source, gathered, self._count * size)
         parts = zip(self._starts, self._counts, strict=True)
         sends = [(source + start * size, count * size) for start, count in parts]
         nbytes = self._mine * size
-        return exchange(route, sends, [(gathered + r * nbytes, nbytes) for r in range(route.size)])
+        return route.bind_exchange(sends, [(gathered + r * nbytes, nbytes) for r in range(route.size)])
 
     def _distribute(self, target: Any) -> Run:
         """Send the parts of an all_reduce to all ranks, those of a reduce to the root."""
         route, size = self._route, self._result
         if self._name == "all_reduce" and self._count % route.size == 0:
-            return collect(route, target, self._recv, self._mine * size)
+            return route.bind_collect(target, self._recv, self._mine * size)
         mine, none = (target, self._mine * size), (0, 0)
         recvs = self._parts_of_result()
         sends = [mine if self._root in (None, r) else none for r in range(route.size)]
         sends[route.rank] = recvs[route.rank] = none  # already in place
-        return exchange(route, sends, recvs)
+        return route.bind_exchange(sends, recvs)
 
     def _distribute_rows(self, target: int, exclusive: int) -> Run:
         """Send row r of the part to rank r."""
         nbytes = self._mine * self._result
         sends = [(target + r * nbytes, nbytes if r >= exclusive else 0) for r in range(self._route.size)]
-        return exchange(self._route, sends, self._parts_of_result())
+        return self._route.bind_exchange(sends, self._parts_of_result())
 
     def _parts_of_result(self) -> list[Piece]:
         """The places of the parts of the result on this rank; none if it has no part."""

@@ -10,16 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from kos.comm.contract import Backend, Resolved
+from kos.comm.contract import Backend
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import Table, merged
-from kos.cuda import driver, streams
-from kos.cuda.driver import call, cu
 from kos.cuda.kernels import RECV, SEND, Plan, copy_launch
 from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
-from kos.memory.windows import InWindows, Run
 
 PHASES = "hierarchical"
 """The name of phases between hosts in tuning tables, as an algorithm and as a route."""
@@ -98,11 +95,7 @@ class Choices:
         return route.route_of(name, nbytes, symmetric, graph)
 
 
-def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
-    """The launch of an operation that moves no elements."""
-
-
-def single_rank_route(o: Operation, device: int) -> Resolved | None:
+def single_rank_plan(o: Operation, device: int) -> Plan | None:
     """How an operation runs in a group of one rank: as a copy, or as nothing.
 
     None for a reduction of bool, an operation with a factor or a chosen algorithm, which runs as in other groups.
@@ -113,23 +106,4 @@ def single_rank_route(o: Operation, device: int) -> Resolved | None:
     if o.options.algorithm != AUTO:
         return None
     nbytes = 0 if send is None or recv is None or send is recv else recv.nbytes
-    launches = [copy_launch(RECV, SEND, nbytes)] if nbytes else []
-    return _Copy.of(lambda stream: launches, _copy, device, nbytes), None, True
-
-
-class _Copy(Plan):
-    """The call of a group of one rank, which copies or does nothing."""
-
-
-def _copy(device: int, nbytes: int, stream: int, send: int, recv: int) -> None:
-    if send == recv or not nbytes:
-        return
-    if stream > streams.PER_THREAD and cu.cuMemcpyDtoDAsync(recv, send, nbytes, stream) == (0,):
-        return  # on the stream's device; the call fails if the thread has no current device
-    with driver.on_device(device):
-        call(cu.cuMemcpyDtoDAsync, recv, send, nbytes, stream)
-
-
-def is_copy(run: Run) -> bool:
-    """Whether calls of ``run``, in a group of one rank, only copy or do nothing."""
-    return isinstance(run.launch if isinstance(run, InWindows) else run, _Copy)
+    return Plan((copy_launch(RECV, SEND, nbytes, device),) if nbytes else (), waits=False)

@@ -7,15 +7,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from kos.comm.arguments import check_timeout
-from kos.comm.gpu.routes import nothing
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
+from kos.cuda.kernels import NOTHING
 from kos.cuda.streams import Event, is_captured, is_over
 from kos.errors import KosError
 
@@ -84,7 +85,7 @@ class DeviceWork(Work[Any]):
 
 def unstarted(name: str, backend: Any) -> Work[Any]:
     """What an error names where no call is at fault."""
-    return DeviceWork(Prepared(Operation(name, backend.rank), backend, nothing))
+    return DeviceWork(Prepared(Operation(name, backend.rank), backend, NOTHING))
 
 
 def free_finished(in_flight: deque[list[Any]]) -> None:
@@ -116,8 +117,8 @@ class Marks:
     """Pairs of events around some of the launches, by which the watchdog knows when the GPU began and ended them."""
 
     def __init__(self, device: int, count: int) -> None:
-        self.free = [_Mark(device) for _ in range(count)]
-        self._in_flight: deque[_Mark] = deque()
+        self.free = [Mark(Event(device), Event(device)) for _ in range(count)]
+        self._in_flight: deque[Mark] = deque()
         self._sequence = -1  # of the last call with a mark
         self.captured = False  # whether the last call that needed a mark was captured
 
@@ -135,10 +136,11 @@ class Marks:
         if self.captured:  # it runs when the graph is replayed
             return queue(works, stream)
         mark, last = self.free.pop(), works[-1]
-        mark.begin(last, stream, last.sequence > self._sequence + 1)
-        self._sequence = last.sequence
+        mark.begun, mark.follows_unmarked, self._sequence = None, last.sequence > self._sequence + 1, last.sequence
+        mark.call, mark.timeout = weakref.ref(last), last.operation.options.timeout  # not ``last``, which holds arrays
+        mark.begin.record(stream)
         queue(works, stream)
-        mark.end(stream)
+        mark.end.record(stream)
         self._in_flight.append(mark)
 
     def overdue(self, now: float) -> tuple[Work[Any] | None, float] | None:
@@ -147,32 +149,26 @@ class Marks:
             if mark.ended():
                 self._in_flight.remove(mark)
                 self.free.append(mark)
-            elif (limit := mark.overdue(now)) is not None:
-                return mark.call(), limit
+                continue
+            if mark.begun is None and mark.begin.done():
+                mark.begun = now
+            if mark.begun is not None and mark.timeout is not None and now - mark.begun > mark.timeout:
+                return mark.call(), mark.timeout
         return None
 
 
-class _Mark:
+@dataclass(slots=True, eq=False)
+class Mark:
     """Two events around one launch."""
 
-    def __init__(self, device: int) -> None:
-        self._begin, self._end = Event(device), Event(device)
-
-    def begin(self, o: Work[Any], stream: int, follows_unmarked: bool) -> None:
-        self.follows_unmarked = follows_unmarked
-        self.call, self._timeout = weakref.ref(o), o.operation.options.timeout  # not ``o`` itself, which holds arrays
-        self.begun: float | None = None
-        self._begin.record(stream)
-
-    def end(self, stream: int) -> None:
-        self._end.record(stream)
+    begin: Event
+    end: Event
+    follows_unmarked: bool = False
+    call: Any = None
+    timeout: float | None = None
+    begun: float | None = None
+    """When the GPU was first seen to have begun it."""
 
     def ended(self) -> bool:
-        return self._end.done()
-
-    def overdue(self, now: float) -> float | None:
-        """Its timeout, if the GPU was seen to have begun it longer ago than that."""
-        if self.begun is None and self._begin.done():
-            self.begun = now
-        late = self.begun is not None and self._timeout is not None and now - self.begun > self._timeout
-        return self._timeout if late else None
+        """Whether the GPU has ended it."""
+        return self.end.done()

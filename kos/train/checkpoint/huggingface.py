@@ -26,8 +26,7 @@ from pydantic import ValidationError
 from kos.commands import python_code
 from kos.errors import CheckpointError, raised_as
 from kos.files import OpenFile
-from kos.train.config import ModelSection, one_line
-from kos.train.config.other_names import closest
+from kos.train.config import ModelSection, closest, one_line
 from kos.train.layers.lora import is_adapter
 from kos.train.model.families import FAMILIES, rotated_layers
 from kos.train.model.gpt2 import TRANSPOSED, GPT2Config

@@ -18,11 +18,20 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from kos.errors import ConfigError, SettingError
-from kos.train.config.other_names import closest, suggestion
 from kos.train.model.rope import RopeScaling, Section
 
 if TYPE_CHECKING:
     from kos.train.model.llama import LlamaConfig
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from kos.train.config.optimizers import OPTIMIZERS
+
+KINDS = "text, .jsonl, .csv, .tsv, .parquet, .json, a folder of kos tokenize, or token files"
+"""The kinds of data that kos reads, for help and errors."""
+
+HOLD_OUT = 0.1
+"""The fraction that is held out for validation: of a file, or of the files of a folder."""
 
 EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
 """Of the types of pydantic's errors that have no such word in their text."""
@@ -239,3 +248,25 @@ def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{source}: model: expected a table of keys, got {section!r}")
     flat = {key: value for key, value in values.items() if key != "model"}
     return flat | {f"model.{name}": value for name, value in section.items()}
+
+
+WITHOUT = "docs/guides/not-in-the-trainer.md"
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """What an error adds about an unknown flag or key: what it is called here, that there is none, or the closest."""
+    table = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text("utf-8"))
+    name = word.rpartition(".")[2].lstrip("-").replace("_", "-").lower()
+    if here := next((here for here, names in table["here"].items() if name in names), None):
+        return f" (here: {here})"
+    if name in OPTIMIZERS:
+        return f" (here: --optimizer {name})"
+    if any(f"{name}-".startswith(f"{none}-") for none in table["none"]["names"]):
+        return f" (the trainer has none: {WITHOUT})"
+    return closest(word, known, 0.75)
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`` (closest: X)``, or nothing if the similarity of all, from 0 to 1, is below ``cutoff``."""
+    near = get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f" (closest: {near[0]})" if near else ""

@@ -11,7 +11,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
@@ -19,11 +19,20 @@ from pydantic.fields import FieldInfo
 from kos.commands import program
 from kos.errors import ConfigError
 from kos.reporting import Parser
-from kos.train.config import PRESETS, by_source, flag_of, flatten, of_0_2, preset_values, unique_keys, unset_of
+from kos.train.config import (
+    PRESETS,
+    by_source,
+    flag_of,
+    flatten,
+    of_0_2,
+    preset_values,
+    suggestion,
+    unique_keys,
+    unset_of,
+)
 from kos.train.config.fine_tuning import Layer, with_model
 from kos.train.config.optimizers import not_of
 from kos.train.config.options import KEYS, TrainConfig, configure
-from kos.train.config.other_names import suggestion
 
 METAVARS = {
     "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
@@ -225,3 +234,25 @@ def _of_run(path: Path, run: Mapping[str, Any]) -> Mapping[str, Any]:
     if os.path.isdir(path.parent / "checkpoints"):
         values["out"] = str(path.parent)
     return values
+
+
+def without_effect(
+    config: TrainConfig, asked: Mapping[str, Any], ignored: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """The flags that were given but have no effect because of another setting or the data, each with the reason.
+
+    ``ignored`` has the settings that do not apply to the data.
+    """
+    no_sample = config.sample_tokens == 0
+    reasons = {
+        "min_lr": "--schedule constant" * (config.schedule == "constant"),
+        "decay_fraction": f"--schedule {config.schedule}" * (config.schedule != "wsd"),
+        **dict.fromkeys(("val_data", "eval_data"), "--eval-batches 0" * (not config.eval_batches)),
+        "long_documents": "--fit cut" * (config.fit != "whole" and isinstance(config.data, str)),
+        **dict.fromkeys(("prompt", "temperature", "top_k"), "--sample-tokens 0" * no_sample),
+        "pp_schedule": "--pp 1" * (config.pp == 1),
+        "hold_out": "--val-data" * (config.val_data is not None),
+        **ignored,
+    }
+    given = [name for name in reasons if asked[name] not in (KEYS[name].default, [])]
+    return [f"{flag_of(name)} ({reasons[name]})" for name in given if reasons[name]]

@@ -21,6 +21,8 @@ from pydantic import ValidationError, ValidationInfo, field_validator, model_val
 
 from kos.errors import ConfigError, SettingError
 from kos.train.config import (
+    HOLD_OUT,
+    KINDS,
     GroupSection,
     ModelSection,
     by_source,
@@ -33,7 +35,6 @@ from kos.train.config import (
 )
 from kos.train.config.fine_tuning import FINE_TUNING_WARMUP, Layer, defaults, with_model
 from kos.train.config.optimizers import OPTIMIZERS, OptimizerName, not_of
-from kos.train.data import HOLD_OUT, KINDS
 from kos.train.model.rope import Section
 
 if TYPE_CHECKING:

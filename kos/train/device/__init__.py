@@ -15,10 +15,9 @@ import numpy as np
 from kos.train.checkpoint.adapter import Joined
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
-from kos.train.data.batches import LEFT_OUT, Dataset, counted, sum_over
+from kos.train.data.batches import LEFT_OUT, Batches, Dataset, counted, sum_over
 from kos.train.data.corpus import Show
-from kos.train.data.own import OwnBatches, Rows
+from kos.train.data.own import Rows
 from kos.train.generate import Decoder
 from kos.train.layers import Weights
 from kos.train.layers.cache import Cache
@@ -27,6 +26,7 @@ from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.model.model import Model, Result, check_blocks, check_groups, split_of
 from kos.train.ops import Loss
+from kos.train.ops.batch import Batch
 from kos.train.ops.fp8 import first_of
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
@@ -61,7 +61,7 @@ class Device:
 
     def __init__(
         self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show,
-        source: Dataset | OwnBatches | None = None, watched: bool = False, loss: Loss | None = None,
+        source: Batches | None = None, watched: bool = False, loss: Loss | None = None,
         stop_request: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
@@ -90,7 +90,7 @@ class Device:
         """Wait for a step that was begun, the oldest first."""
         raise NotImplementedError
 
-    def use(self, source: Dataset | OwnBatches) -> None:
+    def use(self, source: Batches) -> None:
         """Take the batches of steps from ``source``."""
         self.source = source
         self.steps_in_flight = self.most_in_flight if source.ahead and not self.watched else 0

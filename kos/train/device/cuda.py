@@ -33,9 +33,7 @@ from kos.errors import CollectiveError, SettingError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.state import WritePlan
-from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset
-from kos.train.data.own import OwnBatches
+from kos.train.data.batches import Batches
 from kos.train.device import Device
 from kos.train.device.dry_run import plan_memory, slow_attention
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
@@ -45,6 +43,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Result, check_fp8, make_stage, split_of
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Loss
+from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps, cublaslt, fp8
 from kos.train.ops.fp8 import fp8_weights, linear_names, weight_store
 from kos.train.ops.numpy_optimizer import SCALARS
@@ -70,11 +69,11 @@ class _Staging(NamedTuple):
 class Feed:
     """This rank's rows of a step: the fields of ``batch`` are (micro_batches, B, T), where it reads them.
 
-    ``count`` (1,) is the divisor of a micro-batch's sums (``Dataset.micro_batches``).
+    ``count`` (1,) is the divisor of a micro-batch's sums (``Batches.micro_batches``).
     """
 
     def __init__(
-        self, data: Dataset | OwnBatches, fields: Sequence[str], seq_len: int, micro_batches: Sequence[range], dp: Axis,
+        self, data: Batches, fields: Sequence[str], seq_len: int, micro_batches: Sequence[range], dp: Axis,
         context: ContextParallel, ops: CudaOps, count: Array,
     ) -> None:  # fmt: skip
         self._data, self._micro_batches, self._dp, self._context, self._ops = data, micro_batches, dp, context, ops
@@ -320,16 +319,14 @@ class CudaDevice(Device):
         if step + 1 < self.config.steps and self.source.ahead:
             feed.fetch(step + 1)
 
-    def use(self, source: Dataset | OwnBatches) -> None:
+    def use(self, source: Batches) -> None:
         super().use(source)
         self.feed = self._graph = None
 
     def _make_feed(self, step: int) -> Feed:
         """Memory for the batches of ``source``, which the step reads from then on."""
-        if isinstance(self.source, OwnBatches):
-            self.source.read(step)
         context, source, dp = self.step.models[0].context, self.source, self.mesh.dp
-        about = source, source.fields, self.config.seq_len, self.micro_batches, dp, context
+        about = source, source.read(step), self.config.seq_len, self.micro_batches, dp, context
         self.feed = feed = Feed(*about, self.ops, self.step.count)
         return feed
 

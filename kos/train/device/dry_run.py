@@ -29,7 +29,6 @@ from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.checkpoint.state import WritePlan
 from kos.train.config.options import TrainConfig
-from kos.train.data.batch import Batch
 from kos.train.device.costs import GPUS, ONE_HOST, Clock, Link, Network, Rates, TimedOps, cost, update_bytes
 from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets
 from kos.train.layers import Weights
@@ -41,6 +40,7 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops import Attend, Ops
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.batch import Batch
 from kos.train.ops.cuda import CudaOps, cublaslt
 from kos.train.ops.cuda.attention import MOST_HEAD_DIM, kernel_set, unsupported
 from kos.train.ops.numpy_attention import view_of_keys_and_values

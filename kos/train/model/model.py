@@ -20,13 +20,13 @@ import numpy as np
 
 from kos.errors import ConfigError, SettingError
 from kos.memory.arena import Arena
-from kos.train.data.batch import Batch
 from kos.train.layers import Gradients, PassContext, Weights
 from kos.train.layers.attention import Attention
 from kos.train.layers.cache import Cache
 from kos.train.layers.sublayer import Saved, Sublayer
 from kos.train.model.llama import LlamaConfig, Local
 from kos.train.ops import Array, Loss, fixed_order
+from kos.train.ops.batch import Batch
 from kos.train.ops.fixed_order import LEAST_CHUNK, FixedOrder, Split, most_parts
 from kos.train.ops.fp8 import Fp8Ops, check_sizes, linears
 from kos.train.ops.linear import LinearOps, Wrapper

@@ -18,17 +18,17 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kos.comm.contract import Backend, Message, Piece, Probe, Resolved
+from kos.comm.contract import Backend, Message, Piece, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.devices import device_of
-from kos.comm.gpu.memory import NONE, InScratch, Windows
+from kos.comm.gpu.memory import NONE, Windows
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
@@ -41,7 +41,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Engine, Work
 from kos.cuda import Kernel, driver
-from kos.cuda.kernels import BoundKernel, Launch, Plan
+from kos.cuda.kernels import Plan
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
@@ -55,6 +55,18 @@ _VECTOR = 16
 """Bytes that a kernel moves at once."""
 _IDLE_SECONDS = 1.0
 """Seconds that a rank waits for other communicators of its GPU to be idle before it loads a kernel."""
+
+
+class _Entry(NamedTuple):
+    """How a plan begins among the kernels of other communicators of the GPU."""
+
+    exclusive: bool
+    """Whether there are none."""
+    occupancy: Occupancy
+    deadline: float | None
+    """That of kernels which are bound at their launch, if it is not the communicator's."""
+    loaded: set[bool]
+    """Not empty once all ranks have loaded its kernels."""
 
 
 class PeerBackend(Backend):
@@ -234,74 +246,73 @@ class PeerBackend(Backend):
 
     # How operations are carried.
 
-    def resolve(self, o: Operation) -> Resolved:
+    def resolve(self, o: Operation) -> Plan:
         named = o.options.algorithm
         if named != AUTO and (o.name != "all_reduce" or named not in PACKETS):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
         deadline = None if o.options.timeout == self.backend.timeout else o.options.timeout
         with self._engine.within(deadline):
-            run, kernel = bind(self, self._engine, o)
-        occupancy = self._engine.occupancy
-        if isinstance(run, InScratch):  # whose exchanges are bound at their launch
+            plan, occupancy = bind(self, self._engine, o), self._engine.occupancy
+        if plan.kernels:  # whose steps are bound at their launch
             occupancy = Occupancy(self._engine.blocks, 1)
-            self._engine.record_kernel(o.name, run.kernels)
-            run = run if deadline is None else partial(self._within, deadline, run)
-        first, exclusive = self._engine.first_use(), self._engine.exclusive
+            self._engine.record_kernel(o.name, plan.kernels)
+        loaded = set[bool]() if self._engine.first_use() and not self._engine.exclusive else {True}
         if o.options.overlap and o.message is not NO_MESSAGE:
             # A message that overlaps may wait for what its other rank computes, which may take kernels of other
             # communicators on this GPU: it goes beside them.  It holds few multiprocessors (``OVERLAPPED_BLOCKS``).
-            launch = run
-        elif exclusive:
-            launch = Plan.of(lambda stream: self._launches(run, stream), self._launch_exclusive, run)
-        else:
-            loaded = set() if first else {True}
-            launches = lambda stream: self._launches(run, stream, occupancy) if loaded else None  # noqa: E731
-            launch = Plan.of(launches, self._launch, run, occupancy)
-            launch = Plan.of(launches, self._launch_when_loaded, launch, loaded) if first else launch
-        return launch, kernel, True
-
-    def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
-        """For what is bound at its launch."""
-        with self._engine.within(deadline):
-            run(stream, send, recv)
+            return plan
+        return replace(plan, about=_Entry(self._engine.exclusive, occupancy, deadline, loaded))
 
     def entered(self, stream: int) -> None:
         self._recorded = False
         self._room[0], self._room[1] = NO_OCCUPANCY
 
-    def _launch_exclusive(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue ``run`` on a GPU that no other communicator uses."""
-        if not self._recorded:
-            self._concurrent.record(self, stream)
-            self._recorded = True
-        run(stream, send, recv)
-
-    def _launch(self, run: Run, occupancy: Occupancy, stream: int, send: int = 0, recv: int = 0) -> None:
-        """Queue ``run``.  If it does not fit beside the kernels of other communicators, order it behind them."""
+    def start(self, plan: Plan, stream: int, send: int = 0, recv: int = 0) -> None:
+        """Queue a plan.  If it does not fit beside the kernels of other communicators, order it behind them."""
+        entry: _Entry | None = plan.about
+        if entry is None:
+            return plan(stream, send, recv)
+        if not entry.loaded:
+            self._await_loading(entry)
         blocks, blocks_per_sm = self._room
-        if occupancy[0] <= blocks and occupancy[1] >= blocks_per_sm:
-            return run(stream, send, recv)
-        with driver.on_device(self.device):  # the legacy stream belongs to the current device
-            with _lock:
-                total, lasts = self._concurrent.order(self, stream, occupancy, self._engine.multiprocessors)
-                self._room[0], self._room[1] = total if lasts else NO_OCCUPANCY
-            try:
-                run(stream, send, recv)
-            finally:
-                self._concurrent.launched(self)
+        if entry.exclusive:
+            if not self._recorded:
+                self._concurrent.record(self, stream)
+                self._recorded = True
+        elif entry.occupancy[0] > blocks or entry.occupancy[1] < blocks_per_sm:
+            with driver.on_device(self.device):  # the legacy stream belongs to the current device
+                with _lock:
+                    total, lasts = self._concurrent.order(self, stream, entry.occupancy, self._engine.multiprocessors)
+                    self._room[0], self._room[1] = total if lasts else NO_OCCUPANCY
+                try:
+                    return self._queue(plan, entry, stream, send, recv)
+                finally:
+                    self._concurrent.launched(self)
+        self._queue(plan, entry, stream, send, recv)
 
-    def _launch_when_loaded(self, launch: Run, loaded: set[bool], stream: int, send: int, recv: int) -> None:
-        """Launch a kernel; the first time, wait on the host until all ranks have begun the call and so have loaded it.
+    def _queue(self, plan: Plan, entry: _Entry, stream: int, send: int, recv: int) -> None:
+        with nullcontext() if entry.deadline is None else self._engine.within(entry.deadline):
+            plan(stream, send, recv)
+
+    def room(self, plan: Plan) -> tuple[int, int, int] | None:
+        entry: _Entry | None = plan.about
+        if entry is None:
+            return 0, 0, 0
+        if not entry.loaded or (plan.kernels and entry.deadline is not None):  # the core binds nothing
+            return None
+        return (0, 0, 0) if entry.exclusive else (self._room.buffer_info()[0], *entry.occupancy)
+
+    def _await_loading(self, entry: _Entry) -> None:
+        """Before the first launch of a kernel, wait on the host until all ranks have begun the call, and so loaded it.
 
         CUDA loads no kernel while another kernel runs.  Without this wait, the kernel could wait for a rank that cannot
         load it: there the kernel of another communicator runs, which may wait for this rank.
         """
         backend = self.backend
-        if not loaded and (last := backend._last) is not None:
+        if (last := backend._last) is not None:
             backend.wait_on_host(last, lambda: not backend.shared.missing(last), last.operation.options.timeout)
-            loaded.add(True)
-        launch(stream, send, recv)
+            entry.loaded.add(True)
 
     def _wait_for_idle(self) -> None:
         """Wait on the host for this communicator's kernels, and ``_IDLE_SECONDS`` at most for those of others.
@@ -357,17 +368,9 @@ class PeerBackend(Backend):
                 self.backend.queue_each(together, stream)
                 continue
             with self._engine.within(None):
-                run = bind_messages(self._engine, together)
-            exclusive, occupancy = self._engine.exclusive, self._engine.occupancy
-            launch = partial(self._launch_exclusive, run) if exclusive else partial(self._launch, run, occupancy)
-            self.backend.queue_run(self, launch, at)
-
-    def _launches(self, run: Any, stream: int, *occupancy: Occupancy) -> list[Launch] | None:
-        """The launch of ``run``, if that is one kernel, with the ``occupancy`` of a launch that is not exclusive."""
-        if not isinstance(run, BoundKernel):
-            return None
-        rooms = [(self._room.buffer_info()[0], *each) for each in occupancy] or [(0, 0, 0)]
-        return [each._replace(room=rooms[0]) for each in run.launches(stream)]
+                steps = bind_messages(self._engine, together)
+            entry = _Entry(self._engine.exclusive, self._engine.occupancy, None, {True})
+            self.backend.queue_plan(self, Plan(steps, about=entry), at)
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         self._engine.wait_before_load(path, name, **macros)
@@ -375,6 +378,10 @@ class PeerBackend(Backend):
 
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
         return self._engine.bind_exchange(sends, recvs)
+
+    def bind_collect(self, send: Any, recv: Any, nbytes: int) -> Run:
+        recvs = [(recv + rank * nbytes, nbytes) for rank in range(self.size)]
+        return self.bind_exchange([(send, nbytes)] * self.size, recvs)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
         pieces = [[NONE] * self.size, [NONE] * self.size]

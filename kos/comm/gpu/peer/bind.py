@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kos.comm.compression import Format
@@ -13,10 +14,10 @@ from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.copies import OVERLAPPED
 from kos.comm.gpu.peer.engine import KERNELS, PeerEngine
 from kos.comm.gpu.peer.launches import PACKETS, KernelConfig
-from kos.comm.gpu.routes import nothing
 from kos.comm.operation import AUTO, NO_MESSAGE, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
+from kos.cuda.kernels import NOTHING, Plan
 from kos.dtypes import DTYPES, DType
 from kos.memory.windows import Run
 
@@ -26,16 +27,12 @@ _BY_PARTS = 128 << 10
 _OVERLAPPED_FROM = 4 << 20
 """Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
 
-Bound = tuple[Run, str | None]
-"""The launch, and the kernel, if it depends on more than the arguments and must be the same on all ranks."""
-
-
-def bind(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
-    """The launch of calls like ``o``; ``route`` exchanges the parts of reductions without a kernel of their own."""
+def bind(route: Backend, engine: PeerEngine, o: Operation) -> Plan:
+    """The plan of calls like ``o``; ``route`` exchanges the parts of reductions without a kernel of their own."""
     if o.name == "barrier":
-        return engine.bind_barrier(), None
+        return _plan(engine.bind_barrier())
     if o.options.compress:
-        return _bind_compressed(route, engine, o), None
+        return _bind_compressed(route, engine, o)
     if o.name == "all_reduce":
         return _bind_all_reduce(route, engine, o)
     return _bind_move(engine, o) if o.reduction is None else _bind_reduction(route, engine, o)
@@ -55,7 +52,7 @@ def by_copies(engine: PeerEngine, o: Operation) -> bool:
     return all(each is not None and engine.is_symmetric(each.pointer, each.nbytes) for each in several)
 
 
-def _bind_all_reduce(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
+def _bind_all_reduce(route: Backend, engine: PeerEngine, o: Operation) -> Plan:
     assert o.send is not None and o.recv is not None and o.reduction is not None
     dtype, op, nbytes, ends = o.reduction.element, o.reduction.op, o.send.nbytes, (o.send.pointer, o.recv.pointer)
     if not nbytes or dtype.kind == "complex":
@@ -65,24 +62,24 @@ def _bind_all_reduce(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
     reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
     count, factor = o.send.count * o.reduction.parts, o.reduction.factor
     run = engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
-    return run, engine.route(launch, nbytes, *reached)
+    return _plan(run, engine.route(launch, nbytes, *reached))
 
 
-def _bind_compressed(route: Backend, engine: PeerEngine, o: Operation) -> Run:
+def _bind_compressed(route: Backend, engine: PeerEngine, o: Operation) -> Plan:
     """One kernel for an all_reduce and a reduce_scatter; otherwise kernels around the exchange of what is encoded."""
     form, run = format_of(route, o.options.compress), None
     if o.reduction is not None and o.send is not None and o.name in ("all_reduce", "reduce_scatter"):
         recv = o.send.pointer if o.recv is None else o.recv.pointer
         ends = o.send.pointer, recv, o.send.count
         run = bind_compressed(engine, o.name, *ends, DTYPES[o.send.dtype.name], o.reduction.op, form)
-    return run or CompressedOperation(route, o)
+    return _plan(run) if run else CompressedOperation(route, o).plan()
 
 
-def _bind_reduction(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
+def _bind_reduction(route: Backend, engine: PeerEngine, o: Operation) -> Plan:
     """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
     assert o.reduction is not None and o.send is not None
     if not o.send.count:
-        return nothing, None
+        return NOTHING
     dtype, op, factor, per = o.reduction.element, o.reduction.op, o.reduction.factor, o.reduction.parts
     ends, count, run, kernel = (o.send.pointer, whole(o.recv)[0]), o.send.count * per, None, None
     if o.name.startswith("reduce_scatter"):
@@ -97,26 +94,30 @@ def _bind_reduction(route: Backend, engine: PeerEngine, o: Operation) -> Bound:
         launch = engine.pick(o.send.nbytes)
         if launch.algorithm in PACKETS:
             run = engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
-    return run or OrderedReduction(route, o), kernel
+    return replace(_plan(run) if run else OrderedReduction(route, o).plan(), name=kernel)
 
 
-def _bind_move(engine: PeerEngine, o: Operation) -> Bound:
+def _bind_move(engine: PeerEngine, o: Operation) -> Plan:
     """Everything that only moves bytes: one exchange, or what is faster."""
     send, recv = whole(o.send), whole(o.recv)
     if o.name == "broadcast" and recv[1] >= _BY_PARTS and engine.size > 2:
-        return engine.bind_broadcast(send, recv, o.root or 0), None
+        return _plan(engine.bind_broadcast(send, recv, o.root or 0))
     if o.name in ("all_gather", "all_to_all"):
         overlapped, part = by_copies(engine, o), send[1] // (1 if o.name == "all_gather" else engine.size)
         direct = engine.bind_writes(o.name, send[0], recv[0], part, overlapped)
         if direct is not None:
             launch = KernelConfig(engine.write_algorithm(o.name, part, overlapped))
-            return direct, engine.route(launch, recv[1], recv[0])
+            return _plan(direct, engine.route(launch, recv[1], recv[0]))
     pieces = exchange_of(o, engine.rank, engine.size)
     message = o.message is not NO_MESSAGE
-    return engine.bind_exchange(*pieces, messages=message, overlapped=message and o.options.overlap), None
+    return _plan(engine.bind_exchange(*pieces, messages=message, overlapped=message and o.options.overlap))
 
 
-def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> Run:
+def _plan(run: Run, name: str | None = None) -> Plan:
+    return Plan((run,), name)
+
+
+def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> list[Run]:
     """The k-th message of each pair in the k-th exchange, as on the other side."""
     sends: list[list[Piece]] = [[] for _ in range(engine.size)]
     recvs: list[list[Piece]] = [[] for _ in range(engine.size)]
@@ -128,18 +129,12 @@ def bind_messages(engine: PeerEngine, works: Sequence[Work[Any]]) -> Run:
         if src is not None and o.recv is not None and o.recv.count:
             recvs[src].append((work.recv, o.recv.nbytes))
     rounds = max(map(len, (*sends, *recvs)))
-    exchanges = [
+    return [
         engine.bind_exchange(
             *([to[k] if k < len(to) else NONE for to in side] for side in (sends, recvs)), messages=True
         )
         for k in range(rounds)
     ]
-
-    def run(stream: Any, *_: int) -> None:
-        for each in exchanges:
-            each(stream)
-
-    return run
 
 
 BATCH = 16

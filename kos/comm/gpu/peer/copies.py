@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kos.comm.gpu.memory import Scratch, run_on_device
+from kos.comm.gpu.memory import Scratch
 from kos.comm.gpu.peer.launches import KernelConfig
-from kos.cuda import create_stream, streams
+from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu, relaxed_capture
 from kos.cuda.kernels import resolved
 from kos.cuda.streams import Event, capture_of
@@ -153,3 +153,9 @@ class Copies:
     def close(self) -> None:
         while self._staging:
             self._staging.pop().close()
+
+
+def run_on_device(device: int, run: Run, stream: Any, *arrays: int) -> None:
+    """Run with ``device`` current.  Unlike kernels, copies need a current device on any stream."""
+    with driver.on_device(device):
+        run(stream, *arrays)

@@ -28,12 +28,11 @@ from kos.comm.gpu.peer.copies import OVERLAPPED_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
 from kos.comm.gpu.peer.launches import DEFAULT, NO_OCCUPANCY, PACKETS, KernelConfig, Launches, Occupancy
 from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
-from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
 from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import relaxed_capture
-from kos.cuda.kernels import Address, is_loaded
+from kos.cuda.kernels import NOTHING, Address, is_loaded
 from kos.dtypes import DType
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
@@ -425,7 +424,7 @@ class PeerEngine:
         small = self.small if small is None else small
         launch = exchange_launch(self.rank, self.blocks, small, sends, recvs, overlapped, relay)
         if launch is None:
-            return nothing
+            return NOTHING
         blocks, threads, macros, channels, pieces = launch
         kernel = self.load(KERNELS / "exchange.cu", "exchange", **macros)
         places = self._slots, self._slot, self._posts, self._boxes

@@ -144,14 +144,14 @@ class Node:
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
-        prepared.run = call, puts, gets
+        prepared.plan = call, puts, gets
 
     def _bind_receive(self, prepared: Prepared) -> None:
         """Have the core look for the message of a receive first, before ``kos.comm.matching`` runs it."""
         o, message = prepared.operation, prepared.operation.message
         dtype, count = (np.dtype(np.uint8), 0) if o.recv is None else (o.recv.dtype.numpy, o.recv.count)
         if o.name in ("recv", "recv_bytes"):
-            prepared.run = self._core.prepare(
+            prepared.plan = self._core.prepare(
                 _OPERATIONS["recv"], DTYPE_CODES[dtype], 0, 0, count, o.recv is None, None, None, 0, message.src,
                 0, message.recv_tag, 0,
             ), False, o.recv is not None  # fmt: skip
@@ -164,7 +164,7 @@ class Node:
                 if self.waiting and self._waits(prepared.operation.message):
                     steps: Steps | None = prepared.backend.scheduled.start(work)
                     return steps
-                call, puts, gets = prepared.run
+                call, puts, gets = prepared.plan
                 if self._status.last is not None:
                     self._status.clear_failure()
                 waits = prepared.waits and not self.batch and not self._works
@@ -192,11 +192,11 @@ class Node:
         the core cannot start such calls, for example because they run by a schedule, or return a new array.
         """
         prepared, send, recv = work.prepared, work.send, work.recv
-        starts = prepared.run is not None and prepared.launch != self._start_scaled
+        starts = prepared.plan is not None and prepared.launch != self._start_scaled
         starts = starts and (prepared.waits or self._engine.thread is None) and (out >= 0 or not prepared.gets)
         if not starts or (send is not None and not send.size) or (recv is not None and not recv.size):
             return None, x, out, None
-        call, puts, gets = prepared.run
+        call, puts, gets = prepared.plan
         return call, x if puts else -1, out if gets else -1, None
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
